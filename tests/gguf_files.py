@@ -27,9 +27,10 @@ NAMES |= {"SeedOssForCausalLM": "seed_oss", "Phi3ForCausalLM": "phi3", "Glm4MoeF
 NAMES |= {"HunYuanDenseV1ForCausalLM": "hunyuan-dense"}
 NAMES |= {"Ministral3ForCausalLM": "mistral3", "DeepseekV2ForCausalLM": "deepseek2"}
 NAMES |= {"DeepseekV3ForCausalLM": "deepseek2", "Glm4MoeLiteForCausalLM": "deepseek2"}
-INTERLEAVED = ("llama", "granite", "smollm3", "mistral3")
-NAMES |= {"Qwen3_5ForCausalLM": "qwen35"}
-CENTRED = ("gemma2", "gemma3", "qwen35")
+INTERLEAVED = ("llama", "granite", "granitehybrid", "smollm3", "mistral3")
+NAMES |= {"Qwen3_5ForCausalLM": "qwen35", "Qwen3_5MoeForCausalLM": "qwen35moe", "Qwen3NextForCausalLM": "qwen3next"}
+NAMES |= {"Lfm2ForCausalLM": "lfm2", "Lfm2MoeForCausalLM": "lfm2moe", "GraniteMoeHybridForCausalLM": "granitehybrid"}
+NAMES |= {"NemotronHForCausalLM": "nemotron_h"}
 PLAIN = 1
 
 Choose = Callable[[str, np.ndarray], Type]
@@ -55,11 +56,12 @@ def write_gguf(
     `parts` the file is split; the path of the first part comes back.
     """
     config = json.loads((folder / "config.json").read_text())
-    own = NAMES[config["architectures"][0]]
+    own = named(config)
     arch = arch or own
     per_part = -(-len(tensors := hub_tensors(folder, config) | dict(more or {})) // parts)
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=per_part if parts > 1 else 0)
-    known = {key.replace(f"{own}.", f"{arch}.", 1): value for key, value in metadata(config).items()}
+    kept = {f"{own}.{key}": value for key, value in gguf_recurrent.keys(config, load_spec(folder), own).items()}
+    known = {key.replace(f"{own}.", f"{arch}.", 1): value for key, value in (metadata(config) | kept).items()}
     found = known | (tokenizer(folder, config, pre) if (folder / "tokenizer.json").exists() else {})
     put(writer, {key: value for key, value in (found | dict(extra or {})).items() if key not in without})
     for name, array in tensors.items():
@@ -88,6 +90,12 @@ def write_tokenizer(folder: Path, path: Path, *, pre: str = "qwen2", **extra: An
     return path
 
 
+def named(config: Mapping[str, Any]) -> str:
+    """GGUF's name of a config's architecture."""
+    own = NAMES[config["architectures"][0]]
+    return "nemotron_h_moe" if own == "nemotron_h" and config.get("n_routed_experts") else own
+
+
 def put(writer: gguf.GGUFWriter, values: Mapping[str, Any]) -> None:
     for key, value in values.items():
         if isinstance(value, bool):
@@ -106,7 +114,7 @@ def put(writer: gguf.GGUFWriter, values: Mapping[str, Any]) -> None:
 
 def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     """What llama.cpp's converter writes for a config.json."""
-    arch, heads = NAMES[config["architectures"][0]], config["num_attention_heads"]
+    arch, heads = named(config), config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
     found: dict[str, Any] = {
         "block_count": config["num_hidden_layers"],
@@ -136,7 +144,7 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     if arch == "gemma3":
         found["rope.freq_base_swa"] = config["rope_local_base_freq"]
         found["attention.sliding_window_pattern"] = config["sliding_window_pattern"]
-    found |= others(config, arch) | gguf_recurrent.keys(config, arch)
+    found |= others(config, arch)
     return {f"{arch}.{key}": value for key, value in found.items()}
 
 
@@ -159,11 +167,12 @@ def others(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
             "expert_gating_func": 1 if config["architectures"] == ["DeepseekV2ForCausalLM"] else 2,
             "expert_shared_count": config["n_shared_experts"],
             "expert_weights_scale": config["routed_scaling_factor"],
-            "expert_weights_norm": config["norm_topk_prob"],
+            "expert_weights_norm": config.get("norm_topk_prob", True),
             "expert_group_count": config["n_group"],
             "expert_group_used_count": config["topk_group"],
-            "leading_dense_block_count": config.get("first_k_dense_replace", 1),
         }
+        if arch != "nemotron_h_moe":
+            found["leading_dense_block_count"] = config.get("first_k_dense_replace", 1)
     if count:
         found |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
         found["expert_feed_forward_length"] = config.get("moe_intermediate_size") or config["intermediate_size"]
@@ -218,21 +227,24 @@ def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
 
 def hub_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The folder's tensors under GGUF's names, and llama3's rope factors."""
-    arch = NAMES[config["architectures"][0]]
+    arch = named(config)
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[arch], config["num_hidden_layers"])
-    found = {}
-    for name, array in tensors_of(folder, config).items():
-        if (one := gguf_recurrent.tensor(config, arch, name, array)) is not None:
-            found[one[0]] = one[1]
+    found, spec = {}, load_spec(folder)
+    every = tensors_of(folder, config, own=spec.recurrence is not None)
+    for name, array in every.items():
+        if ".mixer." in name:
+            found |= gguf_recurrent.tensor(spec, arch, name, every)
             continue
         if arch in INTERLEAVED and ".q_proj." in name:
             array = permuted(array, config["num_attention_heads"])
         if arch in INTERLEAVED and ".k_proj." in name:
             array = permuted(array, config["num_key_value_heads"])
-        if arch in CENTRED and name.endswith("norm.weight"):
+        if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        if arch.startswith("lfm2"):
+            name = name.replace("model.norm.", "model.embedding_norm.")
         found[names.get_name(name, (".weight", ".bias")) + (".weight" if name.endswith("sinks") else "")] = array
     rope = scaling(config)
     if rope.get("rope_type") == "llama3":
@@ -244,9 +256,10 @@ def hub_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray
     return found
 
 
-def tensors_of(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The folder's tensors; all experts of a layer are one, as in GGUF."""
-    if not (config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")):
+def tensors_of(folder: Path, config: Mapping[str, Any], *, own: bool = False) -> dict[str, np.ndarray]:
+    """The folder's tensors, where there are experts or with `own` under our names; all experts of a layer are one, as
+    in GGUF."""
+    if not own and not (config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")):
         return load_file(folder / "model.safetensors")
     found: dict[str, Any] = {}
     for name, array in open_weights(folder, load_spec(folder)).items():

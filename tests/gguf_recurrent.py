@@ -1,4 +1,4 @@
-"""What llama.cpp's converter writes of layers that keep a state."""
+"""What llama.cpp's converter writes of models some of whose layers keep a state."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from typing import Any
 
 import numpy as np
 
-DELTA = {
+from cairn.types import ModelSpec, Recurrence
+
+SCANS = {
     "in_proj_qkv.weight": "attn_qkv.weight",
     "in_proj_z.weight": "attn_gate.weight",
     "in_proj_a.weight": "ssm_alpha.weight",
     "in_proj_b.weight": "ssm_beta.weight",
-    "conv1d.weight": "ssm_conv1d.weight",
-    "A_log": "ssm_a",
+    "in_proj.weight": "ssm_in.weight",
+    "conv.weight": "ssm_conv1d.weight",
+    "conv.bias": "ssm_conv1d.bias",
+    "decay": "ssm_a",
+    "D": "ssm_d",
     "dt_bias": "ssm_dt.bias",
     "norm.weight": "ssm_norm.weight",
     "out_proj.weight": "ssm_out.weight",
@@ -22,48 +27,94 @@ TILED = ("qwen35", "qwen35moe")
 """Where neighbouring heads have keys of different heads."""
 
 
-def keys(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
+def keys(config: Mapping[str, Any], spec: ModelSpec, arch: str) -> dict[str, Any]:
     """Metadata below the architecture's name."""
-    if "linear_num_value_heads" not in config:
+    facts = spec.recurrence
+    if facts is None:
         return {}
-    size = config["head_dim"]
-    rope = config.get("rope_parameters") or {}
-    factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
     found: dict[str, Any] = {
-        "ssm.conv_kernel": config.get("linear_conv_kernel_dim", 4),
-        "ssm.state_size": config["linear_key_head_dim"],
-        "ssm.group_count": config["linear_num_key_heads"],
-        "ssm.time_step_rank": config["linear_num_value_heads"],
-        "ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
-        "full_attention_interval": config.get("full_attention_interval", 4),
-        "rope.dimension_count": int(size * factor),
+        "feed_forward_length": spec.experts.ffn if arch == "granitehybrid" and spec.experts else spec.ffn,
+        "attention.layer_norm_rms_epsilon": spec.norm_eps,
+        "rope.freq_base": spec.rope_theta,
     }
+    if facts.kind != "delta":
+        found["attention.head_count_kv"] = [
+            0 if layer in facts.layers else spec.kv_heads for layer in range(spec.layers)
+        ]
+    if spec.mlp_layers is not None:
+        width = spec.experts.ffn if spec.experts else spec.ffn
+        found["feed_forward_length"] = [width if layer in spec.mlp_layers else 0 for layer in range(spec.layers)]
+        found |= {"rope.scaling.finetuned": False, "attention.layer_norm_epsilon": spec.norm_eps}
+        found["attention.head_count_kv"] = [spec.kv_heads if spec.attends(layer) else 0 for layer in range(spec.layers)]
+    if arch == "nemotron_h_moe":
+        assert spec.experts is not None
+        found |= {"expert_shared_feed_forward_length": spec.experts.shared, "expert_feed_forward_length": width}
+    if facts.kind == "conv":
+        found["shortconv.l_cache"] = facts.reach
+    else:
+        found |= {
+            "ssm.conv_kernel": facts.reach,
+            "ssm.state_size": facts.key_size,
+            "ssm.group_count": facts.key_heads,
+            "ssm.time_step_rank": facts.heads,
+            "ssm.inner_size": facts.inner,
+        }
+    if facts.kind == "delta":
+        found |= {"rope.dimension_count": spec.turned, "full_attention_interval": 4}
+        if "layer_types" in config or config.get("full_attention_interval", 4) != 4:
+            found["attention.recurrent_layers"] = [layer in facts.layers for layer in range(spec.layers)]
     if arch in TILED:
         found["rope.dimension_sections"] = [11, 11, 10, 0]
-    if "layer_types" in config:
-        found["attention.recurrent_layers"] = [kind == "linear_attention" for kind in config["layer_types"]]
+    if arch == "lfm2moe":
+        assert spec.experts is not None
+        found |= {"leading_dense_block_count": spec.experts.layers[0], "expert_gating_func": 2}
+    if arch == "granitehybrid":
+        found |= {
+            "rope.scaling.finetuned": not spec.unturned,
+            "attention.scale": spec.attention_scale,
+            "embedding_scale": spec.embedding_scale,
+            "residual_scale": spec.residual_scale,
+            "logit_scale": 1 / spec.logit_scale,
+            "expert_shared_feed_forward_length": config["shared_intermediate_size"],
+        }
     return found
 
 
-def tensor(config: Mapping[str, Any], arch: str, name: str, array: np.ndarray) -> tuple[str, np.ndarray] | None:
-    """Name and numbers in the file of a tensor of such a layer; None for another one."""
-    before, mixer, rest = name.partition(".linear_attn.")
-    if not mixer:
-        return None
+def tensor(spec: ModelSpec, arch: str, name: str, every: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Name and numbers in the file of one of our tensors of such a layer."""
+    before, _, rest = name.partition(".mixer.")
+    facts, array = spec.recurrence, every[name]
+    assert facts is not None
+    layer = f"blk.{before.rpartition('.')[2]}."
+    if rest == "conv.weight":
+        array = np.ascontiguousarray(array.reshape(facts.reach, -1).T)
+    if facts.kind == "conv":
+        return {f"{layer}shortconv.{rest}": array}
+    if facts.kind == "mamba2" and rest in ("decay", "D"):
+        array = array[:, None]
+    if facts.kind == "mamba2" and rest == "norm.weight":
+        array = array.reshape(facts.key_heads, -1)
     if arch in TILED:
-        array = tiled(config, rest, array)
-    if rest == "A_log":
-        array = -np.exp(array)
-    return f"blk.{before.rpartition('.')[2]}.{DELTA[rest]}", array.squeeze()
+        array = tiled(facts, rest, array)
+    if arch == "qwen3next" and rest == "in_proj_b.weight":
+        return {f"{layer}ssm_ba.weight": joined(facts, array, every[f"{before}.mixer.in_proj_a.weight"])}
+    if arch == "qwen3next" and rest == "in_proj_a.weight":
+        return {}
+    return {f"{layer}{SCANS[rest]}": array}
 
 
-def tiled(config: Mapping[str, Any], rest: str, array: np.ndarray) -> np.ndarray:
+def joined(facts: Recurrence, learn: np.ndarray, forget: np.ndarray) -> np.ndarray:
+    """What each head learns and forgets, in the order of the heads of keys, as Qwen3-Next has it."""
+    parts = [one.reshape(facts.key_heads, -1, one.shape[1]) for one in (learn, forget)]
+    return np.concatenate(parts, axis=1).reshape(-1, learn.shape[1])
+
+
+def tiled(facts: Recurrence, rest: str, array: np.ndarray) -> np.ndarray:
     """The heads of values in the order in which those of keys repeat."""
-    key_heads, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    size, keys = config["linear_value_head_dim"], 2 * key_heads * config["linear_key_head_dim"]
-    order = np.arange(heads).reshape(key_heads, -1).T.reshape(-1)
+    size, keys = facts.value_size, 2 * facts.key_heads * facts.key_size
+    order = np.arange(facts.heads).reshape(facts.key_heads, -1).T.reshape(-1)
     values = (order[:, None] * size + np.arange(size)).reshape(-1)
-    if rest in ("in_proj_qkv.weight", "conv1d.weight"):
+    if rest in ("in_proj_qkv.weight", "conv.weight"):
         return np.concatenate([array[:keys], array[keys:][values]])
     if rest == "in_proj_z.weight":
         return array[values]

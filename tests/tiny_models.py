@@ -145,6 +145,24 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
         "rope_local_base_freq": 500.0,
     },
+    "gemma 4": {
+        "architecture": "Gemma4ForCausalLM",
+        **{"num_hidden_layers": 4, "sliding_window": 17, "final_logit_softcapping": 4.0},
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        **{"global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        "hidden_size_per_layer_input": 0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 20000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    },
+    "gemma 4 e": {
+        "architecture": "Gemma4ForCausalLM",
+        **{"num_hidden_layers": 6, "sliding_window": 21, "num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        **{"global_head_dim": 32, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 170},
+        **{"num_key_value_heads": 1, "use_bidirectional_attention": "vision"},
+    },
     "qwen 3 moe": {
         "architecture": "Qwen3MoeForCausalLM",
         **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True},
@@ -271,7 +289,14 @@ MODELS: dict[str, dict[str, Any]] = {
 def write_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields: Any) -> Path:
     """config.json of a tiny model; `fields` add to and replace `PLAIN`'s."""
     kinds = {"Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": "qwen3"}
-    kinds |= {"Gemma2": "gemma2", "Gemma3": "gemma3_text", "Mixtral": "mixtral", "Olmoe": "olmoe", "GptOss": "gpt_oss"}
+    kinds |= {
+        "Gemma2": "gemma2",
+        "Gemma3": "gemma3_text",
+        "Gemma4": "gemma4_text",
+        "Mixtral": "mixtral",
+        "Olmoe": "olmoe",
+        "GptOss": "gpt_oss",
+    }
     kinds |= {"Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe", "Glm4Moe": "glm4_moe", "Granite": "granite"}
     kinds |= {
         "SmolLM3": "smollm3",
@@ -307,11 +332,14 @@ def random_tensors(folder: Path, seed: int = 0, dtype: Any = np.float32) -> dict
     rng = np.random.default_rng(seed)
     tensors = {}
     spec = load_spec(folder)
-    gemma = spec.architecture.startswith(("Gemma", "Qwen3_5", "Qwen3Next"))  # whose norms multiply by 1 + w
+    centred = ("Gemma2", "Gemma3", "Qwen3_5", "Qwen3Next")
+    gemma = spec.architecture.startswith(centred)  # whose norms multiply by 1 + w
     for name, shape in expected_tensors(spec).items():
         values = rng.standard_normal(shape)
         if name.endswith("correction_bias"):
             values = 0.3 * values
+        elif name.endswith("layer_scalar"):
+            values = 0.9 + 0.2 * values
         elif "norm" in name:
             values = (0 if gemma and ".mixer." not in name else 1) + 0.3 * values
         elif name.endswith(".decay"):
@@ -336,20 +364,28 @@ def write_model(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields: 
     return folder
 
 
+NAMES = {
+    "MixtralForCausalLM": {
+        ".gate_proj.": ".w1.",
+        ".up_proj.": ".w3.",
+        ".down_proj.": ".w2.",
+        ".mlp.": ".block_sparse_moe.",
+    },
+    "HunYuanDenseV1ForCausalLM": {".q_norm.": ".query_layernorm.", ".k_norm.": ".key_layernorm."},
+    **{
+        f"{name}ForCausalLM": {".shared_expert.": ".shared_experts."}
+        for name in ("Glm4Moe", "DeepseekV2", "DeepseekV3", "Glm4MoeLite")
+    },
+}
+"""What a family's own files call otherwise."""
+
+
 def stored(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The tensors under the names and in the shapes that the family's own files have."""
-    if spec.architecture == "MixtralForCausalLM":
-        parts = {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2.", ".mlp.": ".block_sparse_moe."}
-        for ours, theirs in parts.items():
-            tensors = {name.replace(ours, theirs): array for name, array in tensors.items()}
-    if spec.architecture == "HunYuanDenseV1ForCausalLM":
-        names = {".q_norm.": ".query_layernorm.", ".k_norm.": ".key_layernorm."}
-        for ours, theirs in names.items():
-            tensors = {name.replace(ours, theirs): array for name, array in tensors.items()}
+    for ours, theirs in NAMES.get(spec.architecture, {}).items():
+        tensors = {name.replace(ours, theirs): array for name, array in tensors.items()}
     if spec.latent is not None:
         tensors = joined_latents(spec, tensors)
-    if spec.architecture == "Glm4MoeForCausalLM" or spec.latent is not None:
-        tensors = {name.replace(".shared_expert.", ".shared_experts."): array for name, array in tensors.items()}
     if spec.architecture == "Phi3ForCausalLM":
         tensors = fused_rows(
             fused_rows(tensors, "self_attn.qkv_proj", ("q", "k", "v")), "mlp.gate_up_proj", ("gate", "up")

@@ -361,6 +361,22 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     shared_gate: bool = False
 
 
+class Uneven(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that are not alike (Gemma 4). Their heads differ by group; values are normed without a weight, and what a
+    layer gives is multiplied by a number of its own."""
+
+    kv_from: tuple[int, ...] = ()
+    """Of each of the last layers, which have no keys and values, the layer whose they read."""
+    keys_as_values: tuple[int, ...] = ()
+    """Layers whose values are their keys, as they are before they are normed."""
+    wide: tuple[int, ...] = ()
+    """Layers whose MLP is twice as wide."""
+    inputs: int = 0
+    """Numbers that each layer gets of a token, beside what the layer before it gives; 0: nothing."""
+    input_rows: int = 0
+    """Rows of the table of these."""
+
+
 class Recurrence(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that keep a state of one size for a sequence, however long it is, in the place of keys and values.
 
@@ -573,6 +589,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Of a decoder that judges pairs of texts."""
     latent: Latent | None = None
     """Of a decoder that keeps latents; its `head_dim` is that of queries."""
+    uneven: Uneven | None = None
+    """Of a decoder whose layers are not alike; its `head_dim` and `kv_heads` are those of layers with a window."""
     recurrence: Recurrence | None = None
     """Of layers without attention."""
     mlp_layers: tuple[int, ...] | None = None
@@ -610,9 +628,24 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """How many numbers of a head are turned."""
         return self.head_dim if self.rotary is None else self.rotary
 
+    def group_of(self, layer: int) -> int:
+        """The group whose cache a layer reads; -1 where it reads none."""
+        source = self.kv_layer(layer)
+        return next((number for number, group in enumerate(self.groups) if source in group.layers), -1)
+
+    def kv_layer(self, layer: int) -> int:
+        """The layer that writes the keys and values which a layer reads."""
+        sources = self.uneven.kv_from if self.uneven is not None else ()
+        at = layer - (self.layers - len(sources))
+        return sources[at] if at >= 0 and sources else layer
+
+    def turned_in(self, group: int) -> int:
+        """How many numbers of a head of a group are turned."""
+        return self.rotary or self.groups[group].head_dim or self.head_dim
+
     def page(self, group: int) -> tuple[int, ...]:
-        """The shape of what one layer of a group keeps of a block: keys and values, or what both are made of; or its
-        state."""
+        """The shape of what one layer of a group keeps of a block: keys and values [2, K, tokens, D], what both are
+        made of [1, 1, tokens, D], or a state."""
         own = self.groups[group]
         if own.kind == "state":
             return (own.numbers,)

@@ -680,7 +680,8 @@ async def test_an_agents_time_is_not_over_while_a_request_in_its_name_runs(folde
 
 
 async def test_what_an_agent_is_told_first_is_checked_as_its_turns_will_be(folder: Path, tmp_path: Path) -> None:
-    """Some templates want a user's message, which an agent has not had yet; some know no tools."""
+    """Some templates want a user's message, which an agent has not had yet; some write messages so that what tells of
+    tools in them is not there as it was."""
     asked = "messages | selectattr('role', 'equalto', 'user') | list"
     wants = "{% if not " + asked + " %}{{ raise_exception('no user') }}{% endif %}"
     picky = talking_model(tmp_path / "tiny")
@@ -690,7 +691,7 @@ async def test_what_an_agent_is_told_first_is_checked_as_its_turns_will_be(folde
     async with home(picky) as (_, _, http):
         assert (await http.post("/v1/agents", json={"id": "ada", "system": "Be brief."})).status_code == 201
         refused = await http.post("/v1/agents", json={"id": "eve", "tools": [tool]})
-        assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages[0].content"
     async with home(folder) as (_, _, http):
         body = {"system": "Be brief.", "messages": [{"role": "tool", "content": "y"}]}
         refused = await http.post("/v1/agents", json=body)

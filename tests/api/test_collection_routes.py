@@ -69,24 +69,22 @@ async def test_a_collection_from_creation_to_deletion(folder: Path, tmp_path: Pa
         assert (await http.get("/v1/collections/c")).status_code == 404
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "said"),
-    [
-        ("", {"id": "x y"}, 400, "a collection's id has 1 to 64"),
-        ("", {"chunk": 50}, 400, "100 to 20000"),
-        ("", {"id": "c"}, 409, "a collection c already"),
-        ("/c/documents", {"name": "x", "text": " "}, 400, "text holds no text"),
-        ("/c/documents", {"name": "x.pdf", "text": "x", "type": "pdf"}, 400, "type"),
-        ("/c/search", {"query": "x", "top_k": 51}, 400, "1 to 50, the limit"),
-        ("/c/search", {"query": "x", "min_score": 2}, 400, "min_score must be -1 to 1"),
-        ("/c/ask", {"query": " "}, 400, "query is empty"),
-        ("/nowhere/documents", {"name": "x", "text": "x"}, 404, "no collection nowhere"),
-    ],
+WRONG: tuple[tuple[str, dict[str, Any], int, str], ...] = (
+    ("", {"id": "x y"}, 400, "a collection's id has 1 to 64"),
+    ("", {"chunk": 50}, 400, "100 to 20000"),
+    ("", {"id": "c"}, 409, "a collection c already"),
+    ("/c/documents", {"name": "x", "text": " "}, 400, "text holds no text"),
+    ("/c/documents", {"name": "x.pdf", "text": "x", "type": "pdf"}, 400, "type"),
+    ("/c/search", {"query": "x", "top_k": 51}, 400, "1 to 50, the limit"),
+    ("/c/search", {"query": "x", "min_score": 2}, 400, "min_score must be -1 to 1"),
+    ("/c/ask", {"query": " "}, 400, "query is empty"),
+    ("/nowhere/documents", {"name": "x", "text": "x"}, 404, "no collection nowhere"),
 )
-async def test_what_is_wrong_is_named(
-    folder: Path, tmp_path: Path, path: str, body: dict[str, Any], status: int, said: str
-) -> None:
+
+
+async def test_what_is_wrong_is_named(folder: Path, tmp_path: Path) -> None:
     async with shelf(folder, tmp_path) as http:
         await http.post("/v1/collections", json={"id": "c"})
-        answer = await http.post("/v1/collections" + path, json=body)
-        assert answer.status_code == status and said in answer.json()["error"]["message"], answer.text
+        for path, body, status, said in WRONG:
+            answer = await http.post("/v1/collections" + path, json=body)
+            assert answer.status_code == status and said in answer.json()["error"]["message"], answer.text

@@ -177,6 +177,23 @@ async def test_tools_of_a_namespace_and_of_free_text_are_called_by_their_own_nam
     assert {value["type"] for value in streamed} <= KNOWN
 
 
+async def test_a_tool_of_free_text_is_held_to_a_regex_and_told_of_lark() -> None:
+    def custom(syntax: Any, definition: Any = "[a-z]+") -> dict[str, Any]:
+        form = {"type": "grammar", "syntax": syntax, "definition": definition}
+        return {"type": "custom", "name": f"of_{syntax}", "format": form}
+
+    async with site(ScriptedService()) as at:
+        answer = await post(at, body(tools=[custom("regex"), custom("lark", "start: X")]))
+        assert answer.status_code == 200
+        assert "tools[1]: the model is told of this grammar" in answer.headers["x-cairn-warning"]
+        (_, (regex, lark), *_), wanted = at.app.service.prompts[0], at.app.service.wanted[0]  # type: ignore[union-attr]
+        assert regex["function"]["parameters"]["properties"]["input"]["pattern"] == "^(?:[a-z]+)$"
+        assert "start: X" in lark["function"]["description"] and wanted.choice.strict == ("of_regex",)
+        for wrong, field in ((custom("ebnf"), "syntax"), (custom("lark", 5), "definition")):
+            refused = await post(at, body(tools=[wrong]))
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == f"tools[0].format.{field}"
+
+
 async def test_a_warning_of_what_no_header_can_hold_is_still_told() -> None:
     async with site(ScriptedService(lambda request: list(STEPS))) as at:
         answer = await post(at, body(tools=[{"type": "a\r\nx-evil: 1\0"}]))

@@ -30,13 +30,14 @@ from cairn.config import Config
 from cairn.errors import ConfigError, ModelFileError, Unavailable
 from cairn.paths import with_folder
 from cairn.service.launch import KILL_SECONDS
+from cairn.service.served_model import served_models
 from cairn.service.service import Service
 from cairn.service.supervisor import STORE_SECONDS
 from cairn.system import SystemFile, SystemFiles
 from cairn.types import Delta
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
-FIRST: Any = None
+FIRST: Any = object()
 """A scripted service needs no worker."""
 PATIENCE = 120
 """Seconds after which something will not happen any more, on a machine however busy."""
@@ -51,9 +52,13 @@ class SlowService(ScriptedService):
         self.load = asyncio.Event()
         self.closed = False
 
-    async def start(self, config: Config, first: Any) -> SlowService:
+    async def start(self, config: Config, first: Any, **more: Any) -> SlowService:
         await self.load.wait()
         return self
+
+    @property
+    def busy(self) -> bool:
+        return any(not one.over for one in self.streams)
 
     def stats(self) -> Any:
         return SimpleNamespace(running=len([one for one in self.streams if not one.over]), waiting=0)
@@ -76,12 +81,12 @@ class Running:
     """A server in this process whose service is scripted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, service: SlowService, config: Config) -> None:
-        monkeypatch.setattr(lifetime, "Service", service)
+        monkeypatch.setattr("cairn.service.models.Service", service)
         monkeypatch.setenv("XDG_DATA_HOME", tempfile.mkdtemp(dir=FOLDERS))
         self.service = service
         self.sock = server.bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}"
-        self.task = asyncio.create_task(lifetime._serve(config, self.sock, FIRST))
+        self.task = asyncio.create_task(lifetime._serve(config, self.sock, served_models(config), FIRST))
 
     async def get(self, path: str) -> Any:
         async with httpx.AsyncClient(base_url=self.url, trust_env=False, timeout=PATIENCE) as http:
@@ -192,7 +197,7 @@ def test_a_close_has_the_time_that_a_worker_has_to_store_and_to_be_killed() -> N
 
 
 async def test_a_model_that_cannot_be_served_ends_the_server_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def start(config: Config, first: Any) -> Any:
+    async def start(config: Config, first: Any, **more: Any) -> Any:
         raise ModelFileError("model.safetensors is cut off")
 
     service = SlowService()
@@ -405,7 +410,7 @@ async def test_without_the_usual_folder_of_agents_the_server_goes_on_and_tries_a
     config = Config(model="demo", engine="fake", kv_gb=0.01)
     app = build_app(None, config)
     service = app.service = await Service.start(config, in_process=True)
-    opening = await lifetime._open_agents(app, service, config)
+    opening = await lifetime._open_agents(app, app.models, config)
     try:
         assert opening is not None and str(tmp_path) in caplog.text
         transport = httpx.ASGITransport(app=app)
@@ -420,7 +425,7 @@ async def test_without_the_usual_folder_of_agents_the_server_goes_on_and_tries_a
             assert (await http.get("/v1/agents")).status_code == 200
         with pytest.raises(ConfigError, match="cannot be read"):
             (tmp_path / "file").write_text("in the way")
-            await lifetime._open_agents(app, service, Config(agents_dir=str(tmp_path / "file" / "agents")))
+            await lifetime._open_agents(app, app.models, Config(agents_dir=str(tmp_path / "file" / "agents")))
     finally:
         if app.attribution.agents is not None:
             await app.attribution.agents.close()
@@ -503,7 +508,7 @@ async def test_a_token_log_of_zeros_is_a_trouble_and_in_the_doctors_report(
         app = build_app(None, config)
         service = app.service = await Service.start(config, in_process=True)
         try:
-            await lifetime._open_agents(app, service, config)
+            await lifetime._open_agents(app, app.models, config)
             transport = httpx.ASGITransport(app=app)
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 await work(http)

@@ -94,29 +94,29 @@ async def test_an_interrupted_round_goes_on_with_the_next(folder: Path) -> None:
         assert after["state"] == "idle" and after["rounds"] == body["rounds"] + 1
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "said"),
-    [
-        ("", {"members": []}, "1 to 32"),
-        ("", {"members": [{"name": "x y"}]}, "members[0].name"),
-        ("", {"members": [{"name": "ada"}, {"name": "ada"}]}, "two members ada"),
-        ("", {"members": [{"name": "ada", "tool": 1}]}, "members[0].tool is not a field"),
-        ("", {"members": [{"name": "ada"}], "topology": {"kind": "debate"}}, "topology.sides is missing"),
-        ("", {"members": [{"name": "ada"}], "topology": {"kind": "free", "first": "bob"}}, "no member"),
-        ("", {"members": [{"name": "ada"}], "topology": {"judge": "ada"}}, "not for the topology round_robin"),
-        ("", {"members": [{"name": "ada"}], "rule": "coordinator"}, "must name the member who decides"),
-        ("/t/rounds", {"rounds": 1001}, "1000 rounds at most"),
-        ("/t/rounds", {"vote": {"question": "?", "options": ["x"]}}, "2 to 32"),
-        ("/t/messages", {"content": "x", "to": ["eve"]}, "no member eve"),
-        ("/t/votes", {"question": "?", "options": ["x", "x"]}, "'x' twice"),
-        ("/t/votes", {"question": "?", "options": list("abcdefg"), "rule": "ranked"}, "2 to 6"),
-    ],
+WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("", {"members": []}, "1 to 32"),
+    ("", {"members": [{"name": "x y"}]}, "members[0].name"),
+    ("", {"members": [{"name": "ada"}, {"name": "ada"}]}, "two members ada"),
+    ("", {"members": [{"name": "ada", "tool": 1}]}, "members[0].tool is not a field"),
+    ("", {"members": [{"name": "ada"}], "topology": {"kind": "debate"}}, "topology.sides is missing"),
+    ("", {"members": [{"name": "ada"}], "topology": {"kind": "free", "first": "bob"}}, "no member"),
+    ("", {"members": [{"name": "ada"}], "topology": {"judge": "ada"}}, "not for the topology round_robin"),
+    ("", {"members": [{"name": "ada"}], "rule": "coordinator"}, "must name the member who decides"),
+    ("/t/rounds", {"rounds": 1001}, "1000 rounds at most"),
+    ("/t/rounds", {"vote": {"question": "?", "options": ["x"]}}, "2 to 32"),
+    ("/t/messages", {"content": "x", "to": ["eve"]}, "no member eve"),
+    ("/t/votes", {"question": "?", "options": ["x", "x"]}, "'x' twice"),
+    ("/t/votes", {"question": "?", "options": list("abcdefg"), "rule": "ranked"}, "2 to 6"),
 )
-async def test_what_is_wrong_is_named(folder: Path, path: str, body: dict[str, Any], said: str) -> None:
+
+
+async def test_what_is_wrong_is_named(folder: Path) -> None:
     async with home(folder) as (_, http):
         await http.post("/v1/teams", json=TEAM)
-        answer = await http.post("/v1/teams" + path, json=body)
-        assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
+        for path, body, said in WRONG:
+            answer = await http.post("/v1/teams" + path, json=body)
+            assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
 
 
 async def test_no_tenant_sees_anothers_teams(folder: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tests.api.process import Served, served
 from tests.cli.test_cli_agents import rows, run
 
+from cairn.cli.team_view import _live as team_view_of_a_terminal
 from cairn.cli.team_view import line_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -113,3 +114,15 @@ def run_alone(*arguments: str) -> str:
 def test_what_a_model_says_cannot_steer_the_terminal() -> None:
     line = line_of({"type": "turn", "member": "ada", "content": "\x1b[2Jgone\nnext"})
     assert line == "ada: \N{REPLACEMENT CHARACTER}[2Jgone next"
+
+
+def test_the_live_view_shows_who_speaks_and_what_was_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with team_view_of_a_terminal(0.0) as show:
+        show({"type": "round.started", "round": 1})
+        show({"type": "turn.started", "member": "ada"})
+        show({"type": "turn.delta", "member": "ada", "content": "Hel"})
+        show({"type": "turn.done", "member": "ada", "content": "Hello \x1b[2J [bold]"})
+        show({"type": "points", "points": {"ada": 3.0}})
+    out = capsys.readouterr().out
+    assert "== round 1" in out and "points: ada 3" in out
+    assert "Hello \N{REPLACEMENT CHARACTER}[2J [bold]" in out

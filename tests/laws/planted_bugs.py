@@ -296,7 +296,7 @@ BUGS = (
     Bug("a load that begins inside a chunk takes its first pages", TIERS, "Tiers._bring", "pages[len(pages) - len(blocks):]", "pages[:len(blocks)]"),
     Bug("a load that ended keeps its blocks", TIERS, "Tiers._land", "self._cache.close(context, tokens)", "self._cache.close(context, tokens) if not load.landed else self._loads.pop(context)"),
     Bug("a load is never late", TIERS, "Tiers._land", "load.landed == before and self.load_policy.late(load, self.reader.alive) and (not load.over)", "False"),
-    Bug("a buffer is read into while its chunk waits", STORE_READER, "StoreReader._fetch", "self._load_policy.read(size, self._clock.now() - began)", "self._load_policy.read(size, self._clock.now() - began)\nself._buffers += buffers"),
+    Bug("a buffer is read into while its chunk waits", STORE_READER, "StoreReader._fetch", "self._load_policy.read(size, self._clock.now() - began)", "self._load_policy.read(size, self._clock.now() - began)\nfor buffer in buffers:\n    self._buffers[len(buffer)].append(buffer)"),
     Bug("the store in memory keeps what lies in a buffer", STORE_READER, "StoreReader._fetch", "dataclasses.replace(chunk, pages=bytes(chunk.pages))", "chunk"),
     Bug("a load that stands still is never late", STORE_READER, "LoadPolicy.late", "if now - max(load.started, load.heard, alive) > STALL_SECONDS:\n    return True", "pass"),
     Bug("nobody hears that a load has ended", TIERS, "Tiers.stop", "self._answers += load.done", "pass"),

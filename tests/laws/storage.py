@@ -137,6 +137,9 @@ class Work:
         law(not gone or BUDGET - on_disk(self.files) <= 3 * BLOCK, "more was evicted than had to go")
         parents = {self.told[key].parent for key in held}
         leaves = held.keys() - parents - self.protected() - fresh - {self.told[key].parent for key in fresh}
+        # What a state extended was no leaf as long as that was there, and states go in a turn of their own.
+        states = [self.told[key] for key in gone if self.told[key].group == STATE]
+        leaves -= {one.key for state in states for one in self.path_to(state)}
         for one in gone:
             for leaf in leaves:
                 same = self.told[one].group == self.told[leaf].group

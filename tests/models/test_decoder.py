@@ -23,7 +23,7 @@ def test_replay_equals_the_direct_run(name: str, kind: str, tmp_path: Path) -> N
     folder = write_model(tmp_path, **MODELS[name])
     spec, engine = load_spec(folder), load(folder, kv_gb=0.01, kernels=kind)
     kernels, buffers, kv = engine._kernels, engine._buffers, engine._kv
-    built = decoder.build(kernels, spec, open_weights(folder, spec))
+    built = decoder.build(kernels, spec.served(engine.info.context), open_weights(folder, spec))
     rng = np.random.default_rng(3)
 
     def run(direct: bool, sizes: Any) -> list[bytes]:

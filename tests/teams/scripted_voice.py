@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from cairn.agents.turns import Gate
 from cairn.service.requests import SamplingOptions
 from cairn.teams.voice import Caller, Heard, Spoken
 from cairn.text.grammar import Wanted
@@ -43,8 +44,10 @@ class ScriptedVoice:
         messages: Sequence[dict[str, Any]],
         options: SamplingOptions,
         wanted: Wanted,
+        gate: Gate,
         heard: Heard,
     ) -> Spoken:
+        await gate()
         text = await self._say(agent, messages, options, wanted)
         self.contexts[agent] += [messages[0]["content"], text]
         heard(Delta(text=text))
@@ -59,7 +62,9 @@ class ScriptedVoice:
         messages: Sequence[dict[str, Any]],
         options: SamplingOptions,
         wanted: Wanted,
+        gate: Gate,
     ) -> Spoken:
+        await gate()
         return Spoken(content=await self._say(agent, messages, options, wanted), prompt_tokens=10, cached_tokens=8)
 
     async def _say(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.agents.house import House, house, talking_model
 
+from cairn.engine.fake import FakeEngine
 from cairn.errors import Conflict, InvalidRequest, NotFound
 from cairn.teams.definition import Member, Team, TeamDocument, Topology
 from cairn.teams.entries import Ask, Posted, Stated
@@ -60,7 +61,17 @@ async def company(folder: Path, **options: Any) -> AsyncIterator[Company]:
         yield Company(at)
 
 
-async def test_members_share_the_beginning_and_it_is_computed_once(folder: Path) -> None:
+async def test_members_share_the_beginning_and_it_is_computed_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    decode = FakeEngine.decode
+
+    def noted(self: FakeEngine, some: Any) -> Any:
+        rows.append(len(some))
+        return decode(self, some)
+
+    monkeypatch.setattr(FakeEngine, "decode", noted)
     text = "All of us know this. " * 40
     names = tuple(f"m{number}" for number in range(8))
     async with company(folder) as at:
@@ -72,6 +83,7 @@ async def test_members_share_the_beginning_and_it_is_computed_once(folder: Path)
         whole = shared // 16 * 16  # KV is shared in blocks
         assert report["computed_tokens"] <= report["prompt_tokens"] - 7 * whole
         assert report["computed_tokens"] + report["cached_tokens"] == report["prompt_tokens"]
+        assert max(rows) == 8  # all members in one step
         for name in names:
             info = at.at.agents.get("default", f"t.{name}")
             assert (info.origin, info.turns, info.metadata["member"]) == ("t..shared", 1, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -189,6 +190,25 @@ def test_values_in_braces(written: str, meant: Any) -> None:
     content, calls = read(f"<|tool_call>call:f{written}<tool_call|>", output_of(BY_NAME["gemma"], F), random.Random(1))
     assert calls == ([] if meant is None else [("f", meant)])
     assert bool(content) == (meant is None)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_a_pattern_of_a_whole_text_is_held_to(form: CallFormat) -> None:
+    if form.kind == "braces":
+        pytest.skip("texts between marks are free")
+    text = {"type": "string", "pattern": "^(?:[a-c]{2}/x|d)$"}
+    tools = [tool("f", {"type": "object", "properties": {"input": text}, "required": ["input"]})]
+    grammar = checked(
+        Shape(calls=lark_of_calls(form, callable_tools(tools, None, None), required=True, parallel=False))
+    )
+    whole = 0
+    for seed in range(20):
+        said = walk(grammar, random.Random(seed))
+        if said is not None:
+            whole += 1
+            ((_, arguments),) = read(said, output_of(form, tools))[1]
+            assert re.fullmatch("[a-c]{2}/x|d", arguments["input"]), said
+    assert whole > 5
 
 
 def test_a_template_without_calls_has_no_form() -> None:

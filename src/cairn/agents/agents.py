@@ -33,7 +33,7 @@ from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.replay_records import ReplayRecords, newest
 from cairn.agents.running import RunningTurn
 from cairn.agents.turn_tree import Agent
-from cairn.agents.turns import Turns
+from cairn.agents.turns import Gate, Turns
 from cairn.agents.writer import Writer
 from cairn.config import Config
 from cairn.errors import ConfigError, Conflict, InvalidRequest, NotFound, Unavailable
@@ -451,9 +451,10 @@ class Agents:
         template_args: Mapping[str, Any] | None = None,
         wanted: Wanted = ANYTHING,
         service: Service | None = None,
+        gate: Gate | None = None,
     ) -> RunningTurn:
         """Begin a turn with new messages only; read its `batches`. `service`: of the model that is to answer, where
-        there are several.
+        there are several. `gate` is waited for once the prompt is there.
 
         Conflict while another turn runs or one was interrupted, unless `fork_on_conflict`: then it is the turn of a
         new agent. ContextTooLong with the figures, Overloaded and Unavailable as for any request.
@@ -469,6 +470,7 @@ class Agents:
                 share=share,
                 fork_on_conflict=fork_on_conflict,
                 wanted=wanted,
+                gate=gate,
             )
 
     async def aside(
@@ -483,6 +485,7 @@ class Agents:
         template_args: Mapping[str, Any] | None = None,
         wanted: Wanted = ANYTHING,
         service: Service | None = None,
+        gate: Gate | None = None,
     ) -> Stream:
         """The answer to a question that the agent will not remember: its context is extended for this request alone.
 
@@ -491,7 +494,7 @@ class Agents:
         with self._agents.reading(tenant, id) as agent:
             answering = service or self._service_of(agent)
             return await self._turns.aside(
-                answering, agent, messages, options, request, template_args, share=share, wanted=wanted
+                answering, agent, messages, options, request, template_args, share=share, wanted=wanted, gate=gate
             )
 
     async def resume(self, tenant: str, id: str, *, request: int, share: str = "") -> RunningTurn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -30,6 +30,9 @@ from cairn.text.chat import Prompt
 from cairn.text.grammar import ANYTHING, Wanted
 from cairn.types import Done, Event, Request
 
+Gate = Callable[[], Awaitable[None]]
+"""What is waited for between a prompt and its answer, so that several begin in one step."""
+
 
 class Turns:
     """Begins turns, and is told of their end."""
@@ -53,9 +56,10 @@ class Turns:
         share: str,
         fork_on_conflict: bool,
         wanted: Wanted = ANYTHING,
+        gate: Gate | None = None,
     ) -> RunningTurn:
         """Begin a turn with new messages, which `service` answers; `number`: its request's id, `share`: whose share of
-        the server it takes.
+        the server it takes. `gate` is waited for once its prompt is there.
 
         Conflict where the head is not free.
         """
@@ -67,7 +71,7 @@ class Turns:
             agent, forked = await self._agents.fork(agent, whole, None), True
         agent.starting = True
         try:
-            return await self._begin(service, agent, messages, options, number, template_args, share, wanted)
+            return await self._begin(service, agent, messages, options, number, template_args, share, wanted, gate)
         except BaseException:
             if forked:
                 with contextlib.suppress(Unavailable):
@@ -86,12 +90,13 @@ class Turns:
         template_args: Mapping[str, Any] | None,
         share: str,
         wanted: Wanted,
+        gate: Gate | None,
     ) -> RunningTurn:
         check(messages, "messages")
-        if self._services.several and agent.record.model != service.name:
-            agent.record = msgspec.structs.replace(agent.record, model=service.name)  # written with the turn's end
         prompt, prefix, told = await self._prompt(service, agent, messages, template_args, share, wanted)
         request = self._request(service, agent, prompt, options, number, share)
+        if gate is not None:
+            await gate()
         began = self._record(service, agent, messages, prefix, request)
         # What cannot be served is refused here, so nothing is written of it. The answer is computed while the message
         # is being synced, and nobody sees any of it before.
@@ -101,6 +106,9 @@ class Turns:
         except BaseException:
             stream.close()
             raise
+        if self._services.several and agent.record.model != service.name:
+            agent.record = msgspec.structs.replace(agent.record, model=service.name)
+            self.write_later(self._agents.pending.note(agent))
         return self._run(service, agent, turn, request, stream, [])
 
     async def aside(
@@ -114,6 +122,7 @@ class Turns:
         *,
         share: str,
         wanted: Wanted,
+        gate: Gate | None = None,
     ) -> Stream:
         """The answer to messages after the agent's context, which stays as it is. Conflict where its head is not
         free."""
@@ -121,6 +130,8 @@ class Turns:
             raise conflict(agent)
         prompt, _, told = await self._prompt(service, agent, messages, template_args, share, wanted)
         request = self._request(service, agent, prompt, options, number, share)
+        if gate is not None:
+            await gate()
         return service.generate(msgspec.structs.replace(request, durable=False, stored=False), told)
 
     def _request(

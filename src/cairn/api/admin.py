@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -248,11 +248,13 @@ class Props:
 class StoredRoutes:
     """Stored KV: what there is of it, and orders to the stores, which take no body, or an empty object.
 
-    They are admin routes: they are about all tenants at once.
+    They are admin routes: they are about all tenants at once, and all models that are loaded.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self.registry: Models
+        """Set before the first call."""
 
     def routes(self) -> dict[str, dict[str, Endpoint]]:
         """Every route, by path and method."""
@@ -264,30 +266,43 @@ class StoredRoutes:
         }
 
     async def stats(self, call: Call, service: Service) -> None:
-        """GET /v1/cache: the stores below the pool, at most about a second old; null where there is no such store."""
-        body: dict[str, Any] = msgspec.to_builtins(service.kv())
-        await call.json({"object": "cache", "model": service.name} | body)
+        """GET /v1/cache: the stores below the pool, at most about a second old; null where there is no such store. Of
+        several models each has its own in `models`."""
+        body: dict[str, Any] = {"object": "cache", "model": service.name, **msgspec.to_builtins(service.kv())}
+        if self.registry.several:
+            body["models"] = {one.name: msgspec.to_builtins(one.kv()) for one in self.registry.services}
+        await call.json(body)
 
     async def flush(self, call: Call, service: Service) -> None:
         """POST /v1/cache/flush: answers when all KV that was to be stored is durable; 503 if a part was given up."""
         await self._nothing(call)
-        await service.flush()
+        for one in self._every(service):
+            await one.flush()
         await self.stats(call, service)
 
     async def scrub(self, call: Call, service: Service) -> None:
         """POST /v1/cache/scrub: read and check every stored chunk; damaged ones go."""
         await self._nothing(call)
-        await call.json(_swept("scrub", await service.scrub()))
+        await call.json(_swept("scrub", [await one.scrub() for one in self._every(service)]))
 
     async def prune(self, call: Call, service: Service) -> None:
         """POST /v1/cache/prune: remove what nobody used for the time to live."""
         await self._nothing(call)
-        await call.json(_swept("prune", await service.prune()))
+        await call.json(_swept("prune", [await one.prune() for one in self._every(service)]))
+
+    def _every(self, service: Service) -> list[Service]:
+        """The models that keep KV; the one there is says itself that it keeps none."""
+        return [one for one in self.registry.services if one.spec.kind == "chat"] or [service]
 
     async def _nothing(self, call: Call) -> None:
         parse(NoBody, await read_nothing(call, self._config), self._config)
 
 
-def _swept(what: str, found: Swept) -> dict[str, Any]:
-    figures = {"checked": found.checked, "removed": found.removed, "removed_bytes": found.bytes}
-    return {"object": what} | figures | {"unreadable": found.unreadable}
+def _swept(what: str, found: Sequence[Swept]) -> dict[str, Any]:
+    return {
+        "object": what,
+        "checked": sum(one.checked for one in found),
+        "removed": sum(one.removed for one in found),
+        "removed_bytes": sum(one.bytes for one in found),
+        "unreadable": sum(one.unreadable for one in found),
+    }

@@ -109,7 +109,7 @@ class App:
         self._ollama_models = OllamaModels(config)
         tokens = Tokens(config)
         self._rates = RateLimits(config, SystemClock())
-        self._model_admin = ModelAdmin(config)
+        self._model_admin, self._stored = ModelAdmin(config), StoredRoutes(config)
         self._responses = Responses(config, exchanges, logs, self.attribution)
         self._health = health.routes() | Page(config, self.described).routes()
         self._agent_routes = AgentRoutes(config, exchanges, self.attribution, agents_folder(config, os.environ))
@@ -134,7 +134,7 @@ class App:
             "/props": {"GET": Props(config).show},
             "/metrics": {"GET": admin.metrics},
             **Embeddings(config).routes(),
-            **StoredRoutes(config).routes(),
+            **self._stored.routes(),
             **self._model_admin.routes(),
         }
         if models is not None:
@@ -143,7 +143,8 @@ class App:
     def open(self, models: Models) -> None:
         """From now on requests are served, by these."""
         self.models, self._router = models, Router(models, self.attribution)
-        for routes in (self._admin, self._model_admin, self._ollama_models, self._collections):
+        every = (self._admin, self._model_admin, self._ollama_models, self._stored, self._collections)
+        for routes in every:
             routes.registry = models
 
     @property

@@ -94,7 +94,7 @@ class CollectionRoutes:
         await call.json(_page(call, [collection_object(one) for one in found]))
 
     async def show(self, call: Call, service: Service) -> None:
-        """GET /v1/collections/{id}."""
+        """GET /v1/collections/{id}: how much it holds."""
         store = (await self._open()).store
         await call.json(collection_object(await asyncio.to_thread(store.collection, call.tenant, collection_of(call))))
 
@@ -137,7 +137,7 @@ class CollectionRoutes:
         await call.json(_page(call, await asyncio.to_thread(found)))
 
     async def show_document(self, call: Call, service: Service) -> None:
-        """GET /v1/collections/{id}/documents/{document}."""
+        """GET /v1/collections/{id}/documents/{document}: a document, without its text."""
         store = (await self._open()).store
 
         def found() -> dict[str, Any]:

@@ -25,8 +25,9 @@ KINDS = {
     ".svg": b"image/svg+xml",
 }
 POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; base-uri 'none'; "
-    b"form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
+    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    b"trusted-types 'none'"
 )
 """Scripts and styles come from here alone and never stand in a document, and no text can become a script or HTML."""
 HEADERS: Headers = [

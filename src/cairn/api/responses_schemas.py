@@ -112,28 +112,33 @@ class Tools:
             for index, one in enumerate(inner):
                 self._add(one, f"{where}.tools[{index}]", call, _name(tool, where))
         elif kind in ("function", "custom"):
-            self._add_function(tool, where, namespace)
+            self._add_function(tool, where, call, namespace)
         else:
             call.warn(f"{where} is passed over: a tool of type {kind!s:.40} runs on a server, and none runs here")
 
-    def _add_function(self, tool: Mapping[str, Any], where: str, namespace: str | None) -> None:
+    def _add_function(self, tool: Mapping[str, Any], where: str, call: Call, namespace: str | None) -> None:
         name, custom = _name(tool, where), tool.get("type") == "custom"
         told = name if namespace is None else f"{namespace}__{name}"
         description = tool.get("description")
         if not isinstance(description, str | None):
             raise InvalidRequest(f"{where}.description must be a text", field=f"{where}.description")
+        parameters, strict = tool.get("parameters"), tool.get("strict") is True
         if custom:
-            form = tool.get("format") if isinstance(tool.get("format"), dict) else {}
-            grammar = form.get("definition") if isinstance(form, dict) else None
-            description = "\n".join(filter(None, [description, grammar and f"Its input has this grammar:\n{grammar}"]))
             text = {"type": "string", "description": "the whole input, as it is"}
-            parameters: Any = {"type": "object", "properties": {"input": text}, "required": ["input"]}
-        else:
-            parameters = tool.get("parameters")
+            syntax, grammar = _grammar(tool.get("format"), f"{where}.format")
+            strict = syntax == "regex"
+            if strict:
+                text["pattern"] = f"^(?:{grammar})$"
+            elif grammar:
+                call.warn(
+                    f"{where}: the model is told of this grammar and not held to it; to one of syntax regex it is"
+                )
+            description = "\n".join(filter(None, [description, grammar and f"Its input has this grammar:\n{grammar}"]))
+            parameters = {"type": "object", "properties": {"input": text}, "required": ["input"]}
         if parameters is not None and not isinstance(parameters, dict):
             raise InvalidRequest(f"{where}.parameters must be an object", field=f"{where}.parameters")
         function: dict[str, Any] = {"name": told, "description": description or None, "parameters": parameters}
-        if tool.get("strict") is True:
+        if strict:
             function["strict"] = True
         self.functions.append({"type": "function", "function": function})
         if custom:
@@ -193,6 +198,20 @@ def chat_of(body: ResponseBody, tools: Tools, call: Call) -> dict[str, Any]:
 def instructed(instructions: str | None) -> list[dict[str, Any]]:
     """The message of instructions."""
     return [{"role": "system", "content": instructions}] if instructions else []
+
+
+def _grammar(form: Any, where: str) -> tuple[str, str]:
+    """The syntax and the text of the grammar of a tool's input; empty where any text will do."""
+    if form is None or (isinstance(form, dict) and form.get("type") == "text"):
+        return "", ""
+    if not isinstance(form, dict) or form.get("type") != "grammar":
+        raise InvalidRequest(f"{where}.type must be text or grammar", field=f"{where}.type")
+    syntax, definition = form.get("syntax"), form.get("definition")
+    if syntax not in ("lark", "regex"):
+        raise InvalidRequest(f"{where}.syntax must be lark or regex", field=f"{where}.syntax")
+    if not isinstance(definition, str) or not definition:
+        raise InvalidRequest(f"{where}.definition must be a text", field=f"{where}.definition")
+    return syntax, definition
 
 
 def _format(given: Any) -> Any:

@@ -74,7 +74,7 @@ class TeamRoutes:
         return known.get(rest) if rest or not path.endswith("/") else None
 
     async def create(self, call: Call, service: Service) -> None:
-        """POST /v1/teams."""
+        """POST /v1/teams: a new team, whose members are forks of one beginning."""
         teams = self._teams()
         body = parse(TeamBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)

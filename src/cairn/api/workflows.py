@@ -120,7 +120,7 @@ class WorkflowRoutes:
         await call.json(page(data, int(limit), asked.get("after")))
 
     async def show(self, call: Call, service: Service) -> None:
-        """GET /v1/workflows/runs/{id}."""
+        """GET /v1/workflows/runs/{id}: its nodes with their outputs, its result and conflicts."""
         await call.json(run_object(self._runs().get(call.tenant, run_of(call))))
 
     async def delete(self, call: Call, service: Service) -> None:

@@ -40,6 +40,12 @@ def address(config: Config) -> str:
     return f"http://{host}:{config.port}"
 
 
+def first_chat(models: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of a server's models the one to talk to: the first that is made for chats, a loaded one before others."""
+    chats = [one for one in models if one.get("kind") in (None, "chat")] or list(models)
+    return next((one for one in chats if one.get("state", "loaded") == "loaded"), chats[0])
+
+
 class Client:
     """One server, best in a `with`. Raises what the server said as a CairnError, and Unavailable if nobody answers."""
 
@@ -137,7 +143,7 @@ class Client:
         models = self.get("/v1/models").get("data")
         if not models:
             raise Unavailable(f"the server at {self.url} has no model")
-        self._model = str(models[0]["id"])
+        self._model = str(first_chat(models)["id"])
         return self._model
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> HttpStream:

@@ -174,8 +174,10 @@ def _place(resolved: Resolved, host: str | None, model: str | None) -> Iterator[
 
 def _found(resolved: Resolved, host: str | None) -> Place:
     """The server that runs. Unavailable where none does."""
+    from cairn.cli.client import first_chat
+
     with server(resolved, host) as client:
-        first = client.get("/v1/models")["data"][0]
+        first = first_chat(client.get("/v1/models")["data"])
         config = resolved.config
         key = config.api_key[0].reveal() if config.api_key else ""
         return Place(client.url, str(first["id"]), key, int(first["max_model_len"]))

@@ -117,8 +117,12 @@ def state_of(url: str) -> str:
 
 
 def _names(client: Client) -> list[str]:
-    """The models of a server."""
-    return [str(one["id"]) for one in client.get("/v1/models")["data"]]
+    """The models of a server, the one to talk to first."""
+    from cairn.cli.client import first_chat
+
+    models = client.get("/v1/models")["data"]
+    first = str(first_chat(models)["id"]) if models else ""
+    return sorted((str(one["id"]) for one in models), key=lambda name: name != first)
 
 
 def _meant(resolved: Resolved, names: list[str]) -> str | None:

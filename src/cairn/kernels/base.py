@@ -370,8 +370,8 @@ class Kernels(Protocol):
         """query[M, Q, D] *= 1 + beta log(1 + floor(position / original)) of its positions[M]."""
         ...
 
-    def norm_heads(self, x: Array, first: int, heads: int, weight: Array, eps: float) -> None:
-        """Norm heads of the size D of weight[D] in x[M, W], in place: so many, from head `first` on."""
+    def norm_heads(self, x: Array, first: int, heads: int, size: int, weight: Array | None, eps: float) -> None:
+        """Norm heads of `size` numbers in x[M, W], in place: so many, from head `first` on. None multiplies by 1."""
         ...
 
     def turn_heads(self, x: Array, angles: Array, query: Array) -> None:

@@ -328,8 +328,8 @@ class NativeKernels:
     def scale_queries(self, query: Any, positions: Any, beta: float, original: float) -> None:
         self._run("scale_queries", (query, positions, beta, original), tokens=len(query))
 
-    def norm_heads(self, x: Any, first: int, heads: int, weight: Any, eps: float) -> None:
-        self._run("norm_heads", (x, first, heads, weight, eps), tokens=len(x))
+    def norm_heads(self, x: Any, first: int, heads: int, size: int, weight: Any, eps: float) -> None:
+        self._run("norm_heads", (x, first, heads, size, weight, eps), tokens=len(x))
 
     def turn_heads(self, x: Any, angles: Any, query: Any) -> None:
         self._run("turn_heads", (x, angles, query), tokens=len(x))

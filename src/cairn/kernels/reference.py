@@ -316,10 +316,10 @@ class ReferenceKernels:
         turns = np.floor(positions.astype(np.float32) / np.float32(original))
         query *= (1 + np.float32(beta) * np.log(1 + turns))[:, None, None]
 
-    def norm_heads(self, x: Floats, first: int, heads: int, weight: Floats, eps: float) -> None:
-        size = len(weight)
+    def norm_heads(self, x: Floats, first: int, heads: int, size: int, weight: Floats | None, eps: float) -> None:
         part = x[:, first * size : (first + heads) * size]
-        part[:] = rms_norm(np.ascontiguousarray(part).reshape(len(x), heads, size), weight, eps).reshape(part.shape)
+        whole = np.ones(size, np.float32) if weight is None else weight
+        part[:] = rms_norm(np.ascontiguousarray(part).reshape(len(x), heads, size), whole, eps).reshape(part.shape)
 
     def turn_heads(self, x: Floats, angles: Floats, query: Floats) -> None:
         _rotate(x.reshape(query.shape), angles, query)

@@ -45,6 +45,20 @@ from cairn.models.recurrent import (
     recurrent_numbers,
     run_recurrent,
 )
+from cairn.models.uneven import (
+    GroupAttention,
+    Inputs,
+    LayerInput,
+    UnevenBuffers,
+    allocate_uneven,
+    build_attention,
+    build_input,
+    build_inputs,
+    run_attention,
+    run_input,
+    run_inputs,
+    uneven_numbers,
+)
 from cairn.types import BLOCK_TOKENS, ModelSpec
 
 LOGITS_ROWS = 32
@@ -58,6 +72,8 @@ class Mlp:
     gate_up: Matrix
     """Without gates where there are none: what it gives goes through the activation itself."""
     down: Matrix
+    wide: bool = False
+    """Whether it has buffers of its own, being wider than others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +99,17 @@ class Layer:
     index: int
     """Place among the layers of its group."""
     attention_norm: Array | None
-    attention: Attention | LatentAttention | Recurrent | None
+    attention: Attention | LatentAttention | GroupAttention | Recurrent | None
     """None where the layer is an MLP alone."""
     attention_post_norm: Array | None
     mlp_norm: Array | None
     mlp: Mlp | Mixture | None
     """None where the layer is what stands before it alone."""
     mlp_post_norm: Array | None
+    input: LayerInput | None
+    """What it gets beside what the layer before it gives."""
+    scalar: Array | None
+    """What is multiplied with what it gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +132,7 @@ class Decoder:
     residual_scale: float
     query_scaling: tuple[float, float] | None
     late_norms: bool
+    inputs: Inputs | None
     both: bool
     """Whether tokens see what follows them too."""
     mlp_gated: bool
@@ -149,9 +170,12 @@ class Buffers:
     """float32 [R, V]"""
     mixture: MixtureBuffers
     latent: LatentBuffers
+    uneven: UnevenBuffers
     recurrent: RecurrentBuffers
 
 
+_OWN = (MixtureBuffers, RecurrentBuffers, LatentBuffers, UnevenBuffers)
+"""Buffers that one kind of layers has to itself."""
 _PASSING = frozenset(("normed", "projected", "gates", "gated"))
 """Buffers that nothing reads outside the program that writes them: kernels that fuse leave them out."""
 
@@ -164,11 +188,12 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
     """
     head = kernels.matrix([weights["model.embed_tokens.weight" if spec.tied else "lm_head.weight"]], [None])
     ropes = [spec.rope(group) for group in range(len(spec.groups))]
-    made = {rope: kernels.rope(spec.turned, rope.theta, rope.scaling) for rope in dict.fromkeys(ropes)}
+    turns = [(rope, spec.turned_in(group)) for group, rope in enumerate(ropes)]
+    made = {(rope, size): kernels.rope(size, rope.theta, rope.scaling) for rope, size in dict.fromkeys(turns)}
     return Decoder(
         embedding=head if spec.tied else kernels.table(weights["model.embed_tokens.weight"]),
         embedding_scale=spec.embedding_scale,
-        ropes=tuple(made[rope] for rope in ropes),
+        ropes=tuple(made[turn] for turn in turns),
         layers=tuple(_layer(kernels, spec, weights, layer) for layer in range(spec.layers)),
         norm=kernels.vector(weights["model.norm.weight"]),
         head=head,
@@ -181,6 +206,7 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
         residual_scale=spec.residual_scale,
         query_scaling=spec.query_scaling,
         late_norms=spec.late_norms,
+        inputs=build_inputs(kernels, spec, weights),
         both=spec.both,
         mlp_gated=spec.mlp_gated,
         gated=spec.head_dim if spec.output_gate else 0,
@@ -189,7 +215,7 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
 
 def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer: int) -> Layer:
     prefix = f"model.layers.{layer}."
-    group = next((number for number, group in enumerate(spec.groups) if layer in group.layers), -1)
+    group = spec.group_of(layer)
 
     def matrix(*names: str) -> Matrix:
         found = [weights[f"{prefix}{name}.weight"] for name in names]
@@ -207,14 +233,17 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
             return None
         if spec.experts is not None and layer in spec.experts.layers:
             return build_mixture(matrix, vector, spec.experts)
-        wide = matrix("mlp.gate_proj", "mlp.up_proj") if spec.mlp_gated else matrix("mlp.up_proj")
-        return Mlp(gate_up=wide, down=matrix("mlp.down_proj"))
+        gate_up = matrix("mlp.gate_proj", "mlp.up_proj") if spec.mlp_gated else matrix("mlp.up_proj")
+        wide = spec.uneven is not None and layer in spec.uneven.wide
+        return Mlp(gate_up=gate_up, down=matrix("mlp.down_proj"), wide=wide)
 
-    def attention() -> Attention | LatentAttention | Recurrent | None:
+    def attention() -> Attention | LatentAttention | GroupAttention | Recurrent | None:
         if group < 0:
             return None
         if spec.recurrence is not None and spec.keeps_state(layer):
             return build_recurrent(matrix, vector, spec.recurrence)
+        if spec.uneven is not None:
+            return build_attention(matrix, norm, spec, layer)
         if spec.latent is not None:
             return build_latent(matrix, vector, spec, spec.latent)
         return Attention(
@@ -231,13 +260,15 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
     before = "pre_feedforward_layernorm" if post else "post_attention_layernorm"
     return Layer(
         group=group,
-        index=spec.groups[group].layers.index(layer) if group >= 0 else 0,
+        index=spec.groups[group].layers.index(spec.kv_layer(layer)) if group >= 0 else 0,
         attention_norm=norm("input_layernorm"),
         attention=attention(),
         attention_post_norm=norm("post_attention_layernorm", post),
         mlp_norm=norm("input_layernorm" if spec.mlp_layers is not None else before, pre),
         mlp=mlp(),
         mlp_post_norm=norm("post_feedforward_layernorm", post),
+        input=build_input(matrix, vector, spec.uneven, layer),
+        scalar=vector("layer_scalar") if spec.uneven is not None else None,
     )
 
 
@@ -246,9 +277,10 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
     width, groups = -(-context // BLOCK_TOKENS), range(len(spec.groups))
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     asked = 2 * query if spec.output_gate else query
-    own = 0 if spec.latent else 1  # latents have other buffers
+    own = 0 if spec.latent or spec.uneven else 1  # these have buffers of their own
     ropes = [spec.rope(group) for group in groups]
-    angles = {rope: kernels.allocate((tokens, 2, spec.turned // 2), "float32") for rope in dict.fromkeys(ropes)}
+    turns = [(rope, spec.turned_in(group)) for group, rope in enumerate(ropes)]
+    angles = {turn: kernels.allocate((tokens, 2, turn[1] // 2), "float32") for turn in dict.fromkeys(turns)}
     return Buffers(
         tokens=kernels.allocate((tokens,), "int32"),
         positions=kernels.allocate((tokens,), "int32"),
@@ -257,7 +289,7 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
         slots=tuple(kernels.allocate((tokens,), "int32") for _ in groups),
         wanted=kernels.allocate((LOGITS_ROWS,), "int32"),
         hidden=kernels.allocate((tokens, spec.hidden), "float32"),
-        angles=tuple(angles[rope] for rope in ropes),
+        angles=tuple(angles[turn] for turn in turns),
         normed=kernels.allocate((tokens, spec.hidden), "float32"),
         qkv=kernels.allocate((tokens, own * (asked + 2 * kv)), "float32"),
         query=kernels.allocate((tokens, own * spec.heads, spec.head_dim), "float32"),
@@ -268,6 +300,7 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
         logits=kernels.allocate((LOGITS_ROWS, spec.vocab), "float32"),
         mixture=allocate_mixture(kernels, spec.experts, spec.hidden, tokens),
         latent=allocate_latent(kernels, spec, tokens),
+        uneven=allocate_uneven(kernels, spec, tokens),
         recurrent=allocate_recurrent(kernels, spec.recurrence, tokens),
     )
 
@@ -278,7 +311,8 @@ def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, score
     `scores`: whether they hold those of a whole context at once, as the reference kernels do.
     """
     wide = spec.hidden + 3 * spec.heads * spec.head_dim + 2 * spec.kv_heads * spec.head_dim + 4 * spec.ffn
-    wide += mixture_numbers(spec.experts, spec.hidden) + recurrent_numbers(spec.recurrence) + latent_numbers(spec)
+    wide += mixture_numbers(spec.experts, spec.hidden) + recurrent_numbers(spec.recurrence)
+    wide += latent_numbers(spec) + uneven_numbers(spec)
     wide += spec.heads * spec.head_dim if spec.output_gate else 0
     tables = len(spec.groups) * rows * context // BLOCK_TOKENS
     held = 3 * spec.heads * context * min(tokens, 8) if scores else 0
@@ -294,18 +328,24 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
         id(angles): (rope, angles) for rope, angles in zip(decoder.ropes, b.angles, strict=True)
     }.values():
         k.rope_angles(rope, b.positions, angles)
+    if decoder.inputs is not None:
+        run_inputs(k, decoder.inputs, b.tokens, b.hidden, decoder.eps, b.uneven)
     for layer in decoder.layers:
         if layer.attention is not None:
             _mix(k, decoder, layer, layer.attention, kv, b)
         if layer.mlp is not None:
             _transform(k, decoder, layer, layer.mlp, b)
+        if layer.input is not None:
+            run_input(k, layer.input, decoder.activation, decoder.eps, b.hidden, b.uneven, b.normed, b.projected)
+        if layer.scalar is not None:
+            k.scale_by(b.hidden, layer.scalar)
 
 
 def _mix(
     k: Kernels,
     decoder: Decoder,
     layer: Layer,
-    own: Attention | LatentAttention | Recurrent,
+    own: Attention | LatentAttention | GroupAttention | Recurrent,
     kv: Sequence[Array],
     b: Buffers,
 ) -> None:
@@ -318,6 +358,9 @@ def _mix(
     elif isinstance(own, LatentAttention):
         places = (b.angles[g], kv[g], layer.index, b.slots[g], b.rows, b.tables[g])
         run_latent(k, own, x, *places, decoder.scale, b.latent, b.projected)
+    elif isinstance(own, GroupAttention):
+        where = (b.angles[g], kv[g], b.slots[g], b.rows, b.tables[g])
+        run_attention(k, own, x, g, layer.index, where, (decoder.eps, decoder.scale), b.uneven, b.projected)
     else:
         _attend(k, decoder, layer, own, kv, x, b)
     _add(k, decoder, layer.attention_post_norm, b)
@@ -329,9 +372,10 @@ def _transform(k: Kernels, decoder: Decoder, layer: Layer, own: Mlp | Mixture, b
     if isinstance(own, Mixture):
         run_mixture(k, own, decoder.activation, x, b.mixture, b.projected)
     elif decoder.mlp_gated:
-        k.project(x, own.gate_up, b.gates)
-        k.gate(b.gates, decoder.activation, b.gated)
-        k.project(b.gated, own.down, b.projected)
+        gates, gated = (b.uneven.gates, b.uneven.gated) if own.wide else (b.gates, b.gated)
+        k.project(x, own.gate_up, gates)
+        k.gate(gates, decoder.activation, gated)
+        k.project(gated, own.down, b.projected)
     else:
         k.project(x, own.gate_up, b.gated)
         k.activate(b.gated, decoder.activation, b.gated)
@@ -397,7 +441,7 @@ def with_slots(buffers: Buffers) -> Buffers:
 
     def symbol(name: str) -> Any:
         value, size = getattr(buffers, name), sizes.get(name, "tokens")
-        if isinstance(value, MixtureBuffers | LatentBuffers | RecurrentBuffers):
+        if isinstance(value, _OWN):
             return value.map(lambda array: Slot("tokens", array))
         if not isinstance(value, tuple):
             return Slot(size, value, name in _PASSING)
@@ -416,7 +460,7 @@ def cut(kernels: Kernels, buffers: Buffers, sizes: Mapping[Size, int]) -> Buffer
     def view(slot: Any) -> Any:
         if isinstance(slot, tuple):
             return tuple(map(view, slot))
-        if isinstance(slot, MixtureBuffers | LatentBuffers | RecurrentBuffers):
+        if isinstance(slot, _OWN):
             return slot.map(view)
         if id(slot) not in made:
             made[id(slot)] = kernels.first(slot.array, sizes[slot.size])

@@ -60,6 +60,8 @@ class Family:
     """Whether the rotary positions' `alpha` stretches their theta, which the config calls dynamic."""
     long_rope: bool = False
     """Whether rotary positions may be scaled by lists of factors, of which one is for long contexts."""
+    uneven: bool = False
+    """Whether layers are not alike: see `uneven_spec`."""
     latent: bool = False
     """Whether attention is over latents: see `latent_spec`."""
     packed: bool = False
@@ -109,6 +111,27 @@ _GEMMA_3 = Family(
     defaults=_GEMMA
     | {"vocab_size": 262_208, "max_position_embeddings": 131_072}
     | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+)
+
+_GEMMA_4 = Family(
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    qk_norm=True,
+    post_norms=True,
+    window="by type",
+    period=6,
+    local_rope=True,
+    uneven=True,
+    defaults={
+        **{"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512},
+        **{"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "bos_token_id": 2, "eos_token_id": 1},
+        "vocab_size": 262_144,
+        "max_position_embeddings": 131_072,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        },
+    },
 )
 
 _OLMO_2 = Family(
@@ -242,6 +265,8 @@ FAMILIES = {
         defaults=_ALWAYS_FULL | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     ),
     "Ministral3ForCausalLM": Family(kv_heads=8, window="all", query_scaling=True, defaults=_ALWAYS_FULL),
+    "Gemma4ForCausalLM": _GEMMA_4,
+    "Gemma4ForConditionalGeneration": replace(_GEMMA_4, nested=True),
     "Qwen3_5ForCausalLM": _QWEN_3_5,
     "Qwen3_5ForConditionalGeneration": replace(_QWEN_3_5, nested=True),
     "Qwen3_5MoeForCausalLM": _QWEN_3_5_MOE,
@@ -339,6 +364,8 @@ def _mxfp4(config: Fields, family: Family) -> bool:
 
 def sees_both(config: Fields) -> bool:
     """Whether a decoder's tokens see what follows them too."""
+    if config.values.get("use_bidirectional_attention") == "vision":  # of images alone
+        return False
     return config.has("use_bidirectional_attention") and config.flag("use_bidirectional_attention", False)
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from cairn.errors import ModelError
 from cairn.models.files import Fields
-from cairn.models.gguf_recurrent import DELTA, Rule
+from cairn.models.gguf_recurrent import CONV, DELTA, MAMBA2, Rule, mlp_layers
 from cairn.models.latent_spec import KEYS, VALUES
 from cairn.models.mixture_spec import MAX_EXPERTS, checked
 from cairn.types import Experts
@@ -39,6 +39,10 @@ class Router:
     normed: bool = False
     bias: bool = False
     shared_gate: bool = False
+    gated: bool = True
+    """As `Experts.gated`."""
+    shared: bool = False
+    """Whether the file says how wide the shared expert is, which has no gate."""
     many: bool = False
     """Whether the file says how many shared experts there are, how scores are made and which groups are chosen of, and
     may have a bias for the choice."""
@@ -80,7 +84,7 @@ class Architecture:
     unturned: int = 0
     """Every so many-th layer has no positions; 0: none."""
     sinks: bool = False
-    activation: Literal["silu", "gelu_tanh", "clamped_silu"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "clamped_silu", "relu2"] = "silu"
     mixture: Router | None = None
     mixture_name: str = ""
     """transformers' name where there are experts, if it has another one then."""
@@ -110,8 +114,10 @@ class Architecture:
     """Whether neighbouring heads of these have keys of different heads."""
     output_gate: bool = False
     """As `families.Family.output_gate`."""
+    mlp_gated: bool = True
+    """As `families.Family.mlp_gated`."""
     ignored: tuple[str, ...] = ()
-    """Keys that say nothing where there is text alone."""
+    """Keys that say nothing of the text that comes next."""
 
 
 _MLP_NORM = {"post_attention_norm": "post_attention_layernorm"}
@@ -168,6 +174,48 @@ ARCHITECTURES = {
         window_period=4,
     ),
     "qwen35": _QWEN_3_5,
+    "qwen35moe": replace(_QWEN_3_5, name="Qwen3_5MoeForCausalLM", mixture=Router(normed=True, shared_gate=True)),
+    "qwen3next": replace(
+        _QWEN_3_5, name="Qwen3NextForCausalLM", mixture=Router(normed=True, shared_gate=True), tiled=False
+    ),
+    "lfm2": Architecture("Lfm2ForCausalLM", qk_norm=True, names=CONV, recurrence="conv"),
+    "lfm2moe": Architecture(
+        "Lfm2MoeForCausalLM",
+        qk_norm=True,
+        names=CONV,
+        recurrence="conv",
+        mixture=Router(scores="sigmoid", normed=True, many=True),
+        keys=MANY,
+    ),
+    "nemotron_h": Architecture(
+        "NemotronHForCausalLM",
+        names=MAMBA2,
+        recurrence="mamba2",
+        mlp_gated=False,
+        activation="relu2",
+        ignored=("attention.layer_norm_epsilon",),
+    ),
+    "nemotron_h_moe": Architecture(
+        "NemotronHForCausalLM",
+        names=MAMBA2,
+        recurrence="mamba2",
+        mlp_gated=False,
+        activation="relu2",
+        ahead=True,
+        mixture=Router(normed=True, gated=False, shared=True, many=True),
+        keys=MANY,
+        ignored=("attention.layer_norm_epsilon",),
+    ),
+    "granitehybrid": Architecture(
+        "GraniteMoeHybridForCausalLM",
+        interleaved=True,
+        multipliers=True,
+        names=MAMBA2,
+        recurrence="mamba2",
+        mixture=Router(scores="chosen", shared=True),
+        mixture_name="GraniteMoeHybridForCausalLM",
+        keys=("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
+    ),
     "phi3": Architecture(
         "Phi3ForCausalLM",
         rotary=True,
@@ -237,7 +285,7 @@ def layers(keys: Fields, family: Architecture) -> int:
 def experts(keys: Fields, family: Architecture, layers: int, corrected: bool) -> Experts | None:
     """The experts that a file describes; None where it has none. `corrected`: whether it has a bias for the choice."""
     count = keys.integer("expert_count", 0, MAX_EXPERTS, 0)
-    router = family.mixture
+    router, alone = family.mixture, mlp_layers(keys, layers)
     if not count:
         if router is not None and not family.mixture_name:
             raise keys.error("expert_count", f"a whole number from 1 to {MAX_EXPERTS}")
@@ -254,13 +302,16 @@ def experts(keys: Fields, family: Architecture, layers: int, corrected: bool) ->
         scores = _GATES.get(gate, "sigmoid" if corrected else scores)
         if scores == "softmax" and keys.integer("expert_group_used_count", 0, count, 1) > 1:
             raise ModelError(f"{keys.path}: {keys.prefix}expert_group_used_count with softmax is not supported")
+    if router.shared:
+        shared = keys.integer("expert_shared_feed_forward_length", 0, 1 << 22, 0)
     return checked(
         keys,
         Experts(
             count=count,
             chosen=keys.integer("expert_used_count", 1, count),
             ffn=own,
-            layers=tuple(range(keys.integer("leading_dense_block_count", 0, layers, 0), layers)),
+            layers=alone or tuple(range(keys.integer("leading_dense_block_count", 0, layers, 0), layers)),
+            gated=router.gated,
             scores=scores,
             groups=keys.integer("expert_group_count", 0, count, 1) or 1,
             chosen_groups=keys.integer("expert_group_used_count", 0, count, 1) or 1,

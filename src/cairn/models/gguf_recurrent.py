@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -16,17 +16,19 @@ from cairn.models.recurrent_spec import MAX_HEADS, MIXER, MOST_REACH
 from cairn.types import MAX_HEAD_DIM, Recurrence
 
 Change = Callable[[NDArray[Any]], NDArray[Any]]
-Rule = Literal["", "delta"]
-"""How an architecture's files say which layers keep a state; "": none do."""
+Rule = Literal["", "delta", "mamba2", "conv"]
+"""What layers without attention are; "": there are none."""
 
+_SCANS = ("ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count")
 KEYS: dict[str, tuple[str, ...]] = {
     "": (),
-    "delta": (
-        *("ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count"),
-        *("full_attention_interval", "attention.recurrent_layers", "nextn_predict_layers"),
-    ),
+    "delta": (*_SCANS, "full_attention_interval", "attention.recurrent_layers", "nextn_predict_layers"),
+    "mamba2": _SCANS,
+    "conv": ("shortconv.l_cache",),
 }
 """What is understood below an architecture's name."""
+_BY_HEADS = ("mamba2", "conv")
+"""Rules of files in which layers without attention have no heads of keys."""
 
 DELTA = {
     "attn_qkv": f"{MIXER}in_proj_qkv",
@@ -39,24 +41,65 @@ DELTA = {
     "ssm_out": f"{MIXER}out_proj",
 }
 """Tensors of such a layer: GGUF's name -> ours."""
+MAMBA2 = {
+    "ssm_in": f"{MIXER}in_proj",
+    "ssm_conv1d": f"{MIXER}conv",
+    "ssm_norm": f"{MIXER}norm",
+    "ssm_out": f"{MIXER}out_proj",
+}
+CONV = {f"shortconv.{name}": f"{MIXER}{name}" for name in ("conv", "in_proj", "out_proj")}
 WHOLE = {"ssm_a": f"{MIXER}decay", "ssm_dt.bias": f"{MIXER}dt_bias", "ssm_d": f"{MIXER}D"}
 """The same of those whose ends differ too."""
 
 
-def recurrence(keys: Fields, rule: Rule, layers: int, *, tiled: bool) -> Recurrence | None:
+MLP = "mlp_layers"
+"""A key of our own: which layers are an MLP alone."""
+
+
+def by_heads(found: dict[str, Any], rule: Rule) -> None:
+    """Say with keys of their own which layers have no heads of keys, and which are an MLP alone, where lists of what
+    each layer has say so."""
+    counts, widths = found.get("attention.head_count_kv"), found.get("feed_forward_length")
+    if rule not in _BY_HEADS or not isinstance(counts, np.ndarray):
+        return
+    idle = counts == 0
+    if isinstance(widths, np.ndarray) and len(widths) == len(counts):
+        found[MLP] = widths > 0
+        idle = idle & (widths == 0)
+        _alike(found, "feed_forward_length", widths)
+    _alike(found, "attention.head_count_kv", counts)
+    found["attention.recurrent_layers"] = idle
+
+
+def _alike(found: dict[str, Any], name: str, counts: NDArray[Any]) -> None:
+    some = {one for one in counts.tolist() if one}
+    if len(some) == 1:
+        found[name] = some.pop()
+
+
+def mlp_layers(keys: Fields, layers: int) -> tuple[int, ...] | None:
+    """The layers that are an MLP, where a layer is one thing."""
+    listed = keys.values.get(MLP)
+    return None if listed is None else tuple(layer for layer in range(layers) if listed[layer])
+
+
+def recurrence(
+    keys: Fields, rule: Rule, layers: int, hidden: int, tensors: Container[str], *, tiled: bool
+) -> Recurrence | None:
     """The layers of a file that keep a state; None where there are none. `tiled`: as `Recurrence.tiled`."""
-    if not rule:
+    limited = _limited(keys, rule, layers) if rule else []
+    if not limited or not rule:
         return None
-    limited = _limited(keys, layers)
-    if not limited:
-        return None
+    if rule == "conv":
+        reach = keys.integer("shortconv.l_cache", 2, MOST_REACH)
+        return Recurrence(kind=rule, layers=tuple(limited), reach=reach, value_size=hidden)
     heads = keys.integer("ssm.time_step_rank", 1, MAX_HEADS)
     key_heads = keys.integer("ssm.group_count", 1, MAX_HEADS)
     inner = keys.integer("ssm.inner_size", 1, MAX_HEADS * MAX_HEAD_DIM)
     if inner % heads or heads % key_heads:
         raise ModelError(f"{keys.path}: {heads} recurrent heads cannot share {inner} values and {key_heads} keys")
     return Recurrence(
-        kind="delta",
+        kind=rule,
         layers=tuple(limited),
         reach=keys.integer("ssm.conv_kernel", 2, MOST_REACH),
         heads=heads,
@@ -64,10 +107,11 @@ def recurrence(keys: Fields, rule: Rule, layers: int, *, tiled: bool) -> Recurre
         key_heads=key_heads,
         key_size=keys.integer("ssm.state_size", 1, MAX_HEAD_DIM),
         tiled=tiled and heads != key_heads,
+        conv_bias=f"blk.{limited[0]}.ssm_conv1d.bias" in tensors,
     )
 
 
-def _limited(keys: Fields, layers: int) -> list[int]:
+def _limited(keys: Fields, rule: Rule, layers: int) -> list[int]:
     """The layers without attention: a list says so, or all but every so many-th."""
     listed = keys.values.get("attention.recurrent_layers")
     if isinstance(listed, np.ndarray):
@@ -76,6 +120,8 @@ def _limited(keys: Fields, layers: int) -> list[int]:
         return [layer for layer in range(layers) if listed[layer]]
     if listed is not None:  # one value for all
         return list(range(layers)) if listed else []
+    if rule in _BY_HEADS:
+        return []
     period = keys.integer("full_attention_interval", 1, 1 << 12, 4)
     return [layer for layer in range(layers) if (layer + 1) % period]
 
@@ -97,7 +143,11 @@ def parts(name: str, facts: Recurrence, hidden: int) -> Iterator[Part]:
         return
     own = before + mixer
     if rest == "conv.weight":
-        yield Part(name, (facts.channels, facts.reach), lambda array: np.ascontiguousarray(array.T).reshape(-1))
+        yield Part(name, (facts.channels, facts.reach), _turned)
+    if facts.kind == "mamba2" and rest in ("decay", "D"):
+        yield Part(name, (facts.heads, 1), _flat)
+    if facts.kind == "mamba2" and rest == "norm.weight":
+        yield Part(name, (facts.key_heads, facts.inner // facts.key_heads), _flat)
     if rest == "in_proj_ba.weight":
         # For each head of keys, what its heads learn and then how they forget.
         fan = facts.heads // facts.key_heads
@@ -109,3 +159,11 @@ def parts(name: str, facts: Recurrence, hidden: int) -> Iterator[Part]:
 
 def _rows(rows: NDArray[np.intp], array: NDArray[Any]) -> NDArray[Any]:
     return array[rows]
+
+
+def _flat(array: NDArray[Any]) -> NDArray[Any]:
+    return array.reshape(-1)
+
+
+def _turned(array: NDArray[Any]) -> NDArray[Any]:
+    return np.ascontiguousarray(array.T).reshape(-1)

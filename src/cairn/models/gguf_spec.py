@@ -25,7 +25,7 @@ from cairn.models.gguf_positions import factors, long_rope
 from cairn.models.gguf_purpose import ENCODERS, purpose
 from cairn.models.gguf_purpose import KEYS as PURPOSE
 from cairn.models.gguf_recurrent import KEYS as RECURRENT
-from cairn.models.gguf_recurrent import recurrence
+from cairn.models.gguf_recurrent import by_heads, mlp_layers, recurrence
 from cairn.models.hub import model_name
 from cairn.models.latent_spec import spec_fields
 from cairn.models.recurrent_spec import with_state
@@ -118,7 +118,7 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
     vocab = vocab_rows(gguf, hidden)
     corrected = any(name.endswith(".exp_probs_b.bias") for name in gguf.tensors)
     mixture = experts(keys, family, layers, corrected)
-    kept = recurrence(keys, family.recurrence, layers, tiled=family.tiled)
+    kept = recurrence(keys, family.recurrence, layers, hidden, gguf.tensors, tiled=family.tiled)
     spec = ModelSpec(
         name=model_name(gguf.paths[0]),
         architecture=family.mixture_name or family.name if mixture else family.name,
@@ -139,14 +139,16 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
         qk_norm_whole=family.qk_norm_whole,
         late_norms=family.late_norms,
         pre_norms=family.pre_norms,
-        unturned=tuple(layer for layer in range(layers) if family.unturned and not (layer + 1) % family.unturned),
+        unturned=_unturned(keys, family, layers),
         sinks=family.sinks,
         experts=mixture,
         qkv_bias=any(f"blk.{layer}.attn_q.bias" in gguf.tensors for layer in range(layers)),
         out_bias=any(f"blk.{layer}.attn_output.bias" in gguf.tensors for layer in range(layers)),
-        mlp_bias="blk.0.ffn_down.bias" in gguf.tensors,
+        mlp_bias=any(f"blk.{layer}.ffn_down.bias" in gguf.tensors for layer in range(layers)),
         tied="output.weight" not in gguf.tensors,
-        groups=with_state(_groups(keys, family, layers, context, rope), kept),
+        groups=with_state(_groups(keys, family, layers, context, rope), kept, mlp_layers(keys, layers) or ()),
+        mlp_layers=mlp_layers(keys, layers),
+        mlp_gated=family.mlp_gated,
         recurrence=kept,
         output_gate=family.output_gate,
         eos_ids=_ends(gguf, vocab),
@@ -165,6 +167,13 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
         if keys.integer(name, 0, 1 << 20, expected) != expected:
             raise ModelError(f"{keys.path}: {keys.prefix}{name} other than the head size {expected} is not supported")
     return spec
+
+
+def _unturned(keys: Fields, family: Architecture, layers: int) -> tuple[int, ...]:
+    """The layers that know no positions."""
+    if family.recurrence == "mamba2" and not keys.flag("rope.scaling.finetuned", True):
+        return tuple(range(layers))
+    return tuple(layer for layer in range(layers) if family.unturned and not (layer + 1) % family.unturned)
 
 
 def _with_latents(keys: Fields, spec: ModelSpec, turned: int) -> ModelSpec:
@@ -204,6 +213,7 @@ def _keys(gguf: Gguf, family: Architecture) -> Fields:
             found[name] = plain
         else:
             others[name] = key, plain
+    by_heads(found, family.recurrence)
     keys = Fields(found, gguf.paths[0], prefix)
     if keys.has("embedding_length") and keys.has("attention.head_count"):
         heads = keys.integer("attention.head_count", 1, 1 << 14)

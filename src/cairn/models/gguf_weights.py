@@ -34,6 +34,7 @@ from cairn.types import ModelSpec
 _WHOLE = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
+    "token_embd_norm": "model.norm",
     "output": "lm_head",
 }
 _LAYER = {
@@ -62,7 +63,7 @@ _WITHOUT_END = {"attn_sinks": "self_attn.sinks", "exp_probs_b": CORRECTION}
 """Tensors whose names here have no `.weight`."""
 _BEHIND = {JUDGE: "judge.weight"} | {f"{name}.weight": f"{name}.weight" for name in DENSE}
 """What a pooled state goes through."""
-_NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?(\w+)(?:\.(weight|bias))?")
+_NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?([\w.]+?)(?:\.(weight|bias))?")
 _HARMLESS = re.compile("|".join((*map(re.escape, (FACTORS, SHORT, LONG)), r"blk\.\d+\.attn_rot_embd\.weight")))
 """Constants of the rotary positions; the spec holds those that matter."""
 _LAYER_OF = re.compile(r"blk\.(\d{1,5})\.")

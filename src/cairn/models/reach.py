@@ -30,10 +30,10 @@ def reach(spec: ModelSpec, weights: Mapping[str, NDArray[Any]]) -> float:
     `weights` are those of `open_weights`, before they are rounded for the kernels; that is in `ROUNDING`.
     """
     with np.errstate(all="ignore"):
-        ropes = [spec.rope(group) for group in range(len(spec.groups))]
-        turned = max(abs(frequencies(spec.turned, rope.theta, rope.scaling).factor) for rope in ropes)
+        ropes = [(spec.turned_in(group), spec.rope(group)) for group in range(len(spec.groups))]
+        turned = max(abs(frequencies(size, rope.theta, rope.scaling).factor) for size, rope in ropes)
         layers = sorted(layer for group in spec.groups if group.kind != "state" for layer in group.layers)
-        bounds = [_layer(spec, weights, f"model.layers.{layer}.", turned) for layer in layers]
+        bounds = [_layer(spec, weights, layer, turned) for layer in layers]
     return float(ROUNDING * np.max(bounds, initial=0.0))  # not Python's, which loses NaN
 
 
@@ -42,9 +42,13 @@ def fits_half(reached: float) -> bool:
     return reached <= HALF
 
 
-def _layer(spec: ModelSpec, weights: Mapping[str, NDArray[Any]], prefix: str, turned: float) -> float:
+def _layer(spec: ModelSpec, weights: Mapping[str, NDArray[Any]], layer: int, turned: float) -> float:
+    prefix = f"model.layers.{layer}."
     if not spec.pre_norms:
         return math.inf  # nothing bounds what attention takes
+    if spec.uneven is not None:  # keys are normed, and values without a weight
+        weight = np.abs(_wide(weights[f"{prefix}self_attn.k_norm.weight"]))
+        return math.sqrt(len(weight)) * float(np.max([1.0, turned * np.maximum(*np.split(weight, 2)).max()]))
     norm = _wide(weights[f"{prefix}input_layernorm.weight"])
     if spec.latent is not None:
         return _latent(spec, spec.latent, weights, prefix, norm, turned)

@@ -40,6 +40,7 @@ from cairn.models.positions_spec import (
     unturned,
 )
 from cairn.models.recurrent_spec import mlp_layers, recurrence, with_state
+from cairn.models.uneven_spec import proportional, uneven_fields
 from cairn.models.weights import weight_files
 from cairn.types import (
     MAX_CONTEXT,
@@ -50,6 +51,7 @@ from cairn.types import (
     Experts,
     Kind,
     ModelSpec,
+    RopeScaling,
     RotaryPositions,
 )
 
@@ -119,7 +121,7 @@ def _load(folder: Path) -> ModelSpec:
         raise ModelError(f"{config.path}: rope_scaling is missing")
     if config.has("swiglu_limit") and config.number("swiglu_limit", 0.0, 1e6) != 7:
         raise ModelError(f"{config.path}: swiglu_limit other than 7 is not supported")
-    rope, theta, context = rope_scaling(global_positions(config) if family.local_rope else config, family)
+    rope, theta, context = _positions(config, family)
     if family.local_rope:
         context = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # which states the scaled length
     head_dim = 2 if family.latent else config.integer("head_dim", 2, MAX_HEAD_DIM, family.head_dim or hidden // heads)
@@ -172,15 +174,25 @@ def _load(folder: Path) -> ModelSpec:
         embedding=modules or Embedding(),
         judge=judge,
     )
-    if family.latent:
-        spec = msgspec.structs.replace(spec, **latent_fields(config, family, layers, rope))
+    own = latent_fields(config, family, layers, rope) | uneven_fields(config, family, spec.groups, layers)
+    if own and kind != "chat":
+        raise ModelError(f"{config.path}: a {architecture} that makes embeddings is not supported")
+    spec = msgspec.structs.replace(spec, **own)
     check_width(spec.embedding, hidden, folder)
-    check_divisors(config, (rope, spec.long_rope), spec.turned)
+    if family.long_rope:
+        check_divisors(config, (rope, spec.long_rope), spec.turned)
     if spec.heads % spec.kv_heads:
         raise config.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     if spec.head_dim % 2:
         raise config.error("head_dim", "an even number, because rotary positions turn pairs")
     return spec
+
+
+def _positions(config: Fields, family: Family) -> tuple[RopeScaling, float, int]:
+    """Rope scaling, theta and context of the layers without a window."""
+    if family.uneven:
+        return proportional(config)
+    return rope_scaling(global_positions(config) if family.local_rope else config, family)
 
 
 def _eps(config: Fields) -> str:
@@ -300,13 +312,17 @@ def _no_window(config: Fields) -> bool:
 def _window_layers(config: Fields, family: Family, layers: int) -> list[int]:
     if not config.has("layer_types") and family.period:
         period = config.integer("sliding_window_pattern", 1, 1 << 12, family.period)
-        return [layer for layer in range(layers) if (layer + 1) % period]
+        return [
+            layer for layer in range(layers) if (layer + 1) % period and not (family.uneven and layer == layers - 1)
+        ]
     if not config.has("layer_types"):
         return list(range(config.integer("max_window_layers", 0, 1 << 12, 28), layers))
     kinds = config.values["layer_types"]
     known = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
         raise config.error("layer_types", f"a list of {layers} entries, each full_attention or sliding_attention")
+    if family.uneven and kinds[-1] != "full_attention":
+        raise config.error("layer_types", "a list whose last entry is full_attention")
     return [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
 
 
@@ -367,7 +383,7 @@ _LATER: dict[str, Any] = {
     **{"attention_softcap": 0.0, "logit_softcap": 0.0, "encoder": None},
     **{"pre_norms": True, "qk_norm_whole": False, "rotary": None, "unturned": (), "query_scaling": None},
     **{"sinks": False, "residual_scale": 1.0, "logit_scale": 1.0, "experts": None},
-    **{"both": False, "long_rope": None, "latent": None, "late_norms": False},
+    **{"both": False, "long_rope": None, "latent": None, "late_norms": False, "uneven": None},
     **{"recurrence": None, "output_gate": False, "mlp_layers": None, "mlp_gated": True},
 }
 """Facts that specs did not have from the beginning, with what they are where they change nothing."""

@@ -24,6 +24,10 @@ _OSS = re.compile(r"mlp\.experts\.(gate_up_proj|down_proj)(_bias|_blocks|_scales
 _OSS_ENDS = {None: "weight", "_bias": "bias", "_blocks": "weight.blocks", "_scales": "weight.scales"}
 
 
+_UNREAD = re.compile(r"self_attn\.(k_proj|v_proj|k_norm|v_norm)\.\w+")
+"""Of layers that read the keys and values of an earlier one: some files have them."""
+
+
 def own_tensors(spec: ModelSpec, ahead: int, name: str, array: NDArray[Any]) -> Iterator[Tensor]:
     """A stored tensor as those of `expected_tensors`; one with the name "" where it is set aside.
 
@@ -36,6 +40,10 @@ def own_tensors(spec: ModelSpec, ahead: int, name: str, array: NDArray[Any]) -> 
     layer, rest = match.groups()
     prefix = f"model.layers.{layer}."
     if spec.layers <= int(layer) < spec.layers + ahead:
+        yield "", array
+        return
+    behind = spec.uneven is not None and spec.kv_layer(int(layer)) != int(layer)
+    if behind and _UNREAD.fullmatch(rest):
         yield "", array
         return
     if spec.architecture == "NemotronHForCausalLM":

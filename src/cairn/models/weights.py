@@ -41,6 +41,7 @@ from cairn.models.mixture_spec import mixture_tensors
 from cairn.models.mxfp4 import PARTS, joined
 from cairn.models.recurrent_spec import MIXER, recurrent_tensors
 from cairn.models.stored import own_tensors
+from cairn.models.uneven_spec import uneven_tensors
 from cairn.types import ModelSpec
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -63,8 +64,10 @@ _HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|.*\.self_attn\.(bias|masked
 """Buffers that old checkpoints carry beside the weights and that the config determines."""
 
 _PART = re.compile(r"(?:model\.language_model\.|language_model\.model\.|language_model\.(?=lm_head\.))(.*)")
-_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|visual|multi_modal_projector)\.")
-"""Of a model that also sees: images are not served."""
+_OTHER_PARTS = re.compile(
+    r"(model\.)?(vision_tower|visual|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
+)
+"""Of a model that also sees or hears: only texts are served."""
 _AHEAD = re.compile(r"mtp\..*")
 """What guesses further tokens where that stands beside the layers."""
 
@@ -97,6 +100,8 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (spec.ffn, spec.hidden, spec.mlp_bias),
         "mlp.down_proj": (spec.hidden, spec.ffn, spec.mlp_bias),
     }
+    if spec.uneven is not None:
+        return shapes | uneven_tensors(spec, spec.uneven)
     latent = {} if spec.latent is None else latent_tensors(spec, spec.latent)
     norms = _norms(spec)
     heads = {name: size for name, size in norms.items() if name.startswith("self_attn.")}

@@ -77,6 +77,8 @@ class Models:
         self._turn = asyncio.Lock()
         """Held while a model is loaded or unloaded."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._retiring: set[Loaded] = set()
+        """Models whose names are another's now, while their last requests go on."""
         self._closed = False
 
     @classmethod
@@ -382,6 +384,7 @@ class Models:
     def left(self) -> int:
         """Bytes that another model may take."""
         held = sum(model.held for model, _ in self.loaded())
+        held += sum(old.fit.held for old in self._retiring if old.fit is not None)
         if self.budget is not None:
             return self.budget - held
         return self._free() - sum(_untouched(model) for model, _ in self.loaded())
@@ -450,7 +453,6 @@ class Models:
             config = self._config_for(model, to)
             place = await asyncio.to_thread(_located, config)
             old = model.loaded
-            before = model.config, model.reference, model.spec, model.place
             beside = old is None or await self._fits_beside(model, config, place)
             if beside:
                 fit = await self._make_room(model, config, place, evict=False) if self._bounded else None
@@ -460,7 +462,7 @@ class Models:
                     self._later(self._retire(old, grace))
                 return
             assert old is not None
-            await self._swap_after(model, old, config, to, place, grace, before)
+            await self._swap_after(model, old, config, to, place, grace)
 
     @property
     def _bounded(self) -> bool:
@@ -474,7 +476,6 @@ class Models:
         to: str,
         place: Path,
         grace: float,
-        before: tuple[Config, str, object, Path | None],
     ) -> None:
         """Unload the old one first. What would not fit even then is refused before."""
         room = self.left() + (old.fit.held if old.fit is not None else 0)
@@ -519,8 +520,12 @@ class Models:
     async def _retire(self, old: Loaded, grace: float) -> None:
         """A model whose names are another's now: it ends once what it has is over, or after `grace` seconds."""
         old.closing = True
-        await self._ended(old, grace)
-        await self._end(old.service)
+        self._retiring.add(old)
+        try:
+            await self._ended(old, grace)
+            await self._end(old.service)
+        finally:
+            self._retiring.discard(old)
 
     def _config_for(self, model: ServedModel, to: str) -> Config:
         """What the new model is loaded with: as an option of the server has it, else as the old one; with the names of
@@ -617,17 +622,24 @@ class Models:
         await asyncio.gather(*(service.close() for service in every))
 
     async def _tend(self) -> None:
-        """Unload what nobody has asked for."""
         while True:
             await asyncio.sleep(TTL_SECONDS)
-            now = self._clock.now()
-            for model, loaded in tuple(self.loaded()):
-                over = not model.pinned and loaded.idle and now - loaded.used >= loaded.ttl
-                if over and not self._turn.locked():
-                    async with self._turn:
-                        if model.loaded is loaded and loaded.idle:
-                            await self._unload(model, 0.0, surely=False)
-                            log.info("%s was unloaded: nobody asked for it for %g s", model.name, loaded.ttl)
+            try:
+                await self._unload_idle()
+            except Exception as error:
+                log.error("looking for idle models failed: %s", trace(error))
+
+    async def _unload_idle(self) -> None:
+        """Unload what nobody has asked for."""
+        now = self._clock.now()
+        for model, loaded in tuple(self.loaded()):
+            over = not model.pinned and loaded.idle and now - loaded.used >= loaded.ttl
+            if not over or self._turn.locked():
+                continue
+            async with self._turn:
+                if model.loaded is loaded and loaded.idle:
+                    await self._unload(model, 0.0, surely=False)
+                    log.info("%s was unloaded: nobody asked for it for %g s", model.name, loaded.ttl)
 
     def _later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

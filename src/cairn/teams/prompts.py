@@ -8,6 +8,7 @@ A whisper reaches a member here or nowhere: `visible` is the only way from the j
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -72,24 +73,34 @@ def in_order(entries: Iterable[Entry], names: Sequence[str]) -> list[Entry]:
     return [entry for _, _, entry in sorted(found, key=lambda one: one[:2])]
 
 
-def since(entries: Iterable[Entry], names: Sequence[str], member: str, told: int) -> list[str]:
+def since(entries: Sequence[Entry], names: Sequence[str], member: str, told: int) -> list[str]:
     """What a member is to be told up to entry `told`: all that is visible since it was last told."""
-    steps: dict[tuple[int, int], int] = {}
-    known = 0
-    listed = [entry for entry in entries if entry.number <= told]
-    for entry in listed:
-        match entry.value:
-            case StepOpened() as step:
-                steps[step.round, step.step] = step.told
-            case Stated() as said if said.member == member:
-                known = steps.get((said.round, said.step), known)
-    new = (entry for entry in in_order(listed, names) if entry.number > known)
+    known = _known(entries, member, told)
+    first = bisect_right(entries, known, key=_number)
+    new = in_order(entries[first : bisect_right(entries, told, key=_number)], names)
     return [text for entry in new if (text := visible(entry, member)) is not None]
 
 
-def has_spoken(entries: Iterable[Entry], member: str, told: int) -> bool:
+def _known(entries: Sequence[Entry], member: str, told: int) -> int:
+    """The last entry that a member was told of when it last spoke: its step says so. 0 before it has spoken."""
+    spoken: tuple[int, int] | None = None
+    for entry in reversed(entries[: bisect_right(entries, told, key=_number)]):
+        match entry.value:
+            case Stated() as said if spoken is None and said.member == member:
+                spoken = said.round, said.step
+            case StepOpened() as step if spoken == (step.round, step.step):
+                return step.told
+    return 0
+
+
+def _number(entry: Entry) -> int:
+    return entry.number
+
+
+def has_spoken(entries: Sequence[Entry], member: str, told: int) -> bool:
     """Whether a member has spoken before, so that it knows who it is."""
-    return any(isinstance(one.value, Stated) and one.value.member == member for one in entries if one.number <= told)
+    said = reversed(entries[: bisect_right(entries, told, key=_number)])
+    return any(isinstance(one.value, Stated) and one.value.member == member for one in said)
 
 
 def message(team: Team, member: str, entries: Sequence[Entry], told: int, instruction: str) -> list[dict[str, Any]]:

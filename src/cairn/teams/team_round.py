@@ -10,12 +10,13 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import permutations
 from typing import Any, TypeVar
 
 import msgspec
 
-from cairn.agents.at_once import together
+from cairn.agents.at_once import Runner, in_step
 from cairn.agents.journals import Entry, Journal, Journals
 from cairn.errors import GenerationFailed
 from cairn.service.requests import SamplingOptions
@@ -95,23 +96,23 @@ class TeamRound:
     async def say_all(self, members: Sequence[str], instruction: str, choices: Sequence[str] = ()) -> Mapping[str, str]:
         """As `Floor.say_all`."""
         step, told = self._open()
-        stated = await together([self._state(step, told, name, instruction, choices) for name in members])
+        stated = await in_step([partial(self._state, step, told, name, instruction, choices) for name in members])
         return {one.member: one.content for one in stated}
 
     async def choose(self, members: Sequence[str], about: str, question: str, options: Sequence[str]) -> Sequence[str]:
         """As `Floor.choose`."""
         step, told = self._open()
 
-        async def choose(name: str) -> Chose:
+        async def choose(name: str, runner: Runner) -> Chose:
             if (known := self._step(Chose, step, name)) is None:
                 texts = {option: option for option in options}
-                spoken, choice = await self._ask(step, told, name, question, texts)
+                spoken, choice = await self._ask(step, told, name, question, texts, runner)
                 known = Chose(round=self.number, step=step, member=name, about=about, choice=choice, **_tokens(spoken))
                 await self._journals.append(self._journal, known)
             self._tell("choice", step=step, member=name, about=about, choice=known.choice)
             return known
 
-        return [one.choice for one in await together([choose(name) for name in members])]
+        return [one.choice for one in await in_step([partial(choose, name) for name in members])]
 
     async def vote(
         self,
@@ -128,16 +129,16 @@ class TeamRound:
         self._tell("vote.started", step=step, question=question, options=list(options), rule=rule, voters=names)
         texts = ballot_papers(options, ranked=rule == "ranked")
 
-        async def cast(name: str) -> Ballot:
+        async def cast(name: str, runner: Runner) -> Ballot:
             if (known := self._step(Ballot, step, name)) is None:
-                spoken, paper = await self._ask(step, told, name, question, texts)
+                spoken, paper = await self._ask(step, told, name, question, texts, runner)
                 ranking = (paper,) if isinstance(paper, str) else tuple(paper)
                 known = Ballot(round=self.number, step=step, member=name, ranking=ranking, **_tokens(spoken))
                 await self._journals.append(self._journal, known)
             self._tell("vote.ballot", step=step, member=name, ballot=list(known.ranking))
             return known
 
-        ballots = {one.member: one.ranking for one in await together([cast(name) for name in names])}
+        ballots = {one.member: one.ranking for one in await in_step([partial(cast, name) for name in names])}
         weights = {member.name: member.weight for member in self.team.members}
         counted = count(rule, options, ballots, weights)
         vote = Voted(
@@ -158,7 +159,9 @@ class TeamRound:
 
     # ------------------------------------------------------------------------------------------------------ a step
 
-    async def _state(self, step: int, told: int, name: str, instruction: str, choices: Sequence[str]) -> Stated:
+    async def _state(
+        self, step: int, told: int, name: str, instruction: str, choices: Sequence[str], runner: Runner
+    ) -> Stated:
         known = self._step(Stated, step, name)
         agent = self.team.agent(name)
         self._tell("turn.started", step=step, member=name, agent=agent)
@@ -170,6 +173,7 @@ class TeamRound:
                 self._message(name, told, instruction, choices),
                 self._options(step, name, held=bool(choices)),
                 _wanted(choices),
+                runner.ready,
                 lambda delta: self._delta(step, name, delta),
             )
             known = Stated(
@@ -188,7 +192,9 @@ class TeamRound:
         self._emit({**msgspec.to_builtins(known), "type": "turn.done", "agent": agent})
         return known
 
-    async def _ask(self, step: int, told: int, name: str, question: str, texts: Mapping[str, T]) -> tuple[Spoken, T]:
+    async def _ask(
+        self, step: int, told: int, name: str, question: str, texts: Mapping[str, T], runner: Runner
+    ) -> tuple[Spoken, T]:
         """One of the answers that `texts` has, by their text."""
         allowed = list(texts)
         spoken = await self._voice.ask(
@@ -198,15 +204,15 @@ class TeamRound:
             self._message(name, told, f"{question} {CHOOSE}", allowed),
             self._options(step, name, held=True),
             _wanted(allowed),
+            runner.ready,
         )
         return spoken, texts[_held_to(spoken.content, allowed)]
 
     def _open(self) -> tuple[int, int]:
         """The next step's number, and the last entry that it takes notice of."""
         step = next(self._steps)
-        for entry in self._journal.read(Item):
-            one = entry.value
-            if isinstance(one, StepOpened) and (one.round, one.step) == (self.number, step):
+        for one in self._known(StepOpened):
+            if one.step == step:
                 return step, one.told
         told = self._journal.told
         self._journals.note(self._journal, StepOpened(round=self.number, step=step, told=told))
@@ -235,7 +241,14 @@ class TeamRound:
         return [entry.value for entry in self._of_round() if isinstance(entry.value, kind)]
 
     def _of_round(self) -> list[Entry]:
-        return [entry for entry in self._journal.read(Item) if entry.value.round == self.number]
+        """The round's entries: none stands before the end of the round before it."""
+        found = []
+        for entry in reversed(self._journal.read(Item)):
+            if isinstance(entry.value, RoundDone) and entry.value.round < self.number:
+                break
+            if entry.value.round == self.number:
+                found.append(entry)
+        return found[::-1]
 
     def _step(self, kind: type[I], step: int, name: str) -> I | None:
         return next((one for one in self._known(kind) if (one.step, one.member) == (step, name)), None)
@@ -263,14 +276,11 @@ def ballot_papers(options: Sequence[str], *, ranked: bool) -> dict[str, Any]:
 
 def last_turn(entries: Sequence[Entry], name: str, before: tuple[int, int] | None = None) -> int:
     """The number of a member's last turn in the journal, 0 for none; `before` a step of a round, if one is named."""
-    turns = [
-        one.value.turn
-        for one in entries
-        if isinstance(one.value, Stated)
-        and one.value.member == name
-        and (before is None or (one.value.round, one.value.step) < before)
-    ]
-    return turns[-1] if turns else 0
+    for entry in reversed(entries):
+        one = entry.value
+        if isinstance(one, Stated) and one.member == name and (before is None or (one.round, one.step) < before):
+            return one.turn
+    return 0
 
 
 def _wanted(choices: Sequence[str]) -> Wanted:

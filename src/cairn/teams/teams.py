@@ -205,7 +205,7 @@ class Teams:
         if _cut_off(journal.read(Item)):
             raise Conflict(f"a round of team {id} was cut off; let it go on, or roll back, before the team votes")
         async with self._at_work(journal):
-            await self._make_agents(caller.tenant, _team(journal))
+            await self._make_agents(caller.tenant, _team(journal), journal.record.model)
             return await self._round(journal, caller, _rounds(journal.read(Item)), emit).hold_beside(ask)
 
     async def rounds(
@@ -215,7 +215,7 @@ class Teams:
         journal = self._idle(caller.tenant, id)
         self.check_rounds(caller.tenant, id, many)
         async with self._at_work(journal):
-            await self._make_agents(caller.tenant, _team(journal))
+            await self._make_agents(caller.tenant, _team(journal), journal.record.model)
             for _ in range(many):
                 number = 1 + _rounds(journal.read(Item))
                 decision = await self._round(journal, caller, number, emit).run(vote)

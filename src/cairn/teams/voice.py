@@ -16,6 +16,7 @@ import msgspec
 from cairn.agents.agents import Agents
 from cairn.agents.info import TurnInfo
 from cairn.agents.running import RunningTurn
+from cairn.agents.turns import Gate
 from cairn.errors import Conflict, GenerationFailed, NotFound, NotLoaded, Overloaded
 from cairn.service.requests import SamplingOptions
 from cairn.service.service import Service
@@ -62,9 +63,11 @@ class Voice(Protocol):
         messages: Sequence[dict[str, Any]],
         options: SamplingOptions,
         wanted: Wanted,
+        gate: Gate,
         heard: Heard,
     ) -> Spoken:
-        """The next turn of an agent, whose last that counts is number `before`. `heard` gets it as it comes."""
+        """The next turn of an agent, whose last that counts is number `before`. `heard` gets it as it comes; `gate` is
+        waited for before it begins."""
         ...
 
     async def ask(
@@ -75,6 +78,7 @@ class Voice(Protocol):
         messages: Sequence[dict[str, Any]],
         options: SamplingOptions,
         wanted: Wanted,
+        gate: Gate,
     ) -> Spoken:
         """The answer to a question that the agent will not remember."""
         ...
@@ -94,6 +98,7 @@ class AgentVoice:
         messages: Sequence[dict[str, Any]],
         options: SamplingOptions,
         wanted: Wanted,
+        gate: Gate,
         heard: Heard,
     ) -> Spoken:
         """As `Voice.speak`."""
@@ -102,6 +107,7 @@ class AgentVoice:
             if head.state == "finished":
                 return _told(head, heard)
             if head.state == "interrupted":
+                await gate()
                 with contextlib.suppress(Conflict):  # another model, or no room: it is said anew
                     return await self._hear(await self._resume(caller, agent), heard)
         await self._stand_at(caller.tenant, agent, before)
@@ -117,6 +123,7 @@ class AgentVoice:
                 template_args=self._args(caller, options),
                 wanted=wanted,
                 service=caller.service,
+                gate=gate,
             )
 
         return await self._hear(await _patiently(begin), heard)
@@ -129,6 +136,7 @@ class AgentVoice:
         messages: Sequence[dict[str, Any]],
         options: SamplingOptions,
         wanted: Wanted,
+        gate: Gate,
     ) -> Spoken:
         """As `Voice.ask`."""
         await self._stand_at(caller.tenant, agent, before)
@@ -144,6 +152,7 @@ class AgentVoice:
                 template_args=self._args(caller, options),
                 wanted=wanted,
                 service=caller.service,
+                gate=gate,
             )
             said, done = Said(), None
             async with contextlib.aclosing(stream):

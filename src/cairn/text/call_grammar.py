@@ -136,6 +136,9 @@ class _Grammar:
         # A text ends where its tag comes; a line break before that is the model's to write.
         tag = form.value_end.strip()
         name = self._new("v")
+        if pattern := _whole_pattern(schema):
+            self.rule(name.upper(), rf"/{pattern}/ & ~/(.|\n)*({_either(self._stops())})(.|\n)*/")
+            return f"{name.upper()} {_literal(form.value_end)}"
         self.rule(f"{name}[lazy]", f"{self._free()} {_literal(tag)}")
         return f"{name} {_literal(form.value_end.partition(tag)[2])}".rstrip()
 
@@ -146,7 +149,7 @@ class _Grammar:
 
     def _free(self) -> str:
         if not any(one.startswith("FREE:") for one in self._rules):
-            stops = "|".join(re.escape(stop).replace("/", r"\/") for stop in self._stops()[1:])
+            stops = _either(self._stops()[1:])
             self.rule("FREE", rf"/(.|\n)*/ & ~/(.|\n)*({stops})(.|\n)*/")
         return "FREE"
 
@@ -249,6 +252,19 @@ def _fits_tags(values: Any, stops: Sequence[str]) -> bool:
 
 def _json(schema: Any) -> str:
     return f"%json {json.dumps(with_blanks(schema), ensure_ascii=False)}"
+
+
+def _either(texts: Sequence[str]) -> str:
+    """A pattern of any of these texts, as it stands between slashes."""
+    return "|".join(re.escape(text).replace("/", r"\/") for text in texts)
+
+
+def _whole_pattern(schema: Any) -> str:
+    """The pattern of a whole text, as it stands between slashes; "" where a schema has none, or of a part only."""
+    pattern = schema.get("pattern") if isinstance(schema, Mapping) else None
+    if not isinstance(pattern, str) or not (pattern.startswith("^(?:") and pattern.endswith(")$")):
+        return ""
+    return re.sub(r"(?<!\\)/", r"\/", pattern[1:-1])
 
 
 def _kinds(kind: Any) -> list[str]:

@@ -16,6 +16,7 @@ const REASONS = {
   template: "the template wrote it differently",
   evicted: "that part had been evicted",
   "not stored yet": "that part was not stored yet",
+  "no snapshot": "the model kept no state at that place",
   "model changed": "another model had read it",
   "never seen": "that part is new",
   "faster to compute": "to compute it was faster than to load it",

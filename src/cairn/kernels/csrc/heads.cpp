@@ -4,11 +4,16 @@
 namespace cairn {
 
 void Program::norm_heads(float* x, Index wide, Index from, Index heads, Norm norm) {
+    std::shared_ptr<std::vector<float>> ones;
+    if (!norm.weight) {
+        ones = std::make_shared<std::vector<float>>(static_cast<std::size_t>(norm.size), 1.0f);
+        norm.weight = ones->data();
+    }
     calls_.push_back([=, this](const Sizes& sizes) {
         each(sizes.tokens, heads * norm.size, [=, this](Index token, int) {
             float* row = x + token * wide + from;
             for (Index at = 0; at < heads * norm.size; at += norm.size)
-                kernels_.norm(row + at, norm.weight, norm.size, norm.eps, 0, norm.size, row + at);
+                kernels_.norm(row + at, ones ? ones->data() : norm.weight, norm.size, norm.eps, 0, norm.size, row + at);
         });
     });
 }

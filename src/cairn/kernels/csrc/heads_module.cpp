@@ -1,5 +1,6 @@
 #include "heads_module.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include "arrays.h"
@@ -9,10 +10,14 @@ namespace nb = nanobind;
 namespace cairn {
 namespace {
 
-void norm_heads(Program& program, const Floats& x, int first, int heads, const ConstFloats& weight, double eps) {
-    const auto size = static_cast<Index>(weight.size()), wide = static_cast<Index>(x.shape(1));
-    check(x.ndim() == 2 && first >= 0 && heads > 0 && (first + heads) * size <= wide, "the heads lie in their rows");
-    program.norm_heads(x.data(), wide, first * size, heads, {weight.data(), size, static_cast<float>(eps)});
+void norm_heads(Program& program, const Floats& x, int first, int heads, int size,
+                const std::optional<ConstFloats>& weight, double eps) {
+    const auto wide = static_cast<Index>(x.shape(1));
+    check(x.ndim() == 2 && first >= 0 && heads > 0 && size > 0 && Index{first + heads} * size <= wide,
+          "the heads lie in their rows");
+    check(!weight || static_cast<int>(weight->size()) == size, "a norm has the size of a head");
+    program.norm_heads(x.data(), wide, Index{first} * size, heads,
+                       {weight ? weight->data() : nullptr, size, static_cast<float>(eps)});
 }
 
 void turn_heads(Program& program, const ConstFloats& x, const ConstFloats& angles, const Floats& query) {
@@ -39,7 +44,8 @@ void gate_with(Program& program, const ConstFloats& x, const std::string& activa
 
 void bind_heads(nb::class_<Program>& program) {
     const auto array = nb::arg().noconvert();
-    program.def("norm_heads", &norm_heads, array, nb::arg(), nb::arg(), array, nb::arg())
+    program
+        .def("norm_heads", &norm_heads, array, nb::arg(), nb::arg(), nb::arg(), nb::arg().noconvert().none(), nb::arg())
         .def("turn_heads", &turn_heads, array, array, array)
         .def("scale_by", &scale_by, array, array)
         .def("gate_with", &gate_with, array, nb::arg(), array, nb::arg(), array);

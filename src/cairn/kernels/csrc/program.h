@@ -85,7 +85,7 @@ class Program {
     // As `attention`.
     void latent_attention(const LatentAttend& job, const std::int32_t* rows, const std::int32_t* tables, Index width,
                           Index most);
-    // Heads of rows of `wide` numbers, from number `from` on, in place.
+    // Heads of rows of `wide` numbers, from number `from` on, in place. A null weight is 1.
     void norm_heads(float* x, Index wide, Index from, Index heads, Norm norm);
     void turn_heads(const float* x, Index heads, Index size, const float* angles, Index turned, float* out);
     void scale_by(float* hidden, Index size, const float* factor);

@@ -257,7 +257,8 @@ void bind_program(nb::module_& module, const Variant& (*find)(const std::string&
     bind_recurrent(program);
     bind_latent(program);
     bind_heads(program);
-    program.def("__init__", [find](Program* self, const std::string& variant,
+    program
+        .def("__init__", [find](Program* self, const std::string& variant,
                             std::shared_ptr<Team> team) { new (self) Program(find(variant), std::move(team)); })
         .def("embed", &embed, array, nb::arg(), array, array)
         .def("embed", &look_up, nb::arg(), array, array)

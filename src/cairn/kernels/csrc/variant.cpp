@@ -47,6 +47,8 @@ void all_parts(const Product& job, Index first, Index last) {
 
 extern const Variant variant;
 const Variant variant = {CAIRN_NAME(CAIRN_VARIANT), all_parts, SixteenBits::PREPARED ? pair_rows : nullptr, GROUP_ROWS,
-                         prepare, norm, layer_norm, activate_row, gate, softcap, embed, rope_write, attend, convolve, scan, gated_norm, gate_row, latent_write, turn_pairs, latent_attend, read_all, multiply_add, CHAINS, &PASSES};
+                         prepare, norm, layer_norm, activate_row, gate, softcap, embed, rope_write, attend, convolve, scan,
+                         gated_norm, gate_row, latent_write, turn_pairs, latent_attend, read_all, multiply_add, CHAINS,
+                         &PASSES};
 
 }  // namespace cairn::CAIRN_VARIANT

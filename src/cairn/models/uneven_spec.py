@@ -1,0 +1,141 @@
+"""Decoders whose layers are not alike (Gemma 4), as configs describe them: heads by group, keys and values that later
+layers read of earlier ones, values that are keys, inputs of each layer's own.
+
+Field names are those of transformers' `configuration_gemma4.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from cairn.errors import ModelError
+from cairn.models.families import Family
+from cairn.models.files import Fields
+from cairn.types import MAX_CONTEXT, MAX_HEAD_DIM, CacheGroup, ModelSpec, RopeScaling, Uneven
+
+INPUTS = "model.embed_tokens_per_layer.weight"
+INPUTS_PROJECTION = "model.per_layer_model_projection.weight"
+INPUTS_NORM = "model.per_layer_projection_norm.weight"
+_NEVER = 1e30
+"""A frequency that is divided by this turns nothing, at any position."""
+
+
+def proportional(config: Fields) -> tuple[RopeScaling, float, int]:
+    """Rope scaling, theta and context of the layers without a window: the first pairs of a head are turned, with the
+    frequencies that they have among all."""
+    rope = config.object("rope_parameters").object("full_attention")
+    named = rope.text("rope_type", "default")
+    if named not in ("default", "proportional"):
+        raise ModelError(f"{config.path}: rope scaling {named[:80]!r} is not supported; supported is proportional")
+    size = config.integer("global_head_dim", 2, MAX_HEAD_DIM, 512)
+    pairs = size // 2
+    part = rope.number("partial_rotary_factor", 0.0, 1.0, 1.0) if named == "proportional" else 1.0
+    factor = rope.number("factor", 1e-3, 1e6, 1.0) if named == "proportional" else 1.0
+    turned = int(part * size // 2)
+    factors = (factor,) * turned + (_NEVER,) * (pairs - turned)
+    scaling = RopeScaling() if set(factors) == {1.0} else RopeScaling(factors=factors)
+    context = config.integer("max_position_embeddings", 2, MAX_CONTEXT)
+    return scaling, rope.number("rope_theta", 1.0, 1e15, 1e6), context
+
+
+def uneven_fields(config: Fields, family: Family, groups: tuple[CacheGroup, ...], layers: int) -> dict[str, Any]:
+    """What a spec says of layers that are not alike; {} for a family whose layers are. `groups` hold all layers."""
+    if not family.uneven:
+        return {}
+    if config.flag("enable_moe_block", False):
+        raise ModelError(f"{config.path}: enable_moe_block is true; experts beside the MLP are not supported")
+    hidden, vocab = config.integer("hidden_size", 1, 1 << 20), config.integer("vocab_size", 1, 1 << 22)
+    same = config.flag("attention_k_eq_v", False)
+    whole = next((group.layers for group in groups if group.rope is None), ())
+    shared = config.integer("num_kv_shared_layers", 0, layers - 1, 0)
+    inputs = config.integer("hidden_size_per_layer_input", 0, 1 << 16, 256)
+    rows = config.integer("vocab_size_per_layer_input", 1, 1 << 22, 262_144) if inputs else 0
+    if inputs and rows < vocab:
+        raise config.error("vocab_size_per_layer_input", f"at least vocab_size ({vocab})")
+    uneven = Uneven(
+        kv_from=_sources(config, groups, layers - shared, layers),
+        keys_as_values=whole if same else (),
+        wide=tuple(range(layers - shared, layers)) if config.flag("use_double_wide_mlp", False) else (),
+        inputs=inputs,
+        input_rows=rows,
+    )
+    heads = config.integer("num_key_value_heads", 1, 1 << 14, 4)
+    if same and config.has("num_global_key_value_heads"):
+        heads = config.integer("num_global_key_value_heads", 1, 1 << 14)
+    size = config.integer("global_head_dim", 2, MAX_HEAD_DIM, 512)
+    if size % 2 or config.integer("num_attention_heads", 1, 1 << 14) % heads:
+        raise ModelError(f"{config.path}: {heads} key-value heads of {size} numbers do not fit the query heads")
+    own = {"kv_heads": heads, "head_dim": size}
+    return {
+        "uneven": uneven,
+        "embedding_scale": math.sqrt(hidden),
+        "attention_scale": 1.0,
+        "logit_softcap": config.number_or_zero("final_logit_softcapping", 1e-3, 1e6, 0.0),
+        "groups": tuple(
+            msgspec.structs.replace(
+                group,
+                layers=tuple(layer for layer in group.layers if layer < layers - shared),
+                **({} if group.rope is not None else own),
+            )
+            for group in groups
+        ),
+    }
+
+
+def _sources(config: Fields, groups: Sequence[CacheGroup], first: int, layers: int) -> tuple[int, ...]:
+    """Of each layer from `first` on, the layer whose keys and values it reads: the last before them of its kind."""
+    found = []
+    for layer in range(first, layers):
+        alike = next(group.layers for group in groups if layer in group.layers)
+        before = [one for one in alike if one < first]
+        if not before:
+            raise config.error("num_kv_shared_layers", "so few that a layer of each kind has keys and values")
+        found.append(before[-1])
+    return tuple(found)
+
+
+def uneven_tensors(spec: ModelSpec, uneven: Uneven) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor but the embedding, the last norm and the output."""
+    found: dict[str, tuple[int, ...]] = {}
+    if uneven.inputs:
+        wide = spec.layers * uneven.inputs
+        found[INPUTS] = (uneven.input_rows, wide)
+        found[INPUTS_PROJECTION] = (wide, spec.hidden)
+        found[INPUTS_NORM] = (uneven.inputs,)
+    for layer in range(spec.layers):
+        found |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer(spec, uneven, layer).items()}
+    return found
+
+
+def _layer(spec: ModelSpec, uneven: Uneven, layer: int) -> dict[str, tuple[int, ...]]:
+    _, kv_heads, _, size = spec.page(spec.group_of(layer))
+    query, kv, hidden = spec.heads * size, kv_heads * size, spec.hidden
+    ffn = 2 * spec.ffn if layer in uneven.wide else spec.ffn
+    matrices = {"q_proj": (query, hidden)}
+    if layer < spec.layers - len(uneven.kv_from):
+        matrices["k_proj"] = (kv, hidden)
+        if layer not in uneven.keys_as_values:
+            matrices["v_proj"] = (kv, hidden)
+    found: dict[str, tuple[int, ...]] = {f"self_attn.{name}.weight": shape for name, shape in matrices.items()}
+    if spec.qkv_bias:
+        found |= {f"self_attn.{name}.bias": shape[:1] for name, shape in matrices.items()}
+    if spec.out_bias:
+        found["self_attn.o_proj.bias"] = (hidden,)
+    found["self_attn.o_proj.weight"] = (hidden, query)
+    found["self_attn.q_norm.weight"] = (size,)
+    if "k_proj" in matrices:
+        found["self_attn.k_norm.weight"] = (size,)
+    found |= {"mlp.gate_proj.weight": (ffn, hidden), "mlp.up_proj.weight": (ffn, hidden)}
+    found["mlp.down_proj.weight"] = (hidden, ffn)
+    places = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+    found |= {f"{place}_layernorm.weight": (hidden,) for place in places}
+    found["layer_scalar"] = (1,)
+    if uneven.inputs:
+        found["per_layer_input_gate.weight"] = (uneven.inputs, hidden)
+        found["per_layer_projection.weight"] = (hidden, uneven.inputs)
+        found["post_per_layer_input_norm.weight"] = (hidden,)
+    return found

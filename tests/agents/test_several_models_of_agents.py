@@ -1,0 +1,85 @@
+"""Agents on a server with several models: who answers, whose KV is pinned and evicted, and what a restart knows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from house import GREEDY, hear
+from tests.service.several import several
+from tests.service.tiny import until
+
+from cairn.agents.agents import Agents
+from cairn.config import Config
+from cairn.errors import NotLoaded, Unavailable
+from cairn.service.models import Models
+from cairn.system import SystemClock, SystemFiles, SystemRng
+
+LONG = "tell me of the sea " * 30
+SALTS = {"default": b""}
+
+
+@contextlib.asynccontextmanager
+async def opened(folder: Path, **options: Any) -> AsyncIterator[tuple[Models, Agents]]:
+    more = {"kv_dir": str(folder / "kv"), "kv_disk": True, **options}
+    async with several(folder, "alpha beta", **more) as models:
+        first, clock, draw = models.services.first, SystemClock(), SystemRng()
+        log = folder / "agents"
+        agents = await Agents.open(first, SystemFiles(), log, clock, draw, Config(), SALTS, models.services)
+        try:
+            yield models, agents
+        finally:
+            await agents.close()
+
+
+async def say(models: Models, agents: Agents, id: str, model: str | None = None, text: str = LONG) -> None:
+    given = [{"role": "user", "content": text}]
+    number = models.services.first.next_id()
+    if model is None:
+        turn = await agents.turn("default", id, given, GREEDY, request=number)
+    else:
+        async with models.using(models.find(model)) as service:
+            turn = await agents.turn("default", id, given, GREEDY, request=number, service=service)
+            assert (await hear(turn)).done
+            return
+    assert (await hear(turn)).done
+
+
+async def test_the_kv_of_an_agent_is_looked_after_where_its_model_has_it(tmp_path: Path) -> None:
+    async with opened(tmp_path, load="alpha beta") as (models, agents):
+        await until(lambda: len(list(models.services)) == 2)
+        alpha, beta = models.services
+        await agents.create("default", id="ada", pinned=True)
+        await say(models, agents, "ada", "beta")
+        await agents.kv.settled()
+        ids = await agents.context("default", "ada")
+        await beta.flush()
+        assert (await agents.where("default", "ada")).disk >= len(ids) // 64 * 64
+        assert (await beta.where(ids)).disk > 0 and (await alpha.where(ids)).disk == 0
+        assert beta.kv().disk is not None and beta.kv().disk.pinned > 0  # type: ignore[union-attr]
+        await models.unload(models.find("beta"), 5.0)
+        with pytest.raises(Unavailable, match="not loaded"):
+            await agents.where("default", "ada")
+        await agents.delete("default", "ada")  # its pins and its KV go when the model is back
+        async with models.using(models.find("beta")) as again:
+            await until(lambda: not agents.kv._tasks)
+            assert (await again.where(ids)).disk == 0
+
+
+async def test_a_restart_knows_which_model_answers_an_agent(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (models, agents):
+        await agents.create("default", id="ada")
+        await say(models, agents, "ada", "beta")
+    async with opened(tmp_path) as (models, agents):
+        assert models.find("beta").loaded is None
+        assert agents.model_of("default", "ada")[1] == "beta"
+        with pytest.raises(NotLoaded, match="beta is being loaded"):
+            await say(models, agents, "ada")
+        await until(lambda: models.find("beta").loaded)
+        await say(models, agents, "ada", text="and more")
+        turns = await agents.turns("default", "ada")
+        assert turns[1].cached_tokens > len(LONG) // 2
+        assert agents.get("default", "ada").model == "beta"

@@ -1,0 +1,74 @@
+"""Norms, turns and gates of heads that lie in wider rows: every kind of kernels against what they mean."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.tiny_models import KERNELS
+
+from cairn.kernels.choose import load_kernels
+from cairn.kernels.reference import rms_norm
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("size", [2, 16, 37, 256])
+@pytest.mark.parametrize("kind", KERNELS)
+def test_heads_are_normed_where_they_lie(kind: str, size: int, weighted: bool) -> None:
+    rng = np.random.default_rng(size)
+    x = rng.standard_normal((19, 7 * size), dtype=np.float32)
+    weight = rng.standard_normal(size, dtype=np.float32) if weighted else None
+    want = x.copy().reshape(19, 7, size)
+    want[:, 2:5] = rms_norm(want[:, 2:5], np.ones(size, np.float32) if weight is None else weight, 1e-5)
+    kernels = load_kernels(kind, 2)
+    kernels.norm_heads(x, 2, 3, size, weight, 1e-5)
+    kernels.close()
+    np.testing.assert_allclose(x, want.reshape(x.shape), rtol=1e-5, atol=1e-6)
+    assert (x.reshape(19, 7, size)[:, [0, 1, 5, 6]] == want[:, [0, 1, 5, 6]]).all()
+
+
+@pytest.mark.parametrize("turned", [2, 10, 16])
+@pytest.mark.parametrize("kind", KERNELS)
+def test_heads_are_turned_as_those_that_are_written(kind: str, turned: int) -> None:
+    rng = np.random.default_rng(turned)
+    x = rng.standard_normal((9, 3 * 16), dtype=np.float32)
+    angles = rng.standard_normal((9, 2, turned // 2), dtype=np.float32)
+    got, want = np.zeros((9, 3, 16), np.float32), np.zeros((9, 3, 16), np.float32)
+    kernels = load_kernels(kind, 1)
+    kernels.turn_heads(x, angles, got)
+    kv = kernels.allocate((1, 1, 2, 3, 16, 16), "float32")
+    whole = np.concatenate([x, np.zeros((9, 2 * 3 * 16), np.float32)], axis=1)
+    kernels.rope_write(whole, angles, None, None, 1e-6, kv, 0, np.arange(9, dtype=np.int32), want)
+    kernels.close()
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_late_norms_follow_the_turn(kind: str) -> None:
+    rng = np.random.default_rng(1)
+    qkv = rng.standard_normal((5, 4 * 20), dtype=np.float32)
+    angle = rng.uniform(-3, 3, (5, 10))
+    angles = np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
+    weight = (1 + 0.3 * rng.standard_normal(20)).astype(np.float32)
+    turned, query = np.zeros((5, 2, 20), np.float32), np.zeros((5, 2, 20), np.float32)
+    kernels = load_kernels(kind, 1)
+    kv = kernels.allocate((1, 1, 2, 1, 16, 20), "float32")
+    places = (1e-6, kv, 0, np.arange(5, dtype=np.int32))
+    kernels.rope_write(qkv, angles, None, None, *places, turned)
+    kernels.rope_write(qkv, angles, weight, weight, *places, query, True)
+    kernels.close()
+    np.testing.assert_allclose(query, rms_norm(turned, weight, 1e-6), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_a_gate_and_a_factor(kind: str) -> None:
+    rng = np.random.default_rng(2)
+    x, by = rng.standard_normal((6, 21), dtype=np.float32), rng.standard_normal((6, 70), dtype=np.float32)
+    wide = np.concatenate([x, by[:, 33:54]], axis=1)
+    want, got, hidden = np.zeros_like(x), np.zeros_like(x), x.copy()
+    kernels = load_kernels(kind, 1)
+    kernels.gate(wide, "gelu_tanh", want)
+    kernels.gate_with(x, "gelu_tanh", by, 33, got)
+    kernels.scale_by(hidden, np.array([0.7], np.float32))
+    kernels.close()
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(hidden, x * np.float32(0.7))

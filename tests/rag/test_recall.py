@@ -1,0 +1,134 @@
+"""Whether the right chunk is found: a real embedding model, this project's own pages, and questions written by hand.
+
+It takes longer than others because a real model reads the pages, all of them with `make prove`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.real_models import minilm
+
+from cairn.config import Config
+from cairn.rag.citations import CitationFilter
+from cairn.rag.collections import Collections, Embedder
+from cairn.rag.definition import MIN_SCORE
+from cairn.rag.document_store import DocumentStore
+from cairn.service.embeddings import Asking
+from cairn.service.requests import SamplingOptions
+from cairn.service.service import Service
+from cairn.text.grammar import Wanted
+from cairn.types import Delta
+from cairn.workflows.answerer import Answered, Asker, Heard
+
+DOCS = Path(__file__).parents[2] / "docs"
+SOME = ("agents", "teams", "workflows", "structured", "sampling", "embeddings")
+"""The pages that the questions are about."""
+QUESTIONS = (
+    ("How do I delete an agent and its text from the disk?", "agents", "`DELETE` is answered"),
+    ("How long are turns kept that were rolled back?", "agents", "week"),
+    ("Can I move an agent to another server as a file?", "agents", "portable file"),
+    ("What happens to a turn when its connection breaks?", "agents", "reconnect_grace"),
+    ("How do I keep an agent's KV from eviction?", "agents", "`pin`"),
+    ("What does fork_on_conflict do?", "agents", "fork_on_conflict"),
+    ("What does the error code damaged mean?", "agents", "`damaged`"),
+    ("With which header is a request put on an agent's account?", "agents", "X-Cairn-Agent"),
+    ("After how many seconds without use is an agent deleted?", "agents", "ttl"),
+    ("How do I make a fork of an agent at a turn?", "agents", "fork"),
+    ("Who hears a whisper in a team?", "teams", "told to the members named"),
+    ("How is a tie broken in an instant runoff vote?", "teams", "instant runoff"),
+    ("Which topologies can a team have?", "teams", "round_robin"),
+    ("How are ballots held to their options?", "teams", "held to their options"),
+    ("What is written in a scenario file?", "teams", "scenario is a YAML"),
+    ("How many members may a team have at most?", "teams", "32 members"),
+    ("How do I watch again what a team said?", "teams", "replay"),
+    ("What happens to a round of a team after kill -9?", "teams", "kill -9"),
+    ("How does a debate with a judge work?", "teams", "`debate`"),
+    ("Is the beginning that members share computed once?", "teams", "computed once"),
+    ("What is a handoff contract?", "workflows", "handoff contract"),
+    ("What happens when an answer breaks its contract?", "workflows", "retries"),
+    ("How do I run a node once for each item of a list?", "workflows", "`each`"),
+    ("Which value wins when two nodes say different things of one field?", "workflows", "precedence"),
+    ("How do I draw the graph of a workflow as SVG?", "workflows", "svg"),
+    ("Are cycles allowed in a workflow?", "workflows", "cycle"),
+    ("When does a loop of a workflow end?", "workflows", "until"),
+    ("What can a condition of a node compare?", "workflows", "is_not"),
+    ("Which roles can the nodes of a workflow have?", "workflows", "planner"),
+    ("How does a failed run go on?", "workflows", "resume"),
+    ("How do I ask for JSON that fits a schema?", "structured", "json_schema"),
+    ("Which keywords of JSON schema are refused?", "structured", "uniqueItems"),
+    ("What does tool_choice required do?", "structured", "required"),
+    ("How long may it take to compile a grammar?", "structured", "2 seconds"),
+    ("Which field do older clients of vLLM use for choices?", "structured", "guided_choice"),
+    ("What is the default temperature?", "sampling", "0.8"),
+    ("In which order are the samplers applied?", "sampling", "top_n_sigma"),
+    ("How do I put the temperature after the cuts as llama.cpp does?", "sampling", "sampler-order"),
+    ("How are embeddings of several texts made over HTTP?", "embeddings", "/v1/embeddings"),
+    ("How do I rerank documents for a query?", "embeddings", "rerank"),
+)
+FOREIGN = (
+    "Who won the football world cup in 1954?",
+    "How do I bake sourdough bread?",
+    "What is the capital of Mongolia?",
+    "Which medicine helps against hay fever?",
+    "How tall is the Eiffel tower?",
+    "When do tulips bloom?",
+    "Who painted the ceiling of the Sistine Chapel?",
+    "How often should a guitar be restrung?",
+    "What does a baby elephant weigh?",
+    "How do I remove a red wine stain from a carpet?",
+)
+
+
+class Talker:
+    """Says something with citations, some of them of nothing."""
+
+    async def answer(
+        self, asker: Asker, messages: Sequence[dict[str, Any]], options: SamplingOptions, wanted: Wanted, heard: Heard
+    ) -> Answered:
+        said = "It is so [1], and so [3][77]."
+        heard(Delta(text=said))
+        return Answered(text=said)
+
+
+async def test_the_right_chunk_is_found_and_nothing_where_there_is_none(
+    tmp_path: Path, prove: bool, figure: Callable[[str, str], None]
+) -> None:
+    service = await Service.start(Config(model=str(minilm()), threads=1, kv_disk=False), in_process=True)
+    store = DocumentStore(tmp_path / "c" / "collections.sqlite", lambda: 0.0)
+    collections, embedder = Collections(store, Talker()), Embedder(service, Asking(truncate=True))
+    asker = Asker("me")
+    try:
+        store.create("me", "docs", 700, 100, {})
+        pages = sorted(path.stem for path in DOCS.glob("*.md")) if prove else SOME
+        for page in pages:
+            text = (DOCS / f"{page}.md").read_text()
+            more: dict[str, Any] = {"document": page, "name": page, "text": text, "kind": "md", "metadata": {}}
+            await collections.add("me", "docs", embedder, **more)
+        missed = []
+        for question, page, needle in QUESTIONS:
+            wanted = {"top_k": 5, "min_score": MIN_SCORE}
+            found = await collections.search("me", "docs", embedder, question, wanted)
+            if not any(one.chunk.document == page and needle.lower() in _text(one) for one in found):
+                missed.append(question)
+            answer = await collections.ask(asker, question, found, SamplingOptions(), lambda event: None)
+            checked = CitationFilter(len(answer.sources))
+            assert checked.push(answer.answer) + checked.finish() == answer.answer and not checked.removed
+        recall = 1 - len(missed) / len(QUESTIONS)
+        figure("recall of the right chunk in the first 5", f"{recall:.0%} of {len(QUESTIONS)} questions")
+        assert recall >= 0.85, missed
+        answered = []
+        for question in FOREIGN:
+            found = await collections.search("me", "docs", embedder, question, {"top_k": 5, "min_score": MIN_SCORE})
+            answer = await collections.ask(asker, question, found, SamplingOptions(), lambda event: None)
+            answered += [(question, round(found[0].score, 3))] if answer.answered else []
+        assert not answered
+    finally:
+        store.close()
+        await service.close()
+
+
+def _text(found: Any) -> str:
+    return f"{found.chunk.heading}\n{found.chunk.text}".lower()
