@@ -580,7 +580,7 @@ def _idle_share(home: Home, page: Any) -> float:
         return (used() - before) / seconds
 
     page.wait_for_timeout(3000)
-    shown = over(5)
+    shown = over(4)
     page.goto("about:blank")
     time.sleep(1)
-    return shown - over(5)
+    return shown - over(4)
