@@ -414,7 +414,7 @@ BUGS = (
     # -------------------------------------------------------------------------------------------------------- agents
     Bug("a message is not on the disk before its answer", AGENT_SERVICE, "AgentService.begin", "await self.pending.sync(record)", "self.writer.append(record)"),
     Bug("a turn's end is told before it is on the disk", RUNNING, "RunningTurn._end", "await self._keeper.sync()", "pass"),
-    Bug("the log's thread never syncs", WRITER, "Writer._group", "bool(waited)", "False"),
+    Bug("the log's thread never syncs", WRITER, "Writer._group", "any((job.sync for job in waited))", "False"),
     Bug("a rollback is not on the disk", AGENT_SERVICE, "AgentService.move", "await self.pending.sync(self.pending.note(agent))", "pass"),
     Bug("a rollback is undone by a restart", AGENT_REGISTRY, "AgentRegistry._seat", "[turn for turn in agent.own if turn.key > lsn]", "list(agent.own)"),
     Bug("after a restart an agent stands where it was noted last", AGENT_REGISTRY, "AgentRegistry._seat", "later[-1] if later else self._turns.get(record.head)", "self._turns.get(record.head)"),

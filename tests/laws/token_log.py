@@ -127,7 +127,7 @@ class Model:
             newer = found is not None and found in self.written[found.lsn] and found.lsn > record.lsn
             law(newer or found == record, f"record {record.lsn} cannot be read")
         gone = log.read([(kind, key) for key in self.erased for kind in FOUND])
-        law(gone == [None] * (4 * len(self.erased)), "what was erased can be read")
+        law(gone == [None] * (len(FOUND) * len(self.erased)), "what was erased can be read")
 
     def check_gone(self, files: CrashFiles) -> None:
         for data in files.files(FOLDER).values():
