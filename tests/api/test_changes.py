@@ -244,11 +244,19 @@ async def test_what_one_admin_reads_another_reader_does_not_get(folder: Path) ->
         async with listening(http, **key, **{"X-Cairn-Admin-Key": "root"}) as first:
             await first.until("server")
             async with listening(http, **key) as second:
-                names = set()
+                await second.snapshot()
                 await make(http, "a", **key)
+                (await http.post("/v1/agents/a/turns", json=TURN, headers=key)).raise_for_status()
                 async with asyncio.timeout(10):
-                    while "agents" not in names:
-                        names.add((await second.next())[1])
+                    while not (await first.until("server"))["models"][0]["tokens"]["generated"]:
+                        pass
+                await make(http, "b", **key)
+                names, seen = set(), set()
+                async with asyncio.timeout(10):
+                    while "b" not in seen or "savings" not in names:
+                        _, name, data = await second.next()
+                        names.add(name)
+                        seen |= {agent["id"] for agent in data.get("changed", ())}
                 assert "server" not in names
 
 
@@ -313,3 +321,11 @@ async def test_days_that_are_too_long_ago_are_forgotten(folder: Path) -> None:
         web.app.attribution.agents = at.agents
         found = (await http.get("/v1/savings")).json()
         assert found["days"] == [] and found["total"]["requests"] == 1
+
+
+async def test_no_model_is_kept_loaded_for_who_listens(folder: Path) -> None:
+    async with home(folder) as (_, web, http), listening(http) as stream:
+        await stream.snapshot()
+        assert web.app.models is not None
+        (model,) = web.app.models.models
+        assert model.loaded is not None and model.loaded.users == 0

@@ -27,19 +27,31 @@ export function provenance(cairn) {
   const total = SOURCES.reduce((sum, [name]) => sum + (cairn?.[name] ?? 0), 0);
   if (!total) return null;
   const parts = SOURCES.filter(([name]) => cairn[name]);
-  const bar = h("span", { class: "bar", "aria-hidden": "true" },
-    parts.map(([name]) => h("span", { class: `tier-${name}`, style: { "flex-grow": cairn[name] } })));
+  const bar = h(
+    "span",
+    { class: "bar", "aria-hidden": "true" },
+    parts.map(([name]) => h("span", { class: `tier-${name}`, style: { "flex-grow": cairn[name] } })),
+  );
   const words = parts.map(([name, said]) =>
-    h("span", { class: "source" }, h("i", { class: `dot tier-${name}` }), `${count(cairn[name])} ${said}`));
+    h("span", { class: "source" }, h("i", { class: `dot tier-${name}` }), `${count(cairn[name])} ${said}`),
+  );
   const load = cairn.load_seconds > 0.0005 ? h("span", null, `loaded in ${seconds(cairn.load_seconds)}`) : null;
   const miss = cairn.miss?.[0];
   const box = h("div", { class: "provenance" }, bar, h("span", null, `${count(total)} prompt tokens:`), words, load);
   if (miss) {
     const why = `Computed from token ${count(miss.position)} on: ${REASONS[miss.reason] ?? miss.reason}.`;
     if (miss.differs) {
-      box.append(h("details", null, h("summary", null, why),
-        h("p", null, `At token ${count(miss.differs.position)}. Before:`), h("pre", { class: "plain" }, miss.differs.known),
-        h("p", null, "Now:"), h("pre", { class: "plain" }, miss.differs.given)));
+      box.append(
+        h(
+          "details",
+          null,
+          h("summary", null, why),
+          h("p", null, `At token ${count(miss.differs.position)}. Before:`),
+          h("pre", { class: "plain" }, miss.differs.known),
+          h("p", null, "Now:"),
+          h("pre", { class: "plain" }, miss.differs.given),
+        ),
+      );
     } else box.append(h("span", { class: "miss" }, why));
   }
   return box;
@@ -49,12 +61,20 @@ export function provenance(cairn) {
 export function asked(message, actions = []) {
   const text = textOf(message);
   if (message.role === "user") {
-    return h("article", { class: "asked", "aria-label": "You" }, h("div", { class: "text" }, text),
-      h("div", { class: "actions" }, actions));
+    return h(
+      "article",
+      { class: "asked", "aria-label": "You" },
+      h("div", { class: "text" }, text),
+      h("div", { class: "actions" }, actions),
+    );
   }
   const names = { tool: "Result of a call", system: "System prompt", developer: "System prompt" };
-  return h("details", { class: "aside" }, h("summary", null, names[message.role] ?? message.role),
-    h("pre", { class: "plain" }, text));
+  return h(
+    "details",
+    { class: "aside" },
+    h("summary", null, names[message.role] ?? message.role),
+    h("pre", { class: "plain" }, text),
+  );
 }
 
 export function textOf(message) {
@@ -68,9 +88,15 @@ function called(call) {
   let shown = call.arguments;
   try {
     shown = JSON.stringify(JSON.parse(call.arguments), null, 2);
-  } catch { /* as it is: it may not be whole yet */ }
-  return h("figure", { class: "call" }, h("figcaption", null, h("span", null, "calls ", h("code", null, call.name))),
-    h("pre", { tabindex: 0 }, shown));
+  } catch {
+    /* as it is: it may not be whole yet */
+  }
+  return h(
+    "figure",
+    { class: "call" },
+    h("figcaption", null, h("span", null, "calls ", h("code", null, call.name))),
+    h("pre", { tabindex: 0 }, shown),
+  );
 }
 
 /** An answer that is shown while it grows, and as it is in the end. */
@@ -86,8 +112,16 @@ export class Answer {
     this.status = h("div", { class: "status" });
     this.foot = h("div", { class: "foot" });
     this.actions = h("div", { class: "actions" });
-    this.node = h("article", { class: "answer", "aria-label": "Answer" },
-      this.fold, this.body, this.callBox, this.status, this.foot, this.actions);
+    this.node = h(
+      "article",
+      { class: "answer", "aria-label": "Answer" },
+      this.fold,
+      this.body,
+      this.callBox,
+      this.status,
+      this.foot,
+      this.actions,
+    );
     this._body = new Growing(this.body);
     this._thought = new Growing(this.thought);
     this.draw = framed(() => this.drawn());
@@ -129,7 +163,10 @@ export class Answer {
 
   /** How far the prompt is. `part` is 0 to 1, or undefined where that cannot be told. */
   progress(text, part) {
-    const bar = part === undefined ? h("progress", { "aria-label": text }) : h("progress", { max: 1, value: part, "aria-label": text });
+    const bar =
+      part === undefined
+        ? h("progress", { "aria-label": text })
+        : h("progress", { max: 1, value: part, "aria-label": text });
     put(this.status, bar, h("span", null, text));
   }
 
@@ -144,7 +181,15 @@ export class Answer {
     if (timings?.predicted_per_second) facts.push(`${timings.predicted_per_second.toFixed(1)} tokens/s`);
     if (timings?.prompt_ms !== undefined) facts.push(`first token after ${seconds(timings.prompt_ms / 1000)}`);
     if (reason === "length") facts.push("cut at the token limit");
-    put(this.foot, provenance(cairn), h("div", { class: "facts" }, facts.map((one) => h("span", null, one))));
+    put(
+      this.foot,
+      provenance(cairn),
+      h(
+        "div",
+        { class: "facts" },
+        facts.map((one) => h("span", null, one)),
+      ),
+    );
     put(this.actions, this.text ? copier(() => this.text) : null, tail);
   }
 }

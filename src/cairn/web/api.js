@@ -1,10 +1,18 @@
 // The way to the server: requests with the key, and streams of events.
 
 export const keys = {
-  get user() { return sessionStorage.getItem("cairn.key") ?? ""; },
-  set user(value) { keep("cairn.key", value); },
-  get admin() { return sessionStorage.getItem("cairn.admin") ?? ""; },
-  set admin(value) { keep("cairn.admin", value); },
+  get user() {
+    return sessionStorage.getItem("cairn.key") ?? "";
+  },
+  set user(value) {
+    keep("cairn.key", value);
+  },
+  get admin() {
+    return sessionStorage.getItem("cairn.admin") ?? "";
+  },
+  set admin(value) {
+    keep("cairn.admin", value);
+  },
 };
 
 function keep(name, value) {

@@ -21,7 +21,9 @@ function route() {
   let given = "";
   try {
     given = decodeURIComponent(id ?? "");
-  } catch { /* nobody's id */ }
+  } catch {
+    /* nobody's id */
+  }
   shown = VIEWS[known](given);
   put(main, shown.node);
   shown.focus?.();
@@ -42,25 +44,45 @@ function askForKeys(why = "") {
   const admin = h("input", { type: "password", autocomplete: "off", name: "admin" });
   user.value = keys.user;
   admin.value = keys.admin;
-  asking = dialog("Keys", (close) => h("form", { onsubmit: (event) => {
-    event.preventDefault();
-    keys.user = user.value.trim();
-    keys.admin = admin.value.trim();
-    close();
-    begin();
-  } },
-  why && h("p", { class: "warn", role: "alert" }, why),
-  field("API key", user, "Needed where the server was started with keys."),
-  field("Admin key", admin, "Optional: for figures of the whole server, and for its models."),
-  h("p", { class: "soft" }, "They stay in this tab until it is closed."),
-  h("div", { class: "row end" }, button("Cancel", close), h("button", { type: "submit", class: "primary" }, "Use them"))));
-  asking.addEventListener("close", () => { asking = null; });
+  asking = dialog("Keys", (close) =>
+    h(
+      "form",
+      {
+        onsubmit: (event) => {
+          event.preventDefault();
+          keys.user = user.value.trim();
+          keys.admin = admin.value.trim();
+          close();
+          begin();
+        },
+      },
+      why && h("p", { class: "warn", role: "alert" }, why),
+      field("API key", user, "Needed where the server was started with keys."),
+      field("Admin key", admin, "Optional: for figures of the whole server, and for its models."),
+      h("p", { class: "soft" }, "They stay in this tab until it is closed."),
+      h(
+        "div",
+        { class: "row end" },
+        button("Cancel", close),
+        h("button", { type: "submit", class: "primary" }, "Use them"),
+      ),
+    ),
+  );
+  asking.addEventListener("close", () => {
+    asking = null;
+  });
   user.focus();
 }
 
 // --------------------------------------------------------------------------------------------------- the connection
 
-const LINKS = { connecting: "connecting …", live: "live", loading: "loading the model …", lost: "no connection", key: "needs a key" };
+const LINKS = {
+  connecting: "connecting …",
+  live: "live",
+  loading: "loading the model …",
+  lost: "no connection",
+  key: "needs a key",
+};
 
 function showLink() {
   const node = document.getElementById("link");

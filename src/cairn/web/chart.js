@@ -11,18 +11,64 @@ export function columns(items, say, title) {
   const width = 100 / Math.max(items.length, 12);
   const bars = items.flatMap((one, at) => {
     let top = HEIGHT;
-    return one.parts.filter(([, value]) => value > 0).map(([name, value, kind]) => {
-      const height = (value / most) * (HEIGHT - 4);
-      top -= height;
-      return svg("rect", { class: kind, x: `${at * width + width * 0.1}%`, y: top, width: `${width * 0.8}%`, height }, svg("title", null, `${one.label}, ${name}: ${say(value)}`));
-    });
+    return one.parts
+      .filter(([, value]) => value > 0)
+      .map(([name, value, kind]) => {
+        const height = (value / most) * (HEIGHT - 4);
+        top -= height;
+        return svg(
+          "rect",
+          { class: kind, x: `${at * width + width * 0.1}%`, y: top, width: `${width * 0.8}%`, height },
+          svg("title", null, `${one.label}, ${name}: ${say(value)}`),
+        );
+      });
   });
   const names = items[0]?.parts.map(([name]) => name) ?? [];
-  return h("figure", { class: "chart" },
+  return h(
+    "figure",
+    { class: "chart" },
     h("div", { class: "axis" }, say(most)),
     svg("svg", { width: "100%", height: HEIGHT, role: "img", "aria-label": title }, bars),
-    h("div", { class: "axis ends" }, h("span", null, items[0]?.label ?? ""), h("span", null, items.at(-1)?.label ?? "")),
-    h("details", null, h("summary", null, "As a table"), h("div", { class: "wide", tabindex: 0, role: "group", "aria-label": title }, h("table", null,
-      h("thead", null, h("tr", null, h("th", { scope: "col" }, "When"), names.map((name) => h("th", { scope: "col" }, name)))),
-      h("tbody", null, items.map((one) => h("tr", null, h("td", null, one.label), one.parts.map(([, value]) => h("td", null, say(value))))))))));
+    h(
+      "div",
+      { class: "axis ends" },
+      h("span", null, items[0]?.label ?? ""),
+      h("span", null, items.at(-1)?.label ?? ""),
+    ),
+    h(
+      "details",
+      null,
+      h("summary", null, "As a table"),
+      h(
+        "div",
+        { class: "wide", tabindex: 0, role: "group", "aria-label": title },
+        h(
+          "table",
+          null,
+          h(
+            "thead",
+            null,
+            h(
+              "tr",
+              null,
+              h("th", { scope: "col" }, "When"),
+              names.map((name) => h("th", { scope: "col" }, name)),
+            ),
+          ),
+          h(
+            "tbody",
+            null,
+            items.map((one) =>
+              h(
+                "tr",
+                null,
+                h("td", null, one.label),
+                one.parts.map(([, value]) => h("td", null, say(value))),
+              ),
+            ),
+          ),
+        ),
+      ),
+    ),
+  );
 }

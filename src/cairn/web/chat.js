@@ -1,9 +1,10 @@
 // The chat: an agent's turns, and one more. What is said here is kept by the server as said.
 
-import { agentPath, ApiError, ask, events, get, post } from "/web/api.js";
+import { agentPath, ApiError, ask, get, post } from "/web/api.js";
 import { Answer, action, asked, textOf } from "/web/answer.js";
 import { complain, dialog, field, framed, h, put, say, button } from "/web/dom.js";
 import { ago, count } from "/web/format.js";
+import { Hearing } from "/web/hearing.js";
 import { connect, on, store, took } from "/web/store.js";
 import { titleOf } from "/web/titles.js";
 import { samplingFields, samplingOptions } from "/web/sampling.js";
@@ -22,15 +23,24 @@ class Chat {
     this.id = id;
     this.turns = [];
     this.first = 0; // turns before this number are not loaded
-    this.busy = null; // {request, answer, control}
+    this.busy = null; // the answer that is being read
     this.facts = new Map(); // turn -> what only its stream told: how fast it was
     this.ends = [];
     this.build();
   }
 
   start() {
-    this.ends.push(on("agents", framed(() => { this.list(); this.changed(); })), on("models", () => this.models()),
-      on("link", () => this.onlink()));
+    this.ends.push(
+      on(
+        "agents",
+        framed(() => {
+          this.list();
+          this.changed();
+        }),
+      ),
+      on("models", () => this.models()),
+      on("link", () => this.onlink()),
+    );
     this.list();
     this.models();
     if (this.id) this.load();
@@ -47,31 +57,71 @@ class Chat {
   // ------------------------------------------------------------------------------------------------------ the parts
 
   build() {
-    this.search = h("input", { type: "search", placeholder: "Search chats", "aria-label": "Search chats", oninput: () => this.list() });
+    this.search = h("input", {
+      type: "search",
+      placeholder: "Search chats",
+      "aria-label": "Search chats",
+      oninput: () => this.list(),
+    });
     this.names = h("ul", { class: "names" });
-    this.side = h("aside", { class: "side", "aria-label": "Chats" },
-      h("a", { class: "button wide", href: "#/chat" }, "New chat"), this.search, this.names);
+    this.side = h(
+      "aside",
+      { class: "side", "aria-label": "Chats" },
+      h("a", { class: "button wide", href: "#/chat" }, "New chat"),
+      this.search,
+      this.names,
+    );
     this.model = h("select", { "aria-label": "Model" });
     this.name = h("h1", { class: "title" }, "New chat");
     this.settings = h("details", { class: "settings" }, h("summary", null, "Settings"), this.settingFields());
     this.log = h("div", { class: "log", role: "log", "aria-live": "off", "aria-label": "Conversation", tabindex: 0 });
-    this.input = h("textarea", { rows: 1, placeholder: "Message", "aria-label": "Message", oninput: () => this.grow(), onkeydown: (e) => this.key(e) });
+    this.input = h("textarea", {
+      rows: 1,
+      placeholder: "Message",
+      "aria-label": "Message",
+      oninput: () => this.grow(),
+      onkeydown: (e) => this.key(e),
+    });
     this.send = button("Send", () => this.submit(), { class: "primary" });
     this.stop = button("Stop", () => this.halt(), { hidden: true });
     this.note = h("p", { class: "note", role: "status" });
     const toggle = button("Chats", () => this.node.classList.toggle("open"), { class: "quiet narrow" });
-    this.node = h("div", { class: "chat" }, this.side, h("section", { class: "talk", "aria-label": "Chat" },
-      h("div", { class: "talkhead" }, toggle, this.name, h("span", { class: "grow" }), this.model, this.settings),
-      this.log, this.note,
-      h("form", { class: "composer", onsubmit: (e) => { e.preventDefault(); this.submit(); } }, this.input, this.send, this.stop)));
+    this.node = h(
+      "div",
+      { class: "chat" },
+      this.side,
+      h(
+        "section",
+        { class: "talk", "aria-label": "Chat" },
+        h("div", { class: "talkhead" }, toggle, this.name, h("span", { class: "grow" }), this.model, this.settings),
+        this.log,
+        this.note,
+        h(
+          "form",
+          {
+            class: "composer",
+            onsubmit: (e) => {
+              e.preventDefault();
+              this.submit();
+            },
+          },
+          this.input,
+          this.send,
+          this.stop,
+        ),
+      ),
+    );
   }
 
   settingFields() {
     this.system = h("textarea", { rows: 3 });
     this.tools = h("textarea", { rows: 3, spellcheck: "false" });
-    this.beginning = h("div", null,
+    this.beginning = h(
+      "div",
+      null,
       field("System prompt", this.system),
-      field("Tools (a JSON list)", this.tools, "As OpenAI's API has them. Calls are shown; you answer them."));
+      field("Tools (a JSON list)", this.tools, "As OpenAI's API has them. Calls are shown; you answer them."),
+    );
     return h("div", { class: "panel" }, this.beginning, samplingFields());
   }
 
@@ -79,26 +129,49 @@ class Chat {
     const wanted = this.search.value.trim().toLowerCase();
     const found = [];
     for (const agent of store.agents.values()) {
-      if (wanted && !agent.id.toLowerCase().includes(wanted) && !titleOf(agent).toLowerCase().includes(wanted)) continue;
+      if (wanted && !agent.id.toLowerCase().includes(wanted) && !titleOf(agent).toLowerCase().includes(wanted))
+        continue;
       found.push(agent);
     }
     found.sort((a, b) => b.last_used - a.last_used);
-    put(this.names, found.slice(0, LISTED).map((agent) => h("li", null,
-      h("a", { href: `#/chat/${encodeURIComponent(agent.id)}`, "aria-current": agent.id === this.id ? "page" : null },
-        h("span", { class: "name" }, titleOf(agent)),
-        h("small", null, agent.state === "idle" ? ago(agent.last_used) : agent.state)))),
-      found.length > LISTED && h("li", null, h("a", { href: "#/contexts" }, `All ${count(found.length)} contexts`)));
+    put(
+      this.names,
+      found
+        .slice(0, LISTED)
+        .map((agent) =>
+          h(
+            "li",
+            null,
+            h(
+              "a",
+              { href: `#/chat/${encodeURIComponent(agent.id)}`, "aria-current": agent.id === this.id ? "page" : null },
+              h("span", { class: "name" }, titleOf(agent)),
+              h("small", null, agent.state === "idle" ? ago(agent.last_used) : agent.state),
+            ),
+          ),
+        ),
+      found.length > LISTED && h("li", null, h("a", { href: "#/contexts" }, `All ${count(found.length)} contexts`)),
+    );
   }
 
   models() {
     const before = this.model.value;
-    put(this.model, store.models.map((one) => h("option", { value: one.id }, one.state && one.state !== "loaded" ? `${one.id} (${one.state})` : one.id)));
+    put(
+      this.model,
+      store.models.map((one) =>
+        h("option", { value: one.id }, one.state && one.state !== "loaded" ? `${one.id} (${one.state})` : one.id),
+      ),
+    );
     if (before) this.model.value = before;
     this.model.hidden = !store.models.length;
   }
 
   onlink() {
-    const waits = { loading: "The model is being loaded.", lost: "The server cannot be reached. What you wrote stays here.", key: "This server needs a key." };
+    const waits = {
+      loading: "The model is being loaded.",
+      lost: "The server cannot be reached. What you wrote stays here.",
+      key: "This server needs a key.",
+    };
     this.note.textContent = waits[store.link] ?? "";
     if (store.link === "live" && !this.busy) this.models();
   }
@@ -118,8 +191,19 @@ class Chat {
   // ------------------------------------------------------------------------------------------------ what there is
 
   fresh() {
-    put(this.log, h("div", { class: "empty" }, h("h2", null, "What is on your mind?"),
-      h("p", null, "What you chat here is an agent: the server keeps its turns and its context, through restarts. Nothing of it is computed twice.")));
+    put(
+      this.log,
+      h(
+        "div",
+        { class: "empty" },
+        h("h2", null, "What is on your mind?"),
+        h(
+          "p",
+          null,
+          "What you chat here is an agent: the server keeps its turns and its context, through restarts. Nothing of it is computed twice.",
+        ),
+      ),
+    );
   }
 
   get agent() {
@@ -149,7 +233,9 @@ class Chat {
       if (this.ended || this.busy) return; // an answer that is being shown stays
       const known = before ? this.turns : [];
       const numbers = new Set(known.map((one) => one.number));
-      this.turns = [...page.data.filter((one) => !numbers.has(one.number)), ...known].sort((a, b) => a.number - b.number);
+      this.turns = [...page.data.filter((one) => !numbers.has(one.number)), ...known].sort(
+        (a, b) => a.number - b.number,
+      );
       this.first = from;
       this.head = agent.head;
       this.told = agent;
@@ -158,7 +244,10 @@ class Chat {
       if (last?.state === "running") this.rejoin(last);
     } catch (error) {
       if (error instanceof ApiError && error.status === 404) {
-        put(this.log, h("div", { class: "empty" }, h("h2", null, "There is no such chat"), h("p", null, error.message)));
+        put(
+          this.log,
+          h("div", { class: "empty" }, h("h2", null, "There is no such chat"), h("p", null, error.message)),
+        );
       } else if (error.status !== 401) complain(error);
     }
   }
@@ -180,11 +269,16 @@ class Chat {
     const agent = this.agent ?? this.told;
     this.name.textContent = titleOf(agent);
     this.beginning.hidden = true;
-    const before = this.first > 0 ? button("Show earlier turns", () => this.load(this.first + 1), { class: "quiet" }) : null;
+    const before =
+      this.first > 0 ? button("Show earlier turns", () => this.load(this.first + 1), { class: "quiet" }) : null;
     const opening = (this.told.messages ?? []).map((one) => asked(one));
     const path = this.path();
-    put(this.log, this.told.damage && h("p", { class: "warn" }, this.told.damage), this.first ? before : opening,
-      path.map((turn) => this.turnNode(turn)));
+    put(
+      this.log,
+      this.told.damage && h("p", { class: "warn" }, this.told.damage),
+      this.first ? before : opening,
+      path.map((turn) => this.turnNode(turn)),
+    );
     this.bottom();
   }
 
@@ -196,15 +290,23 @@ class Chat {
       actions.unshift(
         action("‹", () => this.switch(siblings[at - 1]), { disabled: at === 0, "aria-label": "Previous version" }),
         h("span", { class: "versions" }, `version ${at + 1} of ${siblings.length}`),
-        action("›", () => this.switch(siblings[at + 1]), { disabled: at === siblings.length - 1, "aria-label": "Next version" }));
+        action("›", () => this.switch(siblings[at + 1]), {
+          disabled: at === siblings.length - 1,
+          "aria-label": "Next version",
+        }),
+      );
     }
     const users = turn.messages.filter((one) => one.role === "user");
     const answer = new Answer();
     answer.set(turn.answer);
     const told = this.facts.get(turn.request);
     this.over(answer, turn, { cairn: turn.cairn, tokens: turn.completion_tokens, reason: turn.finish_reason, ...told });
-    return h("div", { class: "turn", "data-turn": turn.number },
-      turn.messages.map((one) => asked(one, one === users.at(-1) ? actions : [])), answer.node);
+    return h(
+      "div",
+      { class: "turn", "data-turn": turn.number },
+      turn.messages.map((one) => asked(one, one === users.at(-1) ? actions : [])),
+      answer.node,
+    );
   }
 
   over(answer, turn, facts) {
@@ -212,11 +314,17 @@ class Chat {
     const last = turn.number === this.head;
     const tail = [];
     if (state === "finished") {
-      tail.push(action("Again", () => this.again(turn), { title: "Answer it anew; this answer stays as another version" }),
-        action("Branch", () => this.branch(turn), { title: "A new chat that shares everything up to here" }));
+      tail.push(
+        action("Again", () => this.again(turn), { title: "Answer it anew; this answer stays as another version" }),
+        action("Branch", () => this.branch(turn), { title: "A new chat that shares everything up to here" }),
+      );
     }
     if (state === "interrupted" && last) {
-      answer.told(h("span", null, "This answer was interrupted."), action("Go on", () => this.resume(turn)), action("Again", () => this.again(turn)));
+      answer.told(
+        h("span", null, "This answer was interrupted."),
+        action("Go on", () => this.resume(turn)),
+        action("Again", () => this.again(turn)),
+      );
     } else if (state === "damaged") answer.told("The disk lost this answer.");
     else answer.told();
     answer.finish({ ...facts, tail });
@@ -226,10 +334,18 @@ class Chat {
   /** Fields for the results of what the model called. */
   callAnswers(calls) {
     const fields = calls.map((call) => [call, h("textarea", { rows: 2 })]);
-    return h("form", { class: "results", onsubmit: (event) => {
-      event.preventDefault();
-      this.turn(fields.map(([call, input]) => ({ role: "tool", tool_call_id: call.id, content: input.value })));
-    } }, fields.map(([call, input]) => field(`Result of ${call.name}`, input)), h("button", { type: "submit" }, "Give the results"));
+    return h(
+      "form",
+      {
+        class: "results",
+        onsubmit: (event) => {
+          event.preventDefault();
+          this.turn(fields.map(([call, input]) => ({ role: "tool", tool_call_id: call.id, content: input.value })));
+        },
+      },
+      fields.map(([call, input]) => field(`Result of ${call.name}`, input)),
+      h("button", { type: "submit" }, "Give the results"),
+    );
   }
 
   bottom(force = true) {
@@ -263,7 +379,10 @@ class Chat {
     this.told = { ...agent, messages: body.system ? [{ role: "system", content: body.system }] : [] };
     this.head = 0;
     this.name.textContent = titleOf(agent);
-    put(this.log, this.told.messages.map((one) => asked(one)));
+    put(
+      this.log,
+      this.told.messages.map((one) => asked(one)),
+    );
     history.replaceState(null, "", `#/chat/${encodeURIComponent(agent.id)}`);
     this.list();
   }
@@ -277,13 +396,25 @@ class Chat {
       await this.open(messages);
       const last = this.path().at(-1);
       if (last && (last.state === "interrupted" || last.state === "damaged")) await this.rollTo(last.parent);
-      const node = h("div", { class: "turn" }, messages.map((one) => asked(one)), answer.node);
+      const node = h(
+        "div",
+        { class: "turn" },
+        messages.map((one) => asked(one)),
+        answer.node,
+      );
       this.log.append(node);
       this.bottom();
-      const body = { messages, stream: true, stream_options: { include_usage: true }, timings_per_token: true, return_progress: true,
-        ...(this.model.value ? { model: this.model.value } : {}), ...samplingOptions() };
+      const body = {
+        messages,
+        stream: true,
+        stream_options: { include_usage: true },
+        timings_per_token: true,
+        return_progress: true,
+        ...(this.model.value ? { model: this.model.value } : {}),
+        ...samplingOptions(),
+      };
       const response = await ask("POST", agentPath(this.id, "turns"), body, { signal: this.busy.control.signal });
-      await this.hear(response, answer);
+      await this.busy.hear(response);
       return true;
     } catch (error) {
       this.failed(error, answer);
@@ -294,7 +425,7 @@ class Chat {
   }
 
   begin(answer) {
-    this.busy = { answer, control: new AbortController(), request: "", begun: false, seen: "" };
+    this.busy = new Hearing(answer);
     answer.ondrawn = () => this.bottom(false);
     this.send.hidden = true;
     this.stop.hidden = false;
@@ -302,100 +433,10 @@ class Chat {
     say("The model is answering.");
   }
 
-  /** Read an answer to its end. A connection that breaks is made again, and the rest read. */
-  async hear(response, answer) {
-    const busy = this.busy;
-    busy.request = response.headers.get("x-request-id") ?? busy.request;
-    for (let tries = 0; ; tries++) {
-      try {
-        if (await this.read(response, answer)) return;
-        throw new Error("the connection broke");
-      } catch (error) {
-        if (busy.control.signal.aborted || busy.failed || tries > 40) throw error;
-        answer.told(h("span", null, "The connection broke; waiting for the server …"));
-        response = await this.again_later(busy, tries, error);
-        answer.told();
-      }
-    }
-  }
-
-  async again_later(busy, tries, error) {
-    await new Promise((done) => setTimeout(done, Math.min(3000, 250 * 2 ** tries)));
-    try {
-      const headers = busy.seen ? { "Last-Event-ID": busy.seen } : {};
-      return await ask("GET", `/v1/requests/${busy.request}/events`, undefined, { headers, signal: busy.control.signal });
-    } catch (again) {
-      if (again instanceof ApiError && again.status < 500) throw error; // a server that knows it no more
-      if (again instanceof ApiError || again instanceof TypeError) {
-        if (tries > 40) throw error;
-        return this.again_later(busy, tries + 1, error);
-      }
-      throw again;
-    }
-  }
-
-  /** Whether the answer came to its end. */
-  async read(response, answer) {
-    const busy = this.busy;
-    let usage = null;
-    let timings = null;
-    let reason = "";
-    let shown = 0;
-    for await (const { id, data } of events(response)) {
-      if (id) busy.seen = id;
-      busy.begun = true;
-      if (data === "[DONE]") {
-        busy.facts = { cairn: usage?.cairn, timings, tokens: usage?.completion_tokens, reason };
-        return true;
-      }
-      const chunk = JSON.parse(data);
-      if (chunk.error) {
-        busy.failed = true;
-        throw new ApiError(chunk.error.code === "cancelled" ? 499 : 500, chunk);
-      }
-      if (chunk.prompt_progress) this.prefill(answer, chunk.prompt_progress);
-      usage = chunk.usage ?? usage;
-      timings = chunk.timings ?? timings;
-      const choice = chunk.choices?.[0];
-      if (!choice) continue;
-      reason = choice.finish_reason ?? reason;
-      const delta = choice.delta;
-      if (delta?.content || delta?.reasoning_content || delta?.tool_calls) {
-        if (!shown) this.stopTimer();
-        answer.add(delta);
-        if (timings?.predicted_n > 1 && performance.now() - shown > 300) {
-          shown = performance.now();
-          answer.told(h("span", { class: "soft" }, `${count(timings.predicted_n)} tokens, ${timings.predicted_per_second.toFixed(1)} tokens/s`));
-        }
-        shown ||= 1;
-      }
-    }
-    return false;
-  }
-
-  /** The prompt is being read. How fast that goes is known from the answers before. */
-  prefill(answer, { total, cache, processed }) {
-    if (processed) return;
-    const began = performance.now();
-    const text = `Reading ${count(total)} tokens`;
-    answer.progress(text);
-    this.stopTimer();
-    this.timer = setInterval(() => {
-      const passed = (performance.now() - began) / 1000;
-      const speed = Chat.speed;
-      const part = speed ? Math.min(0.97, (cache + passed * speed) / total) : undefined;
-      answer.progress(`${text}, ${passed.toFixed(0)} s`, part);
-    }, 500);
-  }
-
-  stopTimer() {
-    clearInterval(this.timer);
-    this.timer = 0;
-  }
-
   failed(error, answer) {
-    this.stopTimer();
+    this.busy?.stopTimer();
     if (this.busy?.control.signal.aborted) return;
+    if (!answer.node.isConnected) complain(error); // it came to no turn
     if (error.status === 499) answer.told("Stopped.");
     else {
       answer.told(h("span", { class: "warn" }, error.message));
@@ -406,14 +447,13 @@ class Chat {
   }
 
   async done() {
-    this.stopTimer();
+    this.busy.end();
     const { facts, request, begun } = this.busy;
     this.busy = null;
     this.send.hidden = false;
     this.stop.hidden = true;
     this.log.removeAttribute("aria-busy");
     if (this.ended) return;
-    if (facts?.timings?.prompt_n > 32) Chat.speed = facts.timings.prompt_per_second;
     if (facts) this.facts.set(request, facts);
     if (begun) await this.load();
     if (facts) say("The answer is complete.");
@@ -443,8 +483,10 @@ class Chat {
     this.busy.request = turn.request;
     this.log.lastElementChild?.querySelector(".answer")?.replaceWith(answer.node);
     try {
-      const response = await ask("GET", `/v1/requests/${turn.request}/events`, undefined, { signal: this.busy.control.signal });
-      await this.hear(response, answer);
+      const response = await ask("GET", `/v1/requests/${turn.request}/events`, undefined, {
+        signal: this.busy.control.signal,
+      });
+      await this.busy.hear(response);
     } catch (error) {
       if (error.status !== 404) this.failed(error, answer);
       else await new Promise((go) => setTimeout(go, 1000));
@@ -460,8 +502,13 @@ class Chat {
     this.begin(answer);
     this.log.lastElementChild?.querySelector(".answer")?.replaceWith(answer.node);
     try {
-      const response = await ask("POST", agentPath(this.id, "resume"), { stream: true }, { signal: this.busy.control.signal });
-      await this.hear(response, answer);
+      const response = await ask(
+        "POST",
+        agentPath(this.id, "resume"),
+        { stream: true },
+        { signal: this.busy.control.signal },
+      );
+      await this.busy.hear(response);
     } catch (error) {
       this.failed(error, answer);
       if (!this.busy?.begun) complain(error);
@@ -476,7 +523,7 @@ class Chat {
     took(agent);
     this.head = agent.head;
     for (const one of this.turns) one.current = false;
-    for (let at = number; at; ) {
+    for (let at = number; at;) {
       const one = this.turns.find((turn) => turn.number === at);
       if (!one) break;
       one.current = true;
@@ -492,12 +539,27 @@ class Chat {
     input.value = textOf(users.at(-1) ?? { content: "" });
     dialog("Edit and ask again", (close) => [
       input,
-      h("p", { class: "soft" }, "The chat goes back to before this message. What followed stays as another version for a week."),
-      h("div", { class: "row end" }, button("Cancel", close), button("Send", () => {
-        close();
-        const messages = turn.messages.map((one) => (one === users.at(-1) ? { ...one, content: input.value } : one));
-        this.instead(turn, messages);
-      }, { class: "primary" })),
+      h(
+        "p",
+        { class: "soft" },
+        "The chat goes back to before this message. What followed stays as another version for a week.",
+      ),
+      h(
+        "div",
+        { class: "row end" },
+        button("Cancel", close),
+        button(
+          "Send",
+          () => {
+            close();
+            const messages = turn.messages.map((one) =>
+              one === users.at(-1) ? { ...one, content: input.value } : one,
+            );
+            this.instead(turn, messages);
+          },
+          { class: "primary" },
+        ),
+      ),
     ]);
     input.focus();
   }
@@ -543,5 +605,3 @@ class Chat {
     }
   }
 }
-
-Chat.speed = 0;

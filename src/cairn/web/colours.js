@@ -46,7 +46,7 @@ export function colour(mode, row, kv, now) {
     default: {
       if (turn && !turn.current) return { className: "tier-unknown", word: "left" };
       if (!agent.tokens) return { className: "tier-unknown", word: "empty" };
-      const name = tier(kv, turn ? turn.start ?? 0 : 0, tokens);
+      const name = tier(kv, turn ? (turn.start ?? 0) : 0, tokens);
       return { className: `tier-${name}`, word: NAMES[name] };
     }
   }

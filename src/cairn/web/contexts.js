@@ -1,10 +1,11 @@
 // The tree of all contexts: what each agent remembers, and where that lies.
 
 import { agentPath, ask, get, post, remove } from "/web/api.js";
-import { provenance, textOf } from "/web/answer.js";
+import { textOf } from "/web/answer.js";
 import { colour, MODES } from "/web/colours.js";
+import { facts, turnFacts } from "/web/details.js";
 import { button, complain, dialog, field, framed, h, put, say, sure } from "/web/dom.js";
-import { ago, count, seconds, several, short } from "/web/format.js";
+import { ago, count, several, short } from "/web/format.js";
 import { dropped, on, store, took } from "/web/store.js";
 import { titleOf } from "/web/titles.js";
 import { rows, savedTokens } from "/web/tree.js";
@@ -45,27 +46,91 @@ class Contexts {
   }
 
   build() {
-    this.search = h("input", { type: "search", placeholder: "Search names and metadata  ( / )", "aria-label": "Search contexts", oninput: () => { this.box.scrollTop = 0; this.redraw(); },
-      onkeydown: (event) => { if (event.key === "Escape") { this.search.value = ""; this.redraw(); this.box.focus(); } else if (event.key === "ArrowDown") { event.preventDefault(); this.box.focus(); } } });
-    const choose = (label, options, f) => field(label, h("select", { onchange: (event) => { f(event.target.value); this.redraw(); } },
-      Object.entries(options).map(([value, text]) => h("option", { value }, text))));
-    const file = h("input", { type: "file", accept: ".cairn", class: "hidden", "aria-label": "File of an agent", tabindex: -1, onchange: () => this.bring(file) });
+    this.search = h("input", {
+      type: "search",
+      placeholder: "Search names and metadata  ( / )",
+      "aria-label": "Search contexts",
+      oninput: () => {
+        this.box.scrollTop = 0;
+        this.redraw();
+      },
+      onkeydown: (event) => {
+        if (event.key === "Escape") {
+          this.search.value = "";
+          this.redraw();
+          this.box.focus();
+        } else if (event.key === "ArrowDown") {
+          event.preventDefault();
+          this.box.focus();
+        }
+      },
+    });
+    const choose = (label, options, f) =>
+      field(
+        label,
+        h(
+          "select",
+          {
+            onchange: (event) => {
+              f(event.target.value);
+              this.redraw();
+            },
+          },
+          Object.entries(options).map(([value, text]) => h("option", { value }, text)),
+        ),
+      );
+    const file = h("input", {
+      type: "file",
+      accept: ".cairn",
+      class: "hidden",
+      "aria-label": "File of an agent",
+      tabindex: -1,
+      onchange: () => this.bring(file),
+    });
     this.total = h("span", { class: "soft", role: "status" });
-    const bar = h("div", { class: "toolbar", role: "group", "aria-label": "Tree" }, this.search,
-      choose("Colour", MODES, (value) => { this.mode = value; }),
-      choose("Order", { created: "Newest first", used: "Last used", size: "Largest", saved: "Most saved", name: "Name" }, (value) => { this.order = value; }),
-      button("Import", () => file.click()), file, this.total);
-    this.box = h("div", { class: "tree", role: "tree", tabindex: 0, "aria-label": "Contexts", onkeydown: (e) => this.key(e), onclick: (e) => this.click(e), ondblclick: (e) => this.click(e, true) });
+    const bar = h(
+      "div",
+      { class: "toolbar", role: "group", "aria-label": "Tree" },
+      this.search,
+      choose("Colour", MODES, (value) => {
+        this.mode = value;
+      }),
+      choose(
+        "Order",
+        { created: "Newest first", used: "Last used", size: "Largest", saved: "Most saved", name: "Name" },
+        (value) => {
+          this.order = value;
+        },
+      ),
+      button("Import", () => file.click()),
+      file,
+      this.total,
+    );
+    this.box = h("div", {
+      class: "tree",
+      role: "tree",
+      tabindex: 0,
+      "aria-label": "Contexts",
+      onkeydown: (e) => this.key(e),
+      onclick: (e) => this.click(e),
+      ondblclick: (e) => this.click(e, true),
+    });
     this.list = new VirtualList(this.box, ROW, (row, at) => this.rowNode(row, at));
     this.list.ondrawn = (first, last) => this.ask(first, last);
     this.detail = h("section", { class: "detail", "aria-label": "Selected" });
     this.node = h("div", { class: "contexts" }, h("h1", { class: "hidden" }, "Contexts"), bar, this.box, this.detail);
     this.keys = (event) => {
-      if (event.key === "/" && !/INPUT|TEXTAREA|SELECT/.test(event.target.tagName)) { event.preventDefault(); this.search.focus(); }
+      if (event.key === "/" && !/INPUT|TEXTAREA|SELECT/.test(event.target.tagName)) {
+        event.preventDefault();
+        this.search.focus();
+      }
     };
     document.addEventListener("keydown", this.keys);
     const end = this.end;
-    this.end = () => { document.removeEventListener("keydown", this.keys); end.call(this); };
+    this.end = () => {
+      document.removeEventListener("keydown", this.keys);
+      end.call(this);
+    };
   }
 
   // --------------------------------------------------------------------------------------------------- what is shown
@@ -86,7 +151,12 @@ class Contexts {
       else if (this.turns.get(id)?.mark !== markOf(agent)) this.loadTurns(id);
     }
     const turns = new Map([...this.turns].map(([id, one]) => [id, one.turns]));
-    this.rows = rows(store.agents, { open: this.open, turns, wanted: this.search.value.trim().toLowerCase(), order: this.order });
+    this.rows = rows(store.agents, {
+      open: this.open,
+      turns,
+      wanted: this.search.value.trim().toLowerCase(),
+      order: this.order,
+    });
     this.at = this.rows.findIndex((row) => row.key === this.selected);
     this.list.show(this.rows);
     const shown = this.search.value ? `${count(this.rows.filter((row) => row.kind === "agent").length)} of ` : "";
@@ -96,9 +166,17 @@ class Contexts {
 
   rowNode(row, at) {
     const { agent, turn } = row;
-    const node = h("div", { class: `node ${row.kind}`, role: "treeitem", id: `row-${at}`, "data-at": at, "aria-level": row.depth + 1,
-      "aria-posinset": row.at, "aria-setsize": row.of, "aria-selected": at === this.at ? "true" : "false",
-      "aria-expanded": row.kind === "agent" ? String(row.open) : null });
+    const node = h("div", {
+      class: `node ${row.kind}`,
+      role: "treeitem",
+      id: `row-${at}`,
+      "data-at": at,
+      "aria-level": row.depth + 1,
+      "aria-posinset": row.at,
+      "aria-setsize": row.of,
+      "aria-selected": at === this.at ? "true" : "false",
+      "aria-expanded": row.kind === "agent" ? String(row.open) : null,
+    });
     const indent = h("span", { style: { width: `${Math.min(row.depth, 12) * 18}px` } });
     if (row.kind === "note") {
       node.append(indent, h("span", { class: "soft" }, row.text));
@@ -107,17 +185,33 @@ class Contexts {
     const { className, word } = colour(this.mode, row, this.kv.get(agent.id)?.kv, Date.now() / 1000);
     const chip = h("span", { class: `chip ${className}` }, word);
     if (row.kind === "agent") {
-      node.append(indent, h("span", { class: "twisty", "aria-hidden": "true" }, row.open ? "▾" : "▸"), chip,
-        h("span", { class: "name" }, titleOf(agent)), agent.origin ? h("span", { class: "soft opt" }, agent.id) : "",
-        agent.pinned ? h("span", { class: "tag" }, "pinned") : "", agent.state !== "idle" ? h("span", { class: `tag ${agent.state}` }, agent.state) : "",
+      node.append(
+        indent,
+        h("span", { class: "twisty", "aria-hidden": "true" }, row.open ? "▾" : "▸"),
+        chip,
+        h("span", { class: "name" }, titleOf(agent)),
+        agent.origin ? h("span", { class: "soft opt" }, agent.id) : "",
+        agent.pinned ? h("span", { class: "tag" }, "pinned") : "",
+        agent.state !== "idle" ? h("span", { class: `tag ${agent.state}` }, agent.state) : "",
         h("span", { class: "grow" }),
-        h("span", { class: "cell" }, several(agent.turns, "turn")), h("span", { class: "cell" }, `${short(agent.tokens)} tokens`),
-        h("span", { class: "cell opt" }, `${short(savedTokens(agent))} saved`), h("span", { class: "cell opt" }, ago(agent.last_used)));
+        h("span", { class: "cell" }, several(agent.turns, "turn")),
+        h("span", { class: "cell" }, `${short(agent.tokens)} tokens`),
+        h("span", { class: "cell opt" }, `${short(savedTokens(agent))} saved`),
+        h("span", { class: "cell opt" }, ago(agent.last_used)),
+      );
     } else {
       const text = turn.messages.map(textOf).join(" ").slice(0, 200) || "(no text)";
-      node.append(indent, chip, h("span", { class: "number" }, `${turn.number}`), h("span", { class: "name" }, text),
-        turn.current ? "" : h("span", { class: "tag" }, "left"), turn.state !== "finished" ? h("span", { class: `tag ${turn.state}` }, turn.state) : "",
-        h("span", { class: "grow" }), h("span", { class: "cell" }, `${short(turn.completion_tokens)} said`), h("span", { class: "cell opt" }, ago(turn.began)));
+      node.append(
+        indent,
+        chip,
+        h("span", { class: "number" }, `${turn.number}`),
+        h("span", { class: "name" }, text),
+        turn.current ? "" : h("span", { class: "tag" }, "left"),
+        turn.state !== "finished" ? h("span", { class: `tag ${turn.state}` }, turn.state) : "",
+        h("span", { class: "grow" }),
+        h("span", { class: "cell" }, `${short(turn.completion_tokens)} said`),
+        h("span", { class: "cell opt" }, ago(turn.began)),
+      );
     }
     return node;
   }
@@ -128,7 +222,7 @@ class Contexts {
     const mark = markOf(store.agents.get(id));
     try {
       const found = [];
-      for (let after = 0; after !== null; ) {
+      for (let after = 0; after !== null;) {
         const page = await get(agentPath(id, `turns?limit=100&after=${after}`));
         found.push(...page.data);
         after = page.next;
@@ -162,7 +256,11 @@ class Contexts {
 
   stale(agent) {
     const known = this.kv.get(agent.id);
-    return !known || (known.mark !== markOf(agent) && Date.now() - known.at > 1000) || (agent.id === this.current()?.agent.id && Date.now() - known.at > FRESH);
+    return (
+      !known ||
+      (known.mark !== markOf(agent) && Date.now() - known.at > 1000) ||
+      (agent.id === this.current()?.agent.id && Date.now() - known.at > FRESH)
+    );
   }
 
   async where(agent) {
@@ -171,7 +269,9 @@ class Contexts {
     try {
       const found = await get(agentPath(agent.id));
       this.know(agent, found.kv);
-    } catch { /* it is shown as unknown */ } finally {
+    } catch {
+      /* it is shown as unknown */
+    } finally {
       this.asking--;
       this.list.draw();
     }
@@ -220,7 +320,11 @@ class Contexts {
 
   expand(id) {
     this.open.add(id);
-    for (let agent = store.agents.get(id), n = 0; agent?.origin && n < 100; agent = store.agents.get(agent.origin), n++) {
+    for (
+      let agent = store.agents.get(id), n = 0;
+      agent?.origin && n < 100;
+      agent = store.agents.get(agent.origin), n++
+    ) {
       if (store.agents.has(agent.origin)) this.open.add(agent.origin);
     }
   }
@@ -238,11 +342,17 @@ class Contexts {
     if (event.key === "ArrowRight" || event.key === "Enter" || event.key === " ") {
       event.preventDefault();
       if (row.kind === "agent" && (!row.open || event.key !== "ArrowRight")) this.toggle(row);
-      else if (event.key === "ArrowRight" && this.rows[this.at + 1]?.depth > row.depth) this.select(this.rows[this.at + 1].key, true);
+      else if (event.key === "ArrowRight" && this.rows[this.at + 1]?.depth > row.depth)
+        this.select(this.rows[this.at + 1].key, true);
     } else if (event.key === "ArrowLeft") {
       event.preventDefault();
       if (row.kind === "agent" && row.open) this.toggle(row, false);
-      else for (let at = this.at - 1; at >= 0; at--) if (this.rows[at].depth < row.depth) { this.select(this.rows[at].key, true); break; }
+      else
+        for (let at = this.at - 1; at >= 0; at--)
+          if (this.rows[at].depth < row.depth) {
+            this.select(this.rows[at].key, true);
+            break;
+          }
     } else {
       const act = this.actions(row).find(([, key]) => key === event.key);
       if (act && !act[3]?.disabled) {
@@ -266,13 +376,26 @@ class Contexts {
     const to = (rest, body, then) => doing(rest, async () => then(await post(agentPath(agent.id, rest), body)));
     const placed = (answer) => this.know(store.agents.get(agent.id) ?? agent, answer.kv);
     const all = [
-      ["Open the chat", "o", () => { location.hash = `#/chat/${encodeURIComponent(agent.id)}`; }],
+      [
+        "Open the chat",
+        "o",
+        () => {
+          location.hash = `#/chat/${encodeURIComponent(agent.id)}`;
+        },
+      ],
       agent.pinned ? ["Unpin", "p", to("unpin", {}, took)] : ["Pin", "p", to("pin", {}, took)],
       ["Fork", "f", () => this.fork(agent, turn)],
-      turn ? ["Roll back to here", "r", to("rollback", { turn: turn.number }, took)] : ["Roll back a turn", "r", () => this.back(agent)],
+      turn
+        ? ["Roll back to here", "r", to("rollback", { turn: turn.number }, took)]
+        : ["Roll back a turn", "r", () => this.back(agent)],
       ["Prefetch", "l", to("prefetch", {}, placed)],
       ["Evict from memory", "e", to("evict", {}, placed)],
-      ["Evict from the disk too", "E", to("evict", { disk: true }, placed), { disabled: agent.pinned, title: agent.pinned ? "Unpin it first" : null }],
+      [
+        "Evict from the disk too",
+        "E",
+        to("evict", { disk: true }, placed),
+        { disabled: agent.pinned, title: agent.pinned ? "Unpin it first" : null },
+      ],
       ["Export", "x", doing("Export", () => this.export(agent))],
       ["Delete", "Delete", () => this.delete(agent), { class: "danger" }],
     ];
@@ -280,22 +403,42 @@ class Contexts {
   }
 
   fork(agent, turn) {
-    const name = h("input", { type: "text", placeholder: "drawn by the server", pattern: "[A-Za-z0-9][A-Za-z0-9._\\-]{0,63}" });
+    const name = h("input", {
+      type: "text",
+      placeholder: "drawn by the server",
+      pattern: "[A-Za-z0-9][A-Za-z0-9._\\-]{0,63}",
+    });
     dialog("Fork", (close) => [
-      h("p", null, `A new agent that shares ${turn ? `turns 1 to ${turn.number}` : "all turns"} of ${titleOf(agent)}. Nothing is copied.`),
+      h(
+        "p",
+        null,
+        `A new agent that shares ${turn ? `turns 1 to ${turn.number}` : "all turns"} of ${titleOf(agent)}. Nothing is copied.`,
+      ),
       field("Name", name),
-      h("div", { class: "row end" }, button("Cancel", close), button("Fork", async () => {
-        try {
-          const made = await post(agentPath(agent.id, "fork"), { ...(turn ? { turn: turn.number } : {}), ...(name.value ? { id: name.value } : {}) });
-          close();
-          took(made);
-          this.expand(made.id);
-          this.refresh();
-          this.select(made.id, true);
-        } catch (error) {
-          complain(error);
-        }
-      }, { class: "primary" })),
+      h(
+        "div",
+        { class: "row end" },
+        button("Cancel", close),
+        button(
+          "Fork",
+          async () => {
+            try {
+              const made = await post(agentPath(agent.id, "fork"), {
+                ...(turn ? { turn: turn.number } : {}),
+                ...(name.value ? { id: name.value } : {}),
+              });
+              close();
+              took(made);
+              this.expand(made.id);
+              this.refresh();
+              this.select(made.id, true);
+            } catch (error) {
+              complain(error);
+            }
+          },
+          { class: "primary" },
+        ),
+      ),
     ]);
     name.focus();
   }
@@ -325,7 +468,10 @@ class Contexts {
     file.value = "";
     if (!given) return;
     try {
-      const response = await ask("POST", "/v1/agents/import", given, { raw: true, headers: { "Content-Type": "application/octet-stream" } });
+      const response = await ask("POST", "/v1/agents/import", given, {
+        raw: true,
+        headers: { "Content-Type": "application/octet-stream" },
+      });
       const made = await response.json();
       took(made);
       this.refresh();
@@ -336,7 +482,11 @@ class Contexts {
   }
 
   async delete(agent) {
-    const yes = await sure("Delete", `${titleOf(agent)}: its text and its KV go from the disk, and cannot be brought back. What forks share stays with them.`, "Delete it");
+    const yes = await sure(
+      "Delete",
+      `${titleOf(agent)}: its text and its KV go from the disk, and cannot be brought back. What forks share stays with them.`,
+      "Delete it",
+    );
     if (!yes) return;
     try {
       await remove(agentPath(agent.id));
@@ -359,7 +509,9 @@ class Contexts {
     if (!row || row.kind === "note") {
       if (this.shown === "") return;
       this.shown = "";
-      const empty = store.agents.size ? "Select a context. Arrow keys move and open, / searches." : "There are no agents yet. A chat makes one.";
+      const empty = store.agents.size
+        ? "Select a context. Arrow keys move and open, / searches."
+        : "There are no agents yet. A chat makes one.";
       put(this.detail, h("p", { class: "soft" }, empty));
       return;
     }
@@ -370,38 +522,16 @@ class Contexts {
     this.shown = shown;
     const focus = this.detail.contains(document.activeElement) ? document.activeElement.dataset.key : null;
     const actions = this.actions(row).map(([name, key, f, more]) =>
-      button([name, h("kbd", null, key === "Delete" ? "Del" : key)], f, { "data-key": key, ...more }));
-    put(this.detail, h("h2", null, turn ? `Turn ${turn.number} of ${titleOf(agent)}` : titleOf(agent)), h("div", { class: "acts" }, actions),
-      turn ? this.turnFacts(turn) : this.facts(agent, known));
+      button([name, h("kbd", null, key === "Delete" ? "Del" : key)], f, { "data-key": key, ...more }),
+    );
+    put(
+      this.detail,
+      h("h2", null, turn ? `Turn ${turn.number} of ${titleOf(agent)}` : titleOf(agent)),
+      h("div", { class: "acts" }, actions),
+      turn ? turnFacts(turn) : facts(agent, known),
+    );
     if (focus) this.detail.querySelector(`[data-key="${focus}"]`)?.focus();
-  }
-
-  facts(agent, kv) {
-    const lines = [
-      ["Id", agent.id], ["State", agent.state + (agent.pinned ? ", pinned" : "")], ["Model", agent.model],
-      ["Turns", count(agent.turns)], ["Context", `${count(agent.tokens)} tokens`],
-      ["Made", ago(agent.created)], ["Last used", ago(agent.last_used)],
-      agent.origin && ["Forked from", `${agent.origin}, turn ${agent.origin_turn}`],
-      agent.ttl !== null && ["Kept", `${seconds(agent.ttl)} after its last use`],
-      ["Computed", `${count(agent.savings.computed)} tokens in ${seconds(agent.savings.prefill_seconds)}`],
-      ["Not computed again", `${count(savedTokens(agent))} tokens, ${seconds(agent.savings.seconds_avoided)}`],
-      ...Object.entries(agent.metadata).filter(([name]) => name !== "title"),
-    ].filter(Boolean);
-    const tiers = kv ? ["pool", "ram", "disk"].map((name) => h("div", { class: "meter" }, h("span", null, { pool: "Pool", ram: "Memory", disk: "Disk" }[name]),
-      h("span", { class: "track", "aria-hidden": "true" }, h("span", { class: `tier-${name}`, style: { width: `${agent.tokens ? Math.min(100, 100 * kv[name] / agent.tokens) : 0}%` } })),
-      h("span", null, `${count(kv[name])} of ${count(agent.tokens)}`))) : [];
-    return [h("h3", null, "Where its KV lies"), tiers.length ? tiers : h("p", { class: "soft" }, agent.tokens ? "Not known now." : "It has no turns yet."),
-      h("dl", null, lines.map(([name, value]) => [h("dt", null, name), h("dd", null, value)]))];
-  }
-
-  turnFacts(turn) {
-    return [provenance(turn.cairn),
-      turn.messages.map((one) => [h("h3", null, one.role), h("pre", { class: "plain" }, textOf(one).slice(0, 4000))]),
-      turn.answer && [h("h3", null, "answer"), h("pre", { class: "plain" }, textOf(turn.answer).slice(0, 4000))],
-      h("dl", null, [["Tokens", `${count(turn.prompt_tokens)} + ${count(turn.completion_tokens)}`], ["Began", ago(turn.began)], ["Ended", turn.finish_reason || turn.state]]
-        .map(([name, value]) => [h("dt", null, name), h("dd", null, value)]))];
   }
 }
 
 const markOf = (agent) => agent && `${agent.created} ${agent.head} ${agent.state} ${agent.turns}`;
-

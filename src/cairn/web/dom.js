@@ -67,9 +67,19 @@ export function sure(title, text, yes) {
     let answer = false;
     const node = dialog(title, (close) => [
       h("p", null, text),
-      h("div", { class: "row end" },
+      h(
+        "div",
+        { class: "row end" },
         button("No", close),
-        button(yes, () => { answer = true; close(); }, { class: "danger" })),
+        button(
+          yes,
+          () => {
+            answer = true;
+            close();
+          },
+          { class: "danger" },
+        ),
+      ),
     ]);
     node.addEventListener("close", () => resolve(answer));
   });
@@ -78,8 +88,12 @@ export function sure(title, text, yes) {
 /** Say what went wrong, for a while or until it is read. */
 export function complain(error) {
   const text = error?.message ?? String(error);
-  const node = h("div", { class: "toast", role: "alert" }, h("span", null, text),
-    button("×", () => node.remove(), { class: "quiet", "aria-label": "Dismiss" }));
+  const node = h(
+    "div",
+    { class: "toast", role: "alert" },
+    h("span", null, text),
+    button("×", () => node.remove(), { class: "quiet", "aria-label": "Dismiss" }),
+  );
   document.body.append(node);
   setTimeout(() => node.remove(), 12000);
 }

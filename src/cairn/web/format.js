@@ -9,14 +9,23 @@ export const several = (n, name) => `${count(n)} ${name}${n === 1 ? "" : "s"}`;
 
 /** 1,234 as 1.2k: for narrow columns. */
 export function short(n) {
-  for (const [size, name] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
+  for (const [size, name] of [
+    [1e9, "G"],
+    [1e6, "M"],
+    [1e3, "k"],
+  ]) {
     if (n >= size) return (n / size).toFixed(n < 10 * size ? 1 : 0) + name;
   }
   return String(Math.round(n ?? 0));
 }
 
 export function bytes(n) {
-  for (const [size, name] of [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]]) {
+  for (const [size, name] of [
+    [2 ** 40, "TiB"],
+    [2 ** 30, "GiB"],
+    [2 ** 20, "MiB"],
+    [2 ** 10, "KiB"],
+  ]) {
     if (n >= size) return (n / size).toFixed(n < 10 * size ? 1 : 0) + " " + name;
   }
   return `${n ?? 0} bytes`;

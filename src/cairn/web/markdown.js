@@ -18,11 +18,16 @@ export function blocks(text) {
     return end < 0 ? text.length : end;
   };
   const line = () => text.slice(at, lineAt(at));
-  const next = () => { at = lineAt(at) + 1; };
+  const next = () => {
+    at = lineAt(at) + 1;
+  };
   while (at < text.length) {
     const start = at;
     const here = line();
-    if (!here.trim()) { next(); continue; }
+    if (!here.trim()) {
+      next();
+      continue;
+    }
     const fence = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]{0,40})/.exec(here);
     if (fence) {
       next();
@@ -30,7 +35,11 @@ export function blocks(text) {
       let end = -1;
       while (at < text.length) {
         const one = line().trim();
-        if (one.startsWith(fence[1]) && one.replaceAll(fence[1][0], "") === "") { end = at; next(); break; }
+        if (one.startsWith(fence[1]) && one.replaceAll(fence[1][0], "") === "") {
+          end = at;
+          next();
+          break;
+        }
         next();
       }
       const body = text.slice(from, end < 0 ? text.length : end);
@@ -43,10 +52,17 @@ export function blocks(text) {
       next();
       continue;
     }
-    if (/^ {0,3}([-*_])( *\1){2,} *$/.test(here)) { found.push({ kind: "rule", start }); next(); continue; }
+    if (/^ {0,3}([-*_])( *\1){2,} *$/.test(here)) {
+      found.push({ kind: "rule", start });
+      next();
+      continue;
+    }
     if (/^ {0,3}>/.test(here)) {
       const lines = [];
-      while (at < text.length && /^ {0,3}>/.test(line())) { lines.push(line().replace(/^ {0,3}> ?/, "")); next(); }
+      while (at < text.length && /^ {0,3}>/.test(line())) {
+        lines.push(line().replace(/^ {0,3}> ?/, ""));
+        next();
+      }
       found.push({ kind: "quote", start, text: lines.join("\n") });
       continue;
     }
@@ -58,7 +74,10 @@ export function blocks(text) {
       const under = text.slice(lineAt(at) + 1, lineAt(lineAt(at) + 1));
       if (/^[\s|:-]+$/.test(under) && under.includes("-") && under.includes("|")) {
         const rows = [];
-        while (at < text.length && line().includes("|")) { rows.push(cells(line())); next(); }
+        while (at < text.length && line().includes("|")) {
+          rows.push(cells(line()));
+          next();
+        }
         found.push({ kind: "table", start, head: rows[0], rows: rows.slice(2) });
         continue;
       }
@@ -126,14 +145,20 @@ export function inline(text, depth = 0) {
   const none = new Set(); // marks that no other closes: looked for once
   let from = 0;
   let at = 0;
-  const flush = (end) => { if (end > from) found.push(text.slice(from, end)); };
+  const flush = (end) => {
+    if (end > from) found.push(text.slice(from, end));
+  };
   const close = (mark, start) => {
     if (none.has(mark)) return -1;
     const end = text.indexOf(mark, start);
     if (end < 0) none.add(mark);
     return end;
   };
-  const take = (node, end) => { flush(at); found.push(node); from = at = end; };
+  const take = (node, end) => {
+    flush(at);
+    found.push(node);
+    from = at = end;
+  };
   const wrapped = (mark, tag) => {
     const end = close(mark, at + mark.length);
     if (end <= at + mark.length || depth >= DEEPEST) return false;
@@ -180,7 +205,10 @@ export function inline(text, depth = 0) {
     if (middle < start || depth >= DEEPEST) return false;
     const end = middle + text.slice(middle, middle + 2000).indexOf(")");
     if (end < middle) return false;
-    const address = text.slice(middle + 2, end).trim().split(/\s/)[0];
+    const address = text
+      .slice(middle + 2, end)
+      .trim()
+      .split(/\s/)[0];
     const label = inline(text.slice(start, middle), DEEPEST - 1);
     const url = safe(address);
     // A link that leads nowhere good is shown as what it is.
@@ -191,13 +219,33 @@ export function inline(text, depth = 0) {
 
 const anchor = (url, label) => h("a", { href: url, rel: "noopener noreferrer nofollow", target: "_blank" }, label);
 
+/** Put a text on the clipboard; over plain HTTP from another machine browsers have only the old way. */
+async function copied(text) {
+  if (navigator.clipboard)
+    return navigator.clipboard.writeText(text).then(
+      () => true,
+      () => false,
+    );
+  const field = h("textarea", { class: "hidden", value: text });
+  document.body.append(field);
+  field.select();
+  const done = document.execCommand("copy");
+  field.remove();
+  return done;
+}
+
 /** Copy a text, and show for a moment that it is done. */
 export function copier(text) {
-  const node = button("Copy", async () => {
-    await navigator.clipboard?.writeText(typeof text === "function" ? text() : text);
-    node.textContent = "Copied";
-    setTimeout(() => { node.textContent = "Copy"; }, 1500);
-  }, { class: "quiet small" });
+  const node = button(
+    "Copy",
+    async () => {
+      node.textContent = (await copied(typeof text === "function" ? text() : text)) ? "Copied" : "Not copied";
+      setTimeout(() => {
+        node.textContent = "Copy";
+      }, 1500);
+    },
+    { class: "quiet small" },
+  );
   return node;
 }
 
@@ -206,7 +254,11 @@ function bounded(text, make) {
   if (text.length <= LONGEST) return make(text);
   const box = h("div", null, make(text.slice(0, LONGEST)));
   const rest = text.length - LONGEST;
-  box.append(button(`Show ${rest.toLocaleString("en")} more characters`, () => box.replaceChildren(h("pre", { class: "plain" }, text))));
+  box.append(
+    button(`Show ${rest.toLocaleString("en")} more characters`, () =>
+      box.replaceChildren(h("pre", { class: "plain" }, text)),
+    ),
+  );
   return box;
 }
 
@@ -214,9 +266,12 @@ function bounded(text, make) {
 export function block(one, depth = 0) {
   switch (one.kind) {
     case "code":
-      return h("figure", { class: "code" },
+      return h(
+        "figure",
+        { class: "code" },
         h("figcaption", null, h("span", null, one.language || "text"), copier(one.text)),
-        bounded(one.text, (text) => h("pre", { tabindex: 0 }, h("code", null, text))));
+        bounded(one.text, (text) => h("pre", { tabindex: 0 }, h("code", null, text))),
+      );
     case "heading":
       return h(`h${Math.min(6, one.level + 1)}`, null, inline(one.text.slice(0, 2000)));
     case "rule":
@@ -224,12 +279,40 @@ export function block(one, depth = 0) {
     case "quote":
       return h("blockquote", null, depth < DEEPEST ? nodes(one.text, depth + 1) : one.text);
     case "list":
-      return h(one.ordered ? "ol" : "ul", one.ordered && one.first !== 1 ? { start: one.first } : null,
-        one.items.map((text) => h("li", null, tight(text, depth))));
+      return h(
+        one.ordered ? "ol" : "ul",
+        one.ordered && one.first !== 1 ? { start: one.first } : null,
+        one.items.map((text) => h("li", null, tight(text, depth))),
+      );
     case "table":
-      return h("div", { class: "wide", tabindex: 0, role: "group", "aria-label": "Table" }, h("table", null,
-        h("thead", null, h("tr", null, one.head.map((cell) => h("th", { scope: "col" }, inline(cell))))),
-        h("tbody", null, one.rows.map((row) => h("tr", null, row.map((cell) => h("td", null, inline(cell))))))));
+      return h(
+        "div",
+        { class: "wide", tabindex: 0, role: "group", "aria-label": "Table" },
+        h(
+          "table",
+          null,
+          h(
+            "thead",
+            null,
+            h(
+              "tr",
+              null,
+              one.head.map((cell) => h("th", { scope: "col" }, inline(cell))),
+            ),
+          ),
+          h(
+            "tbody",
+            null,
+            one.rows.map((row) =>
+              h(
+                "tr",
+                null,
+                row.map((cell) => h("td", null, inline(cell))),
+              ),
+            ),
+          ),
+        ),
+      );
     default:
       return bounded(one.text, (text) => h("p", null, inline(text)));
   }
@@ -239,7 +322,8 @@ function tight(text, depth) {
   if (depth >= DEEPEST) return text;
   const found = blocks(text);
   if (found.length === 1 && found[0].kind === "paragraph") return inline(found[0].text);
-  if (found[0]?.kind === "paragraph") return [inline(found[0].text), found.slice(1).map((one) => block(one, depth + 1))];
+  if (found[0]?.kind === "paragraph")
+    return [inline(found[0].text), found.slice(1).map((one) => block(one, depth + 1))];
   return found.map((one) => block(one, depth + 1));
 }
 

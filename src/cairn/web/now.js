@@ -16,12 +16,20 @@ export function nowView() {
   const drawModels = framed(() => put(models, h("h2", { id: "h-models" }, "Models"), modelTable()));
   const drawServer = framed(() => put(server, figures()));
   let loaded = "";
-  const look = () => { // a model was loaded or unloaded
+  const look = () => {
+    // a model was loaded or unloaded
     const names = (store.server?.models ?? []).map((one) => one.model).join("\n");
     if (names !== loaded) fetchModels().catch(() => {});
     loaded = names;
   };
-  const ends = [on("server", look), on("requests", drawRequests), on("agents", drawRequests), on("models", drawModels), on("server", drawServer), on("hello", drawServer)];
+  const ends = [
+    on("server", look),
+    on("requests", drawRequests),
+    on("agents", drawRequests),
+    on("models", drawModels),
+    on("server", drawServer),
+    on("hello", drawServer),
+  ];
   drawRequests();
   drawModels();
   drawServer();
@@ -35,19 +43,62 @@ const STATES = { waiting: "waits", prefill: "reads its prompt", running: "answer
 function requestTable() {
   const { total, requests } = store.requests;
   if (!total) return h("p", { class: "soft" }, "Nothing runs and nothing waits.");
-  return [table(["Request", "State", "Prompt", "Said", "For", ""], requests.map((one) => [
-    one.agent ? h("a", { href: `#/chat/${encodeURIComponent(one.agent)}` }, titleOf(store.agents.get(one.agent) ?? { id: one.agent })) : h("code", null, one.id),
-    STATES[one.state],
-    one.cached_tokens === null ? count(one.prompt_tokens) : `${count(one.prompt_tokens)}, ${count(one.cached_tokens)} cached`,
-    count(one.completion_tokens), seconds(one.seconds),
-    button("Cancel", () => post(`/v1/requests/${one.id}/cancel`).catch(complain), { class: "small", "aria-label": `Cancel request ${one.id}` }),
-  ])), total > requests.length && h("p", { class: "soft" }, `and ${count(total - requests.length)} more`)];
+  return [
+    table(
+      ["Request", "State", "Prompt", "Said", "For", ""],
+      requests.map((one) => [
+        one.agent
+          ? h(
+              "a",
+              { href: `#/chat/${encodeURIComponent(one.agent)}` },
+              titleOf(store.agents.get(one.agent) ?? { id: one.agent }),
+            )
+          : h("code", null, one.id),
+        STATES[one.state],
+        one.cached_tokens === null
+          ? count(one.prompt_tokens)
+          : `${count(one.prompt_tokens)}, ${count(one.cached_tokens)} cached`,
+        count(one.completion_tokens),
+        seconds(one.seconds),
+        button("Cancel", () => post(`/v1/requests/${one.id}/cancel`).catch(complain), {
+          class: "small",
+          "aria-label": `Cancel request ${one.id}`,
+        }),
+      ]),
+    ),
+    total > requests.length && h("p", { class: "soft" }, `and ${count(total - requests.length)} more`),
+  ];
 }
 
 export function table(heads, lines) {
-  return h("div", { class: "wide", tabindex: 0, role: "group", "aria-label": `Table: ${heads[0]}` }, h("table", null,
-    h("thead", null, h("tr", null, heads.map((one) => (one ? h("th", { scope: "col" }, one) : h("td"))))),
-    h("tbody", null, lines.map((line) => h("tr", null, line.map((cell) => h("td", null, cell)))))));
+  return h(
+    "div",
+    { class: "wide", tabindex: 0, role: "group", "aria-label": `Table: ${heads[0]}` },
+    h(
+      "table",
+      null,
+      h(
+        "thead",
+        null,
+        h(
+          "tr",
+          null,
+          heads.map((one) => (one ? h("th", { scope: "col" }, one) : h("td"))),
+        ),
+      ),
+      h(
+        "tbody",
+        null,
+        lines.map((line) =>
+          h(
+            "tr",
+            null,
+            line.map((cell) => h("td", null, cell)),
+          ),
+        ),
+      ),
+    ),
+  );
 }
 
 // ------------------------------------------------------------------------------------------------------- the models
@@ -61,10 +112,15 @@ export async function fetchModels() {
 function modelTable() {
   const canChange = Boolean(store.hello?.server);
   const states = store.models.some((one) => one.state !== undefined);
-  return table(["Model", "Kind", "Context", ...(states ? ["State", ""] : [])], store.models.map((one) => [
-    one.id, one.kind ?? "", one.max_model_len ? `${count(one.max_model_len)} tokens` : "",
-    ...(states ? [one.state ?? "", canChange && one.state ? modelActions(one) : ""] : []),
-  ]));
+  return table(
+    ["Model", "Kind", "Context", ...(states ? ["State", ""] : [])],
+    store.models.map((one) => [
+      one.id,
+      one.kind ?? "",
+      one.max_model_len ? `${count(one.max_model_len)} tokens` : "",
+      ...(states ? [one.state ?? "", canChange && one.state ? modelActions(one) : ""] : []),
+    ]),
+  );
 }
 
 function modelActions(one) {
@@ -85,27 +141,54 @@ function modelActions(one) {
 
 function swap(one, order) {
   const to = h("input", { type: "text" });
-  dialog("Swap", (close) => h("form", { onsubmit: (event) => {
-    event.preventDefault();
-    close();
-    order("swap", { to: to.value.trim() });
-  } },
-  h("p", null, `Another model answers in the name of ${one.id}, once it is loaded.`), field("Folder, file or name of the other", to),
-  h("div", { class: "row end" }, button("Cancel", close), h("button", { type: "submit", class: "primary" }, "Swap"))));
+  dialog("Swap", (close) =>
+    h(
+      "form",
+      {
+        onsubmit: (event) => {
+          event.preventDefault();
+          close();
+          order("swap", { to: to.value.trim() });
+        },
+      },
+      h("p", null, `Another model answers in the name of ${one.id}, once it is loaded.`),
+      field("Folder, file or name of the other", to),
+      h(
+        "div",
+        { class: "row end" },
+        button("Cancel", close),
+        h("button", { type: "submit", class: "primary" }, "Swap"),
+      ),
+    ),
+  );
   to.focus();
 }
 
 // ------------------------------------------------------------------------------------------------- the whole server
 
 function meter(name, part, text, kind) {
-  return h("div", { class: "meter" }, h("span", null, name),
-    h("span", { class: "track", "aria-hidden": "true" }, h("span", { class: kind, style: { width: `${Math.min(100, 100 * part)}%` } })), h("span", null, text));
+  return h(
+    "div",
+    { class: "meter" },
+    h("span", null, name),
+    h(
+      "span",
+      { class: "track", "aria-hidden": "true" },
+      h("span", { class: kind, style: { width: `${Math.min(100, 100 * part)}%` } }),
+    ),
+    h("span", null, text),
+  );
 }
 
 function figures() {
   if (!store.hello) return null;
   if (!store.hello.server) {
-    return h("section", null, h("h2", null, "Server"), h("p", { class: "soft" }, "Figures of the whole server need its admin key: give it under Keys."));
+    return h(
+      "section",
+      null,
+      h("h2", null, "Server"),
+      h("p", { class: "soft" }, "Figures of the whole server need its admin key: give it under Keys."),
+    );
   }
   if (!store.server) return null;
   return [store.server.troubles.map((one) => h("p", { class: "warn" }, one)), store.server.models.map(modelFigures)];
@@ -113,30 +196,84 @@ function figures() {
 
 function modelFigures(one) {
   const { kv } = one;
-  const tier = (name, stats, kind) => stats && meter(name, stats.budget ? stats.bytes / stats.budget : 0,
-    `${bytes(stats.bytes)} of ${bytes(stats.budget)}, ${several(stats.chunks, "chunk")}` + (stats.pinned ? `, ${count(stats.pinned)} pinned` : ""), kind);
+  const tier = (name, stats, kind) =>
+    stats &&
+    meter(
+      name,
+      stats.budget ? stats.bytes / stats.budget : 0,
+      `${bytes(stats.bytes)} of ${bytes(stats.budget)}, ${several(stats.chunks, "chunk")}` +
+        (stats.pinned ? `, ${count(stats.pinned)} pinned` : ""),
+      kind,
+    );
   const disk = kv.disk;
   const minutes = one.minutes;
   const answered = minutes.reduce((sum, minute) => sum + minute.answers, 0);
   const waited = minutes.reduce((sum, minute) => sum + minute.first_token, 0);
-  const time = (minute) => new Date(1000 * minute.at).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
-  return h("section", { "aria-label": one.model }, h("h2", null, one.model),
+  const time = (minute) =>
+    new Date(1000 * minute.at).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
+  return h(
+    "section",
+    { "aria-label": one.model },
+    h("h2", null, one.model),
     one.troubles.map((text) => h("p", { class: "warn" }, text)),
-    meter("Pool", one.pool_used, `${percent(one.pool_used)} held by requests; room for ${count(one.pool_tokens)} tokens`, "tier-pool"),
-    tier("Memory", kv.ram, "tier-ram"), tier("Disk", disk, "tier-disk"),
-    disk ? h("p", { class: "soft" }, `Disk: ${bytes(disk.written)} written and ${bytes(disk.read)} read by this worker, ${count(disk.evicted)} chunks evicted, ` +
-      `${count(disk.damaged)} damaged; ${count(kv.queued)} wait to be written, ${count(kv.deferred)} deferred by the day's budget.`) : h("p", { class: "soft" }, "No KV is stored on the disk."),
-    h("dl", { class: "inline" }, [
-      ["Running", count(one.running)], ["Waiting", count(one.waiting)],
-      ["Generated", `${count(one.tokens.generated)} tokens`], ["Prompts", `${count(one.tokens.prompt)} tokens, ${count(one.tokens.cached)} cached`],
-      ["First token", one.first_token.answers ? `${seconds(one.first_token.seconds / one.first_token.answers)} on average` : "none yet"],
-      ["Last hour", answered ? `${several(answered, "answer")}, first token after ${seconds(waited / answered)}` : "no answers"],
-      ["Worker", one.worker.pid ? `process ${one.worker.pid}, replaced ${several(one.worker.restarts, "time")}` : "is being replaced"],
-    ].map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))),
+    meter(
+      "Pool",
+      one.pool_used,
+      `${percent(one.pool_used)} held by requests; room for ${count(one.pool_tokens)} tokens`,
+      "tier-pool",
+    ),
+    tier("Memory", kv.ram, "tier-ram"),
+    tier("Disk", disk, "tier-disk"),
+    disk
+      ? h(
+          "p",
+          { class: "soft" },
+          `Disk: ${bytes(disk.written)} written and ${bytes(disk.read)} read by this worker, ${count(disk.evicted)} chunks evicted, ` +
+            `${count(disk.damaged)} damaged; ${count(kv.queued)} wait to be written, ${count(kv.deferred)} deferred by the day's budget.`,
+        )
+      : h("p", { class: "soft" }, "No KV is stored on the disk."),
+    h(
+      "dl",
+      { class: "inline" },
+      [
+        ["Running", count(one.running)],
+        ["Waiting", count(one.waiting)],
+        ["Generated", `${count(one.tokens.generated)} tokens`],
+        ["Prompts", `${count(one.tokens.prompt)} tokens, ${count(one.tokens.cached)} cached`],
+        [
+          "First token",
+          one.first_token.answers
+            ? `${seconds(one.first_token.seconds / one.first_token.answers)} on average`
+            : "none yet",
+        ],
+        [
+          "Last hour",
+          answered ? `${several(answered, "answer")}, first token after ${seconds(waited / answered)}` : "no answers",
+        ],
+        [
+          "Worker",
+          one.worker.pid
+            ? `process ${one.worker.pid}, replaced ${several(one.worker.restarts, "time")}`
+            : "is being replaced",
+        ],
+      ].map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))),
+    ),
     minutes.length > 1 && [
       h("h3", null, "Tokens a second, last hour"),
-      columns(minutes.map((minute) => ({ label: time(minute), parts: [["generated", minute.generated / 60, "tier-pool"]] })), (n) => n.toFixed(1), "Tokens a second"),
+      columns(
+        minutes.map((minute) => ({ label: time(minute), parts: [["generated", minute.generated / 60, "tier-pool"]] })),
+        (n) => n.toFixed(1),
+        "Tokens a second",
+      ),
       h("h3", null, "Seconds to the first token, last hour"),
-      columns(minutes.map((minute) => ({ label: time(minute), parts: [["mean", minute.answers ? minute.first_token / minute.answers : 0, "tier-disk"]] })), seconds, "Seconds to the first token"),
-    ]);
+      columns(
+        minutes.map((minute) => ({
+          label: time(minute),
+          parts: [["mean", minute.answers ? minute.first_token / minute.answers : 0, "tier-disk"]],
+        })),
+        seconds,
+        "Seconds to the first token",
+      ),
+    ],
+  );
 }

@@ -27,29 +27,45 @@ function kept() {
 export function samplingFields() {
   const values = kept();
   const inputs = OPTIONS.map(([name, label, min, max, step]) => {
-    const input = h("input", { type: "number", min, max, step, name, inputmode: "decimal", oninput: () => {
-      const now = kept();
-      if (input.value === "") delete now[name];
-      else now[name] = Number(input.value);
-      localStorage.setItem(NAME, JSON.stringify(now));
-    } });
+    const input = h("input", {
+      type: "number",
+      min,
+      max,
+      step,
+      name,
+      inputmode: "decimal",
+      oninput: () => {
+        const now = kept();
+        if (input.value === "") delete now[name];
+        else now[name] = Number(input.value);
+        localStorage.setItem(NAME, JSON.stringify(now));
+      },
+    });
     if (values[name] !== undefined) input.value = values[name];
     return field(label, input);
   });
-  const effort = h("select", { onchange: () => {
-    const now = kept();
-    if (effort.value) now.reasoning_effort = effort.value;
-    else delete now.reasoning_effort;
-    localStorage.setItem(NAME, JSON.stringify(now));
-  } }, ["", "none", "low", "medium", "high"].map((one) => h("option", { value: one }, one || "as the model does")));
+  const effort = h(
+    "select",
+    {
+      onchange: () => {
+        const now = kept();
+        if (effort.value) now.reasoning_effort = effort.value;
+        else delete now.reasoning_effort;
+        localStorage.setItem(NAME, JSON.stringify(now));
+      },
+    },
+    ["", "none", "low", "medium", "high"].map((one) => h("option", { value: one }, one || "as the model does")),
+  );
   effort.value = values.reasoning_effort ?? "";
-  get("/props").then((props) => {
-    const params = props.default_generation_settings?.params ?? {};
-    OPTIONS.forEach(([name], at) => {
-      const given = params[NAMES[name] ?? name];
-      if (given !== undefined && given !== -1) inputs[at].querySelector("input").placeholder = String(given);
-    });
-  }).catch(() => {});
+  get("/props")
+    .then((props) => {
+      const params = props.default_generation_settings?.params ?? {};
+      OPTIONS.forEach(([name], at) => {
+        const given = params[NAMES[name] ?? name];
+        if (given !== undefined && given !== -1) inputs[at].querySelector("input").placeholder = String(given);
+      });
+    })
+    .catch(() => {});
   return h("fieldset", { class: "sampling" }, h("legend", null, "Sampling"), inputs, field("Reasoning", effort));
 }
 

@@ -82,9 +82,18 @@ const TAKES = {
     store.version++;
     tell("agents");
   },
-  requests(data) { store.requests = data; tell("requests"); },
-  savings(data) { store.savings = data; tell("savings"); },
-  server(data) { store.server = data; tell("server"); },
+  requests(data) {
+    store.requests = data;
+    tell("requests");
+  },
+  savings(data) {
+    store.savings = data;
+    tell("savings");
+  },
+  server(data) {
+    store.server = data;
+    tell("server");
+  },
 };
 
 async function follow() {
@@ -99,7 +108,9 @@ async function follow() {
     const response = await ask("GET", "/v1/events", undefined, { headers, signal: mine.signal });
     link("live");
     wait = 0;
-    for await (const event of events(response, () => { heard = Date.now(); })) {
+    for await (const event of events(response, () => {
+      heard = Date.now();
+    })) {
       TAKES[event.event]?.(JSON.parse(event.data));
       if (event.id) seen = event.id;
     }
@@ -152,7 +163,10 @@ let away = false;
 document.addEventListener("visibilitychange", () => {
   clearTimeout(hiddenTimer);
   if (document.hidden) {
-    hiddenTimer = setTimeout(() => { away = true; stop(); }, 1000 * HIDDEN_SECONDS);
+    hiddenTimer = setTimeout(() => {
+      away = true;
+      stop();
+    }, 1000 * HIDDEN_SECONDS);
   } else if (away) {
     away = false;
     if (store.link !== "key") start();

@@ -24,10 +24,27 @@ class Teams {
     [this.kind, this.id] = /^(team|run)\/(.+)$/.exec(given)?.slice(1) ?? ["", ""];
     this.names = h("div");
     this.body = h("section", { class: "page", "aria-label": "Selected" });
-    this.node = h("div", { class: "chat" }, h("aside", { class: "side", "aria-label": "Teams and runs" },
-      button("New team", () => this.make(), { class: "wide" }), this.names), this.body);
-    if (!this.id) put(this.body, h("h1", null, "Teams and workflows"),
-      h("p", { class: "soft" }, "Agents that work together, and graphs of nodes with contracts. Select one, or make a team."));
+    this.node = h(
+      "div",
+      { class: "chat" },
+      h(
+        "aside",
+        { class: "side", "aria-label": "Teams and runs" },
+        button("New team", () => this.make(), { class: "wide" }),
+        this.names,
+      ),
+      this.body,
+    );
+    if (!this.id)
+      put(
+        this.body,
+        h("h1", null, "Teams and workflows"),
+        h(
+          "p",
+          { class: "soft" },
+          "Agents that work together, and graphs of nodes with contracts. Select one, or make a team.",
+        ),
+      );
     // What others let run shows in requests that begin and end: then it is looked at again.
     this.ends = [on("requests", () => this.soon()), on("link", () => store.link === "live" && this.look())];
     this.draw = framed(() => this.shown?.());
@@ -44,17 +61,45 @@ class Teams {
 
   soon() {
     if (this.timer) return;
-    this.timer = setTimeout(() => { this.timer = 0; this.look(); }, PAUSE);
+    this.timer = setTimeout(() => {
+      this.timer = 0;
+      this.look();
+    }, PAUSE);
   }
 
   async look() {
     try {
       const [teams, runs] = await Promise.all([get("/v1/teams?limit=100"), get("/v1/workflows/runs?limit=100")]);
       if (this.ended) return;
-      const list = (kind, items, name) => items.length ? h("ul", { class: "names" }, items.map((one) => h("li", null,
-        h("a", { href: `#/teams/${kind}/${encodeURIComponent(one.id)}`, "aria-current": kind === this.kind && one.id === this.id ? "page" : null },
-          h("span", { class: "name" }, name(one)), h("small", null, one.state === "idle" ? ago(one.created) : one.state))))) : h("p", { class: "soft" }, "None yet.");
-      put(this.names, h("h2", null, "Teams"), list("team", teams.data, (one) => one.id), h("h2", null, "Runs"), list("run", runs.data, (one) => one.name || one.id));
+      const list = (kind, items, name) =>
+        items.length
+          ? h(
+              "ul",
+              { class: "names" },
+              items.map((one) =>
+                h(
+                  "li",
+                  null,
+                  h(
+                    "a",
+                    {
+                      href: `#/teams/${kind}/${encodeURIComponent(one.id)}`,
+                      "aria-current": kind === this.kind && one.id === this.id ? "page" : null,
+                    },
+                    h("span", { class: "name" }, name(one)),
+                    h("small", null, one.state === "idle" ? ago(one.created) : one.state),
+                  ),
+                ),
+              ),
+            )
+          : h("p", { class: "soft" }, "None yet.");
+      put(
+        this.names,
+        h("h2", null, "Teams"),
+        list("team", teams.data, (one) => one.id),
+        h("h2", null, "Runs"),
+        list("run", runs.data, (one) => one.name || one.id),
+      );
       if (this.id && !this.busy) await (this.kind === "team" ? this.showTeam() : this.showRun());
     } catch (error) {
       if (error.status === 404) put(this.body, h("p", { class: "soft" }, error.message));
@@ -82,40 +127,119 @@ class Teams {
     this.shape = shape;
     const report = team.report;
     const prompts = report.prompt_tokens ?? 0;
-    this.said = h("div", { class: "said", role: "log", "aria-label": "Transcript", tabindex: 0 }, told.entries.map(entryNode));
-    this.stop = button("Interrupt", this.act(() => post(teamPath(this.id, "/interrupt"))), { hidden: team.state !== "running" });
+    this.said = h(
+      "div",
+      { class: "said", role: "log", "aria-label": "Transcript", tabindex: 0 },
+      told.entries.map(entryNode),
+    );
+    this.stop = button(
+      "Interrupt",
+      this.act(() => post(teamPath(this.id, "/interrupt"))),
+      { hidden: team.state !== "running" },
+    );
     const rounds = h("input", { type: "number", min: 1, max: 100, value: 1 });
     const text = h("textarea", { rows: 2 });
-    const to = h("select", null, ["everybody", ...team.members.map((one) => one.name)].map((one) => h("option", { value: one === "everybody" ? "" : one }, one)));
-    put(this.body, h("h1", null, team.id),
-      h("p", { class: "soft" }, `${team.topology.kind.replaceAll("_", " ")}, ${count(team.rounds)} rounds, ${team.state}` +
-        (team.decision ? `, decided: ${team.decision}` : "") + (prompts ? `. Of ${count(prompts)} prompt tokens ${percent((report.cached_tokens ?? 0) / prompts)} were not computed again; ` +
-        `${count(report.shared_tokens)} are shared by all.` : ".")),
-      table(["Member", "Role", "Context"], team.members.map((one) => [one.name, one.role, h("a", { href: `#/contexts/${encodeURIComponent(`${team.id}.${one.name}`)}` }, "show")])),
-      h("div", { class: "row acts" }, button("Vote", () => this.vote(team)), this.stop,
-        button("Delete", () => this.drop(team.id, teamPath(team.id)), { class: "danger" })),
+    const to = h(
+      "select",
+      null,
+      ["everybody", ...team.members.map((one) => one.name)].map((one) =>
+        h("option", { value: one === "everybody" ? "" : one }, one),
+      ),
+    );
+    put(
+      this.body,
+      h("h1", null, team.id),
+      h(
+        "p",
+        { class: "soft" },
+        `${team.topology.kind.replaceAll("_", " ")}, ${count(team.rounds)} rounds, ${team.state}` +
+          (team.decision ? `, decided: ${team.decision}` : "") +
+          (prompts
+            ? `. Of ${count(prompts)} prompt tokens ${percent((report.cached_tokens ?? 0) / prompts)} were not computed again; ` +
+              `${count(report.shared_tokens)} are shared by all.`
+            : "."),
+      ),
+      table(
+        ["Member", "Role", "Context"],
+        team.members.map((one) => [
+          one.name,
+          one.role,
+          h("a", { href: `#/contexts/${encodeURIComponent(`${team.id}.${one.name}`)}` }, "show"),
+        ]),
+      ),
+      h(
+        "div",
+        { class: "row acts" },
+        button("Vote", () => this.vote(team)),
+        this.stop,
+        button("Delete", () => this.drop(team.id, teamPath(team.id)), { class: "danger" }),
+      ),
       this.said,
-      h("form", { class: "post", onsubmit: (event) => { event.preventDefault(); this.post(text, to); } },
-        field("Say to the team", text), field("To", to), h("button", { type: "submit" }, "Say it")),
-      h("form", { class: "row post", onsubmit: (event) => { event.preventDefault(); this.run(teamPath(team.id, "/rounds"), { rounds: Number(rounds.value) }); } },
-        field("Rounds", rounds), h("button", { type: "submit", class: "primary" }, "Let them speak")));
+      h(
+        "form",
+        {
+          class: "post",
+          onsubmit: (event) => {
+            event.preventDefault();
+            this.post(text, to);
+          },
+        },
+        field("Say to the team", text),
+        field("To", to),
+        h("button", { type: "submit" }, "Say it"),
+      ),
+      h(
+        "form",
+        {
+          class: "row post",
+          onsubmit: (event) => {
+            event.preventDefault();
+            this.run(teamPath(team.id, "/rounds"), { rounds: Number(rounds.value) });
+          },
+        },
+        field("Rounds", rounds),
+        h("button", { type: "submit", class: "primary" }, "Let them speak"),
+      ),
+    );
   }
 
   async post(text, to) {
     if (!text.value.trim()) return;
-    await this.act(() => post(teamPath(this.id, "/messages"), { content: text.value, ...(to.value ? { to: [to.value] } : {}) }))();
+    await this.act(() =>
+      post(teamPath(this.id, "/messages"), { content: text.value, ...(to.value ? { to: [to.value] } : {}) }),
+    )();
   }
 
   vote(team) {
     const question = h("input", { type: "text", required: true });
     const options = h("textarea", { rows: 3, required: true });
     options.value = "yes\nno";
-    dialog("Vote", (close) => h("form", { onsubmit: (event) => {
-      event.preventDefault();
-      close();
-      this.run(teamPath(team.id, "/votes"), { question: question.value, options: options.value.split("\n").map((one) => one.trim()).filter(Boolean) });
-    } }, field("Question", question), field("Options, one a line", options),
-    h("div", { class: "row end" }, button("Cancel", close), h("button", { type: "submit", class: "primary" }, "Let them vote"))));
+    dialog("Vote", (close) =>
+      h(
+        "form",
+        {
+          onsubmit: (event) => {
+            event.preventDefault();
+            close();
+            this.run(teamPath(team.id, "/votes"), {
+              question: question.value,
+              options: options.value
+                .split("\n")
+                .map((one) => one.trim())
+                .filter(Boolean),
+            });
+          },
+        },
+        field("Question", question),
+        field("Options, one a line", options),
+        h(
+          "div",
+          { class: "row end" },
+          button("Cancel", close),
+          h("button", { type: "submit", class: "primary" }, "Let them vote"),
+        ),
+      ),
+    );
     question.focus();
   }
 
@@ -169,26 +293,58 @@ class Teams {
     const system = h("textarea", { rows: 3 });
     const members = h("textarea", { rows: 4, required: true });
     members.value = "ada: You ask.\nbob: You answer.";
-    const kind = h("select", null, TOPOLOGIES.map((one) => h("option", { value: one }, one.replaceAll("_", " "))));
-    dialog("New team", (close) => h("form", { onsubmit: async (event) => {
-      event.preventDefault();
-      try {
-        const list = members.value.split("\n").filter((line) => line.trim()).map((line) => {
-          const [name, ...role] = line.split(":");
-          return { name: name.trim(), role: role.join(":").trim() };
-        });
-        const topology = { kind: kind.value };
-        if (kind.value === "coordinator") topology.coordinator = list[0]?.name;
-        if (kind.value === "debate") Object.assign(topology, { sides: list.slice(0, 2).map((one) => one.name), judge: list[2]?.name });
-        const team = await post("/v1/teams", { ...(id.value ? { id: id.value } : {}), system: system.value, members: list, topology });
-        close();
-        location.hash = `#/teams/team/${encodeURIComponent(team.id)}`;
-      } catch (error) {
-        complain(error);
-      }
-    } }, field("Name", id), field("What all of them are told", system), field("Members, one a line: name: role", members),
-    field("Who speaks when", kind, "A coordinator is the first member; a debate has two sides and a judge, in this order."),
-    h("div", { class: "row end" }, button("Cancel", close), h("button", { type: "submit", class: "primary" }, "Make it"))));
+    const kind = h(
+      "select",
+      null,
+      TOPOLOGIES.map((one) => h("option", { value: one }, one.replaceAll("_", " "))),
+    );
+    dialog("New team", (close) =>
+      h(
+        "form",
+        {
+          onsubmit: async (event) => {
+            event.preventDefault();
+            try {
+              const list = members.value
+                .split("\n")
+                .filter((line) => line.trim())
+                .map((line) => {
+                  const [name, ...role] = line.split(":");
+                  return { name: name.trim(), role: role.join(":").trim() };
+                });
+              const topology = { kind: kind.value };
+              if (kind.value === "coordinator") topology.coordinator = list[0]?.name;
+              if (kind.value === "debate")
+                Object.assign(topology, { sides: list.slice(0, 2).map((one) => one.name), judge: list[2]?.name });
+              const team = await post("/v1/teams", {
+                ...(id.value ? { id: id.value } : {}),
+                system: system.value,
+                members: list,
+                topology,
+              });
+              close();
+              location.hash = `#/teams/team/${encodeURIComponent(team.id)}`;
+            } catch (error) {
+              complain(error);
+            }
+          },
+        },
+        field("Name", id),
+        field("What all of them are told", system),
+        field("Members, one a line: name: role", members),
+        field(
+          "Who speaks when",
+          kind,
+          "A coordinator is the first member; a debate has two sides and a judge, in this order.",
+        ),
+        h(
+          "div",
+          { class: "row end" },
+          button("Cancel", close),
+          h("button", { type: "submit", class: "primary" }, "Make it"),
+        ),
+      ),
+    );
     id.focus();
   }
 
@@ -196,7 +352,15 @@ class Teams {
     if (!(await sure("Delete", `${name} goes from the disk, with all its text.`, "Delete it"))) return;
     const id = this.id;
     this.id = ""; // nobody looks at what is going
-    await remove(path).then(() => { location.hash = "#/teams"; }, (error) => { this.id = id; complain(error); });
+    await remove(path).then(
+      () => {
+        location.hash = "#/teams";
+      },
+      (error) => {
+        this.id = id;
+        complain(error);
+      },
+    );
   }
 
   // ----------------------------------------------------------------------------------------------------------- a run
@@ -210,22 +374,53 @@ class Teams {
     if (this.ended) return;
     if (this.picture) URL.revokeObjectURL(this.picture);
     this.picture = URL.createObjectURL(drawing);
-    const shown = (value) => h("pre", { class: "plain" }, typeof value === "string" ? value : JSON.stringify(value, null, 2));
+    const shown = (value) =>
+      h("pre", { class: "plain" }, typeof value === "string" ? value : JSON.stringify(value, null, 2));
     const ended = Object.entries(run.nodes);
-    put(this.body, h("h1", null, run.name || run.id),
-      h("p", { class: "soft" }, `Run ${run.id}, ${run.state}, begun ${ago(run.created)}`), run.why && h("p", { class: "warn" }, run.why),
-      h("div", { class: "row acts" },
+    put(
+      this.body,
+      h("h1", null, run.name || run.id),
+      h("p", { class: "soft" }, `Run ${run.id}, ${run.state}, begun ${ago(run.created)}`),
+      run.why && h("p", { class: "warn" }, run.why),
+      h(
+        "div",
+        { class: "row acts" },
         ["interrupted", "failed"].includes(run.state) ? button("Resume", () => this.resume()) : "",
-        run.state === "running" ? button("Interrupt", this.act(() => post(runPath(this.id, "/interrupt")))) : "",
-        button("Delete", () => this.drop(run.name || run.id, runPath(this.id)), { class: "danger" })),
-      h("figure", { class: "graph", tabindex: 0, role: "group", "aria-label": "Graph" }, h("img", { src: this.picture, alt: "The nodes of the run, coloured by their state; the table has them in words." })),
+        run.state === "running"
+          ? button(
+              "Interrupt",
+              this.act(() => post(runPath(this.id, "/interrupt"))),
+            )
+          : "",
+        button("Delete", () => this.drop(run.name || run.id, runPath(this.id)), { class: "danger" }),
+      ),
+      h(
+        "figure",
+        { class: "graph", tabindex: 0, role: "group", "aria-label": "Graph" },
+        h("img", {
+          src: this.picture,
+          alt: "The nodes of the run, coloured by their state; the table has them in words.",
+        }),
+      ),
       h("h2", null, "Nodes"),
-      ended.length ? table(["Node", "State", "Attempts", "Prompt", "Said"], ended.map(([key, one]) => [h("code", null, key),
-        one.state + (one.why ? `: ${one.why}` : ""), count(one.attempts), `${count(one.prompt_tokens)} tokens, ${count(one.cached_tokens)} cached`, count(one.completion_tokens)]))
+      ended.length
+        ? table(
+            ["Node", "State", "Attempts", "Prompt", "Said"],
+            ended.map(([key, one]) => [
+              h("code", null, key),
+              one.state + (one.why ? `: ${one.why}` : ""),
+              count(one.attempts),
+              `${count(one.prompt_tokens)} tokens, ${count(one.cached_tokens)} cached`,
+              count(one.completion_tokens),
+            ]),
+          )
         : h("p", { class: "soft" }, "No node is done yet."),
       run.result !== null && [h("h2", null, "Result"), shown(run.result)],
       run.conflicts.length > 0 && [h("h2", null, "Conflicts"), shown(run.conflicts)],
-      ended.filter(([, one]) => one.output !== null).map(([key, one]) => h("details", null, h("summary", null, `Output of ${key}`), shown(one.output))));
+      ended
+        .filter(([, one]) => one.output !== null)
+        .map(([key, one]) => h("details", null, h("summary", null, `Output of ${key}`), shown(one.output))),
+    );
   }
 
   async resume() {
@@ -240,16 +435,39 @@ function entryNode(entry) {
     case "round.started":
       return h("h2", null, `Round ${entry.round}`);
     case "message":
-      return h("article", { class: "asked" }, h("h3", null, entry.sender + (entry.to?.length ? ` whispers to ${entry.to.join(" and ")}` : "")), h("div", { class: "text" }, entry.content));
+      return h(
+        "article",
+        { class: "asked" },
+        h("h3", null, entry.sender + (entry.to?.length ? ` whispers to ${entry.to.join(" and ")}` : "")),
+        h("div", { class: "text" }, entry.content),
+      );
     case "turn":
-      return h("article", { class: "answer" }, h("h3", null, entry.member), h("div", { class: "text" }, nodes(entry.content)),
-        h("p", { class: "facts" }, h("span", null, `${count(entry.prompt_tokens)} prompt tokens, ${count(entry.cached_tokens)} cached`), h("span", null, `${count(entry.completion_tokens)} said`)));
+      return h(
+        "article",
+        { class: "answer" },
+        h("h3", null, entry.member),
+        h("div", { class: "text" }, nodes(entry.content)),
+        h(
+          "p",
+          { class: "facts" },
+          h("span", null, `${count(entry.prompt_tokens)} prompt tokens, ${count(entry.cached_tokens)} cached`),
+          h("span", null, `${count(entry.completion_tokens)} said`),
+        ),
+      );
     case "choice":
       return h("p", { class: "soft" }, `${entry.member} (${entry.about}): ${entry.choice}`);
     case "vote":
-      return h("article", { class: "vote" }, h("h3", null, `Vote: ${entry.question}`),
-        h("ul", null, Object.entries(entry.ballots).map(([name, ranking]) => h("li", null, `${name}: ${ranking.join(" > ")}`))),
-        h("p", null, h("strong", null, entry.decision ?? "Nothing is decided"), ` (${entry.why})`));
+      return h(
+        "article",
+        { class: "vote" },
+        h("h3", null, `Vote: ${entry.question}`),
+        h(
+          "ul",
+          null,
+          Object.entries(entry.ballots).map(([name, ranking]) => h("li", null, `${name}: ${ranking.join(" > ")}`)),
+        ),
+        h("p", null, h("strong", null, entry.decision ?? "Nothing is decided"), ` (${entry.why})`),
+      );
     default:
       return null;
   }

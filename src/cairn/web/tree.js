@@ -48,12 +48,29 @@ export function rows(agents, { open, turns, wanted = "", order = "created" }) {
     const forked = (number) => {
       for (const one of forks) if (one.origin_turn === number) add(one, depth + 1, place++, total);
     };
-    if (!mine) found.push({ key: `${agent.id} …`, kind: "note", depth: depth + 1, at: place++, of: total, agent, text: "Loading the turns …" });
+    if (!mine)
+      found.push({
+        key: `${agent.id} …`,
+        kind: "note",
+        depth: depth + 1,
+        at: place++,
+        of: total,
+        agent,
+        text: "Loading the turns …",
+      });
     forked(0);
     const shown = new Set([0]);
     for (const { turn, depth: more } of list) {
       shown.add(turn.number);
-      found.push({ key: `${agent.id} ${turn.number}`, kind: "turn", depth: depth + 1 + more, at: place++, of: total, agent, turn });
+      found.push({
+        key: `${agent.id} ${turn.number}`,
+        kind: "turn",
+        depth: depth + 1 + more,
+        at: place++,
+        of: total,
+        agent,
+        turn,
+      });
       forked(turn.number);
     }
     for (const one of forks) if (!shown.has(one.origin_turn)) add(one, depth + 1, place++, total);

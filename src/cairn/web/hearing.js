@@ -1,0 +1,128 @@
+// The answer of a turn as it comes: read to its end, over connections that break.
+
+import { ApiError, ask, events } from "/web/api.js";
+import { h } from "/web/dom.js";
+import { count } from "/web/format.js";
+
+let speed = 0; // tokens of a prompt a second, as of the last answer
+
+/** One answer that is being read. */
+export class Hearing {
+  constructor(answer) {
+    this.answer = answer;
+    this.control = new AbortController();
+    this.request = ""; // its id, once that is known
+    this.begun = false; // whether it was let in
+    this.failed = false; // whether the server said that it ended early
+    this.seen = ""; // the last event
+    this.facts = null; // what is known once it is over
+    this.timer = 0;
+  }
+
+  /** Read an answer to its end. A connection that breaks is made again, and the rest read. */
+  async hear(response) {
+    const { answer } = this;
+    this.request ||= response.headers.get("x-request-id") ?? "";
+    for (let tries = 0; ; tries++) {
+      try {
+        if (await this.read(response)) return;
+        throw new Error("the connection broke");
+      } catch (error) {
+        if (this.control.signal.aborted || this.failed || tries > 40) throw error;
+        answer.told(h("span", null, "The connection broke; waiting for the server …"));
+        response = await this.comeBack(tries, error);
+        answer.told();
+      }
+    }
+  }
+
+  async comeBack(tries, error) {
+    await new Promise((done) => setTimeout(done, Math.min(3000, 250 * 2 ** tries)));
+    try {
+      const headers = this.seen ? { "Last-Event-ID": this.seen } : {};
+      return await ask("GET", `/v1/requests/${this.request}/events`, undefined, {
+        headers,
+        signal: this.control.signal,
+      });
+    } catch (again) {
+      if (again instanceof ApiError && again.status < 500) throw error; // a server that knows it no more
+      if (again instanceof ApiError || again instanceof TypeError) {
+        if (tries > 40) throw error;
+        return this.comeBack(tries + 1, error);
+      }
+      throw again;
+    }
+  }
+
+  /** Whether the answer came to its end. */
+  async read(response) {
+    const { answer } = this;
+    let usage = null;
+    let timings = null;
+    let reason = "";
+    let shown = 0;
+    for await (const { id, data } of events(response)) {
+      if (id) this.seen = id;
+      this.begun = true;
+      if (data === "[DONE]") {
+        this.facts = { cairn: usage?.cairn, timings, tokens: usage?.completion_tokens, reason };
+        return true;
+      }
+      const chunk = JSON.parse(data);
+      if (chunk.error) {
+        this.failed = true;
+        throw new ApiError(chunk.error.code === "cancelled" ? 499 : 500, chunk);
+      }
+      if (chunk.prompt_progress) this.prefill(chunk.prompt_progress);
+      usage = chunk.usage ?? usage;
+      timings = chunk.timings ?? timings;
+      const choice = chunk.choices?.[0];
+      if (!choice) continue;
+      reason = choice.finish_reason ?? reason;
+      const delta = choice.delta;
+      if (delta?.content || delta?.reasoning_content || delta?.tool_calls) {
+        if (!shown) this.stopTimer();
+        answer.add(delta);
+        if (timings?.predicted_n > 1 && performance.now() - shown > 300) {
+          shown = performance.now();
+          answer.told(
+            h(
+              "span",
+              { class: "soft" },
+              `${count(timings.predicted_n)} tokens, ${timings.predicted_per_second.toFixed(1)} tokens/s`,
+            ),
+          );
+        }
+        shown ||= 1;
+      }
+    }
+    return false;
+  }
+
+  /** The prompt is being read. How fast that goes is known from the answers before. */
+  prefill({ total, cache, processed }) {
+    if (processed) return;
+    const { answer } = this;
+    const began = performance.now();
+    const text = `Reading ${count(total)} tokens`;
+    answer.progress(text);
+    this.stopTimer();
+    this.timer = setInterval(() => {
+      const passed = (performance.now() - began) / 1000;
+      const part = speed ? Math.min(0.97, (cache + passed * speed) / total) : undefined;
+      answer.progress(`${text}, ${passed.toFixed(0)} s`, part);
+    }, 500);
+  }
+
+  stopTimer() {
+    clearInterval(this.timer);
+    this.timer = 0;
+  }
+
+  /** It is over. */
+  end() {
+    this.stopTimer();
+    const timings = this.facts?.timings;
+    if (timings?.prompt_n > 32) speed = timings.prompt_per_second;
+  }
+}
