@@ -13,7 +13,7 @@ from tests import tiny_models
 from tests.tiny_models import GREEDY, KERNELS, MODELS, SCORED, Driver, prompt, write_model
 
 from cairn.engine.base import NO_BLOCK, Row
-from cairn.kernels import blas, paged, reference
+from cairn.kernels import blas, latent, paged, reference
 
 LENGTH = 150
 CHUNKINGS = ([1] * LENGTH, [16] * 9 + [6], [64, 64, 22], [7, 100, 43], [149, 1], [3, 13, 17, 1, 1, 115])
@@ -69,7 +69,16 @@ def mixed_batch(driver: Driver, rng: np.random.Generator, lengths: list[int]) ->
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen 3, eight heads a group", "qwen 2 with windows", "llama 2", "mistral", "qwen 3 moe", "gpt-oss", "deepseek 3"],
+    [
+        "qwen 3, eight heads a group",
+        "qwen 2 with windows",
+        "llama 2",
+        "mistral",
+        "qwen 3 moe",
+        "gpt-oss",
+        "deepseek 3",
+        "gemma 4 e",
+    ],
 )
 def test_any_batch_gives_the_same_bits(load: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Known failure 9: sequences that share steps share nothing else."""
@@ -83,7 +92,9 @@ def test_any_batch_gives_the_same_bits(load: Any, name: str, tmp_path: Path, mon
             assert same_bits(together[one], want), (seed, lengths[one])
 
 
-@pytest.mark.parametrize("name", ["qwen 3, head size of its own", "qwen 3 with window layers", "glm 4.7 flash"])
+@pytest.mark.parametrize(
+    "name", ["qwen 3, head size of its own", "qwen 3 with window layers", "glm 4.7 flash", "gemma 4 e"]
+)
 def test_cached_blocks_give_the_same_bits(
     load: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +136,7 @@ def test_blocks_that_a_window_passed_are_not_read(load: Any, tmp_path: Path, mon
     assert same_bits(np.concatenate([logits for _, logits in driver.seen]), whole)
 
 
-@pytest.mark.parametrize("name", ["llama 2", "mistral", "qwen 2 with windows", "deepseek 2 lite"])
+@pytest.mark.parametrize("name", ["llama 2", "mistral", "qwen 2 with windows", "deepseek 2 lite", "gemma 4"])
 def test_what_an_earlier_owner_left_in_a_block_is_not_read(
     load: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +211,35 @@ def test_an_order_that_depends_on_the_batch_is_caught(
     tokens = prompt(LENGTH)
     whole = driver.logits(tokens, [LENGTH], driver.tables(LENGTH))
     assert not all(same_bits(driver.logits(tokens, chunks, driver.tables(LENGTH)), whole) for chunks in CHUNKINGS)
+
+
+def expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latents of a prompt are attended to in one product over all positions, those of one token in spans."""
+    real = latent.attention
+
+    def planted(query: Any, kv: Any, layer: int, rows: Any, tables: Any, scale: float, out: Any) -> None:
+        real(query, kv, layer, rows, tables, scale, out)
+        for row, (first, count, start) in enumerate(rows.tolist()):
+            if count > 1:
+                places = np.arange(start + count)
+                kept = kv[tables[row, places // 16], layer, 0, 0, places % 16].astype(np.float32)
+                scores = np.einsum("mqd,pd->qmp", query[first : first + count], kept) * np.float32(scale)
+                scores[:, places[None] > (start + np.arange(count))[:, None]] = -np.inf
+                weights = np.exp(scores - scores.max(-1, keepdims=True))
+                mixed = np.einsum("qmp,pl->mql", weights, kept[:, : out.shape[2]])
+                out[first : first + count] = mixed / weights.sum(-1).T[:, :, None]
+
+    monkeypatch.setattr(latent, "attention", planted)
+
+
+def test_another_arithmetic_for_prompts_over_latents_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(tiny_models.load(write_model(tmp_path, **MODELS["deepseek 3"]), kernels="reference"), monkeypatch)
+    tokens = prompt(LENGTH)
+    right = driver.logits(tokens, [LENGTH], driver.tables(LENGTH))
+    expanded(monkeypatch)
+    whole = driver.logits(tokens, [LENGTH], driver.tables(LENGTH))
+    np.testing.assert_allclose(whole, right, rtol=0, atol=1e-4)  # it is attention all the same
+    assert not same_bits(driver.logits(tokens, [1] * LENGTH, driver.tables(LENGTH)), whole)
 
 
 def test_scores_survive_a_slice_boundary(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def test_replay_equals_the_direct_run(name: str, kind: str, tmp_path: Path) -> N
         for pool in kv:
             pool[:] = 0
         if direct:
-            views = decoder.cut(kernels, buffers, sizes)
+            views = cut(kernels, buffers, sizes)
             decoder.body(kernels, built, kv, views)
             decoder.head(kernels, built, views)
         else:

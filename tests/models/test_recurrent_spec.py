@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file, save_file
 from tests.gguf_files import write_gguf
 from tests.tiny_models import BFLOAT16, MODELS, write_config, write_model
 
 from cairn.errors import ModelError, ModelFileError
+from cairn.models.gguf_writer import write_gguf as write_again
 from cairn.models.held import HeldWeights
 from cairn.models.spec import load_spec
 from cairn.models.weights import expected_tensors, open_weights
@@ -108,6 +112,18 @@ def test_layers_that_guess_further_tokens_are_set_aside_in_gguf(tmp_path: Path) 
     spec = load_spec(path)
     assert spec.layers == 4 and [group.layers for group in spec.groups] == [(3,), (0, 1, 2)]
     assert not any("layers.4." in name for name in open_weights(path, spec))
+
+
+@pytest.mark.parametrize("name", ["qwen 3.5", "granite 4 hybrid, dense", "lfm 2"])
+def test_quantizing_a_file_leaves_what_steers_a_state(name: str, tmp_path: Path) -> None:
+    fields = MODELS[name] | {"hidden_size": 64, "mamba_proj_bias": False, "time_step_limit": None}
+    path = write_gguf(write_model(tmp_path / "model", **fields), tmp_path / "m.gguf")
+    write_again(path, load_spec(path), tmp_path / "small.gguf", "Q8_0", {}, lambda done, total: None)
+    kinds = {one.name.split(".", 2)[-1]: one.tensor_type for one in gguf.GGUFReader(tmp_path / "small.gguf").tensors}
+    exact = {one for one in kinds if re.match(r"ssm_(conv1d|a|d|norm|alpha|beta)\b|shortconv\.conv\b", one)}
+    assert exact and all(kinds[one] == Type.F32 for one in exact)
+    assert kinds["attn_q.weight"] == Type.Q8_0
+    open_weights(tmp_path / "small.gguf", load_spec(tmp_path / "small.gguf"))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def some(id: str = "t", kind: Any = "broadcast", names: tuple[str, ...] = NAMES, **more: Any) -> Team:
-    members = tuple(Member(name=name, role=f"The {name}.", sampling=SAMPLING) for name in names)
+    sampling = more.pop("sampling", SAMPLING)
+    members = tuple(Member(name=name, role=f"The {name}.", sampling=sampling) for name in names)
     more = {"system": "Work together.", "topology": Topology(kind=kind), "seed": 5} | more
     return Team(id=id, members=members, **more)
 
@@ -75,7 +76,9 @@ async def test_members_share_the_beginning_and_it_is_computed_once(
     text = "All of us know this. " * 40
     names = tuple(f"m{number}" for number in range(8))
     async with company(folder) as at:
-        await at.teams.create("default", some(names=names, documents=(TeamDocument(name="facts", text=text),)))
+        documents = (TeamDocument(name="facts", text=text),)
+        long = {"temperature": 0, "max_tokens": 32, "ignore_eos": True}
+        await at.teams.create("default", some(names=names, documents=documents, sampling=long))
         await at.rounds()
         shared = await at.teams.shared_tokens("default", "t")
         report = at.teams.get("default", "t").report

@@ -39,9 +39,10 @@ TURNS = re.compile(r"/v1/agents/([^/]+)/(turns|resume|prefetch)")
 WORK = re.compile(r"/v1/(teams|workflows/runs)/([^/]+)/(rounds|votes|resume)")
 """Routes that need the model of a team or a run to be loaded."""
 BESIDE = re.compile(
-    r"/v1/(?:teams/[^/]+/(?:messages|fork|rollback|interrupt)|workflows/(?:check|runs/[^/]+/interrupt))"
+    r"/v1/(?:teams/[^/]+/(?:messages|fork|rollback|interrupt)|workflows/(?:check|runs/[^/]+/interrupt)"
+    r"|collections(?:/[^/]+(?:/documents|/search))?)"
 )
-"""Routes of them that need none."""
+"""Routes of them that need none, and of collections: these find what makes vectors themselves."""
 AGENTS = re.compile(r"/v1/agents/([^/]+)(?:/[a-z]+)?")
 REQUESTS = re.compile(r"/v1/(?:requests|responses)/([^/]+)(?:/[a-z_]+)?")
 UNNAMED = ("/v1/models", "/v1/admin", "/v1/cache", "/metrics", "/api/tags", "/api/ps", "/api/version", "/api/pull")

@@ -38,6 +38,7 @@ from cairn.kernels.choose import REFERENCE, chosen, described, load_kernels
 from cairn.kernels.program import Interpreted, Program
 from cairn.kernels.vocabulary import NUMPY, Sampler
 from cairn.models import decoder, packed_file, quantize
+from cairn.models.buffers import LOGITS_ROWS, allocate
 from cairn.models.families import FAMILIES
 from cairn.models.held import HeldWeights, error_line, form_of
 from cairn.models.projection import Projection, Step, open_projection
@@ -89,7 +90,7 @@ class CpuEngine:
         spec = spec.served(context)
         max_rows = running_rows(spec, config, blocks)
         self._kernels = load_kernels(config.kernels, config.threads or cpu_count())
-        self._buffers = decoder.allocate(self._kernels, spec, config.step_tokens, max_rows, context)
+        self._buffers = allocate(self._kernels, spec, config.step_tokens, max_rows, context)
         dtype = kv_dtype(spec, config)
         self._kv: list[NDArray[Any]] = [
             self._kernels.allocate((count, len(group.layers), *spec.page(number)), _number(group, dtype))
@@ -319,7 +320,7 @@ def _joined(before: RowResult, result: RowResult) -> RowResult:
 def _slices(rows: Sequence[Row]) -> Iterator[list[tuple[int, int, int]]]:
     """The wanted positions as (row, low, high), in slices of at most `LOGITS_ROWS` positions."""
     slice_: list[tuple[int, int, int]] = []
-    room = decoder.LOGITS_ROWS
+    room = LOGITS_ROWS
     for number, row in enumerate(rows):
         low = row.end if row.logits_from is None or row.want == "hidden" else row.logits_from
         while low < row.end:
@@ -329,7 +330,7 @@ def _slices(rows: Sequence[Row]) -> Iterator[list[tuple[int, int, int]]]:
             low = high
             if not room:
                 yield slice_
-                slice_, room = [], decoder.LOGITS_ROWS
+                slice_, room = [], LOGITS_ROWS
     if slice_:
         yield slice_
 

@@ -22,6 +22,7 @@ from cairn.engine.memory import check_memory, weight_memory, whole_context
 from cairn.kernels.choose import REFERENCE, chosen, described, load_kernels
 from cairn.kernels.program import Interpreted, Program
 from cairn.models import decoder, encoder
+from cairn.models.buffers import allocate
 from cairn.models.held import HeldWeights, error_line, form_of
 from cairn.models.projection import Projection, Step, open_projection
 from cairn.models.weights import open_weights
@@ -86,7 +87,7 @@ class EncoderEngine:
     def _record_decoder(
         self, spec: ModelSpec, weights: Mapping[str, Any], kv: Any, sizes: tuple[int, int, int]
     ) -> None:
-        buffers = decoder.allocate(self._kernels, spec, *sizes)
+        buffers = allocate(self._kernels, spec, *sizes)
         # Every group has the same blocks: each layer writes them anew.
         self._table, self._slots = buffers.tables[0], buffers.slots[0]
         groups = len(spec.groups)

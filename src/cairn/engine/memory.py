@@ -14,7 +14,8 @@ from cairn.errors import ModelError
 from cairn.kernels import native
 from cairn.kernels.choose import REFERENCE, chosen
 from cairn.models import encoder
-from cairn.models.decoder import buffer_bytes, build
+from cairn.models.buffers import buffer_bytes
+from cairn.models.decoder import build
 from cairn.models.mixture import Mixture
 from cairn.models.outline import Outline, outlines
 from cairn.models.projection import projection_bytes

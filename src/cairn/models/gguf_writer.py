@@ -223,11 +223,15 @@ def _write(
     ]
 
 
+_EXACT = re.compile(r"ffn_gate_inp|\.ssm_(conv1d|a|d|norm|alpha|beta|ba)\b|\.shortconv\.conv\b")
+"""What is never rounded: there it would send tokens to other experts, or add up over all tokens of a state."""
+
+
 def _chosen(one: _Source, kind: str, tied: bool) -> Kind:
     """The format of one tensor."""
     last = one.name == "output.weight" or (tied and one.name == "token_embd.weight")
-    routes = "ffn_gate_inp" in one.name  # what is rounded there sends tokens to other experts
-    name = "F32" if len(one.shape) == 1 or routes else "Q8_0" if last and kind not in _FINE else kind
+    exact = _EXACT.search(one.name) is not None
+    name = "F32" if len(one.shape) == 1 or exact else "Q8_0" if last and kind not in _FINE else kind
     if one.shape[-1] % _KIND[name][1].values:
         name = "BF16"
     return _KIND[name][1]

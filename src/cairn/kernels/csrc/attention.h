@@ -6,7 +6,7 @@
 // zero), so tiles of several queries change no bit.
 #pragma once
 
-#include "spans.h"
+#include "attention_tile.h"
 
 namespace cairn::CAIRN_VARIANT {
 

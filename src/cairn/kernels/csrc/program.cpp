@@ -4,7 +4,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include "lookup.h"
+#include "dequant_row.h"
 
 namespace cairn {
 namespace {

@@ -1,6 +1,6 @@
 // One translation unit a variant: the same kernels for the instruction set that the compiler's flags name.
 #include "attention.h"
-#include "blocks.h"
+#include "superblock_gemm.h"
 #include "latent.h"
 #include "prepare.h"
 #include "probe.h"

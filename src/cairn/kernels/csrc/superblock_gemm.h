@@ -5,7 +5,7 @@
 
 #include <type_traits>
 
-#include "groups.h"
+#include "quant_gemm.h"
 
 namespace cairn::CAIRN_VARIANT {
 

@@ -1,4 +1,4 @@
-#include "lookup.h"
+#include "dequant_row.h"
 
 #include <cstring>
 
