@@ -8,6 +8,7 @@ import pytest
 from tests.tiny_models import KERNELS, MODELS, load, write_model
 
 from cairn.kernels.program import Interpreted, Slot
+from cairn.models import buffers as step
 from cairn.models import decoder
 from cairn.models.decoder import Recorder
 from cairn.models.spec import load_spec
@@ -30,7 +31,7 @@ def test_replay_equals_the_direct_run(name: str, kind: str, tmp_path: Path) -> N
         for pool in kv:
             pool[:] = 0
         if direct:
-            views = cut(kernels, buffers, sizes)
+            views = step.cut(kernels, buffers, sizes)
             decoder.body(kernels, built, kv, views)
             decoder.head(kernels, built, views)
         else:

@@ -305,8 +305,8 @@ def test_models_are_unloaded_and_loaded_while_pages_are_open(browser: Any, tmp_p
     places = make_models(tmp_path / "models", "alpha beta")
     lines = [f"[[models]]\nmodel = {json.dumps(str(place))}\n" for place in places]
     (tmp_path / "cairn.toml").write_text("".join(lines))
-    options = {"config_file": str(tmp_path / "cairn.toml"), "kv_dir": str(tmp_path / "kv"), "kv_gb": 0.02}
-    server = Served(**options, agents_dir=str(tmp_path / "agents"))
+    given = {"config_file": str(tmp_path / "cairn.toml"), "kv_dir": str(tmp_path / "kv"), "kv_gb": 0.02}
+    server = Served(**given, agents_dir=str(tmp_path / "agents"))
     try:
         server.wait_ready()
         visit = Visit(browser, server.url).open("#/now")
@@ -317,7 +317,9 @@ def test_models_are_unloaded_and_loaded_while_pages_are_open(browser: Any, tmp_p
         page.get_by_role("button", name="Unload beta").wait_for()
         assert page.get_by_role("button", name="Swap alpha").is_visible()
         page.get_by_role("link", name="Chat", exact=True).click()
-        assert page.get_by_label("Model", exact=True).locator("option").all_inner_texts() == ["alpha", "beta"]
+        options = page.get_by_label("Model", exact=True).locator("option")
+        options.nth(1).wait_for(state="attached")
+        assert options.all_inner_texts() == ["alpha", "beta"]
         assert visit.errors == []
         visit.close()
     finally:

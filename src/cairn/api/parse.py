@@ -121,6 +121,10 @@ def _check_lengths(fields: dict[str, Any], config: Config) -> None:
         "logit_bias": MAX_BIAS,
         "metadata": MAX_METADATA,
     }
+    filters = fields.get("filters")
+    if isinstance(filters, dict):
+        fields = fields | {"filters.metadata": filters.get("metadata")}
+        limits["filters.metadata"] = MAX_METADATA
     for name, most in limits.items():
         given = fields.get(name)
         if isinstance(given, list | dict) and len(given) > most:
