@@ -265,6 +265,11 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"head_dim": 20, "tie_word_embeddings": True},
         "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1},
     },
+    "apertus": {
+        "architecture": "ApertusForCausalLM",
+        "hidden_act": "xielu",
+        "rope_parameters": {**LLAMA3, "rope_theta": 12e6},
+    },
     "phi 3 with a window": {"architecture": "Phi3ForCausalLM", "sliding_window": 24, "num_key_value_heads": 4},
     "phi 4": {"architecture": "Phi3ForCausalLM", "rope_theta": 250000.0},
     "phi 4 mini": {
@@ -308,6 +313,7 @@ def write_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields:
         **{"Lfm2": "lfm2", "Lfm2Moe": "lfm2_moe", "GraniteMoeHybrid": "granitemoehybrid"},
         "NemotronH": "nemotron_h",
         "Phi3": "phi3",
+        "Apertus": "apertus",
         "HunYuanDenseV1": "hunyuan_v1_dense",
         "DeepseekV2": "deepseek_v2",
         "DeepseekV3": "deepseek_v3",
@@ -371,6 +377,10 @@ NAMES = {
         ".down_proj.": ".w2.",
         ".mlp.": ".block_sparse_moe.",
     },
+    "ApertusForCausalLM": {
+        ".input_layernorm.": ".attention_layernorm.",
+        ".post_attention_layernorm.": ".feedforward_layernorm.",
+    },
     "HunYuanDenseV1ForCausalLM": {".q_norm.": ".query_layernorm.", ".k_norm.": ".key_layernorm."},
     **{
         f"{name}ForCausalLM": {".shared_expert.": ".shared_experts."}
@@ -384,6 +394,10 @@ def stored(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndar
     """The tensors under the names and in the shapes that the family's own files have."""
     for ours, theirs in NAMES.get(spec.architecture, {}).items():
         tensors = {name.replace(ours, theirs): array for name, array in tensors.items()}
+    if spec.activation == "xielu":
+        constants = {"beta": 0.5, "eps": -1e-6}
+        layers = [f"model.layers.{layer}.mlp.act_fn" for layer in range(spec.layers)]
+        tensors |= {f"{one}.{name}": np.array(value, np.float32) for one in layers for name, value in constants.items()}
     if spec.latent is not None:
         tensors = joined_latents(spec, tensors)
     if spec.architecture == "Phi3ForCausalLM":

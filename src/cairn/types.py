@@ -537,7 +537,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What takes its place where contexts longer than its `original_context` are served."""
     long: bool = False
     """Whether they are: see `served`."""
-    activation: Literal["silu", "gelu_tanh", "gelu", "clamped_silu", "relu2"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "clamped_silu", "relu2", "xielu"] = "silu"
     """The activation of the MLP."""
     qk_norm: bool = False
     qkv_bias: bool = False

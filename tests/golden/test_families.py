@@ -249,16 +249,18 @@ def test_a_wrong_slot_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         check(folder, monkeypatch)
 
 
+@pytest.mark.parametrize("name", ["gemma 3", "gemma 4 e"])
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
 def test_the_text_part_of_a_larger_model_is_that_model(
-    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prefix: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit; what sees images is left out, and the engine says so."""
-    plain = write_model(tmp_path / "plain", **MODELS["gemma 3"])
+    plain = write_model(tmp_path / "plain", **MODELS[name])
     config = json.loads((plain / "config.json").read_text())
     nested = tmp_path / "nested"
     nested.mkdir()
-    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": config, "vision_config": {}}
+    architecture = MODELS[name]["architecture"].replace("CausalLM", "ConditionalGeneration")
+    outer = {"architectures": [architecture], "text_config": config, "vision_config": {}}
     (nested / "config.json").write_text(json.dumps(outer))
     tensors = {
         prefix + name.removeprefix("model."): array for name, array in load_file(plain / "model.safetensors").items()

@@ -27,7 +27,7 @@ LENGTH = 70
 
 # Windows that limit some layers, and gelu, are not in the files that converters write for these architectures.
 FAMILIES = {name: fields for name, fields in MODELS.items() if "window" not in name or name == "mistral"}
-for _name in ("gemma 4", "gemma 4 e"):  # whose files are not read yet
+for _name in ("gemma 4", "gemma 4 e", "apertus"):  # whose files are not read yet
     del FAMILIES[_name]
 for _name in ("gemma 3, new fields", "qwen 3 moe, not normed, some layers dense"):
     del FAMILIES[_name]

@@ -72,3 +72,15 @@ def test_a_gate_and_a_factor(kind: str) -> None:
     kernels.close()
     np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(hidden, x * np.float32(0.7))
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_an_activation_with_two_numbers(kind: str) -> None:
+    x = np.concatenate([np.linspace(-30, 30, 601), [0.0, -1e-7, -1e-6, 1e-6]]).astype(np.float32)[None]
+    kernels = load_kernels(kind, 1)
+    got = np.zeros_like(x)
+    kernels.xielu(x, np.array([0.3], np.float32), np.array([-0.8], np.float32), got)
+    kernels.close()
+    wide, above, below = x.astype(np.float64), np.log1p(np.exp(0.3)), 0.5 + np.log1p(np.exp(-0.8))
+    low = (np.expm1(np.minimum(wide, -1e-6)) - wide) * below
+    np.testing.assert_allclose(got, np.where(wide > 0, above * wide * wide, low) + wide / 2, rtol=1e-5, atol=1e-6)

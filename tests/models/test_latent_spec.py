@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from tests.gguf_files import write_gguf
 from tests.tiny_models import MODELS, load, write_config, write_model
 
@@ -84,6 +85,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "no long factors": ("phi 4 mini", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 3}}, "long_factor"),
     "dynamic without alpha": ("hunyuan", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+    "another activation": ("apertus", {"hidden_act": "silu"}, "hidden_act other than xielu"),
+    "no scaling": ("apertus", {"rope_parameters": None}, "rope_scaling is missing"),
     "longrope elsewhere": (
         "llama 2",
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 6}},
@@ -138,6 +141,16 @@ def test_layers_that_guess_ahead_are_set_aside(name: str, tmp_path: Path) -> Non
     with pytest.raises(ModelError, match=r"missing|not part"):
         wrong = write_gguf(folder, tmp_path / "wrong.gguf", extra=extra, more=more)
         open_weights(wrong, load_spec(wrong))
+
+
+def test_constants_of_an_activation_that_are_others_are_no_part_of_the_model(tmp_path: Path) -> None:
+    spec = load_spec(write_model(tmp_path, **MODELS["apertus"]))
+    assert "model.layers.0.mlp.act_fn.beta" not in open_weights(tmp_path, spec)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.act_fn.beta"] = np.array(0.6, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.act_fn\.beta' is not part"):
+        open_weights(tmp_path, spec)
 
 
 @pytest.mark.parametrize("name", ["deepseek 3", "phi 4 mini", "hunyuan"])

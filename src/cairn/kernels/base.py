@@ -382,6 +382,11 @@ class Kernels(Protocol):
         """hidden[M, H] *= factor[1]."""
         ...
 
+    def xielu(self, x: Array, positive: Array, negative: Array, out: Array) -> None:
+        """out[M, F] = a x^2 + x / 2 of what is above 0 in x[M, F], and of the rest (e^min(x, -1e-6) - 1 - x) b + x / 2,
+        with a = log(1 + e^positive) and b = 1/2 + log(1 + e^negative), of one number each; `out` may be `x`."""
+        ...
+
     def gate_with(self, x: Array, activation: str, by: Array, first: int, out: Array) -> None:
         """out[M, P] = act(x[M, P]) * by[M, first : first + P]; `out` may be `x`."""
         ...

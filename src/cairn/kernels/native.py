@@ -337,6 +337,9 @@ class NativeKernels:
     def scale_by(self, hidden: Any, factor: Any) -> None:
         self._run("scale_by", (hidden, factor), tokens=len(hidden))
 
+    def xielu(self, x: Any, positive: Any, negative: Any, out: Any) -> None:
+        self._run("xielu", (x, positive, negative, out), tokens=len(x))
+
     def gate_with(self, x: Any, activation: str, by: Any, first: int, out: Any) -> None:
         self._run("gate_with", (x, activation, by, first, out), tokens=len(x))
 

@@ -327,6 +327,11 @@ class ReferenceKernels:
     def scale_by(self, hidden: Floats, factor: Floats) -> None:
         hidden *= factor
 
+    def xielu(self, x: Floats, positive: Floats, negative: Floats, out: Floats) -> None:
+        half, least = np.float32(0.5), np.float32(-1e-6)
+        above, below = np.log1p(np.exp(positive[0])), half + np.log1p(np.exp(negative[0]))
+        out[:] = np.where(x > 0, above * x * x, (np.expm1(np.minimum(x, least)) - x) * below) + half * x
+
     def gate_with(self, x: Floats, activation: str, by: Floats, first: int, out: Floats) -> None:
         out[:] = ACTIVATIONS[activation](x) * by[:, first : first + x.shape[1]]
 

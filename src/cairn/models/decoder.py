@@ -25,6 +25,7 @@ from cairn.models.buffers import Buffers, with_slots
 from cairn.models.latent import LatentAttention, build_latent, run_latent
 from cairn.models.mixture import Mixture, build_mixture, run_mixture
 from cairn.models.recurrent import Recurrent, build_recurrent, run_recurrent
+from cairn.models.stored import XIELU
 from cairn.models.uneven import (
     GroupAttention,
     Inputs,
@@ -48,6 +49,8 @@ class Mlp:
     down: Matrix
     wide: bool = False
     """Whether it has buffers of its own, being wider than others."""
+    xielu: tuple[Array, Array] | None = None
+    """The two numbers of an activation that has some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +172,9 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
             return build_mixture(matrix, vector, spec.experts)
         gate_up = matrix("mlp.gate_proj", "mlp.up_proj") if spec.mlp_gated else matrix("mlp.up_proj")
         wide = spec.uneven is not None and layer in spec.uneven.wide
-        return Mlp(gate_up=gate_up, down=matrix("mlp.down_proj"), wide=wide)
+        own = spec.activation == "xielu"
+        xielu = (vector(f"{XIELU}.alpha_p"), vector(f"{XIELU}.alpha_n")) if own else None
+        return Mlp(gate_up=gate_up, down=matrix("mlp.down_proj"), wide=wide, xielu=xielu)
 
     def attention() -> Attention | LatentAttention | GroupAttention | Recurrent | None:
         if group < 0:
@@ -265,7 +270,10 @@ def _transform(k: Kernels, decoder: Decoder, layer: Layer, own: Mlp | Mixture, b
         k.project(gated, own.down, b.projected)
     else:
         k.project(x, own.gate_up, b.gated)
-        k.activate(b.gated, decoder.activation, b.gated)
+        if own.xielu is not None:
+            k.xielu(b.gated, *own.xielu, b.gated)
+        else:
+            k.activate(b.gated, decoder.activation, b.gated)
         k.project(b.gated, own.down, b.projected)
     _add(k, decoder, layer.mlp_post_norm, b)
 

@@ -44,7 +44,7 @@ class Family:
     multipliers: bool = False
     """Whether `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling` count."""
     sinks: bool = False
-    activation: Literal["clamped_silu", "relu2"] | None = None
+    activation: Literal["clamped_silu", "relu2", "xielu"] | None = None
     """The MLP's, where no config says it."""
     rotary: bool = False
     """Whether `partial_rotary_factor` counts."""
@@ -257,6 +257,14 @@ FAMILIES = {
         late_norms=True,
         stretched=True,
         defaults={"rms_norm_eps": 1e-5},
+    ),
+    "ApertusForCausalLM": Family(
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        qk_norm=True,
+        mlp_gated=False,
+        activation="xielu",
+        defaults={"rope_theta": 12e6, "rms_norm_eps": 1e-5},
     ),
     "Phi3ForCausalLM": Family(
         window="all",

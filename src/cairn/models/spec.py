@@ -117,7 +117,8 @@ def _load(folder: Path) -> ModelSpec:
     vocab = config.integer("vocab_size", 1, MAX_VOCAB)
     if family.mixture and family.window == "none" and config.flag("use_sliding_window", False):
         raise ModelError(f"{config.path}: use_sliding_window is true, which is not supported for {architecture}")
-    if family.sinks and not (config.has("rope_scaling") or config.has("rope_parameters")):
+    scaled = family.sinks or family.activation == "xielu"  # whose usual scaling is none of the plain ones
+    if scaled and not (config.has("rope_scaling") or config.has("rope_parameters")):
         raise ModelError(f"{config.path}: rope_scaling is missing")
     if config.has("swiglu_limit") and config.number("swiglu_limit", 0.0, 1e6) != 7:
         raise ModelError(f"{config.path}: swiglu_limit other than 7 is not supported")
@@ -143,7 +144,7 @@ def _load(folder: Path) -> ModelSpec:
         rope_theta=theta * stretched(config, family) ** (head_dim / max(1, head_dim - 2)),
         rope_scaling=rope,
         long_rope=long_rope(config, family),
-        activation=family.activation or _activation(config),
+        activation=_activation(config, family),
         qk_norm=_bias(config, family.qk_norm),
         qk_norm_whole=family.qk_norm_whole,
         late_norms=family.late_norms,
@@ -239,7 +240,11 @@ def _bias(config: Fields, rule: bool | str) -> bool:
     return config.flag(rule, False) if isinstance(rule, str) else rule
 
 
-def _activation(config: Fields) -> Literal["silu", "gelu_tanh"]:
+def _activation(config: Fields, family: Family) -> Literal["silu", "gelu_tanh", "clamped_silu", "relu2", "xielu"]:
+    if family.activation is not None:
+        if family.activation == "xielu" and config.text("hidden_act", "xielu") != "xielu":
+            raise ModelError(f"{config.path}: hidden_act other than xielu is not supported")
+        return family.activation
     key = "hidden_activation" if config.has("hidden_activation") else "hidden_act"
     name = config.text(key, "silu")
     if name not in ACTIVATIONS:

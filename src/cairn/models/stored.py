@@ -53,7 +53,7 @@ def own_tensors(spec: ModelSpec, ahead: int, name: str, array: NDArray[Any]) -> 
         for own, part in _RULES.get(spec.architecture, _as_it_is)(one, whole, spec):
             # A shared expert is the MLP of a model without others.
             named = own.replace("shared.", "mlp.shared_expert." if spec.experts else "mlp.", 1)
-            yield prefix + (named if own.startswith("shared.") else own), part
+            yield prefix + (named if own.startswith("shared.") else own) if own else "", part
 
 
 def _as_it_is(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
@@ -171,6 +171,22 @@ _OTHERS = {
 """Tensors beside the layers that have another name."""
 
 
+XIELU = "mlp.act_fn"
+"""Where the numbers of a layer's activation are."""
+_APERTUS = {"attention_layernorm": "input_layernorm", "feedforward_layernorm": "post_attention_layernorm"}
+_XIELU_CONSTANTS = {f"{XIELU}.beta": 0.5, f"{XIELU}.eps": -1e-6}
+
+
+def _apertus(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
+    if rest in _XIELU_CONSTANTS and array.size == 1:
+        # Those that the kernels know are set aside; others are no part of the model.
+        known = np.isclose(float(array.reshape(-1)[0]), _XIELU_CONSTANTS[rest], rtol=1e-2)
+        yield ("" if known else rest), array
+        return
+    before, dot, end = rest.partition(".")
+    yield _APERTUS.get(before, before) + dot + end, array
+
+
 def _hunyuan(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
     yield rest.replace(".query_layernorm.", ".q_norm.").replace(".key_layernorm.", ".k_norm."), array
 
@@ -210,6 +226,7 @@ _RULES: dict[str, Callable[[str, NDArray[Any], ModelSpec], Iterator[Tensor]]] = 
     "Glm4MoeForCausalLM": _glm,
     "GptOssForCausalLM": _oss,
     "HunYuanDenseV1ForCausalLM": _hunyuan,
+    "ApertusForCausalLM": _apertus,
     "Phi3ForCausalLM": _phi,
     **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"), _deepseek),
     "Qwen3_5MoeForCausalLM": _fused,

@@ -40,7 +40,7 @@ from cairn.models.latent_spec import latent_tensors
 from cairn.models.mixture_spec import mixture_tensors
 from cairn.models.mxfp4 import PARTS, joined
 from cairn.models.recurrent_spec import MIXER, recurrent_tensors
-from cairn.models.stored import own_tensors
+from cairn.models.stored import XIELU, own_tensors
 from cairn.models.uneven_spec import uneven_tensors
 from cairn.types import ModelSpec
 
@@ -115,6 +115,7 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         own: list[tuple[Mapping[str, tuple[int, ...]], bool]] = [
             *((latent, attends), (mixture, sparse), (recurrent, spec.keeps_state(layer))),
             ({"self_attn.sinks": (spec.heads,)}, spec.sinks and attends),
+            ({f"{XIELU}.alpha_p": (1,), f"{XIELU}.alpha_n": (1,)}, spec.activation == "xielu"),
             (_with_biases(plain), True),
             ({f"{name}.weight": (size,) for name, size in norms.items() if attends or name not in heads}, True),
         ]

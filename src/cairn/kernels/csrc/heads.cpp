@@ -1,4 +1,7 @@
 // Calls of a program over the heads of rows that lie in wider ones: norms, turns, gates.
+#include <algorithm>
+#include <cmath>
+
 #include "program.h"
 
 namespace cairn {
@@ -34,6 +37,19 @@ void Program::scale_by(float* hidden, Index size, const float* factor) {
     calls_.push_back([=, this](const Sizes& sizes) {
         each(sizes.tokens, size, [=](Index row, int) {
             for (Index i = row * size; i < (row + 1) * size; i++) hidden[i] *= *factor;
+        });
+    });
+}
+
+void Program::xielu(const float* x, Index size, const float* positive, const float* negative, float* out) {
+    calls_.push_back([=, this](const Sizes& sizes) {
+        const float above = std::log1p(std::exp(*positive)), below = 0.5f + std::log1p(std::exp(*negative));
+        each(sizes.tokens, 16 * size, [=](Index row, int) {
+            for (Index i = row * size; i < (row + 1) * size; i++) {
+                const float one = x[i];
+                out[i] = one > 0.0f ? above * one * one + 0.5f * one
+                                    : (std::expm1(std::min(one, -1e-6f)) - one) * below + 0.5f * one;
+            }
         });
     });
 }

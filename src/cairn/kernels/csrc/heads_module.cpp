@@ -32,6 +32,13 @@ void scale_by(Program& program, const Floats& hidden, const ConstFloats& factor)
     program.scale_by(hidden.data(), static_cast<Index>(hidden.shape(1)), factor.data());
 }
 
+void xielu(Program& program, const ConstFloats& x, const ConstFloats& positive, const ConstFloats& negative,
+           const Floats& out) {
+    check(x.ndim() == 2 && out.ndim() == 2 && x.shape(1) == out.shape(1), "an output has its input's width");
+    check(positive.size() == 1 && negative.size() == 1, "an xIELU has two numbers");
+    program.xielu(x.data(), static_cast<Index>(x.shape(1)), positive.data(), negative.data(), out.data());
+}
+
 void gate_with(Program& program, const ConstFloats& x, const std::string& activation, const ConstFloats& by, int first,
                const Floats& out) {
     check(x.ndim() == 2 && out.ndim() == 2 && x.shape(1) == out.shape(1), "an output has its input's width");
@@ -47,6 +54,7 @@ void bind_heads(nb::class_<Program>& program) {
     program
         .def("norm_heads", &norm_heads, array, nb::arg(), nb::arg(), nb::arg(), nb::arg().noconvert().none(), nb::arg())
         .def("turn_heads", &turn_heads, array, array, array)
+        .def("xielu", &xielu, array, array, array, array)
         .def("scale_by", &scale_by, array, array)
         .def("gate_with", &gate_with, array, nb::arg(), array, nb::arg(), array);
 }

@@ -88,6 +88,8 @@ class Program {
     // Heads of rows of `wide` numbers, from number `from` on, in place. A null weight is 1.
     void norm_heads(float* x, Index wide, Index from, Index heads, Norm norm);
     void turn_heads(const float* x, Index heads, Index size, const float* angles, Index turned, float* out);
+    // `out` may be `x`.
+    void xielu(const float* x, Index size, const float* positive, const float* negative, float* out);
     void scale_by(float* hidden, Index size, const float* factor);
     // activation(x) times `size` numbers of rows of `wide`.
     void gate_with(const float* x, Index size, Activation activation, const float* by, Index wide, Index from,

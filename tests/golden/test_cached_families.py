@@ -1,0 +1,35 @@
+"""Families whose pages have a shape of their own, through the whole server: what is cached answers as what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.text.text_models import KINDS, QWEN_CONFIG, QWEN_TEMPLATE
+from tests.text.text_models import write_model as write_text
+from tests.tiny_models import MODELS, write_model
+
+from cairn import LLM
+from cairn.text.tokenizer import Tokenizer
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 30
+
+
+@pytest.mark.parametrize("name", ["deepseek 3", "gemma 4 e"])
+def test_an_answer_from_the_pool_and_from_the_disk_is_the_cold_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = write_text(tmp_path / "tiny", KINDS["byte-level"](), {**QWEN_CONFIG}, QWEN_TEMPLATE)
+    vocab = Tokenizer.load(folder).vocab_size
+    write_model(folder, **MODELS[name] | {"vocab_size": vocab, "vocab_size_per_layer_input": vocab})
+    options = {"engine": "cpu", "threads": 1, "kv_gb": 0.05, "kv_dir": str(tmp_path / "kv")}
+    asked = {"max_tokens": 24, "ignore_eos": True, "temperature": 0}
+    with LLM(str(folder), config=None, **options) as llm:
+        cold, warm = llm.generate(TEXT, **asked), llm.generate(TEXT, **asked)
+        beside = llm.generate([TEXT[:100], TEXT, TEXT + "And more."], **asked)
+    assert cold.usage.cached_tokens == 0 and warm.usage.cached_tokens >= 256
+    assert warm.text == cold.text == beside[1].text
+    with LLM(str(folder), config=None, **options) as llm:
+        again = llm.generate(TEXT, **asked)
+    assert again.text == cold.text and again.cache.disk >= 256
