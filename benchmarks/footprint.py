@@ -23,8 +23,8 @@ from typing import Any
 
 from cairn.config import Config
 from cairn.engine.memory import block_bytes, kv_dtype, pool_blocks, weight_memory
-from cairn.models.held import HeldWeights, form_of
 from cairn.models.spec import load_spec
+from cairn.models.weight_format import HeldWeights, form_of
 from cairn.models.weights import open_weights
 from cairn.types import BLOCK_TOKENS
 from report import footprint_text

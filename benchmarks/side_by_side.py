@@ -88,7 +88,7 @@ def model_file(folder: Path, shape: str, kind: str, llama: str) -> Path:
     partial = path.with_suffix(".partial")
     print(f"writing {path}", file=sys.stderr)
     if kind == "BF16":
-        from cairn.models.shapes import shape_spec
+        from cairn.models.random_weights import shape_spec
         from random_models import write_random
 
         write_random(partial, shape_spec(shape))

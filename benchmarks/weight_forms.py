@@ -23,8 +23,8 @@ from cairn.engine.base import Row
 from cairn.engine.cpu import CpuEngine
 from cairn.engine.memory import weight_memory
 from cairn.models import hub
-from cairn.models.held import HeldWeights, form_of
 from cairn.models.spec import load_spec
+from cairn.models.weight_format import HeldWeights, form_of
 from cairn.models.weights import open_weights
 from cairn.types import BLOCK_TOKENS, SamplingParams, TokenLogprob
 

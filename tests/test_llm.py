@@ -28,9 +28,9 @@ from cairn.errors import (
     ModelError,
     Unavailable,
 )
-from cairn.figures import CacheReport
 from cairn.llm import _Loop
 from cairn.service.requests import SamplingOptions
+from cairn.stats import CacheReport
 from cairn.types import Delta, Done, FinishReason, ToolCallDelta, Usage
 
 SMALL = {"engine": "cpu", "kv_gb": 0.1, "threads": 1}

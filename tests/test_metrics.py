@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cairn.figures import KvStats, TierStats
 from cairn.metrics import TURN_STATES, AgentFigures, Metrics, Tally
+from cairn.stats import KvStats, TierStats
 from cairn.types import FinishReason, Timing
 
 VLLM = {

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from cairn.errors import CairnError, Cancelled, DeadlineExceeded, GenerationFailed
-from cairn.figures import CacheReport
-from cairn.text.said import Said, message_of
+from cairn.stats import CacheReport
+from cairn.text.message_builder import MessageBuilder, message_of
 from cairn.types import Delta, Done, FinishReason, Request, TokenLogprob, Usage
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class AsyncStream:
     @property
     def answer(self) -> Answer:
         """What has come so far; complete once the iteration has ended."""
-        parts, said = self._parts, Said()
+        parts, said = self._parts, MessageBuilder()
         for part in parts:
             said.add(part)
         end = self._end

@@ -17,7 +17,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from cairn.figures import KvStats, MissReason, TierStats
+from cairn.stats import KvStats, MissReason, TierStats
 from cairn.types import FinishReason, Timing
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cairn.engine.base import Engine, Row, RowResult
-from cairn.figures import SchedulerStats
 from cairn.kv.blocks import Copy
 from cairn.sequence import Matcher, Sequence
+from cairn.stats import SchedulerStats
 from cairn.types import FinishReason, Output, Request
 
 ENOUGH_TOKENS = 128
@@ -36,7 +36,7 @@ class Limits:
     """How many turns tenants have against others that wait; 1 where nothing is said."""
 
 
-class Room:
+class StepBudget:
     """Prompt tokens that the step being planned still takes.
 
     Everybody in a step gets a token at its end. So once a prompt is whole in it, no other is taken beyond

@@ -34,13 +34,13 @@ import math
 
 from cairn.engine.base import Row, RowResult
 from cairn.errors import Conflict
-from cairn.figures import SchedulerStats
 from cairn.kv.blocks import BlockPool
 from cairn.kv.cache import Cache
 from cairn.kv.sequence_kv import Match
-from cairn.plan import Limits, Pace, Plan, Room, sizes
+from cairn.plan import Limits, Pace, Plan, StepBudget, sizes
 from cairn.seams import Clock
 from cairn.sequence import Matcher, Sequence, State, check
+from cairn.stats import SchedulerStats
 from cairn.text_queue import encoded
 from cairn.types import FinishReason, Output, Request, Timing
 from cairn.waiting import Passed, WaitingQueue
@@ -137,7 +137,7 @@ class Scheduler:
                 prompts.append(sequence)
             elif self._fit(sequence, sequence.computed + 1):
                 work[sequence] = sequence.computed + 1
-        room = Room(self._step_tokens - len(work), self._pace.tokens(len(work)))
+        room = StepBudget(self._step_tokens - len(work), self._pace.tokens(len(work)))
         for sequence in prompts:
             if not room.kept or room.short(sequence.missing):
                 self._chunk(sequence, room, work)
@@ -207,7 +207,7 @@ class Scheduler:
             self._preemptions += 1
         return False
 
-    def _chunk(self, sequence: Sequence, room: Room, work: dict[Sequence, int]) -> None:
+    def _chunk(self, sequence: Sequence, room: StepBudget, work: dict[Sequence, int]) -> None:
         """Plan as much (more) of a running prompt as the step and the blocks have room for."""
         if sequence.state is not State.RUNNING:
             return
@@ -236,7 +236,7 @@ class Scheduler:
                 self._cache.lapse(sequence.kv, sequence.tokens)
 
     def _admit(
-        self, work: dict[Sequence, int], room: Room, now: float, ended: list[Output], started: list[int]
+        self, work: dict[Sequence, int], room: StepBudget, now: float, ended: list[Output], started: list[int]
     ) -> None:
         """Let waiting sequences run, in order, while there is room in the step, a row and blocks."""
         if self._cache.blocked == len(self._waiting):
@@ -263,7 +263,7 @@ class Scheduler:
             else:
                 self._chunk(sequence, room, work)
 
-    def _open(self, sequence: Sequence, room: Room, passed: Passed) -> Turn:
+    def _open(self, sequence: Sequence, room: StepBudget, passed: Passed) -> Turn:
         """Give a waiting sequence blocks, what is cached among them, if it may run now."""
         if (known := self._known(sequence, room, passed)) is not None:
             return known
@@ -291,7 +291,7 @@ class Scheduler:
         sequence.computed = covered
         return Turn.RUNS
 
-    def _known(self, sequence: Sequence, room: Room, passed: Passed) -> Turn | None:
+    def _known(self, sequence: Sequence, room: StepBudget, passed: Passed) -> Turn | None:
         """What the last look at a waiting sequence says for this step too, since nothing has happened meanwhile."""
         match, kept = sequence.kv.match, room.kept
         if match is None:

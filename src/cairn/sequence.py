@@ -8,8 +8,8 @@ from typing import Protocol
 
 from cairn.engine.base import EngineInfo, Pending, Row
 from cairn.errors import ContextTooLong, InvalidRequest
-from cairn.figures import CacheReport, Miss
 from cairn.kv.sequence_kv import SequenceKV
+from cairn.stats import CacheReport, Miss
 from cairn.types import FinishReason, Request, Timing
 
 AGE_SECONDS = 5.0

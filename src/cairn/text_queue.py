@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from cairn.engine.base import EngineInfo, Row, RowResult
 from cairn.errors import Conflict, ContextTooLong, InvalidRequest
-from cairn.figures import CacheReport, SchedulerStats
 from cairn.plan import Limits, Pace, Plan
-from cairn.rounds import Rounds
+from cairn.round_robin import RoundRobin
 from cairn.seams import Clock
 from cairn.sequence import Matcher
+from cairn.stats import CacheReport, SchedulerStats
 from cairn.types import FinishReason, Output, Request, Timing
 
 
@@ -38,7 +38,7 @@ class TextQueue:
         self._clock = clock
         self._step_tokens = min(limits.step_tokens, info.max_tokens)
         self._max_rows = min(limits.max_running, info.max_rows)
-        self._waiting: Rounds[_Text] = Rounds(limits.weights)
+        self._waiting: RoundRobin[_Text] = RoundRobin(limits.weights)
         self._texts: dict[int, _Text] = {}
         self._planned: tuple[Plan, list[_Text], float] | None = None
         self._pace = Pace(math.inf, limits.least_tokens)

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from cairn.figures import CacheReport
+from cairn.stats import CacheReport
 
 BLOCK_TOKENS = 16
 """Tokens in one KV block."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 
 from cairn.errors import Overloaded
-from cairn.rounds import Rounds
+from cairn.round_robin import RoundRobin
 from cairn.sequence import Sequence
 
 
@@ -19,7 +19,7 @@ class WaitingQueue:
         self._max_tokens = max_tokens
         self._back: list[Sequence] = []
         """Those that ran before and were preempted."""
-        self._rounds: Rounds[Sequence] = Rounds(weights)
+        self._rounds: RoundRobin[Sequence] = RoundRobin(weights)
         """All others."""
         self._count = 0
         self.tokens = 0

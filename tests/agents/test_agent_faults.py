@@ -31,8 +31,8 @@ from cairn.agents.segment import Record
 from cairn.errors import CairnError, ConfigError, Conflict, GenerationFailed, InvalidRequest, NotFound, Unavailable
 from cairn.service.service import Service
 from cairn.text.chat import Sampled
+from cairn.text.message_builder import MessageBuilder
 from cairn.text.replay import Answer
-from cairn.text.said import Said
 
 Figure = Callable[[str, str], None]
 
@@ -97,7 +97,7 @@ async def test_an_answer_that_no_record_can_hold_is_an_error_and_breaks_no_agent
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         with monkeypatch.context() as broken:
-            broken.setattr(Said, "message", lambda _: half)
+            broken.setattr(MessageBuilder, "message", lambda _: half)
             heard = await at.say("ada", "one")
             assert isinstance(heard.error, GenerationFailed) and "turn 1 of agent ada" in str(heard.error)
             for restart in (False, True):

@@ -23,8 +23,8 @@ from cairn.agents.records import AgentRecord, TurnRecord
 from cairn.agents.request_contexts import RequestContexts
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.errors import Conflict, Unavailable
-from cairn.figures import Placed
 from cairn.kv.chunk_file import parse_name
+from cairn.stats import Placed
 from cairn.text.chat import Sampled
 from cairn.text.replay import Answer
 

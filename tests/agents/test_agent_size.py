@@ -28,7 +28,7 @@ from cairn.agents.segment import Header, Record, encode_header, encode_record
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.agents.writer import Writer
 from cairn.errors import ContextTooLong, InvalidRequest
-from cairn.figures import Placed
+from cairn.stats import Placed
 
 TURNS = 300
 NOW = 1e9

@@ -16,8 +16,8 @@ from cairn.agents.index import Kind
 from cairn.agents.log import Log
 from cairn.agents.records import EndRecord, TokensRecord, decode
 from cairn.errors import Conflict, ContextTooLong, Damaged, InvalidRequest, NotFound
-from cairn.figures import Miss
 from cairn.service.requests import SamplingOptions
+from cairn.stats import Miss
 
 SYSTEM = [{"role": "system", "content": "You remember."}]
 

@@ -16,7 +16,7 @@ from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.segment import Record
 from cairn.agents.turn_tree import Agent
 from cairn.errors import Unavailable
-from cairn.figures import CacheReport
+from cairn.stats import CacheReport
 from cairn.types import Done, FinishReason, Usage
 
 MANY = 150

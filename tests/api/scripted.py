@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from cairn.errors import CairnError, Cancelled
-from cairn.figures import CacheReport
 from cairn.metrics import Metrics
 from cairn.models.ends import Middle
+from cairn.stats import CacheReport
 from cairn.text.shared_time import LongTexts
 from cairn.types import CacheGroup, Delta, Done, Event, FinishReason, ModelSpec, OutputFormat, Request, Usage
 

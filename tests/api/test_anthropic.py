@@ -19,7 +19,7 @@ from cairn.api.anthropic_schemas import MessagesBody, chat_of
 from cairn.api.parse import parse
 from cairn.config import Config, Secret
 from cairn.errors import CairnError, ContextTooLong, GenerationFailed, Overloaded
-from cairn.figures import CacheReport
+from cairn.stats import CacheReport
 from cairn.types import Delta, Done, FinishReason, OutputFormat, ToolCallDelta, Usage
 
 HI = [{"role": "user", "content": "hi"}]

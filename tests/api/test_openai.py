@@ -18,8 +18,8 @@ from tests.text import text_models
 
 from cairn.config import Config, Secret
 from cairn.errors import GenerationFailed, InvalidRequest, Overloaded, Unavailable
-from cairn.figures import CacheReport, Miss
 from cairn.models.ends import Middle
+from cairn.stats import CacheReport, Miss
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
 from cairn.types import Delta, Done, FinishReason, Request, TokenLogprob, ToolCallDelta, Usage

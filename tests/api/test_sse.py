@@ -27,7 +27,7 @@ from cairn.api.sse import (
     usage_object,
 )
 from cairn.errors import InvalidRequest, Overloaded, Unauthorized
-from cairn.figures import CacheReport, Differs, Miss
+from cairn.stats import CacheReport, Differs, Miss
 from cairn.text.tokenizer import Tokenizer
 from cairn.types import Delta, TokenLogprob, ToolCallDelta
 

@@ -13,8 +13,8 @@ from sockets import site
 from cairn.cli import main
 from cairn.config import Config, Secret
 from cairn.errors import Unavailable
-from cairn.figures import KvStats, Swept, TierStats
 from cairn.service.service import Service
+from cairn.stats import KvStats, Swept, TierStats
 
 PATHS = ("/v1/cache/flush", "/v1/cache/scrub", "/v1/cache/prune")
 

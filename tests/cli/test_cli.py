@@ -29,8 +29,8 @@ from cairn.cli.client import Client
 from cairn.cli.generate import write
 from cairn.config import Config
 from cairn.errors import CairnError, ConfigError, GenerationFailed, Unavailable
-from cairn.figures import CacheReport
 from cairn.option import options
+from cairn.stats import CacheReport
 from cairn.types import Delta, FinishReason, Usage
 
 MAIN = "from cairn.cli import main; main()"

@@ -29,8 +29,8 @@ from cairn.errors import (
     NotFound,
     Unavailable,
 )
-from cairn.figures import CacheReport, Miss
 from cairn.resolve import resolve
+from cairn.stats import CacheReport, Miss
 from cairn.types import Done, FinishReason, Usage
 
 SAID = "one\u2028two\u2029three\u0085four \u4f60\U0001f600"

@@ -30,8 +30,8 @@ from cairn.kernels.choose import load_kernels
 from cairn.kernels.quantized import Segments
 from cairn.kv.attention_window import longest
 from cairn.models.decoder import build
-from cairn.models.held import HeldWeights, form_of
 from cairn.models.spec import load_spec
+from cairn.models.weight_format import HeldWeights, form_of
 from cairn.models.weights import open_weights, parameters
 from cairn.types import CacheGroup, ModelSpec
 
@@ -287,7 +287,7 @@ from pathlib import Path
 from cairn.config import Config
 from cairn.engine.cpu import CpuEngine
 from cairn.engine.memory import weight_memory
-from cairn.models.shapes import RandomWeights, shape_spec
+from cairn.models.random_weights import RandomWeights, shape_spec
 spec = msgspec.structs.replace(shape_spec("demo"), hidden=1024, ffn=4096, heads=16, kv_heads=8, vocab=8192)
 weights = RandomWeights(spec, "q8_0")
 held = weight_memory(spec, weights, "auto").held

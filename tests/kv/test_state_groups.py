@@ -12,7 +12,6 @@ from tests.files import CrashFiles
 from tiered import SIZE, Rig
 
 from cairn.engine.fake import STATE
-from cairn.figures import Miss
 from cairn.kv.cache import Cache
 from cairn.kv.codec import Raw, state_groups
 from cairn.kv.disk import DiskStore
@@ -20,6 +19,7 @@ from cairn.kv.disk_index import DOUBLE_SECONDS
 from cairn.kv.ram import RamStore
 from cairn.kv.write_behind import WriteLimits
 from cairn.plan import Limits
+from cairn.stats import Miss
 from cairn.types import FinishReason, SamplingParams
 
 CHUNK = 4 * SIZE

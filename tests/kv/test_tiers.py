@@ -14,7 +14,6 @@ from tests.files import CrashFiles
 from tests.laws.simulator import VirtualClock
 from tiered import SIZE, Between, Rig
 
-from cairn.figures import Miss, Placed, Swept
 from cairn.kv.codec import Raw
 from cairn.kv.disk import DiskStore
 from cairn.kv.prefix import numerics
@@ -25,6 +24,7 @@ from cairn.kv.store_reader import LoadPolicy
 from cairn.kv.write_behind import WriteLimits
 from cairn.service import wire
 from cairn.service.worker import REST_SECONDS, Loop
+from cairn.stats import Miss, Placed, Swept
 from cairn.types import CacheGroup, FinishReason, Request, SamplingParams
 
 PROMPT = [(7 * n) % 61 for n in range(100)]

@@ -8,7 +8,6 @@ import msgspec
 from tests.laws.simulator import VirtualClock
 
 from cairn.engine.fake import FakeEngine, fake_spec
-from cairn.figures import CacheReport, TierStats
 from cairn.kv.cache import Cache
 from cairn.kv.sequence_kv import TierName
 from cairn.kv.store import Chunk, Store
@@ -17,6 +16,7 @@ from cairn.kv.tiers import Tiers
 from cairn.kv.write_behind import WriteLimits
 from cairn.plan import Limits
 from cairn.scheduler import Scheduler
+from cairn.stats import CacheReport, TierStats
 from cairn.types import FinishReason, Output, Request, SamplingParams
 
 SIZE = 4

@@ -139,12 +139,12 @@ SCHEDULER = "scheduler.py"
 PLAN = "plan.py"
 SEQUENCE = "sequence.py"
 WAITING = "waiting.py"
-ROUNDS = "rounds.py"
+ROUNDS = "round_robin.py"
 FAKE = "engine/fake.py"
 STOPS = "text/stream.py"
 TEXT = "text/stream.py"
 BYTES = "text/detokenizer.py"
-FLIGHT = "service/flight.py"
+FLIGHT = "service/request_state.py"
 WORKER = "service/worker.py"
 CHECK = "kv/codec_check.py"
 VOCABULARY = "kernels/vocabulary.py"
@@ -229,13 +229,13 @@ BUGS = (
     Bug("a step's budget ignores time", SCHEDULER, "Scheduler.plan", "self._pace.tokens(len(work))", "math.inf"),
     Bug("a slow machine reads no prompt", PLAN, "Pace.tokens", "self._least", "0"),
     Bug("time is short where nobody waits", PLAN, "Pace.tokens", "not rows or not self._each", "not self._each"),
-    Bug("on a slow machine a long prompt takes all the time", PLAN, "Room.keep_half", "self._most - self._most // 2", "self._most"),
-    Bug("what a long prompt leaves on a slow machine is nobody's", PLAN, "Room.use_rest", "min(self._most - self.taken, most - self._long)", "0"),
+    Bug("on a slow machine a long prompt takes all the time", PLAN, "StepBudget.keep_half", "self._most - self._most // 2", "self._most"),
+    Bug("what a long prompt leaves on a slow machine is nobody's", PLAN, "StepBudget.use_rest", "min(self._most - self.taken, most - self._long)", "0"),
     Bug("one row too many", SCHEDULER, "Scheduler._admit", "len(self._running) + passed.any >= self._max_rows", "len(self._running) > self._max_rows"),
     Bug("nobody joins while others run", SCHEDULER, "Scheduler._admit", "room.left < 1 or len(self._running) + passed.any >= self._max_rows", "self._running or room.left < 1 or len(self._running) + passed.any >= self._max_rows"),
     Bug("a small request overtakes one that does not fit", SCHEDULER, "Scheduler._open", "sequence.spare = spare\nreturn Turn.STOPS", "sequence.spare = spare\nreturn Turn.PASSES"),
     Bug("a long prompt leaves short ones no room", SCHEDULER, "Scheduler._chunk", "room.keep_half()", "pass"),
-    Bug("a long prompt gets nothing beside short ones", PLAN, "Room.keep_half", "self._most - self._most // 2", "0"),
+    Bug("a long prompt gets nothing beside short ones", PLAN, "StepBudget.keep_half", "self._most - self._most // 2", "0"),
     Bug("deadlines are not looked at", SCHEDULER, "Scheduler._expire", "now < self._next_deadline", "True"),
     Bug("a deadline is reported as success", SCHEDULER, "Scheduler._expire", "FinishReason.DEADLINE", "FinishReason.LENGTH"),
     Bug("the next deadline is forgotten", SCHEDULER, "Scheduler._expire", "min((s.deadline for s in self._sequences.values()), default=math.inf)", "math.inf"),
@@ -259,15 +259,15 @@ BUGS = (
     Bug("a continuation's tokens count as prompt", SEQUENCE, "Sequence.__init__", "len(request.prompt)", "len(self.tokens)"),
     Bug("priorities are ignored", SEQUENCE, "Sequence.__init__", "now - request.priority * AGE_SECONDS", "now"),
     Bug("logits are wanted in the middle of a prompt", SEQUENCE, "Sequence.row", "end - 1 if end == len(self.tokens) else None", "end - 1"),
-    Bug("the queue is last in, first out", ROUNDS, "Rounds.add", "insort(line, item, key=key)", "line.insert(0, item)"),
-    Bug("whose turn it is, is not kept", ROUNDS, "Rounds.served", "self._lines[tenant] = line", "self._lines = {tenant: line, **self._lines}"),
+    Bug("the queue is last in, first out", ROUNDS, "RoundRobin.add", "insort(line, item, key=key)", "line.insert(0, item)"),
+    Bug("whose turn it is, is not kept", ROUNDS, "RoundRobin.served", "self._lines[tenant] = line", "self._lines = {tenant: line, **self._lines}"),
     Bug("a tenant that was served stays in front", WAITING, "WaitingQueue.start", "self._rounds.served(sequence.request.share)", "pass"),
-    Bug("tenants take no turns", ROUNDS, "Rounds.__iter__", "(item for around in zip_longest(*lines) for item in around if item is not None)", "iter(sorted((item for line in lines for item in line), key=lambda one: one.rank))"),
-    Bug("a tenant's weight gives it nothing", ROUNDS, "Rounds.served", "had < self._of_round(tenant)", "False"),
-    Bug("a tenant of less weight takes nothing from it", ROUNDS, "Rounds._of_round", "self._turns.get(tenant, self._turns[''])", "self._turns.get(tenant, 1)"),
-    Bug("requests of tenants with weights begin as they came", ROUNDS, "Rounds._weighted", "iter(found)", "iter(sorted(found, key=lambda one: one.rank))"),
-    Bug("a tenant that has more in line goes first", ROUNDS, "Rounds.__iter__", "[tuple(line) for line in self._lines.values()]", "sorted(map(tuple, self._lines.values()), key=len, reverse=True)"),
-    Bug("a tenant's second waits behind all of another's", ROUNDS, "Rounds.__iter__", "(item for around in zip_longest(*lines) for item in around if item is not None)", "(item for line in lines for item in line)"),
+    Bug("tenants take no turns", ROUNDS, "RoundRobin.__iter__", "(item for around in zip_longest(*lines) for item in around if item is not None)", "iter(sorted((item for line in lines for item in line), key=lambda one: one.rank))"),
+    Bug("a tenant's weight gives it nothing", ROUNDS, "RoundRobin.served", "had < self._of_round(tenant)", "False"),
+    Bug("a tenant of less weight takes nothing from it", ROUNDS, "RoundRobin._of_round", "self._turns.get(tenant, self._turns[''])", "self._turns.get(tenant, 1)"),
+    Bug("requests of tenants with weights begin as they came", ROUNDS, "RoundRobin._weighted", "iter(found)", "iter(sorted(found, key=lambda one: one.rank))"),
+    Bug("a tenant that has more in line goes first", ROUNDS, "RoundRobin.__iter__", "[tuple(line) for line in self._lines.values()]", "sorted(map(tuple, self._lines.values()), key=len, reverse=True)"),
+    Bug("a tenant's second waits behind all of another's", ROUNDS, "RoundRobin.__iter__", "(item for around in zip_longest(*lines) for item in around if item is not None)", "(item for line in lines for item in line)"),
     Bug("one that was preempted stands behind those that never ran", WAITING, "WaitingQueue.__iter__", "chain(tuple(self._back), self._rounds)", "chain(self._rounds, tuple(self._back))"),
     Bug("the queue takes one too many", WAITING, "WaitingQueue.check", "waiting < self._max_requests", "waiting <= self._max_requests"),
     Bug("what was long once is long for ever", SCHEDULER, "Scheduler._open", "sequence.long_beside = kept", "sequence.long_beside = 1 << 30"),
@@ -334,13 +334,13 @@ BUGS = (
     Bug("tokens past a stop are counted", TEXT, "TextStream.push", "if self.stopped:\n    break", "pass"),
     Bug("known tokens are reported again", TEXT, "TextStream.__init__", "self.tokens = []", "pass"),
     Bug("a character split over tokens becomes two", BYTES, "_ByteDetokenizer.push", "self._decoder.decode(b''.join([table[i] for i in ids if i not in skip]))", "self._decoder.decode(b''.join([table[i] for i in ids if i not in skip]), final=True)"),
-    Bug("tokens that were read are read again", FLIGHT, "Flight.read", "tokens, self._unread = (self._unread, [])", "tokens = self._unread"),
-    Bug("events that were taken are taken again", FLIGHT, "Flight.take", "self._events = []", "pass"),
+    Bug("tokens that were read are read again", FLIGHT, "RequestState.read", "tokens, self._unread = (self._unread, [])", "tokens = self._unread"),
+    Bug("events that were taken are taken again", FLIGHT, "RequestState.take", "self._events = []", "pass"),
     Bug("merging turns the order round", FLIGHT, "_one", "(delta.text for delta in deltas)", "(delta.text for delta in reversed(deltas))"),
-    Bug("merging loses logprobs", FLIGHT, "Flight._with_logprobs", "len(event.tokens)", "1"),
-    Bug("prompt logprobs come again after a worker's death", FLIGHT, "Flight.accept", "output.prompt_logprobs[self.skip:]", "output.prompt_logprobs"),
-    Bug("the next worker starts from the beginning", FLIGHT, "Flight.resume", "tuple(self.tokens)", "self.request.generated"),
-    Bug("the next worker starts the clock again", FLIGHT, "Flight.resume", "timeout - (now - self.arrived)", "timeout"),
+    Bug("merging loses logprobs", FLIGHT, "RequestState._with_logprobs", "len(event.tokens)", "1"),
+    Bug("prompt logprobs come again after a worker's death", FLIGHT, "RequestState.accept", "output.prompt_logprobs[self.skip:]", "output.prompt_logprobs"),
+    Bug("the next worker starts from the beginning", FLIGHT, "RequestState.resume", "tuple(self.tokens)", "self.request.generated"),
+    Bug("the next worker starts the clock again", FLIGHT, "RequestState.resume", "timeout - (now - self.arrived)", "timeout"),
     Bug("a token with logprobs travels as a token only", WORKER, "_columns", "output.finish or output.logprobs or output.prompt_logprobs or output.cache or output.timing", "output.finish or output.prompt_logprobs or output.cache or output.timing"),
     # ------------------------------------------------------------------------------------------------ the disk store
     Bug("a chunk is not synced", FOLDER, "StoreFolder.write", "file.sync()", "pass"),

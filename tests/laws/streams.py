@@ -16,9 +16,9 @@ from tests.laws.simulator import Broken, law
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
-from cairn.figures import CacheReport
-from cairn.service.flight import Flight
+from cairn.service.request_state import RequestState
 from cairn.service.worker import _columns
+from cairn.stats import CacheReport
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
 from cairn.types import Delta, Done, FinishReason, Output, Request, SamplingParams, Timing, TokenLogprob
@@ -113,7 +113,7 @@ class World:
         self.request = Request(
             id=7, prompt=(1, 2), sampling=sampling, stop=answer.stops, generated=tuple(answer.known), timeout=50.0
         )
-        self.flight = Flight(self.request, TextStream(tokenizer(), self.request), 0.0)
+        self.flight = RequestState(self.request, TextStream(tokenizer(), self.request), 0.0)
         self.time = 0.0
         self.text = ""
         self.tokens: list[int] = []

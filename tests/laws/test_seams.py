@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "cairn"
-HEART = ["scheduler.py", "text_queue.py", "plan.py", "rounds.py", "sequence.py", "waiting.py"]
+HEART = ["scheduler.py", "text_queue.py", "plan.py", "round_robin.py", "sequence.py", "waiting.py"]
 HEART += ["kv/blocks.py", "kv/prefix.py", "kv/attention_window.py", "kv/cache.py", "kv/sequence_kv.py", "kv/waiters.py"]
 HEART += ["kv/snapshots.py"]
 OUTSIDE = {"asyncio", "datetime", "io", "os", "pathlib", "random", "secrets", "socket", "subprocess", "sys"}

@@ -22,9 +22,9 @@ from cairn.kernels.reference import ReferenceKernels, gated
 from cairn.models import packed_file
 from cairn.models.decoder import Attention, build
 from cairn.models.gguf_writer import write_gguf as write_again
-from cairn.models.held import HeldWeights
 from cairn.models.mixture import Mixture
 from cairn.models.spec import load_spec
+from cairn.models.weight_format import HeldWeights
 from cairn.models.weights import open_weights
 
 QWEN = MODELS["qwen 3 moe"]

@@ -18,7 +18,7 @@ from tests.models.test_held import SIZES, packed_model
 from tests.tiny_models import KERNELS, MODELS, Driver, load, prompt, write_model
 
 from cairn.models import packed_file
-from cairn.models.held import HeldWeights
+from cairn.models.weight_format import HeldWeights
 
 if KERNELS == ["reference"]:
     pytest.skip("the native kernels were not compiled", allow_module_level=True)

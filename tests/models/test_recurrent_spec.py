@@ -16,8 +16,8 @@ from tests.tiny_models import BFLOAT16, MODELS, write_config, write_model
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.gguf_writer import write_gguf as write_again
-from cairn.models.held import HeldWeights
 from cairn.models.spec import load_spec
+from cairn.models.weight_format import HeldWeights
 from cairn.models.weights import expected_tensors, open_weights
 
 QWEN = MODELS["qwen 3.5"]

@@ -12,7 +12,7 @@ from tests.tiny_models import BFLOAT16, MODELS, load, random_tensors, write_conf
 
 from cairn.errors import ModelFileError
 from cairn.models.files import INDEX, WEIGHTS
-from cairn.models.shapes import shape_spec
+from cairn.models.random_weights import shape_spec
 from cairn.models.spec import load_spec
 from cairn.models.weights import SMALL, expected_tensors, open_weights, parameters, small, weight_files
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cairn.service.flight import PackedLogprobs
+from cairn.service.request_state import PackedLogprobs
 from cairn.types import TokenLogprob
 
 TOKENS = st.integers(0, (1 << 32) - 1)

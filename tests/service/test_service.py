@@ -34,12 +34,12 @@ from cairn.errors import (
     Overloaded,
     Unavailable,
 )
-from cairn.figures import CacheReport
 from cairn.service import admission, traffic, wire
 from cairn.service.launch import launch_first
 from cairn.service.service import Service
 from cairn.service.stream import Waker, merge
 from cairn.service.worker import serve
+from cairn.stats import CacheReport
 from cairn.types import Delta, Done, Event, FinishReason, OutputFormat, Request, SamplingParams, Usage
 
 
@@ -750,7 +750,7 @@ async def test_a_context_is_where_it_was_put_and_gone_when_evicted(service: Serv
 
 async def test_a_question_to_a_worker_that_ends_is_unavailable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(folder) as service:
-        monkeypatch.setattr("cairn.service.link.Link.send", lambda *_: None)
+        monkeypatch.setattr("cairn.service.worker_connection.Link.send", lambda *_: None)
         asked = asyncio.create_task(service.flush())
         await asyncio.sleep(0)
         await service.close()

@@ -20,9 +20,9 @@ from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.errors import ConfigError, Conflict
 from cairn.kv.disk import DiskStore
 from cairn.paths import with_folder
-from cairn.service.link import Patience
 from cairn.service.service import Service
 from cairn.service.stores import open_stores, stored_bytes
+from cairn.service.worker_connection import Patience
 from cairn.system import SystemClock, SystemFiles
 
 

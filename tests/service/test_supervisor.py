@@ -29,10 +29,10 @@ from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.errors import GenerationFailed, ModelError, Unavailable
 from cairn.seams import Clock
 from cairn.service import launch, supervisor, wire
-from cairn.service import link as link_module
-from cairn.service.link import Patience
+from cairn.service import worker_connection as link_module
 from cairn.service.service import Service
 from cairn.service.stream import Stream
+from cairn.service.worker_connection import Patience
 from cairn.system import SystemClock
 from cairn.types import Event, FinishReason, Request
 
@@ -686,7 +686,7 @@ async def test_the_end_does_not_wait_for_ever_for_a_worker_that_cannot_be_killed
     monkeypatch.setattr(link_module, "KILL_SECONDS", 0.05)
     worker, theirs = undying()
     with theirs:
-        link = link_module.Link(worker, SystemClock(), lambda message: None)
+        link = link_module.WorkerConnection(worker, SystemClock(), lambda message: None)
         link.end("closed")
         assert "does not end" in await asyncio.wait_for(link.reap(0.01), 20)
         caplog.clear()

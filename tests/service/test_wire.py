@@ -12,8 +12,8 @@ import pytest
 
 from cairn.config import Config, Secret
 from cairn.errors import CairnError, GenerationFailed, ModelFileError, Overloaded, by_code
-from cairn.figures import CacheReport
 from cairn.service import wire
+from cairn.stats import CacheReport
 from cairn.types import FinishReason, Output, Request, SamplingParams, Timing, TokenLogprob
 
 REQUEST = Request(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cairn.figures import KvStats, SchedulerStats, Swept
 from cairn.service import wire
 from cairn.service.worker import BEAT_SECONDS, Loop
+from cairn.stats import KvStats, SchedulerStats, Swept
 
 
 class World:

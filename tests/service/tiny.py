@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cairn.config import Config
-from cairn.figures import CacheReport
 from cairn.service.service import Service
+from cairn.stats import CacheReport
 from cairn.types import Delta, Done, Event, Request, SamplingParams
 
 VOCAB = 288

@@ -37,13 +37,13 @@ from cairn.agents.turns import Gate, Turns
 from cairn.agents.writer import Writer
 from cairn.config import Config
 from cairn.errors import ConfigError, Conflict, InvalidRequest, NotFound, Unavailable
-from cairn.figures import Placed
 from cairn.metrics import AgentFigures
 from cairn.seams import Clock, FileSystem, Rng
 from cairn.service.requests import PLAIN, SamplingOptions
 from cairn.service.service import Service
 from cairn.service.services import Services
 from cairn.service.stream import Stream
+from cairn.stats import Placed
 from cairn.text.chat import Sampled
 from cairn.text.grammar import ANYTHING, Wanted
 from cairn.types import Done

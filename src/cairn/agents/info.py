@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cairn.figures import CacheReport
+from cairn.stats import CacheReport
 
 TurnState = Literal["running", "finished", "interrupted"]
 """`interrupted`: a crash, a shutdown or a cancel cut the answer, or it failed."""

@@ -23,9 +23,9 @@ from cairn.agents.request_contexts import (
 )
 from cairn.agents.turn_tree import CHUNK_TOKENS, NOBODY, Agent, Turn
 from cairn.errors import Conflict, Unavailable
-from cairn.figures import Placed
 from cairn.service.service import Service
 from cairn.service.services import Services
+from cairn.stats import Placed
 
 
 class Context(NamedTuple):

@@ -15,7 +15,7 @@ import msgspec
 
 from cairn.agents.info import Savings
 from cairn.errors import InvalidRequest
-from cairn.figures import CacheReport
+from cairn.stats import CacheReport
 from cairn.types import OutputFormat, SamplingParams
 
 

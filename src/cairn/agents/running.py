@@ -16,11 +16,11 @@ from cairn.agents.segment import Record
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.agents.writer import Writer
 from cairn.errors import CairnError, Cancelled, GenerationFailed, Unavailable
-from cairn.figures import CacheReport
 from cairn.seams import Clock
 from cairn.service.service import Service
 from cairn.service.stream import Stream, merge
-from cairn.text.said import ReasoningCount, Said
+from cairn.stats import CacheReport
+from cairn.text.message_builder import MessageBuilder, ReasoningCount
 from cairn.text.stream import TextStream
 from cairn.types import Delta, Done, Event, FinishReason, Request, Usage
 
@@ -75,7 +75,7 @@ class RunningTurn:
         """The agent is being deleted: nothing more is written."""
         self._keeper, self._service, self._stream, self._first = keeper, service, stream, first
         self._content = turn.held
-        self._said = Said()
+        self._said = MessageBuilder()
         self._reasoning = ReasoningCount(request.output)
         self._failure: Failure | None = None
         self._pending: list[Delta] = []

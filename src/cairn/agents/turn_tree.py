@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from cairn.agents.content import Content
 from cairn.agents.info import AgentInfo, Savings, TurnInfo, TurnState
 from cairn.agents.records import AgentRecord, EndRecord, TokensRecord, TurnRecord
-from cairn.figures import CacheReport
+from cairn.stats import CacheReport
 from cairn.types import BLOCK_TOKENS
 
 if TYPE_CHECKING:

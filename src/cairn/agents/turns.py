@@ -21,7 +21,7 @@ from cairn.agents.turn_tree import Agent, Turn
 from cairn.config import Config
 from cairn.errors import Conflict, Unavailable
 from cairn.seams import Clock
-from cairn.service.recent import Told, told_of
+from cairn.service.miss_explainer import PromptOrigin, told_of
 from cairn.service.requests import SamplingOptions, requests
 from cairn.service.service import Service
 from cairn.service.services import Services
@@ -163,7 +163,7 @@ class Turns:
         template_args: Mapping[str, Any] | None,
         share: str,
         wanted: Wanted,
-    ) -> tuple[Prompt, int, Told]:
+    ) -> tuple[Prompt, int, PromptOrigin]:
         """The prompt of the next turn, how many of its ids are the context of the head, and what helps to say why a
         part of its KV is missing."""
         chat, head = service.chat, agent.head

@@ -13,20 +13,20 @@ from cairn import __version__
 from cairn.api.agent_schemas import NoBody
 from cairn.api.call_table import CallTable
 from cairn.api.generation import check_model
-from cairn.api.limits import read_nothing
+from cairn.api.json_body import read_nothing
 from cairn.api.parse import parse
 from cairn.api.reply import Call
 from cairn.api.resumable import EventLogs, parse_after
 from cairn.config import Config
 from cairn.errors import NotFound
-from cairn.figures import Swept
 from cairn.metrics import CONTENT_TYPE, ServerMetrics
-from cairn.service.flight import RequestStatus
 from cairn.service.models import Models
+from cairn.service.request_state import RequestStatus
 from cairn.service.requests import sampling_defaults, sampling_params
 from cairn.service.sampler_order import ORDERS
 from cairn.service.served_model import ServedModel
 from cairn.service.service import Service
+from cairn.stats import Swept
 
 ANTHROPIC = b"anthropic-version"
 """Header of Anthropic's clients, which want another shape."""

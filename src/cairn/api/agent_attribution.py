@@ -21,7 +21,7 @@ from cairn.api.auth import AGENT
 from cairn.api.reply import Call
 from cairn.api.schemas import Generation
 from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
-from cairn.figures import CacheReport
+from cairn.stats import CacheReport
 from cairn.text.chat import Sampled
 from cairn.types import Done, Request, Timing
 

@@ -44,7 +44,7 @@ from cairn.api.agent_schemas import (
 from cairn.api.body_budget import RETRY, spool
 from cairn.api.exchange import Exchanges
 from cairn.api.generation import check_length, check_model, warn_of_tools
-from cairn.api.limits import read_json, read_nothing
+from cairn.api.json_body import read_json, read_nothing
 from cairn.api.parse import parse
 from cairn.api.reply import Call, shown
 from cairn.api.schemas import contents, plain_messages, plain_tools

@@ -16,7 +16,7 @@ from cairn.api.anthropic_schemas import NAMES, MessagesBody, chat_of
 from cairn.api.cache_diagnosis import RecentPrompts, message_diagnostics
 from cairn.api.exchange import Choice, Exchanges, spelled
 from cairn.api.generation import chat_exchange, chat_prompt
-from cairn.api.limits import read_json
+from cairn.api.json_body import read_json
 from cairn.api.parse import parse
 from cairn.api.reasoning_text import pack
 from cairn.api.reply import Call, encode
@@ -26,7 +26,7 @@ from cairn.api.unserved import anthropic_error
 from cairn.config import Config
 from cairn.errors import CairnError
 from cairn.service.service import Service
-from cairn.text.said import arguments_of
+from cairn.text.message_builder import arguments_of
 from cairn.types import BLOCK_TOKENS, Delta, Done, FinishReason, ToolCallDelta
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'

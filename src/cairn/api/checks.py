@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cairn.api.limits import has_more
+from cairn.api.json_body import has_more
 from cairn.api.reply import shown
 from cairn.api.schemas import ChatBody, ChatGeneration, ChatMessage
 from cairn.config import Config

@@ -21,7 +21,7 @@ from cairn.agents.agents import Agents
 from cairn.agents.info import AgentInfo
 from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.agent_schemas import MAX_OWN_METADATA, check_metadata
-from cairn.api.limits import read_json, read_nothing
+from cairn.api.json_body import read_json, read_nothing
 from cairn.api.lists import page, page_of_items
 from cairn.api.parse import parse
 from cairn.api.reply import Call

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from cairn.api.generation import check_model
-from cairn.api.limits import read_json
+from cairn.api.json_body import read_json
 from cairn.api.parse import parse
 from cairn.api.reply import Call, Disconnected, Watch
 from cairn.api.schemas import Document, EmbeddingBody, RerankBody, ScoreBody, TextsBody

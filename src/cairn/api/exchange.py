@@ -27,10 +27,10 @@ from cairn.errors import (
     InvalidRequest,
     Overloaded,
 )
-from cairn.service.recent import Told
+from cairn.service.miss_explainer import PromptOrigin
 from cairn.service.service import Service
 from cairn.service.stream import Stream, merge
-from cairn.text.said import ReasoningCount, Said
+from cairn.text.message_builder import MessageBuilder, ReasoningCount
 from cairn.types import Delta, Done, Event, FinishReason, Request, TokenLogprob
 
 Batches = AsyncGenerator[Sequence[tuple[int, Event]], None]
@@ -91,7 +91,7 @@ class Choice:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.said = Said()
+        self.said = MessageBuilder()
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -342,7 +342,7 @@ async def _closing(chunks: AsyncGenerator[bytes, None], over: Callable[[], None]
         over()
 
 
-def generating(service: Service, choices: Sequence[Choice], told: Told) -> Source:
+def generating(service: Service, choices: Sequence[Choice], told: PromptOrigin) -> Source:
     """The source of ordinary requests; each choice has its stream once it was started."""
     of = {choice.request.id: choice for choice in choices}
 

@@ -18,7 +18,7 @@ from cairn.api.schemas import ChatBody, Generation, contents, plain_messages, pl
 from cairn.config import Config
 from cairn.errors import UnknownModel
 from cairn.service.admission import check_together
-from cairn.service.recent import Told, told_of
+from cairn.service.miss_explainer import PromptOrigin, told_of
 from cairn.service.requests import SamplingOptions, requests
 from cairn.service.service import Service
 from cairn.text import length
@@ -124,7 +124,7 @@ async def text_exchange(
     return Exchange(
         choices=choices,
         adapter=adapter(choices),
-        source=generating(service, choices, Told(store=store)),
+        source=generating(service, choices, PromptOrigin(store=store)),
         cancel=lambda: [service.abort(request.id) for request in asked],
         keep=cost_keeper(tied),
         attribution=tied,

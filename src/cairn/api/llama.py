@@ -12,7 +12,7 @@ from typing import Any
 from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.exchange import Choice, Exchanges
 from cairn.api.generation import chat_prompt, check_length, check_model, text_exchange
-from cairn.api.limits import read_json
+from cairn.api.json_body import read_json
 from cairn.api.llama_schemas import InfillBody, LlamaBody, LlamaCompletionBody, plain, prompts_of
 from cairn.api.pace import Pace
 from cairn.api.parse import parse

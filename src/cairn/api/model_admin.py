@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from cairn.api.auth import has_keys, is_local
-from cairn.api.limits import read_json, read_nothing
+from cairn.api.json_body import read_json, read_nothing
 from cairn.api.parse import parse
 from cairn.api.reply import Call
 from cairn.api.schemas import Body, Number

@@ -14,7 +14,7 @@ from typing import Any
 from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.exchange import Adapter, Choice, Exchange, Exchanges, spelled
 from cairn.api.generation import chat_exchange, text_exchange
-from cairn.api.limits import read_plain
+from cairn.api.json_body import read_plain
 from cairn.api.ollama_schemas import (
     NAMES,
     TEXT_NAMES,
@@ -34,7 +34,7 @@ from cairn.api.sse import cache_object, chat_logprobs
 from cairn.config import Config
 from cairn.errors import CairnError, InvalidRequest
 from cairn.service.service import Service
-from cairn.text.said import arguments_of
+from cairn.text.message_builder import arguments_of
 from cairn.types import Delta, Done, TokenLogprob
 
 LINES: Headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-cache")]

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from cairn.api.embeddings import Embeddings, floats
 from cairn.api.generation import check_model
-from cairn.api.limits import read_plain
+from cairn.api.json_body import read_plain
 from cairn.api.ollama import LATEST
 from cairn.api.ollama_schemas import OllamaEmbedBody, OllamaEmbeddingsBody
 from cairn.api.parse import parse

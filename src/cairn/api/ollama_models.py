@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from cairn import __version__
 from cairn.api.auth import has_keys, is_local
-from cairn.api.limits import read_plain
+from cairn.api.json_body import read_plain
 from cairn.api.ollama import LATEST, LINES
 from cairn.api.ollama_schemas import CopyBody, NameBody
 from cairn.api.parse import parse

@@ -10,7 +10,7 @@ from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.answers import ChatAnswer, TextAnswer
 from cairn.api.exchange import Choice, Exchanges
 from cairn.api.generation import chat_exchange, check_length, check_model, text_exchange
-from cairn.api.limits import read_json
+from cairn.api.json_body import read_json
 from cairn.api.pace import Pace
 from cairn.api.parse import parse
 from cairn.api.reply import Call

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cairn.api.exchange import Choice
-from cairn.figures import CacheReport
+from cairn.stats import CacheReport
 from cairn.types import Done
 
 

@@ -19,7 +19,7 @@ from cairn.api.responses_items import Called, call_item, free_text
 from cairn.api.responses_schemas import ResponseBody
 from cairn.api.sse import Vocabulary, cache_object, chat_logprobs
 from cairn.errors import CairnError, ContextTooLong
-from cairn.text.said import Said
+from cairn.text.message_builder import MessageBuilder
 from cairn.types import BLOCK_TOKENS, Delta, Done, FinishReason, TokenLogprob, ToolCallDelta, Usage
 
 CODES = {"overloaded": "rate_limit_exceeded", "unavailable": "server_is_overloaded"}
@@ -160,7 +160,7 @@ class ResponseAnswer:
             found["prompt_cache_diagnostics"] = response_diagnostics(self._parting, prompt, cached)
         return found | {"temperature": choice.request.sampling.temperature, "top_p": choice.request.sampling.top_p}
 
-    def items(self, said: Said, logprobs: Sequence[TokenLogprob] = ()) -> list[dict[str, Any]]:
+    def items(self, said: MessageBuilder, logprobs: Sequence[TokenLogprob] = ()) -> list[dict[str, Any]]:
         """All that was said, as items: those that were streamed, or all at once."""
         if not self._output and self._open is None and said:
             calls = [

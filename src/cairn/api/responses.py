@@ -21,7 +21,7 @@ from cairn.api.compaction import CompactedAnswer, compacting
 from cairn.api.conversations import Conversations, conversation_of
 from cairn.api.exchange import Choice, Exchange, Exchanges, spelled
 from cairn.api.generation import chat_exchange, chat_prompt
-from cairn.api.limits import read_json, read_nothing
+from cairn.api.json_body import read_json, read_nothing
 from cairn.api.lists import page_of_items, parameters
 from cairn.api.parse import parse
 from cairn.api.reply import Call

@@ -16,7 +16,7 @@ import msgspec
 
 from cairn.api.reply import encode, error_body
 from cairn.errors import CairnError
-from cairn.figures import CacheReport, Miss
+from cairn.stats import CacheReport, Miss
 from cairn.types import Delta, Done, TokenLogprob, ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"

@@ -34,7 +34,7 @@ from cairn.api.sse import cache_object
 from cairn.config import Config
 from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, UnknownResponse
 from cairn.service.service import Service
-from cairn.text.said import Said
+from cairn.text.message_builder import MessageBuilder
 from cairn.types import Delta, ToolCallDelta, Usage
 
 PREFIX = "resp_"
@@ -303,9 +303,9 @@ def _called(info: AgentInfo) -> dict[str, Called]:
     return {name: Called(*parts) for name, parts in json.loads(info.metadata["called"]).items()}
 
 
-def _said_of(message: Mapping[str, Any] | None) -> Said:
+def _said_of(message: Mapping[str, Any] | None) -> MessageBuilder:
     """An answer's message as what was said."""
-    said = Said()
+    said = MessageBuilder()
     if message is not None:
         calls = [
             ToolCallDelta(index=n, id=one["id"], name=one["function"]["name"], arguments=one["function"]["arguments"])

@@ -18,7 +18,7 @@ from cairn.agents.agents import Agents
 from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.agent_schemas import NoBody
 from cairn.api.generation import check_length, check_model
-from cairn.api.limits import read_json, read_nothing
+from cairn.api.json_body import read_json, read_nothing
 from cairn.api.lists import LISTED, MOST_LISTED, page, parameters
 from cairn.api.parse import parse
 from cairn.api.reply import Call

@@ -10,7 +10,7 @@ from typing import Any
 
 from cairn.api.checks import check_messages, check_template_args
 from cairn.api.generation import check_length, check_model
-from cairn.api.limits import read_json
+from cairn.api.json_body import read_json
 from cairn.api.openai import encode_text
 from cairn.api.parse import parse
 from cairn.api.reply import Call

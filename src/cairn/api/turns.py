@@ -20,7 +20,7 @@ from cairn.api.agent_schemas import ResumeBody, TurnBody, check_account, check_o
 from cairn.api.answers import ChatAnswer
 from cairn.api.exchange import Adapter, Batches, Choice, Exchange, Exchanges, spelled
 from cairn.api.generation import check_length, check_model
-from cairn.api.limits import read_json, read_nothing
+from cairn.api.json_body import read_json, read_nothing
 from cairn.api.openai import names_of
 from cairn.api.pace import Pace
 from cairn.api.parse import parse

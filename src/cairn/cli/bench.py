@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from cairn.config import Config
     from cairn.engine.bench import Figure, Load
     from cairn.kernels.roofline import Roofline
-    from cairn.models.held import HeldWeights
-    from cairn.models.shapes import RandomWeights
+    from cairn.models.random_weights import RandomWeights
+    from cairn.models.weight_format import HeldWeights
     from cairn.types import ModelSpec
 
     Weights = HeldWeights | RandomWeights
@@ -86,8 +86,8 @@ def _numbers(flag: str, text: str, least: int, most: int) -> tuple[int, ...]:
 def _model(config: Config) -> tuple[ModelSpec, Weights]:
     """A model's spec, and its weights before they are packed."""
     from cairn.models import hub
-    from cairn.models.held import HeldWeights, form_of
     from cairn.models.spec import check_decodes, load_spec
+    from cairn.models.weight_format import HeldWeights, form_of
     from cairn.models.weights import open_weights
 
     folder = hub.locate(config.model)
@@ -97,7 +97,7 @@ def _model(config: Config) -> tuple[ModelSpec, Weights]:
 
 def _random(shape: str, kind: str) -> tuple[ModelSpec, Weights]:
     """A shape's spec and random weights."""
-    from cairn.models import shapes
+    from cairn.models import random_weights as shapes
 
     if shape not in shapes.SHAPES:
         raise ConfigError(f"--shape is {shape!r:.40}, expected one of {', '.join(shapes.SHAPES)}")
@@ -139,7 +139,7 @@ def _print(spec: ModelSpec, weights: Weights, config: Config, measured: Measured
     from cairn.cli.output import amount, table, talk
     from cairn.engine.machine import cpu_count, cpu_name, peak_memory
     from cairn.kernels.choose import chosen
-    from cairn.models.held import error_line
+    from cairn.models.weight_format import error_line
 
     load, roofline, figures = measured.load, measured.roofline, measured.figures
     threads, kernels, peak = config.threads or cpu_count(), chosen(config.kernels), peak_memory()

@@ -105,8 +105,8 @@ def _fit(name: str, config: Config) -> str:
     from cairn.engine.device import check_context
     from cairn.kv.attention_window import ANY, longest
     from cairn.models import hub
-    from cairn.models.held import HeldWeights, form_of
     from cairn.models.spec import load_spec
+    from cairn.models.weight_format import HeldWeights, form_of
     from cairn.models.weights import open_weights
 
     try:

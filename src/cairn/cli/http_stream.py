@@ -11,7 +11,7 @@ import msgspec
 
 from cairn.answer import Answer, ToolCall
 from cairn.errors import GenerationFailed
-from cairn.figures import CacheReport, Miss
+from cairn.stats import CacheReport, Miss
 from cairn.types import Delta, FinishReason, Usage
 
 _REASONS = {reason.value: reason for reason in FinishReason}

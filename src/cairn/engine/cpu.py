@@ -40,9 +40,9 @@ from cairn.kernels.vocabulary import NUMPY, Sampler
 from cairn.models import decoder, packed_file, quantize
 from cairn.models.buffers import LOGITS_ROWS, allocate
 from cairn.models.families import FAMILIES
-from cairn.models.held import HeldWeights, error_line, form_of
 from cairn.models.projection import Projection, Step, open_projection
 from cairn.models.reach import fits_half, reach
+from cairn.models.weight_format import HeldWeights, error_line, form_of
 from cairn.models.weights import open_weights
 from cairn.sampling import sample
 from cairn.types import BLOCK_TOKENS, CacheGroup, ModelSpec

@@ -23,8 +23,8 @@ from cairn.kernels.choose import REFERENCE, chosen, described, load_kernels
 from cairn.kernels.program import Interpreted, Program
 from cairn.models import decoder, encoder
 from cairn.models.buffers import allocate
-from cairn.models.held import HeldWeights, error_line, form_of
 from cairn.models.projection import Projection, Step, open_projection
+from cairn.models.weight_format import HeldWeights, error_line, form_of
 from cairn.models.weights import open_weights
 from cairn.types import BLOCK_TOKENS, EncoderSpec, ModelSpec
 

@@ -17,8 +17,8 @@ from cairn.models import encoder
 from cairn.models.buffers import buffer_bytes
 from cairn.models.decoder import build
 from cairn.models.mixture import Mixture
-from cairn.models.outline import Outline, outlines
 from cairn.models.projection import projection_bytes
+from cairn.models.tensor_meta import TensorMeta, outlines
 from cairn.models.weights import parameters, small
 from cairn.types import BLOCK_TOKENS, CacheGroup, ModelSpec, RopeScaling
 
@@ -104,22 +104,22 @@ class _Tally:
         self.held = self.peak = self.streamed = 0
         self._native = native
 
-    def vector(self, source: Outline) -> None:
+    def vector(self, source: TensorMeta) -> None:
         self._count(4 * math.prod(source.shape), source.made)
 
-    def table(self, source: Outline) -> None:
+    def table(self, source: TensorMeta) -> None:
         if source.scale:
             self._count(self._packed([source]), source.made)
         else:
             self._count(math.prod(source.shape) * source.bits // 8, source.made)
 
-    def matrix(self, weights: Sequence[Outline], biases: Sequence[Outline | None]) -> int:
+    def matrix(self, weights: Sequence[TensorMeta], biases: Sequence[TensorMeta | None]) -> int:
         held = self._packed(weights)
         self._count(held, sum(one.made for one in weights))
         self.streamed += held
         return held
 
-    def _packed(self, parts: Sequence[Outline]) -> int:
+    def _packed(self, parts: Sequence[TensorMeta]) -> int:
         if self._native:
             return native.packed_bytes([(one.shape[0], one.shape[1], one.form) for one in parts])
         return sum(4 * math.prod(one.shape) for one in parts)

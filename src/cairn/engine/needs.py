@@ -8,9 +8,9 @@ import msgspec
 
 from cairn.config import Config
 from cairn.engine import memory
-from cairn.models.held import HeldWeights, form_of
 from cairn.models.judge import with_judge
 from cairn.models.spec import load_spec
+from cairn.models.weight_format import HeldWeights, form_of
 from cairn.models.weights import open_weights
 
 

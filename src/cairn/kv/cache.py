@@ -25,13 +25,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cairn.engine.base import NO_BLOCK, EngineInfo
-from cairn.figures import GroupUse, Miss
 from cairn.kv.attention_window import first_read, lead, longest, window_blocks
 from cairn.kv.blocks import BlockPool, Copy
 from cairn.kv.prefix import Chain, root
 from cairn.kv.sequence_kv import BlockedOn, LowerTiers, Match, RecentKeys, SequenceKV
 from cairn.kv.snapshots import BOUNDARY, SPACING
 from cairn.kv.waiters import Waiters
+from cairn.stats import GroupUse, Miss
 from cairn.types import CacheGroup
 
 

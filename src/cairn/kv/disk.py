@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 from cairn.errors import ConfigError, Conflict
-from cairn.figures import TierStats
 from cairn.kv import chunk_file, disk_maintenance
 from cairn.kv.chunk_file import Damaged
 from cairn.kv.codec import Codec
@@ -28,6 +27,7 @@ from cairn.kv.pins import Pins, pin_bytes, pin_name
 from cairn.kv.store import Chunk
 from cairn.kv.store_folder import PROBE_BYTES, StoreFolder, open_folder
 from cairn.seams import Clock, FileSystem, Lock
+from cairn.stats import TierStats
 
 TTL = 30 * 86400.0
 """Seconds that an unused chunk is kept."""

@@ -15,12 +15,12 @@ from typing import TypeVar
 
 import msgspec
 
-from cairn.figures import TierStats
 from cairn.kv.chunk_file import Name
 from cairn.kv.disk_index import STATE_SAVES, DiskIndex, Entry
 from cairn.kv.store import OVERHEAD
 from cairn.kv.store_folder import StoreFolder
 from cairn.seams import Clock
+from cairn.stats import TierStats
 
 T = TypeVar("T")
 

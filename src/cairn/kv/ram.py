@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cairn.figures import TierStats
 from cairn.kv.store import Chunk, spared
+from cairn.stats import TierStats
 
 _CHUNK_OVERHEAD = 1024
 """Bytes that a chunk takes beside its pages, about: 64 tokens, keys and the index."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cairn.figures import TierStats
+from cairn.stats import TierStats
 from cairn.types import CacheGroup
 
 CHUNK_BLOCKS = 4

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from cairn.engine.base import NO_BLOCK, Engine
 from cairn.errors import trace
-from cairn.figures import KvStats, Placed, Swept
 from cairn.kv.cache import Cache
 from cairn.kv.chunk_lookup import ChunkLookup
 from cairn.kv.disk import DiskStore
@@ -27,6 +26,7 @@ from cairn.kv.store_reader import Arrival, Load, LoadMode, LoadPolicy, StoreRead
 from cairn.kv.store_writer import StoreWriter
 from cairn.kv.write_behind import WriteBehind, WriteLimits
 from cairn.seams import Clock
+from cairn.stats import KvStats, Placed, Swept
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from cairn.models.buffers import Buffers, with_slots
 from cairn.models.latent import LatentAttention, build_latent, run_latent
 from cairn.models.mixture import Mixture, build_mixture, run_mixture
 from cairn.models.recurrent import Recurrent, build_recurrent, run_recurrent
-from cairn.models.stored import XIELU
+from cairn.models.tensor_names import XIELU
 from cairn.models.uneven import (
     GroupAttention,
     Inputs,

@@ -26,9 +26,9 @@ from cairn.models.gguf_purpose import DENSE, JUDGE
 from cairn.models.gguf_recurrent import WHOLE, Change, Part, parts
 from cairn.models.gguf_spec import architecture
 from cairn.models.mixture_spec import CORRECTION, MAX_EXPERTS
-from cairn.models.outline import Outline, codes
-from cairn.models.outline import blocks as super_blocks
 from cairn.models.quantize import unpack
+from cairn.models.tensor_meta import TensorMeta, codes
+from cairn.models.tensor_meta import blocks as super_blocks
 from cairn.types import ModelSpec
 
 _WHOLE = {
@@ -201,15 +201,15 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         array.flags.writeable = False
         return array
 
-    def outline(self, name: str) -> Outline:
+    def outline(self, name: str) -> TensorMeta:
         """What `[name]` gives, and the bytes of memory that it makes on the way."""
         tensor = self._found[name]
         dtype = tensor.kind.dtype if tensor.kind.dtype is not None else np.dtype(np.float32)
         size = math.prod(tensor.shape) * dtype.itemsize
         made = (tensor.kind.dtype is None) + self._turned(name) + (tensor.change is not None)
-        return Outline(tensor.shape, str(dtype), size * made)
+        return TensorMeta(tensor.shape, str(dtype), size * made)
 
-    def packed_outline(self, name: str) -> Outline | None:
+    def packed_outline(self, name: str) -> TensorMeta | None:
         """What `packed` gives; None for a vector, and for a tensor of single numbers."""
         tensor = self._found[name]
         kind = tensor.kind

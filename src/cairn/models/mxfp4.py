@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from cairn.errors import ModelFileError
 from cairn.kernels.base import GROUP, Quantized
-from cairn.models import outline as known
+from cairn.models import tensor_meta as known
 from cairn.models.dequant import KINDS, dequantize
-from cairn.models.outline import Outline, codes
 from cairn.models.quantize import unpack
+from cairn.models.tensor_meta import TensorMeta, codes
 
 PARTS = (".blocks", ".scales")
 """What stands behind the name of a tensor that is stored in two."""
@@ -78,14 +78,14 @@ class Mxfp4Weights(Mapping[str, NDArray[Any]]):
         one = self._packed[name]
         return dequantize(_KIND, one.rows()).reshape(one.shape)
 
-    def outline(self, name: str) -> Outline:
+    def outline(self, name: str) -> TensorMeta:
         """What `[name]` gives, and the bytes of memory that it makes."""
         if name not in self._packed:
             return known.outline(self._plain, name)
         shape = self._packed[name].shape
-        return Outline(shape, "float32", 4 * math.prod(shape))
+        return TensorMeta(shape, "float32", 4 * math.prod(shape))
 
-    def packed_outline(self, name: str) -> Outline | None:
+    def packed_outline(self, name: str) -> TensorMeta | None:
         """What `packed` gives; None for a tensor of single numbers."""
         return codes(self._packed[name].shape, _KIND.bits, *_KIND.scaled) if name in self._packed else None
 

@@ -36,9 +36,9 @@ from cairn.errors import CairnError, ConfigError
 from cairn.kernels.native import NativeKernels, form_of
 from cairn.models import decoder, quantize
 from cairn.models.digests import memory_path, tell
-from cairn.models.held import HeldWeights
-from cairn.models.outline import Outline
 from cairn.models.spec import identity_of
+from cairn.models.tensor_meta import TensorMeta
+from cairn.models.weight_format import HeldWeights
 from cairn.types import ModelSpec
 
 MAGIC = b"CAIRNPK1"
@@ -325,7 +325,7 @@ class _Reading(_Through):
         return made
 
 
-def _fits(parts: Sequence[tuple[int, int, str]], wanted: Sequence[Outline]) -> bool:
+def _fits(parts: Sequence[tuple[int, int, str]], wanted: Sequence[TensorMeta]) -> bool:
     """Whether the parts are what the model has; whether scales are halves is known only when they are made."""
     return len(parts) == len(wanted) and all(
         (out, inner) == one.shape and form.split()[0] == one.form.split()[0]

@@ -40,7 +40,7 @@ from cairn.models.latent_spec import latent_tensors
 from cairn.models.mixture_spec import mixture_tensors
 from cairn.models.mxfp4 import PARTS, joined
 from cairn.models.recurrent_spec import MIXER, recurrent_tensors
-from cairn.models.stored import XIELU, own_tensors
+from cairn.models.tensor_names import XIELU, own_tensors
 from cairn.models.uneven_spec import uneven_tensors
 from cairn.types import ModelSpec
 

@@ -18,7 +18,7 @@ from cairn.errors import ContextTooLong, GenerationFailed, InvalidRequest, Overl
 from cairn.service.service import Service
 from cairn.service.stream import merge
 from cairn.text import length
-from cairn.text.judged import Question
+from cairn.text.reranker_prompt import Question
 from cairn.text.tokenizer import INLINE
 from cairn.text.whole import Whole
 from cairn.types import Done, Request, SamplingParams

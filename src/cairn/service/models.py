@@ -24,11 +24,11 @@ from cairn.errors import CairnError, Conflict, InvalidRequest, ModelError, Unava
 from cairn.seams import Clock
 from cairn.service.fit import Fit, free_now, measure
 from cairn.service.launch import First, launch_first
-from cairn.service.link import Patience
 from cairn.service.served_model import Loaded, ServedModel, check_names, first_of, locate, served_models
 from cairn.service.service import SHUTTING_DOWN, Service
 from cairn.service.services import RequestIds, Services
 from cairn.service.stores import GB
+from cairn.service.worker_connection import Patience
 from cairn.system import SystemClock
 
 log = logging.getLogger(__name__)

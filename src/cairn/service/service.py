@@ -1,6 +1,6 @@
 """The front of one model: `generate`, `abort`, `status`, `drain`, `close`. HTTP, CLI and Python all come through here.
 
-Everything runs on one event loop. What becomes of a request after its admission is `Traffic`.
+Everything runs on one event loop. What becomes of a request after its admission is `RequestTable`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import msgspec
 
 from cairn.config import Config
 from cairn.errors import Cancelled, Conflict, InvalidRequest, Unavailable, trace
-from cairn.figures import KvStats, Placed, Swept
 from cairn.metrics import Metrics
 from cairn.models.hub import locate
 from cairn.models.tokenizer_files import check_fits
 from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.admission import check_tokens
-from cairn.service.flight import PLAIN, Flight, InFlight, RequestStatus
 from cairn.service.last_hour import LastHour
 from cairn.service.launch import First, launch_first
-from cairn.service.link import Patience
-from cairn.service.recent import Told
+from cairn.service.miss_explainer import PromptOrigin
+from cairn.service.request_state import PLAIN, InFlight, RequestState, RequestStatus
+from cairn.service.request_table import RequestTable
 from cairn.service.services import RequestIds
 from cairn.service.stream import Stream
 from cairn.service.supervisor import Supervisor
-from cairn.service.traffic import Traffic
+from cairn.service.worker_connection import Patience
+from cairn.stats import KvStats, Placed, Swept
 from cairn.system import SystemClock
 from cairn.text.chat import Chat
 from cairn.text.stream import TextStream, hidden_controls
@@ -101,7 +101,7 @@ class Service:
             on_refused=lambda refused: self._traffic.refused(refused),
             on_lost=lambda flight, error: self._traffic.lost(flight, error),
         )
-        self._traffic = Traffic(config, self._supervisor, self._clock)
+        self._traffic = RequestTable(config, self._supervisor, self._clock)
         self._flights, self._queue, self._history = self._traffic.flights, self._traffic.queue, self._traffic.history
         self.recent = self._traffic.recent
         self._stats = wire.Stats()
@@ -181,7 +181,7 @@ class Service:
             made = "judges texts" if self.spec.kind == "rerank" else "makes embeddings"
             raise InvalidRequest(f"{self.name} {made} and answers nothing; use {use}", field="model")
 
-    def generate(self, request: Request, told: Told | None = None) -> Stream:
+    def generate(self, request: Request, told: PromptOrigin | None = None) -> Stream:
         """Start a request. The events follow as an async iterator; what goes wrong later is raised by it.
 
         `told`: what helps to say why a part of the prompt was not found.
@@ -192,7 +192,7 @@ class Service:
         self._admit(request)
         if request.timeout is None:
             request = msgspec.structs.replace(request, timeout=self._config.request_timeout)
-        flight = Flight(request, TextStream(self.tokenizer, request), self._clock.now(), told or PLAIN)
+        flight = RequestState(request, TextStream(self.tokenizer, request), self._clock.now(), told or PLAIN)
         stream = Stream(flight, self.abort)
         try:
             self._traffic.enter(flight)

@@ -7,8 +7,8 @@ import math
 import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from cairn.figures import CacheReport
-from cairn.service.flight import Flight
+from cairn.service.request_state import RequestState
+from cairn.stats import CacheReport
 from cairn.types import Event, Request
 
 
@@ -88,7 +88,7 @@ class Stream:
     Closing it (`aclose`, `close`), cancelling the task that waits for it, or letting go of it cancels the request.
     """
 
-    def __init__(self, flight: Flight, cancel: Callable[[int], object]) -> None:
+    def __init__(self, flight: RequestState, cancel: Callable[[int], object]) -> None:
         self._flight = flight
         self._cancel = cancel
         self._loop = asyncio.get_running_loop()

@@ -24,9 +24,9 @@ from cairn.errors import CairnError, GenerationFailed, ModelError, Unavailable, 
 from cairn.seams import Clock
 from cairn.service import launch as launching
 from cairn.service import wire
-from cairn.service.flight import Flight
 from cairn.service.launch import CODE_CHANGED, First, launch
-from cairn.service.link import Link, Patience
+from cairn.service.request_state import RequestState
+from cairn.service.worker_connection import Patience, WorkerConnection
 from cairn.types import FinishReason, Request
 
 
@@ -40,7 +40,7 @@ class Questions:
     def __bool__(self) -> bool:
         return bool(self._asked)
 
-    async def ask(self, link: Link, what: wire.What, **fields: Any) -> wire.Answer:
+    async def ask(self, link: WorkerConnection, what: wire.What, **fields: Any) -> wire.Answer:
         """The worker's answer. Raises what `fail` is told if that comes first."""
         number = next(self._numbers)
         answer: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
@@ -90,7 +90,7 @@ class Supervisor:
         on_end: Callable[[], None],
         on_step: Callable[[wire.Step], None],
         on_refused: Callable[[wire.Refused], None],
-        on_lost: Callable[[Flight, CairnError], None],
+        on_lost: Callable[[RequestState, CairnError], None],
     ) -> None:
         self._patience = patience
         self._clock = clock
@@ -99,13 +99,13 @@ class Supervisor:
         self._on_step = on_step
         self._on_refused = on_refused
         self._on_lost = on_lost
-        self.flights: dict[int, Flight] = {}
+        self.flights: dict[int, RequestState] = {}
         self._sent: set[int] = set()
         """The flights that the present worker has."""
         self._questions = Questions()
         self._suspects: deque[int] = deque()
         """While there are any, the first of them is tried, alone but for those that were cleared before it."""
-        self._link: Link | None = None
+        self._link: WorkerConnection | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._loaded: asyncio.Future[None] | None = None
         self._model = b""
@@ -126,7 +126,7 @@ class Supervisor:
         """Take over the first worker; from now on one is kept alive."""
         self._loaded = asyncio.get_running_loop().create_future()
         self._loaded.add_done_callback(_seen)
-        self._link = Link(first.worker, self._clock, self._receive)
+        self._link = WorkerConnection(first.worker, self._clock, self._receive)
         self._keeper = asyncio.create_task(self._keep(self._link, first))
 
     async def loaded(self) -> None:
@@ -169,14 +169,14 @@ class Supervisor:
         """Seconds after which a client may come back while workers are failing."""
         return max(1.0, self._backoff())
 
-    def add(self, flight: Flight) -> None:
+    def add(self, flight: RequestState) -> None:
         """Give a request to the worker, or to the next one. Raises `WireError` if it is too long to be sent."""
         if self.up and not self._suspects:
             self._send(flight.request)
         flight.limit = min(flight.limit, self._longest)
         self.flights[flight.request.id] = flight
 
-    def remove(self, id: int, reason: FinishReason | None) -> Flight | None:
+    def remove(self, id: int, reason: FinishReason | None) -> RequestState | None:
         """Forget a request, and (unless `reason` is None) tell the worker that nobody wants it any more."""
         flight = self.flights.pop(id, None)
         if id in self._sent:
@@ -221,7 +221,7 @@ class Supervisor:
 
     # --------------------------------------------------------------------------------------------- one life
 
-    async def _keep(self, link: Link, first: First) -> None:
+    async def _keep(self, link: WorkerConnection, first: First) -> None:
         """Keep a worker alive until cancelled or given up."""
         try:
             await self._replace(link, first)
@@ -232,7 +232,7 @@ class Supervisor:
                 self._loaded.set_exception(ModelError(why))
             self._give_up(why)
 
-    async def _replace(self, link: Link, first: First) -> None:
+    async def _replace(self, link: WorkerConnection, first: First) -> None:
         why = await self._live(link)
         while self._carry_on(why):
             await asyncio.sleep(self._backoff())
@@ -243,14 +243,14 @@ class Supervisor:
                 load = msgspec.structs.replace(first.load, blocks=self._blocks)
                 worker = launch(load, first.worker.process is None)
                 self.restarts += 1
-                link = self._link = Link(worker, self._clock, self._receive)
+                link = self._link = WorkerConnection(worker, self._clock, self._receive)
             except OSError as error:
                 self._failures += 1
                 why = f"it could not be started: {error}"
             else:
                 why = await self._live(link)
 
-    async def _live(self, link: Link) -> str:
+    async def _live(self, link: WorkerConnection) -> str:
         """Until a worker's end; returns why it ended."""
         why = await asyncio.shield(link.ended)
         self._leave_unanswered()
@@ -289,7 +289,7 @@ class Supervisor:
             self._blocks = ()  # there may be no memory for as many: fewer are better than no worker
             link.end(message.message)
 
-    def _welcome(self, link: Link, ready: wire.Ready) -> None:
+    def _welcome(self, link: WorkerConnection, ready: wire.Ready) -> None:
         """Give a worker that has loaded what there is to do, unless it has loaded another model than the first one."""
         self._model = self._model or ready.spec.identity
         if ready.spec.identity != self._model:

@@ -16,7 +16,7 @@ import msgspec
 
 from cairn.config import Config
 from cairn.errors import CairnError
-from cairn.figures import KvStats, Placed, Swept
+from cairn.stats import KvStats, Placed, Swept
 from cairn.types import FinishReason, ModelSpec, Output, Request
 
 MAX_FRAME = 64 << 20

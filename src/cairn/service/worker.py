@@ -23,7 +23,6 @@ from pathlib import Path
 
 from cairn.engine.base import Engine
 from cairn.errors import CairnError, ModelError
-from cairn.figures import KvStats
 from cairn.kv.cache import Cache
 from cairn.kv.tiers import Tiers
 from cairn.kv.write_behind import WriteLimits
@@ -34,10 +33,11 @@ from cairn.scheduler import Scheduler
 from cairn.seams import Clock
 from cairn.sequence import Matcher
 from cairn.service import wire
-from cairn.service.answers import Answers
 from cairn.service.grammars import Grammars, read_vocabulary
+from cairn.service.kv_queries import Answers
 from cairn.service.progress import Shown
 from cairn.service.stores import GB, keyed, open_stores, stored_bytes
+from cairn.stats import KvStats
 from cairn.system import SystemClock, SystemFiles, log_to_stderr
 from cairn.text_queue import TextQueue
 from cairn.types import Output, Request

@@ -21,7 +21,7 @@ from cairn.errors import Conflict, GenerationFailed, NotFound, NotLoaded, Overlo
 from cairn.service.requests import SamplingOptions
 from cairn.service.service import Service
 from cairn.text.grammar import Wanted
-from cairn.text.said import Said
+from cairn.text.message_builder import MessageBuilder
 from cairn.types import Delta, Done
 
 PATIENCE = 60
@@ -154,7 +154,7 @@ class AgentVoice:
                 service=caller.service,
                 gate=gate,
             )
-            said, done = Said(), None
+            said, done = MessageBuilder(), None
             async with contextlib.aclosing(stream):
                 async for event in stream:
                     if isinstance(event, Delta):
@@ -200,7 +200,7 @@ class AgentVoice:
         return await _patiently(begin)
 
     async def _hear(self, running: RunningTurn, heard: Heard) -> Spoken:
-        said, done = Said(), None
+        said, done = MessageBuilder(), None
         async with contextlib.aclosing(running.batches()) as found:
             async for events in found:
                 for event in events:
@@ -212,7 +212,7 @@ class AgentVoice:
         return msgspec.structs.replace(_spoken(said, done), turn=running.turn.number)
 
 
-def _spoken(said: Said, done: Done | None) -> Spoken:
+def _spoken(said: MessageBuilder, done: Done | None) -> Spoken:
     if done is None:
         raise GenerationFailed("a member's answer ended without a conclusion")
     usage = done.usage

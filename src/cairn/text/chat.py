@@ -35,8 +35,8 @@ from cairn.text.shared_time import LongTexts
 from cairn.text.templates import ANSWERED, defaults, given_template, load_text, turn_ends, unusable
 from cairn.text.thoughts import HARMONY, thinks, thoughts_of
 from cairn.text.tokenizer import INLINE, Tokenizer, valid_text
-from cairn.text.told_tools import with_tools_told
 from cairn.text.tools import FUNCTION, offered_tools
+from cairn.text.tools_by_instruction import with_tools_by_instruction
 from cairn.text.traits import Traits, find_traits, fitted, in_parts, left_out, standing_in
 from cairn.types import OfferedTool, OutputFormat
 
@@ -333,7 +333,7 @@ class Chat:
             mark, edge = unused_marks([*texts_in([clean, tools or [], arguments]), *self._templates.values()])
             broken = partial(self._broken, mark=mark)
             shown = tools if self._teaches(name) else None
-            told = clean if not tools or shown else with_tools_told(clean, tools)
+            told = clean if not tools or shown else with_tools_by_instruction(clean, tools)
             plain = [self._with_thinking(with_message_texts(message, broken)) for message in told]
             offered = with_texts(shown or None, broken)
             given = {valid_text(name): with_texts(value, broken) for name, value in arguments.items()}

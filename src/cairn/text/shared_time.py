@@ -1,6 +1,6 @@
 """What all tenants share to make prompts: the process that renders templates, and threads for long texts.
 
-Whose turn it is, is said by `Rounds`: nobody waits for more than one job of each other tenant.
+Whose turn it is, is said by `RoundRobin`: nobody waits for more than one job of each other tenant.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import inf
 from typing import ParamSpec, TypeVar
 
 from cairn.errors import Overloaded
-from cairn.rounds import Rounds
+from cairn.round_robin import RoundRobin
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class Turns:
     def __init__(self, most: float = inf, places: int = 1) -> None:
         self._most = most
         self._free = places
-        self._waiting: Rounds[_Waiter] = Rounds()
+        self._waiting: RoundRobin[_Waiter] = RoundRobin()
         self._each = 0.0
         """Seconds that a turn takes."""
 

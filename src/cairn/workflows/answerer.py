@@ -11,11 +11,11 @@ import msgspec
 
 from cairn.config import Config
 from cairn.errors import GenerationFailed, Overloaded
-from cairn.service.recent import told_of
+from cairn.service.miss_explainer import told_of
 from cairn.service.requests import SamplingOptions, requests
 from cairn.service.service import Service
 from cairn.text.grammar import Wanted
-from cairn.text.said import Said
+from cairn.text.message_builder import MessageBuilder
 from cairn.types import Delta, Done
 
 PATIENCE = 60
@@ -120,7 +120,7 @@ class ServiceAnswerer:
             share=asker.share,
             timeout=self._config.request_timeout,
         )
-        said, done = Said(), None
+        said, done = MessageBuilder(), None
         async with contextlib.aclosing(service.generate(request, told_of(messages))) as stream:
             async for event in stream:
                 if isinstance(event, Done):

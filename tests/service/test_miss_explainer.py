@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tiny import Answer, collect, config, request
 
-from cairn.figures import Differs, Miss, MissReason
-from cairn.service.recent import CHUNK, CONTEXTS, SHOWN, TENANTS, TOKENS, RecentContexts, Told, told_of
+from cairn.service.miss_explainer import CHUNK, CONTEXTS, SHOWN, TENANTS, TOKENS, PromptOrigin, RecentContexts, told_of
 from cairn.service.service import Service
+from cairn.stats import Differs, Miss, MissReason
 from cairn.types import BLOCK_TOKENS
 
 MINE, THEIRS = b"mine", b"theirs"
@@ -20,8 +20,8 @@ def spell(ids: object) -> str:
     return " ".join(map(str, ids))  # type: ignore[call-overload]
 
 
-def why(recent: RecentContexts, ids: list[int], at: int, told: Told | None = None, salt: bytes = MINE) -> Miss:
-    found = recent.explain(Miss(position=at, reason="never seen"), salt, ids, told or Told(), spell)
+def why(recent: RecentContexts, ids: list[int], at: int, told: PromptOrigin | None = None, salt: bytes = MINE) -> Miss:
+    found = recent.explain(Miss(position=at, reason="never seen"), salt, ids, told or PromptOrigin(), spell)
     assert found.position == at
     return found
 
@@ -60,7 +60,7 @@ def test_another_tenants_context_is_as_if_it_were_not_there(recent: RecentContex
 @pytest.mark.parametrize("reason", ["evicted", "not stored yet", "faster to compute"])
 def test_what_the_worker_knows_is_left_as_it_is(recent: RecentContexts, reason: MissReason) -> None:
     miss = Miss(position=64, reason=reason)
-    assert recent.explain(miss, MINE, [*KNOWN[:70], 7], Told(why="model changed"), spell) is miss
+    assert recent.explain(miss, MINE, [*KNOWN[:70], 7], PromptOrigin(why="model changed"), spell) is miss
 
 
 def test_new_tokens_behind_a_known_context_were_never_seen(recent: RecentContexts) -> None:
@@ -109,7 +109,9 @@ def test_a_history_that_leaves_an_answer_out_is_other_tokens() -> None:
 
 
 def test_what_the_caller_knows_comes_before_a_comparison(recent: RecentContexts) -> None:
-    assert why(recent, [*KNOWN[:70], 7], 64, Told(why="model changed")) == Miss(position=64, reason="model changed")
+    assert why(recent, [*KNOWN[:70], 7], 64, PromptOrigin(why="model changed")) == Miss(
+        position=64, reason="model changed"
+    )
 
 
 def test_what_is_forgotten_is_shown_no_more(recent: RecentContexts) -> None:
@@ -146,7 +148,7 @@ async def test_a_service_says_it_to_the_same_tenant_only(folder: Path) -> None:
     """Through the worker: an edited prompt, another tenant's, one that is not to be kept, and the metric."""
     service = await Service.start(config(folder), in_process=True)
 
-    async def ask(text: str, salt: bytes = MINE, told: Told | None = None) -> Answer:
+    async def ask(text: str, salt: bytes = MINE, told: PromptOrigin | None = None) -> Answer:
         return await collect(service.generate(request(service, text, salt=salt), told))
 
     first, edited = "The quick brown fox jumps over it.", "The quick brown fox leaps over it."
@@ -158,7 +160,7 @@ async def test_a_service_says_it_to_the_same_tenant_only(folder: Path) -> None:
         assert found.differs.known.startswith("jumps over") and found.differs.given == "leaps over it."[:16]
         assert (await ask(edited, THEIRS)).cache.miss == Miss(position=0, reason="never seen")
         assert (await ask(first, THEIRS)).cache.miss != Miss(position=0, reason="never seen"), "their own is known"
-        await ask("A secret of somebody, not to be kept.", told=Told(store=False))
+        await ask("A secret of somebody, not to be kept.", told=PromptOrigin(store=False))
         kept = (await ask("A secret of nobody, which may be kept.")).cache.miss
         assert kept is not None and kept.reason == "never seen" and kept.differs is None
         assert service.metrics.misses["different tokens"] == 2

@@ -3,14 +3,14 @@ from __future__ import annotations
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.kv.cache import Cache
 from cairn.plan import Limits
-from cairn.rounds import Rounds
+from cairn.round_robin import RoundRobin
 from cairn.scheduler import Scheduler
 from cairn.system import SystemClock
 from cairn.types import Request, SamplingParams
 
 
 def test_each_tenant_has_one_then_a_second_and_whoever_was_served_steps_back() -> None:
-    rounds: Rounds[str] = Rounds()
+    rounds: RoundRobin[str] = RoundRobin()
     for item in ("a1", "a2", "a3", "b1", "c1", "b2"):
         rounds.add(item[0], item)
     assert list(rounds) == ["a1", "b1", "c1", "a2", "b2", "a3"]
@@ -52,7 +52,7 @@ def test_priority_orders_a_tenants_own_requests_and_takes_nothing_from_others() 
 
 
 def test_a_tenant_with_more_weight_has_more_turns_of_a_round() -> None:
-    rounds: Rounds[str] = Rounds({"a": 2.0, "c": 0.5})
+    rounds: RoundRobin[str] = RoundRobin({"a": 2.0, "c": 0.5})
     for item in ("a1", "a2", "a3", "a4", "a5", "b1", "b2", "b3", "c1", "c2"):
         rounds.add(item[0], item)
     order = []
@@ -68,7 +68,7 @@ def test_a_tenant_with_more_weight_has_more_turns_of_a_round() -> None:
 
 def test_what_waits_is_told_in_the_order_in_which_it_is_served() -> None:
     """Whatever was served before: the first of the iteration is who is next, and weights change nobody's own order."""
-    rounds: Rounds[tuple[str, int]] = Rounds({"a": 3.0})
+    rounds: RoundRobin[tuple[str, int]] = RoundRobin({"a": 3.0})
     for number in range(6):
         for tenant in "ab":
             rounds.add(tenant, (tenant, number))

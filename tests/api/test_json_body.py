@@ -4,7 +4,7 @@ import tracemalloc
 
 import pytest
 
-from cairn.api.limits import parse_json
+from cairn.api.json_body import parse_json
 from cairn.errors import InvalidRequest
 
 

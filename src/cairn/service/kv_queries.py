@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cairn.figures import Placed, Swept
 from cairn.kv.cache import Cache
 from cairn.kv.disk import DiskStore
 from cairn.kv.tiers import Tiers
 from cairn.service import wire
+from cairn.stats import Placed, Swept
 
 NOTHING = Swept()
 

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class Rounds(Generic[T]):
+class RoundRobin(Generic[T]):
     """What waits, in a line for each tenant."""
 
     __slots__ = ("_had", "_lines", "_turns")

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from cairn.errors import CairnError
-from cairn.figures import CacheReport
-from cairn.service.recent import Told
+from cairn.service.miss_explainer import PromptOrigin
+from cairn.stats import CacheReport
 from cairn.text.stream import TextStream
 from cairn.types import Delta, Done, Event, FinishReason, Output, Request, Timing, TokenLogprob, Usage
 
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from cairn.service.stream import Waker
 
 State = Literal["waiting", "running", "finished", "failed", "cancelled"]
-PLAIN = Told()
+PLAIN = PromptOrigin()
 _MERGE_AT = 32  # unread events of a stream that is read at once, before they are made one
 
 
@@ -105,7 +105,7 @@ class InFlight(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
 
 
-class Flight:
+class RequestState:
     """A request from its admission to its end. One event loop's thread uses it."""
 
     __slots__ = (
@@ -137,7 +137,7 @@ class Flight:
         "waker",
     )
 
-    def __init__(self, request: Request, text: TextStream, arrived: float, told: Told = PLAIN) -> None:
+    def __init__(self, request: Request, text: TextStream, arrived: float, told: PromptOrigin = PLAIN) -> None:
         self.request = request
         self.told = told
         self.text = text

@@ -11,7 +11,7 @@ from cairn.kernels.base import BLOCK, GROUP
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class TensorMeta:
     """A tensor as reading it gives it: an array, or groups of codes (`kernels.base.Quantized`)."""
 
     shape: tuple[int, ...]
@@ -43,38 +43,38 @@ class Outline:
 
 
 @runtime_checkable
-class Outlined(Protocol):
+class TensorMetaOnly(Protocol):
     """Weights that are made when they are asked for, but known before."""
 
-    def outline(self, name: str) -> Outline:
+    def outline(self, name: str) -> TensorMeta:
         """What `[name]` would give."""
         ...
 
 
-def outline(weights: Mapping[str, Any], name: str) -> Outline:
+def outline(weights: Mapping[str, Any], name: str) -> TensorMeta:
     """The outline of one tensor; does not read it."""
-    if isinstance(weights, Outlined):
+    if isinstance(weights, TensorMetaOnly):
         return weights.outline(name)
     array = weights[name]
-    return Outline(array.shape, str(array.dtype), 0)
+    return TensorMeta(array.shape, str(array.dtype), 0)
 
 
-def outlines(weights: Mapping[str, Any]) -> dict[str, Outline]:
+def outlines(weights: Mapping[str, Any]) -> dict[str, TensorMeta]:
     """The outline of every tensor of a model's weights; reads none of them."""
     return {name: outline(weights, name) for name in weights}
 
 
-def blocks(shape: tuple[int, ...], bits: Literal[4, 5, 6]) -> Outline:
+def blocks(shape: tuple[int, ...], bits: Literal[4, 5, 6]) -> TensorMeta:
     """The outline of codes in super-blocks."""
     count = math.prod(shape)
     scale, minimum = ("int8", "") if bits == 6 else ("uint8", "uint8")
     beside = count // 16 + (2 if bits == 6 else 4) * (count // BLOCK)
-    return Outline(shape, "uint8", count + beside, scale, minimum, bits)
+    return TensorMeta(shape, "uint8", count + beside, scale, minimum, bits)
 
 
-def codes(shape: tuple[int, ...], bits: int, scale: str, minimum: str = "", passing: int = 0) -> Outline:
+def codes(shape: tuple[int, ...], bits: int, scale: str, minimum: str = "", passing: int = 0) -> TensorMeta:
     """The outline of groups of codes; `passing` bytes are needed beside them while they are made."""
     groups = math.prod(shape) // GROUP
     beside = sum({"float16": 2, "float32": 4}[one] * groups for one in (scale, minimum) if one)
     made = math.prod(shape) + beside + passing
-    return Outline(shape, "uint8" if bits == 4 else "int8", made, scale, minimum)
+    return TensorMeta(shape, "uint8" if bits == 4 else "int8", made, scale, minimum)

@@ -5,9 +5,9 @@ import pytest
 
 from cairn.kernels.quantized import dequantized
 from cairn.models.hub import demo_folder
-from cairn.models.outline import outlines
-from cairn.models.shapes import SHAPES, TYPES, RandomWeights, shape_spec
+from cairn.models.random_weights import SHAPES, TYPES, RandomWeights, shape_spec
 from cairn.models.spec import load_spec
+from cairn.models.tensor_meta import outlines
 from cairn.models.weights import expected_tensors, parameters
 
 MILLIONS = {"demo": 5.84, "qwen3-0.6b": 596, "llama-3.2-1b": 1236, "gemma3-270m": 268, "gemma3-1b": 1000}

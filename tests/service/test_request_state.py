@@ -6,7 +6,7 @@ import pytest
 from tests.text import text_models
 
 from cairn.errors import GenerationFailed
-from cairn.service.flight import Flight
+from cairn.service.request_state import RequestState
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
 from cairn.types import FinishReason, OutputFormat, Request, SamplingParams
@@ -27,7 +27,7 @@ def test_the_status_of_what_was_resumed_tells_what_was_said_before(tmp_path: Pat
             stop=stop,
             output=OutputFormat(reasoning=True),
         )
-        flight = Flight(request, TextStream(tokenizer, request), 0.0)
+        flight = RequestState(request, TextStream(tokenizer, request), 0.0)
         assert flight.status().completion_tokens == cut
         for token in ids[cut:]:
             flight.accept_token(token)
@@ -51,7 +51,7 @@ def test_what_is_held_back_where_there_was_no_room_for_more_stops_nothing(tmp_pa
             stop=("\n",),
             output=OutputFormat(tools=True),
         )
-        flight = Flight(request, TextStream(tokenizer, request), 0.0)
+        flight = RequestState(request, TextStream(tokenizer, request), 0.0)
         for token in tokens:
             flight.accept_token(token)
         flight.end(FinishReason.LENGTH, GenerationFailed("no room"), None)

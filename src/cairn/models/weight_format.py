@@ -22,13 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.base import GROUP, Quantized
-from cairn.models import outline as known
+from cairn.models import tensor_meta as known
 from cairn.models.dequant import SLICE
 from cairn.models.digests import tell
 from cairn.models.mixture_spec import is_router
-from cairn.models.outline import Outline
 from cairn.models.quantize import rounded
 from cairn.models.recurrent_spec import is_step
+from cairn.models.tensor_meta import TensorMeta
 from cairn.models.weights import small
 from cairn.types import ModelSpec
 
@@ -55,7 +55,7 @@ def form_of(spec: ModelSpec, wanted: str) -> Form:
 class _Packed(Protocol):
     """Weights some of which are stored as codes."""
 
-    def packed_outline(self, name: str) -> Outline | None:
+    def packed_outline(self, name: str) -> TensorMeta | None:
         """What `packed` would give; None for a tensor that is not stored as codes."""
         ...
 
@@ -94,17 +94,17 @@ class HeldWeights(Mapping[str, Any]):
         held, self.errors[name] = rounded(lambda begin, end: array[begin:end], shape, self._bits(name))
         return held
 
-    def outline(self, name: str) -> Outline:
+    def outline(self, name: str) -> TensorMeta:
         """What `[name]` gives, and the bytes that it makes on the way."""
         plain = known.outline(self.source, name)
         if _is_exact(name):
-            return Outline(plain.shape, "float32", plain.made + 4 * math.prod(plain.shape))
+            return TensorMeta(plain.shape, "float32", plain.made + 4 * math.prod(plain.shape))
         if self._stays(name):
             return self._packed(name) or plain
         if self.form in ("f32", "bf16"):
             dtype, width = ("float32", 4) if self.form == "f32" else ("bfloat16", 2)
             made = plain.made + (0 if plain.dtype == dtype else width * math.prod(plain.shape))
-            return Outline(plain.shape, dtype, made)
+            return TensorMeta(plain.shape, dtype, made)
         return known.codes(plain.shape, self._bits(name), "float16", passing=plain.made)
 
     def note(self) -> str:
@@ -153,7 +153,7 @@ class HeldWeights(Mapping[str, Any]):
     def _bits(self, name: str) -> Literal[4, 8]:
         return 4 if self.form == "int4" and name not in _ENDS else 8
 
-    def _packed(self, name: str) -> Outline | None:
+    def _packed(self, name: str) -> TensorMeta | None:
         return self.source.packed_outline(name) if isinstance(self.source, _Packed) else None
 
     def _as_stored(self, name: str) -> NDArray[Any] | Quantized:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cairn.figures import Differs, Miss, MissReason
+from cairn.stats import Differs, Miss, MissReason
 from cairn.types import BLOCK_TOKENS
 
 CONTEXTS = 32
@@ -35,7 +35,7 @@ _DIGEST = 8
 _ID = 4  # bytes
 
 
-class Told(NamedTuple):
+class PromptOrigin(NamedTuple):
     """What the front knows of a request beside its ids."""
 
     messages: tuple[bytes, ...] = ()
@@ -85,7 +85,7 @@ class RecentContexts:
         self._tenants.pop(salt, None)
 
     def explain(
-        self, miss: Miss, salt: bytes, ids: Sequence[int], told: Told, decode: Callable[[Sequence[int]], str]
+        self, miss: Miss, salt: bytes, ids: Sequence[int], told: PromptOrigin, decode: Callable[[Sequence[int]], str]
     ) -> Miss:
         """The worker's reason, or a better one. Only `never seen` leaves something to say."""
         if miss.reason != "never seen":
@@ -118,9 +118,11 @@ class RecentContexts:
         return msgspec.structs.replace(miss, reason="not stored yet") if known_block else miss
 
 
-def told_of(messages: Sequence[Mapping[str, Any]], *, store: bool = True, why: MissReason | None = None) -> Told:
+def told_of(
+    messages: Sequence[Mapping[str, Any]], *, store: bool = True, why: MissReason | None = None
+) -> PromptOrigin:
     """What is known of a request that was rendered from these messages."""
-    return Told(tuple(_digest(message) for message in messages), store, why)
+    return PromptOrigin(tuple(_digest(message) for message in messages), store, why)
 
 
 def _digest(message: Mapping[str, Any]) -> bytes:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from cairn.kernels.base import BLOCK, GROUP, Quantized
 from cairn.models.gguf_spec import cache_groups
 from cairn.models.mixture_spec import is_router
-from cairn.models.outline import Outline, blocks, codes
 from cairn.models.recurrent_spec import MIXER, is_step, with_state
+from cairn.models.tensor_meta import TensorMeta, blocks, codes
 from cairn.models.weights import DTYPES, expected_tensors
 from cairn.types import CacheGroup, Experts, ModelSpec, Recurrence, RotaryPositions
 
@@ -123,14 +123,14 @@ class RandomWeights(Mapping[str, Any]):
         self._shapes = expected_tensors(spec)
         self._layers = spec.layers
 
-    def outline(self, name: str) -> Outline:
+    def outline(self, name: str) -> TensorMeta:
         """What `[name]` gives, and the bytes of memory that it makes."""
         shape, mold = self._shapes[name], self._mold(name)
         if mold.block:
             return blocks(shape, mold.block)
         if mold.bits:
             return codes(shape, mold.bits, mold.scale, mold.minimum)
-        return Outline(shape, mold.dtype, math.prod(shape) * _DTYPES[mold.dtype].itemsize)
+        return TensorMeta(shape, mold.dtype, math.prod(shape) * _DTYPES[mold.dtype].itemsize)
 
     def __getitem__(self, name: str) -> NDArray[Any] | Quantized:
         shape, mold = self._shapes[name], self._mold(name)

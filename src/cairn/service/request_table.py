@@ -1,7 +1,7 @@
 """The requests in flight: what the worker says of them, what is measured of it, and the one way out.
 
-A frame of the worker is one step of all requests: each request's record (`Flight`) takes its tokens, and its consumer
-is woken once. Every request leaves by `release`, whatever ended it.
+A frame of the worker is one step of all requests: each request's record (`RequestState`) takes its tokens, and its
+consumer is woken once. Every request leaves by `release`, whatever ended it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from cairn.metrics import Metrics
 from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.admission import Queue
-from cairn.service.flight import Flight, RequestStatus
-from cairn.service.recent import RecentContexts
+from cairn.service.miss_explainer import RecentContexts
+from cairn.service.request_state import RequestState, RequestStatus
 from cairn.service.supervisor import LESS_MEMORY, Supervisor
 from cairn.text.tokenizer import Tokenizer
 from cairn.types import FinishReason, Output, Timing
@@ -78,7 +78,7 @@ _LATE = 1.0
 """Seconds past a deadline after which the front ends a request itself; the worker normally does."""
 
 
-class Traffic:
+class RequestTable:
     """All requests of one service, from their admission to their end. One event loop's thread uses it."""
 
     metrics: Metrics
@@ -100,7 +100,7 @@ class Traffic:
         """How many requests are being computed."""
         return len(self.flights) - self.queue.requests
 
-    def enter(self, flight: Flight) -> None:
+    def enter(self, flight: RequestState) -> None:
         """A request was let in. Raises `WireError` if it is too long to be sent."""
         self._supervisor.add(flight)
         self.queue.enter(flight.request)
@@ -188,7 +188,7 @@ class Traffic:
                 error = GenerationFailed(LESS_MEMORY)
             self.release(output.id, output.finish, error=error, timing=output.timing)
 
-    def _explained(self, flight: Flight, output: Output) -> Output:
+    def _explained(self, flight: RequestState, output: Output) -> Output:
         """The first output of a request, with the best reason that is known why a part of its prompt was not found."""
         cache, request, metrics = output.cache, flight.request, self.metrics
         assert cache is not None
@@ -214,11 +214,11 @@ class Traffic:
             error.retry_after = self.queue.retry_after(self._clock.now())
         self.release(refused.id, FinishReason.ERROR, error=error)
 
-    def lost(self, flight: Flight, error: CairnError) -> None:
+    def lost(self, flight: RequestState, error: CairnError) -> None:
         """Its workers did not survive a request."""
         self.release(flight.request.id, FinishReason.ERROR, error=error)
 
-    def _show(self, flight: Flight) -> None:
+    def _show(self, flight: RequestState) -> None:
         """Let the consumer know of news; a request with stop strings is read at once."""
         if flight.eager:
             try:
@@ -234,7 +234,7 @@ class Traffic:
             flight.waker.wake()
 
     @contextlib.contextmanager
-    def _counting(self, flight: Flight) -> Iterator[None]:
+    def _counting(self, flight: RequestState) -> Iterator[None]:
         """Count the tokens that are read inside, of a request whose text may stop within them. All others count when
         they come, so that the total is the sum of what requests are told; what a worker sends of one that has ended
         meanwhile counts nowhere."""
@@ -274,7 +274,7 @@ class Traffic:
             self._empty.set()
         return True
 
-    def _remember(self, flight: Flight, reason: FinishReason, timing: Timing, now: float) -> None:
+    def _remember(self, flight: RequestState, reason: FinishReason, timing: Timing, now: float) -> None:
         """What is left of a request that has ended."""
         request = flight.request
         self.metrics.record_end(
@@ -330,7 +330,7 @@ def _broken(error: Exception) -> CairnError:
     return GenerationFailed("the text of the answer could not be built")
 
 
-def _timing(flight: Flight, now: float) -> Timing:
+def _timing(flight: RequestState, now: float) -> Timing:
     """The three spans that the worker reports, as this side saw them."""
     started = now if flight.started_at is None else flight.started_at
     first = now if flight.first_at is None else flight.first_at

@@ -15,7 +15,9 @@ To call a function, write its name and its arguments as JSON between these tags,
 </tool_call>"""
 
 
-def with_tools_told(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def with_tools_by_instruction(
+    messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     """Plain messages, of which the first says which tools there are and how to call them: behind a system's text, or
     before anybody else's."""
     lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]

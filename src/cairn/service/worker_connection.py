@@ -43,7 +43,7 @@ class Patience:
     """Pause before each restart in such a row; the last holds for all further ones, for ever."""
 
 
-class Link:
+class WorkerConnection:
     """One worker's life: its process (or thread), the socket to it, and what was last heard."""
 
     def __init__(self, worker: Worker, clock: Clock, receive: Callable[[wire.ToFront], None]) -> None:

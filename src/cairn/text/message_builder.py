@@ -9,7 +9,7 @@ from typing import Any
 from cairn.types import Delta, OutputFormat
 
 
-class Said:
+class MessageBuilder:
     """What an answer has said so far."""
 
     def __init__(self) -> None:

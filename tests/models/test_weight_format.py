@@ -17,10 +17,10 @@ from tests.tiny_models import BFLOAT16, write_model
 from cairn.kernels.base import Quantized
 from cairn.kernels.quantized import dequantized
 from cairn.models.dequant import KINDS, dequantize
-from cairn.models.held import HeldWeights, error_line, form_of
-from cairn.models.outline import outlines
-from cairn.models.shapes import shape_spec
+from cairn.models.random_weights import shape_spec
 from cairn.models.spec import load_spec
+from cairn.models.tensor_meta import outlines
+from cairn.models.weight_format import HeldWeights, error_line, form_of
 from cairn.models.weights import open_weights
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 256}
