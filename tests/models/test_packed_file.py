@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file, save_file
-from tests.models.test_held import SIZES, packed_model
+from tests.models.test_weight_format import SIZES, packed_model
 from tests.tiny_models import KERNELS, MODELS, Driver, load, prompt, write_model
 
 from cairn.models import packed_file
