@@ -549,7 +549,7 @@ async def test_finished_requests_are_forgotten_by_number_age_and_size(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Known failure 11."""
-    monkeypatch.setattr(traffic, "KEEP_REQUESTS", 5)
+    monkeypatch.setattr(request_table, "KEEP_REQUESTS", 5)
     ids = []
     for n in range(8):
         stream = service.generate(request(service, f"r{n}", 20))
@@ -557,11 +557,11 @@ async def test_finished_requests_are_forgotten_by_number_age_and_size(
         ids.append(stream.id)
     assert [service.status(id) is not None for id in ids] == [False] * 3 + [True] * 5
     assert not service._flights
-    monkeypatch.setattr(traffic, "KEEP_SECONDS", 0.0)
+    monkeypatch.setattr(request_table, "KEEP_SECONDS", 0.0)
     await until(lambda: service.status(ids[-1]) is None)
     assert service._history._characters == 0
-    monkeypatch.setattr(traffic, "KEEP_SECONDS", 600.0)
-    monkeypatch.setattr(traffic, "KEEP_CHARACTERS", 50)
+    monkeypatch.setattr(request_table, "KEEP_SECONDS", 600.0)
+    monkeypatch.setattr(request_table, "KEEP_CHARACTERS", 50)
     for n in range(4):
         await collect(service.generate(request(service, f"r{n}", 20)))
     assert service._history._characters <= 50
