@@ -34,7 +34,7 @@ from cairn.errors import (
     Overloaded,
     Unavailable,
 )
-from cairn.service import admission, wire
+from cairn.service import admission, request_table, wire
 from cairn.service.launch import launch_first
 from cairn.service.service import Service
 from cairn.service.stream import Waker, merge
