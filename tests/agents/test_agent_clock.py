@@ -115,7 +115,9 @@ async def test_an_agent_whose_time_is_over_is_gone_at_once_and_its_id_can_be_had
         await at.make("bob")
 
         def listed() -> list[str]:
-            return [agent.id for agent in list_agents(at.book.registry, "me", 9, "", at.book.pending.now()).agents]
+            registry = at.book.registry
+            page = list_agents(registry.of("me"), registry, "me", 9, "", at.book.pending.now())
+            return [agent.id for agent in page.agents]
 
         at.clock.passed = 1.0
         assert at.agent("ada").id == "ada" and listed() == ["ada", "bob"]

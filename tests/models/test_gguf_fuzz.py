@@ -179,7 +179,7 @@ def test_bent_gguf_files(
 def test_the_harness_sees_a_reader_that_trusts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fuzz above has teeth: with the check of shapes removed it fails."""
     monkeypatch.setattr(
-        GgufWeights, "_put", lambda self, name, tensor, _: self._found.update({name: _Part(tensor, tensor.shape)})
+        GgufWeights, "_put", lambda self, names, tensor, _: self._found.update({names[0]: _Part(tensor, tensor.shape)})
     )
     monkeypatch.setattr("cairn.engine.memory.memory_available", lambda: 1 << 28)
     file, rng, target = File(originals(tmp_path)[1]), random.Random(1), tmp_path / "bent.gguf"

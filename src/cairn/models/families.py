@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -330,6 +331,10 @@ ENCODERS = (
 """The architectures of encoders; what each means is in `encoder_spec`."""
 
 
+_HEAD = re.compile(r"(For[A-Z]\w+|Model)$")
+"""What follows the family in an architecture's name."""
+
+
 def named_architecture(config: Fields) -> str:
     """The architecture that a config.json names."""
     named = config.values.get("architectures")
@@ -354,7 +359,7 @@ def family_of(config: Fields, *, bare: bool = False) -> tuple[str, Family]:
     if bare and name.endswith("Model") and headed in FAMILIES:
         name = headed
     if name not in FAMILIES:
-        known = ", ".join(sorted([*FAMILIES, *ENCODERS]))
+        known = ", ".join(sorted({_HEAD.sub("", one) for one in (*FAMILIES, *ENCODERS)}))  # a line, not a page
         raise ModelError(f"{config.path}: the architecture {name[:80]!r} is not supported; supported are {known}")
     if config.has("quantization_config") and not _mxfp4(config, FAMILIES[name]):
         raise ModelError(f"{config.path}: quantised safetensors (quantization_config) are not supported")
