@@ -16,7 +16,7 @@ OUTSIDE |= {"tempfile", "threading", "time", "uuid", "numpy", "torch"}
 ALLOWED = {
     "errors",
     "types",
-    "figures",
+    "stats",
     "seams",
     "engine.base",
     "kv.blocks",
@@ -30,7 +30,7 @@ ALLOWED |= {
     "kv.store",
     "kv.waiters",
     "plan",
-    "rounds",
+    "round_robin",
     "sequence",
     "text_queue",
     "waiting",
