@@ -73,7 +73,11 @@ def test_old_names_of_norms_and_places_that_are_listed(folder: Path) -> None:
         ("config.json", {"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
         ("config.json", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported; supported are gelu"),
         ("config.json", {"hidden_size": 50}, "num_attention_heads must be such that"),
-        ("config.json", {"architectures": ["DebertaModel"]}, "'DebertaModel' is not supported; supported are Apertus, Bert, "),
+        (
+            "config.json",
+            {"architectures": ["DebertaModel"]},
+            "'DebertaModel' is not supported; supported are Apertus, Bert, ",
+        ),
         ("config.json", {"quantization_config": {}}, "quantised safetensors"),
         ("1_Pooling/config.json", {"pooling_mode_cls_token": True}, "must be true, found pooling_mode_cls_token, poo"),
         ("1_Pooling/config.json", {"pooling_mode": "max"}, "pooling_mode must be one of cls, mean"),

@@ -750,7 +750,7 @@ async def test_a_context_is_where_it_was_put_and_gone_when_evicted(service: Serv
 
 async def test_a_question_to_a_worker_that_ends_is_unavailable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(folder) as service:
-        monkeypatch.setattr("cairn.service.worker_connection.Link.send", lambda *_: None)
+        monkeypatch.setattr("cairn.service.worker_connection.WorkerConnection.send", lambda *_: None)
         asked = asyncio.create_task(service.flush())
         await asyncio.sleep(0)
         await service.close()
