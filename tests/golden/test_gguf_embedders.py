@@ -55,7 +55,8 @@ def test_embedding_gemma(projected: bool, tmp_path: Path) -> None:
     ropes = config.pop("rope_parameters")
     flat = {"rope_theta": ropes["full_attention"]["rope_theta"], "sliding_window_pattern": 3}
     flat["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
-    (bare / "config.json").write_text(json.dumps(config | flat | {"architectures": ["Gemma3ForCausalLM"]}))
+    named = {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": False}
+    (bare / "config.json").write_text(json.dumps(config | flat | named))
     tensors = {f"model.{name}": one for name, one in load_file(folder / "model.safetensors").items()}
     save_file(tensors, bare / "model.safetensors")
     more = {f"dense_{n}.weight": one[0].weight.detach().numpy() for n, one in enumerate(after, 2)}
