@@ -105,7 +105,9 @@ def test_gated_mlp(kernels: Any, meaning: Any, activation: str, width: int) -> N
         both, back = one.matrix([gate, up], [None, None]), one.matrix([down], [None])
         found.append(hidden.copy())
         one.gated_mlp(found[-1], norm, 1e-6, both, activation, back)
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=2e-4)
+    # Squares make large terms that cancel in a sum: its error is that of the terms.
+    largest = 1e-6 * float(np.abs(found[1]).max()) if activation == "relu2" else 0.0
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=max(2e-4, largest))
     both, back = kernels.matrix([gate, up], [None, None]), kernels.matrix([down], [None])
     alone = hidden[8:9].copy()
     kernels.gated_mlp(alone, norm, 1e-6, both, activation, back)
