@@ -29,13 +29,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cairn.text.grammar import GrammarError, checked
-from cairn.text.render_wire import GRAMMAR_SECONDS, MAX_FRAME, Compile, Job, Rendered, Setup, frame
+from cairn.text.render_wire import GRAMMAR_MEMORY, GRAMMAR_SECONDS, MAX_FRAME, Compile, Job, Rendered, Setup, frame
 
 MEMORY = 48 << 20
 """Bytes of address space that rendering may add, beside `MEMORY_FACTOR` times the size of the job itself."""
 MEMORY_FACTOR = 16
-GRAMMAR_MEMORY = 256 << 20
-"""The same of compiling a grammar."""
 KEPT = 32 << 20
 """Bytes of address space that a grammar may leave behind; past that the process is replaced."""
 COMPILE_SECONDS = 5.0

@@ -12,8 +12,8 @@ from cairn.text.grammar import Shape
 
 MAX_FRAME = 128 << 20
 """Longest frame in bytes, either way."""
-
-
+GRAMMAR_MEMORY = 256 << 20
+"""Bytes of address space that compiling a grammar may add."""
 GRAMMAR_SECONDS = 2.0
 """Most seconds of processor time to compile a grammar; past that the process ends by SIGPROF."""
 

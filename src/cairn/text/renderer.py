@@ -15,7 +15,7 @@ import msgspec
 from cairn.errors import CairnError, InvalidRequest, ModelFileError, Unavailable
 from cairn.system import without_secrets
 from cairn.text.grammar import Shape
-from cairn.text.render_wire import GRAMMAR_SECONDS, MAX_FRAME, Compile, Job, Rendered, Setup, frame
+from cairn.text.render_wire import GRAMMAR_MEMORY, GRAMMAR_SECONDS, MAX_FRAME, Compile, Job, Rendered, Setup, frame
 from cairn.text.shared_time import Turns
 
 START_TIMEOUT = 120.0
@@ -187,13 +187,17 @@ class Renderer:
             return await self._within(data, words)
 
     async def _within(self, data: bytes, words: _Words) -> Rendered:
-        """One exchange. Raises InvalidRequest if the process used up its time over it."""
+        """One exchange. Raises InvalidRequest if the process used up its time over it, or a grammar's memory."""
         process = self._process
         try:
             async with asyncio.timeout(STALLED):
                 return await self._exchange(data)
         except (EOFError, ConnectionError):
-            if process is not None and await asyncio.to_thread(process.wait) == -signal.SIGPROF:
+            ended = None if process is None else await asyncio.to_thread(process.wait)
+            if ended == -signal.SIGABRT and words is not _MESSAGES:  # what compiles grammars ends so without memory
+                why = f"{words.field}: {words.subject} took more than {GRAMMAR_MEMORY >> 20} MiB of memory"
+                raise InvalidRequest(why, field=words.field) from None
+            if ended == -signal.SIGPROF:
                 seconds = self._setup.timeout if words is _MESSAGES else GRAMMAR_SECONDS
                 what = f" for{words.of}" if words.of else ""
                 why = f"{words.subject} took longer than {seconds:g} s of processor time{what}"
