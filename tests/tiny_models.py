@@ -234,6 +234,18 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"mlp_layer_types": ["dense", "sparse", "dense"], "num_hidden_layers": 3, "num_key_value_heads": 4},
         **{"q_lora_rank": 20, "kv_lora_rank": 33, "qk_rope_head_dim": 8, "qk_nope_head_dim": 24, "v_head_dim": 32},
     },
+    "mistral 4": {
+        "architecture": "Mistral4ForCausalLM",
+        **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1},
+        **{"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.4},
+        **{"first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 40},
+        **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 24, "v_head_dim": 20},
+        "rope_parameters": {
+            **{"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0},
+            **{"mscale_all_dim": 1.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1},
+            **{"rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        },
+    },
     "granite": {
         "architecture": "GraniteForCausalLM",
         **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.5},
@@ -318,6 +330,7 @@ def write_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields:
         "DeepseekV2": "deepseek_v2",
         "DeepseekV3": "deepseek_v3",
         "Glm4MoeLite": "glm4_moe_lite",
+        "Mistral4": "mistral4",
     }
     config = {**PLAIN, "architectures": [architecture], "model_type": kinds[architecture.removesuffix("ForCausalLM")]}
     if architecture.startswith("Gemma"):
@@ -384,7 +397,7 @@ NAMES = {
     "HunYuanDenseV1ForCausalLM": {".q_norm.": ".query_layernorm.", ".k_norm.": ".key_layernorm."},
     **{
         f"{name}ForCausalLM": {".shared_expert.": ".shared_experts."}
-        for name in ("Glm4Moe", "DeepseekV2", "DeepseekV3", "Glm4MoeLite")
+        for name in ("Glm4Moe", "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Mistral4")
     },
 }
 """What a family's own files call otherwise."""
@@ -406,6 +419,8 @@ def stored(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndar
         )
     if spec.architecture == "GptOssForCausalLM":
         tensors = fused_experts(spec, tensors)
+    if spec.architecture == "Mistral4ForCausalLM":
+        tensors = stacked_experts(spec, tensors)
     return as_stored(spec, tensors) if spec.recurrence is not None else tensors
 
 
@@ -434,6 +449,21 @@ def fused_rows(tensors: dict[str, np.ndarray], name: str, parts: Sequence[str]) 
             found[f"{layer}.{name}.weight"] = np.concatenate(
                 [tensors[f"{layer}.{place}.{one}_proj.weight"] for one in parts]
             )
+    return found
+
+
+def stacked_experts(spec: ModelSpec, tensors: dict[str, np.ndarray], place: str = "mlp.experts") -> dict[str, np.ndarray]:
+    """All experts in two tensors [E, out, in] a layer, gates above what they let through."""
+    assert spec.experts is not None
+    found = {name: array for name, array in tensors.items() if ".experts." not in name}
+    for layer in spec.experts.layers:
+        prefix = f"model.layers.{layer}.mlp.experts."
+        every = [
+            [tensors[f"{prefix}{number}.{part}_proj.weight"] for part in ("gate", "up", "down")]
+            for number in range(spec.experts.count)
+        ]
+        found[f"model.layers.{layer}.{place}.gate_up_proj"] = np.stack([np.concatenate(one[:2]) for one in every])
+        found[f"model.layers.{layer}.{place}.down_proj"] = np.stack([one[2] for one in every])
     return found
 
 

@@ -249,7 +249,8 @@ def _mix(
         run_recurrent(k, own, x, decoder.eps, states, b.recurrent, b.projected)
     elif isinstance(own, LatentAttention):
         places = (b.angles[g], kv[g], layer.index, b.slots[g], b.rows, b.tables[g])
-        run_latent(k, own, x, *places, decoder.scale, b.latent, b.projected)
+        scaling = None if decoder.query_scaling is None else (b.positions, *decoder.query_scaling)
+        run_latent(k, own, x, *places, decoder.scale, scaling, b.latent, b.projected)
     elif isinstance(own, GroupAttention):
         where = (b.angles[g], kv[g], b.slots[g], b.rows, b.tables[g])
         run_attention(k, own, x, g, layer.index, where, (decoder.eps, decoder.scale), b.uneven, b.projected)

@@ -172,6 +172,20 @@ _DEEPSEEK_3 = Family(
     defaults={"norm_topk_prob": True, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "n_shared_experts": 1},
 )
 
+_MISTRAL_4 = replace(
+    _DEEPSEEK_3,
+    mixture="mistral4",
+    ahead=False,
+    query_scaling=True,
+    defaults={
+        **{"norm_topk_prob": True, "n_shared_experts": 1},
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        },
+    },
+)
+
 FAMILIES = {
     "LlamaForCausalLM": Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
     "MistralForCausalLM": Family(kv_heads=8, window="all"),
@@ -229,6 +243,7 @@ FAMILIES = {
     "Glm4MoeLiteForCausalLM": replace(
         _DEEPSEEK_3, mixture="glm4 lite", defaults={"norm_topk_prob": True, "rms_norm_eps": 1e-5, "n_shared_experts": 1}
     ),
+    "Mistral4ForCausalLM": _MISTRAL_4,
     "GraniteForCausalLM": Family(
         qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", multipliers=True
     ),

@@ -122,6 +122,7 @@ MIXTURES = {
 MIXTURES["deepseek3"] = replace(
     MIXTURES["glm4"], known=(*_EVERY_LAYER, ("topk_method", "noaux_tc"), ("scoring_func", "sigmoid"))
 )
+MIXTURES["mistral4"] = replace(MIXTURES["glm4"], scores="softmax", correction=False)
 MIXTURES["glm4 lite"] = replace(MIXTURES["deepseek3"], typed=True)
 _OTHER_NAMES = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
 """Newer configs may call a field so."""

@@ -197,7 +197,8 @@ def _deepseek(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tenso
     assert latent is not None
     shape = (spec.heads, latent.plain + latent.value, latent.rank)
     if rest != "self_attn.kv_b_proj.weight" or array.shape != (shape[0] * shape[1], shape[2]):
-        yield from _glm(rest, array, spec)
+        for own, part in _fused(rest, array, spec):
+            yield from _glm(own, part, spec)
         return
     for head, one in enumerate(array.reshape(shape)):
         # Queries go through keys the other way round.
@@ -228,7 +229,9 @@ _RULES: dict[str, Callable[[str, NDArray[Any], ModelSpec], Iterator[Tensor]]] = 
     "HunYuanDenseV1ForCausalLM": _hunyuan,
     "ApertusForCausalLM": _apertus,
     "Phi3ForCausalLM": _phi,
-    **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"), _deepseek),
+    **dict.fromkeys(
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Mistral4ForCausalLM"), _deepseek
+    ),
     "Qwen3_5MoeForCausalLM": _fused,
     "Qwen3_5MoeForConditionalGeneration": _fused,
     "Qwen3NextForCausalLM": _fused,
