@@ -22,6 +22,7 @@ from cairn.engine.cpu import CpuEngine
 from cairn.kernels import native
 from cairn.kernels.vocabulary import Sampler
 from cairn.models.spec import load_spec
+from cairn.models.tensor_names import turn
 from cairn.models.weights import expected_tensors
 from cairn.types import ModelSpec, SamplingParams
 
@@ -60,6 +61,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": {**LLAMA3, "rope_theta": 500000.0},
     },
     "llama linear rope": {"architecture": "LlamaForCausalLM", "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "llama 4": {
+        "architecture": "Llama4ForCausalLM",
+        **{"num_hidden_layers": 4, "no_rope_layer_interval": 3, "attention_chunk_size": 24, "floor_scale": 20},
+        **{"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2},
+        **{"intermediate_size": 40, "intermediate_size_mlp": 80, "attention_bias": False},
+        "rope_scaling": {**LLAMA3, "rope_theta": 500000.0},
+    },
     "qwen 2, three heads a group": {
         "architecture": "Qwen2ForCausalLM",
         "num_attention_heads": 6,
@@ -162,6 +170,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
         **{"global_head_dim": 32, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 170},
         **{"num_key_value_heads": 1, "use_bidirectional_attention": "vision"},
+    },
+    "gemma 4 moe": {
+        "architecture": "Gemma4ForCausalLM",
+        **{"num_hidden_layers": 4, "sliding_window": 17, "final_logit_softcapping": 4.0},
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        **{"global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        **{"hidden_size_per_layer_input": 0, "enable_moe_block": True},
+        **{"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
     },
     "qwen 3 moe": {
         "architecture": "Qwen3MoeForCausalLM",
@@ -331,6 +347,7 @@ def write_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields:
         "DeepseekV3": "deepseek_v3",
         "Glm4MoeLite": "glm4_moe_lite",
         "Mistral4": "mistral4",
+        "Llama4": "llama4_text",
     }
     config = {**PLAIN, "architectures": [architecture], "model_type": kinds[architecture.removesuffix("ForCausalLM")]}
     if architecture.startswith("Gemma"):
@@ -357,7 +374,7 @@ def random_tensors(folder: Path, seed: int = 0, dtype: Any = np.float32) -> dict
         values = rng.standard_normal(shape)
         if name.endswith("correction_bias"):
             values = 0.3 * values
-        elif name.endswith("layer_scalar"):
+        elif name.endswith(("layer_scalar", "mlp.gate.scale", "per_expert_scale")):
             values = 0.9 + 0.2 * values
         elif "norm" in name:
             values = (0 if gemma and ".mixer." not in name else 1) + 0.3 * values
@@ -421,6 +438,14 @@ def stored(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndar
         tensors = fused_experts(spec, tensors)
     if spec.architecture == "Mistral4ForCausalLM":
         tensors = stacked_experts(spec, tensors)
+    if spec.architecture == "Llama4ForCausalLM":
+        tensors = llama_experts(spec, tensors)
+    if spec.architecture == "Gemma4ForCausalLM" and spec.experts is not None:
+        tensors = stacked_experts(spec, tensors, "experts")
+        tensors = {
+            name.replace("mlp.gate.weight", "router.proj.weight").replace("mlp.gate.", "router."): array
+            for name, array in tensors.items()
+        }
     return as_stored(spec, tensors) if spec.recurrence is not None else tensors
 
 
@@ -464,6 +489,18 @@ def stacked_experts(spec: ModelSpec, tensors: dict[str, np.ndarray], place: str 
         ]
         found[f"model.layers.{layer}.{place}.gate_up_proj"] = np.stack([np.concatenate(one[:2]) for one in every])
         found[f"model.layers.{layer}.{place}.down_proj"] = np.stack([one[2] for one in every])
+    return found
+
+
+def llama_experts(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Llama 4's experts, turned, and its heads whose pairs are neighbours."""
+    found = {}
+    for name, array in stacked_experts(spec, tensors).items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            array = turn(array, spec.head_dim)
+        if array.ndim == 3:
+            array = np.ascontiguousarray(array.swapaxes(1, 2))
+        found[name.replace(".mlp.gate.", ".feed_forward.router.").replace(".mlp.", ".feed_forward.")] = array
     return found
 
 

@@ -23,7 +23,7 @@ from cairn.kernels.base import Array, Kernels, Matrix, Rope
 from cairn.kernels.program import Call, Program
 from cairn.models.buffers import Buffers, with_slots
 from cairn.models.latent import LatentAttention, build_latent, run_latent
-from cairn.models.mixture import Mixture, build_mixture, run_mixture
+from cairn.models.mixture import Beside, Mixture, build_beside, build_mixture, run_beside, run_mixture
 from cairn.models.recurrent import Recurrent, build_recurrent, run_recurrent
 from cairn.models.tensor_names import XIELU
 from cairn.models.uneven import (
@@ -60,6 +60,8 @@ class Attention:
     window: int
     turned: bool
     """Whether it knows positions."""
+    plain_norm: bool
+    """Whether queries and keys are normed without a weight."""
     qkv: Matrix
     """Where what it gives goes through a gate, each query head has that behind it."""
     q_norm: Array | None
@@ -82,6 +84,8 @@ class Layer:
     mlp_norm: Array | None
     mlp: Mlp | Mixture | None
     """None where the layer is what stands before it alone."""
+    beside: Beside | None
+    """Experts beside the MLP."""
     mlp_post_norm: Array | None
     input: LayerInput | None
     """What it gets beside what the layer before it gives."""
@@ -108,6 +112,9 @@ class Decoder:
     logit_scale: float
     residual_scale: float
     query_scaling: tuple[float, float] | None
+    unturned_scaling: tuple[float, float] | None
+    heads: tuple[int, int]
+    """How many heads of queries and of keys there are, and their size."""
     late_norms: bool
     inputs: Inputs | None
     both: bool
@@ -142,6 +149,8 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
         logit_scale=spec.logit_scale,
         residual_scale=spec.residual_scale,
         query_scaling=spec.query_scaling,
+        unturned_scaling=spec.unturned_scaling,
+        heads=(spec.heads + spec.kv_heads, spec.head_dim),
         late_norms=spec.late_norms,
         inputs=build_inputs(kernels, spec, weights),
         both=spec.both,
@@ -168,7 +177,7 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
     def mlp() -> Mlp | Mixture | None:
         if not spec.has_mlp(layer):
             return None
-        if spec.experts is not None and layer in spec.experts.layers:
+        if spec.experts is not None and layer in spec.experts.layers and not spec.experts.beside:
             return build_mixture(matrix, vector, spec.experts)
         gate_up = matrix("mlp.gate_proj", "mlp.up_proj") if spec.mlp_gated else matrix("mlp.up_proj")
         wide = spec.uneven is not None and layer in spec.uneven.wide
@@ -186,8 +195,9 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
         if spec.latent is not None:
             return build_latent(matrix, vector, spec, spec.latent)
         return Attention(
-            window=spec.groups[group].window,
+            window=spec.groups[group].sight,
             turned=layer not in spec.unturned,
+            plain_norm=spec.plain_norm and layer not in spec.unturned,
             qkv=matrix("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             q_norm=norm("self_attn.q_norm"),
             k_norm=norm("self_attn.k_norm"),
@@ -205,6 +215,7 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
         attention_post_norm=norm("post_attention_layernorm", post),
         mlp_norm=norm("input_layernorm" if spec.mlp_layers is not None else before, pre),
         mlp=mlp(),
+        beside=build_beside(matrix, vector, spec.experts, spec.hidden),
         mlp_post_norm=norm("post_feedforward_layernorm", post),
         input=build_input(matrix, vector, spec.uneven, layer),
         scalar=vector("layer_scalar") if spec.uneven is not None else None,
@@ -276,6 +287,8 @@ def _transform(k: Kernels, decoder: Decoder, layer: Layer, own: Mlp | Mixture, b
         else:
             k.activate(b.gated, decoder.activation, b.gated)
         k.project(b.gated, own.down, b.projected)
+    if layer.beside is not None:
+        run_beside(k, layer.beside, decoder.activation, decoder.eps, b.hidden, b.mixture, b.normed, b.projected)
     _add(k, decoder, layer.mlp_post_norm, b)
 
 
@@ -285,11 +298,15 @@ def _attend(
     """What a layer's attention makes of x, in `b.projected`."""
     g = layer.group
     k.project(x, own.qkv, b.qkv)
+    if own.plain_norm:  # whose length a turn does not change
+        k.norm_heads(b.qkv, 0, *decoder.heads, None, decoder.eps)
     angles = b.angles[g] if own.turned else None
     norms = (own.q_norm, own.k_norm, decoder.eps)
     k.rope_write(b.qkv, angles, *norms, kv[g], layer.index, b.slots[g], b.query, decoder.late_norms)
     if decoder.query_scaling is not None:
         k.scale_queries(b.query, b.positions, *decoder.query_scaling)
+    if decoder.unturned_scaling is not None and not own.turned:
+        k.scale_queries(b.query, b.positions, *decoder.unturned_scaling, 1)
     places = (kv[g], layer.index, b.rows, b.tables[g], own.window)
     how = (decoder.scale, b.attended, decoder.softcap, decoder.both, own.sinks)
     k.attention(b.query, *places, *how)

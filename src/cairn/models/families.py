@@ -21,6 +21,8 @@ class Family:
     qk_norm: bool | str = False
     qk_norm_whole: bool = False
     """Whether it is over all heads together."""
+    plain_norm: bool | str = False
+    """Whether queries and keys are normed without a weight."""
     pre_norms: bool = True
     post_norms: bool = False
     """Whether norms stand before attention and MLP, and behind them."""
@@ -28,9 +30,10 @@ class Family:
     """Default head size; None: hidden_size / num_attention_heads."""
     kv_heads: int | None = None
     """Default of num_key_value_heads; None: num_attention_heads."""
-    window: Literal["none", "all", "by layer", "by type"] = "none"
+    window: Literal["none", "all", "by layer", "by type", "unturned"] = "none"
     """Which layers `sliding_window` limits: "by layer" where `use_sliding_window` is set, "by type" always; which those
-    are, `layer_types` says, or else `max_window_layers` and `period`."""
+    are, `layer_types` says, or else `max_window_layers` and `period`. "unturned": all but those without positions, which
+    cut the context into pieces of `attention_chunk_size` and see their own."""
     period: int = 0
     """Every so many-th layer has no window."""
     local_rope: bool = False
@@ -123,6 +126,7 @@ _GEMMA_4 = Family(
     period=6,
     local_rope=True,
     uneven=True,
+    mixture="gemma4",
     defaults={
         **{"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512},
         **{"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "bos_token_id": 2, "eos_token_id": 1},
@@ -186,8 +190,22 @@ _MISTRAL_4 = replace(
     },
 )
 
+_LLAMA_4 = Family(
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    head_dim=128,
+    kv_heads=8,
+    window="unturned",
+    unturned=True,
+    plain_norm="use_qk_norm",
+    mixture="llama4",
+    defaults={"use_qk_norm": True, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "intermediate_size_mlp": 16384},
+)
+
 FAMILIES = {
     "LlamaForCausalLM": Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
+    "Llama4ForCausalLM": _LLAMA_4,
+    "Llama4ForConditionalGeneration": replace(_LLAMA_4, nested=True),
     "MistralForCausalLM": Family(kv_heads=8, window="all"),
     "Qwen2ForCausalLM": Family(qkv_bias=True, kv_heads=32, window="by layer"),
     "Qwen3ForCausalLM": Family(

@@ -97,6 +97,13 @@ def query_scaling(config: Fields) -> tuple[float, float] | None:
     )
 
 
+def unturned_scaling(config: Fields) -> tuple[float, float] | None:
+    """`ModelSpec.unturned_scaling`."""
+    if not config.flag("attn_temperature_tuning", True):
+        return None
+    return config.number("attn_scale", 0.0, 1e3, 0.1), float(config.integer("floor_scale", 1, MAX_CONTEXT, 8192))
+
+
 def rotary(config: Fields, head_dim: int) -> int | None:
     """`ModelSpec.rotary`."""
     rope = config.object("rope_parameters")

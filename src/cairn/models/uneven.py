@@ -104,7 +104,7 @@ def build_attention(matrix: Pack, norm: Callable[[str], Array | None], spec: Mod
     value = "self_attn.k_proj" if layer in uneven.keys_as_values else "self_attn.v_proj"
     _, kv_heads, _, size = spec.page(group)
     return GroupAttention(
-        window=spec.groups[group].window,
+        window=spec.groups[group].sight,
         heads=spec.heads,
         kv_heads=kv_heads,
         size=size,

@@ -15,6 +15,7 @@ import msgspec
 from cairn.errors import ModelError
 from cairn.models.families import Family
 from cairn.models.files import Fields
+from cairn.models.mixture_spec import mixture_tensors
 from cairn.types import MAX_CONTEXT, MAX_HEAD_DIM, CacheGroup, ModelSpec, RopeScaling, Uneven
 
 INPUTS = "model.embed_tokens_per_layer.weight"
@@ -46,8 +47,6 @@ def uneven_fields(config: Fields, family: Family, groups: tuple[CacheGroup, ...]
     """What a spec says of layers that are not alike; {} for a family whose layers are. `groups` hold all layers."""
     if not family.uneven:
         return {}
-    if config.flag("enable_moe_block", False):
-        raise ModelError(f"{config.path}: enable_moe_block is true; experts beside the MLP are not supported")
     hidden, vocab = config.integer("hidden_size", 1, 1 << 20), config.integer("vocab_size", 1, 1 << 22)
     same = config.flag("attention_k_eq_v", False)
     whole = next((group.layers for group in groups if group.rope is None), ())
@@ -134,6 +133,8 @@ def _layer(spec: ModelSpec, uneven: Uneven, layer: int) -> dict[str, tuple[int, 
     places = ("input", "post_attention", "pre_feedforward", "post_feedforward")
     found |= {f"{place}_layernorm.weight": (hidden,) for place in places}
     found["layer_scalar"] = (1,)
+    if spec.experts is not None:
+        found |= mixture_tensors(spec, spec.experts)
     if uneven.inputs:
         found["per_layer_input_gate.weight"] = (uneven.inputs, hidden)
         found["per_layer_projection.weight"] = (hidden, uneven.inputs)
