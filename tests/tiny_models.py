@@ -153,6 +153,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
         "rope_local_base_freq": 500.0,
     },
+    "gemma 3n": {
+        "architecture": "Gemma3nForCausalLM",
+        **{"num_hidden_layers": 6, "sliding_window": 21, "num_kv_shared_layers": 2, "final_logit_softcapping": 4.0},
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 150, "num_key_value_heads": 1},
+        **{"altup_num_inputs": 3, "laurel_rank": 10, "activation_sparsity_pattern": [0.8, 0.5, 0.0, 0.0, 0.3, 0.0]},
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 20000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    },
     "gemma 4": {
         "architecture": "Gemma4ForCausalLM",
         **{"num_hidden_layers": 4, "sliding_window": 17, "final_logit_softcapping": 4.0},
@@ -326,6 +337,7 @@ def write_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields:
         "Gemma2": "gemma2",
         "Gemma3": "gemma3_text",
         "Gemma4": "gemma4_text",
+        "Gemma3n": "gemma3n_text",
         "Mixtral": "mixtral",
         "Olmoe": "olmoe",
         "GptOss": "gpt_oss",
@@ -368,13 +380,13 @@ def random_tensors(folder: Path, seed: int = 0, dtype: Any = np.float32) -> dict
     rng = np.random.default_rng(seed)
     tensors = {}
     spec = load_spec(folder)
-    centred = ("Gemma2", "Gemma3", "Qwen3_5", "Qwen3Next")
+    centred = ("Gemma2", "Gemma3For", "Qwen3_5", "Qwen3Next")
     gemma = spec.architecture.startswith(centred)  # whose norms multiply by 1 + w
     for name, shape in expected_tensors(spec).items():
         values = rng.standard_normal(shape)
         if name.endswith("correction_bias"):
             values = 0.3 * values
-        elif name.endswith(("layer_scalar", "mlp.gate.scale", "per_expert_scale")):
+        elif name.endswith(("layer_scalar", "mlp.gate.scale", "per_expert_scale", "correct_output_scale")):
             values = 0.9 + 0.2 * values
         elif "norm" in name:
             values = (0 if gemma and ".mixer." not in name else 1) + 0.3 * values

@@ -374,9 +374,25 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     with (Gemma 4)."""
 
 
+class Streams(msgspec.Struct, frozen=True, kw_only=True):
+    """A hidden state that is kept several times over, of which each layer computes one and corrects all (AltUp), what is
+    learnt beside attention (LAuReL), and gates of which only the largest are let through (Gemma 3n)."""
+
+    count: int
+    active: int
+    """Which of them layers compute."""
+    rank: int
+    """Width of what stands beside attention."""
+    sparsity: tuple[float | None, ...] = ()
+    """Of each layer: by how many deviations a gate has to pass the mean of all; None where all pass. () for all
+    layers."""
+    scaled: bool = True
+    """Whether what each layer makes its input of is multiplied with a number for each column."""
+
+
 class Uneven(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that are not alike (Gemma 4). Their heads differ by group; values are normed without a weight, and what a
-    layer gives is multiplied by a number of its own."""
+    layer gives is multiplied by a number of its own, but where there are streams (Gemma 3n)."""
 
     kv_from: tuple[int, ...] = ()
     """Of each of the last layers, which have no keys and values, the layer whose they read."""
@@ -388,6 +404,7 @@ class Uneven(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers that each layer gets of a token, beside what the layer before it gives; 0: nothing."""
     input_rows: int = 0
     """Rows of the table of these."""
+    streams: Streams | None = None
 
 
 class Recurrence(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix, Rope
@@ -25,6 +25,19 @@ from cairn.models.buffers import Buffers, with_slots
 from cairn.models.latent import LatentAttention, build_latent, run_latent
 from cairn.models.mixture import Beside, Mixture, build_beside, build_mixture, run_beside, run_mixture
 from cairn.models.recurrent import Recurrent, build_recurrent, run_recurrent
+from cairn.models.streams import (
+    StreamBuffers,
+    StreamEnds,
+    StreamLayer,
+    build_ends,
+    build_streams,
+    run_correct,
+    run_end,
+    run_joined,
+    run_predict,
+    run_start,
+)
+from cairn.models.streams import run_beside as run_beside_attention
 from cairn.models.tensor_names import XIELU
 from cairn.models.uneven import (
     GroupAttention,
@@ -91,6 +104,8 @@ class Layer:
     """What it gets beside what the layer before it gives."""
     scalar: Array | None
     """What is multiplied with what it gives."""
+    streams: StreamLayer | None
+    """What it has of its own where the hidden state is kept several times over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +132,7 @@ class Decoder:
     """How many heads of queries and of keys there are, and their size."""
     late_norms: bool
     inputs: Inputs | None
+    streams: StreamEnds | None
     both: bool
     """Whether tokens see what follows them too."""
     mlp_gated: bool
@@ -153,6 +169,7 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
         heads=(spec.heads + spec.kv_heads, spec.head_dim),
         late_norms=spec.late_norms,
         inputs=build_inputs(kernels, spec, weights),
+        streams=build_ends(kernels, spec, weights),
         both=spec.both,
         mlp_gated=spec.mlp_gated,
         gated=spec.head_dim if spec.output_gate else 0,
@@ -218,7 +235,8 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
         beside=build_beside(matrix, vector, spec.experts, spec.hidden),
         mlp_post_norm=norm("post_feedforward_layernorm", post),
         input=build_input(matrix, vector, spec.uneven, layer),
-        scalar=vector("layer_scalar") if spec.uneven is not None else None,
+        scalar=vector("layer_scalar") if spec.uneven is not None and spec.uneven.streams is None else None,
+        streams=build_streams(matrix, vector, spec, layer),
     )
 
 
@@ -232,7 +250,10 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
     }.values():
         k.rope_angles(rope, b.positions, angles)
     if decoder.inputs is not None:
-        run_inputs(k, decoder.inputs, b.tokens, b.hidden, decoder.eps, b.uneven)
+        run_inputs(k, decoder.inputs, b.hidden, decoder.eps, b.uneven)
+    if decoder.streams is not None:
+        _body_of_streams(k, decoder, decoder.streams, kv, b)
+        return
     for layer in decoder.layers:
         if layer.attention is not None:
             _mix(k, decoder, layer, layer.attention, kv, b)
@@ -244,6 +265,23 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
             k.scale_by(b.hidden, layer.scalar)
 
 
+def _body_of_streams(k: Kernels, decoder: Decoder, own: StreamEnds, kv: Sequence[Array], b: Buffers) -> None:
+    """Every layer of a model that keeps its hidden state several times over."""
+    streams = b.streams
+    run_start(k, own, b.hidden, streams, b.projected)
+    for layer in decoder.layers:
+        assert layer.streams is not None and layer.attention is not None and layer.mlp is not None and layer.input
+        run_predict(k, layer.streams, b.hidden, decoder.eps, streams, b.normed)
+        _mix(k, decoder, layer, layer.attention, kv, b, streams)
+        run_joined(k, b.hidden, streams)
+        _transform(k, decoder, layer, layer.mlp, b)
+        inputs = (b.uneven.inputs, b.uneven.gate)
+        how = (decoder.activation, decoder.eps, b.hidden, inputs, streams, b.normed, b.projected)
+        run_correct(k, layer.streams, layer.input, *how)
+        streams = replace(streams, here=streams.there, there=streams.here)
+    run_end(k, own, b.hidden, streams, b.projected)
+
+
 def _mix(
     k: Kernels,
     decoder: Decoder,
@@ -251,10 +289,13 @@ def _mix(
     own: Attention | LatentAttention | GroupAttention | Recurrent,
     kv: Sequence[Array],
     b: Buffers,
+    streams: StreamBuffers | None = None,
 ) -> None:
     """The half of a layer in which tokens see each other."""
     g = layer.group
     x = _normed(k, decoder, layer.attention_norm, b)
+    if layer.streams is not None and streams is not None:
+        run_beside_attention(k, layer.streams, x, decoder.eps, streams)
     if isinstance(own, Recurrent):
         states = (kv[g], layer.index, b.rows, b.tables[g])
         run_recurrent(k, own, x, decoder.eps, states, b.recurrent, b.projected)
@@ -278,6 +319,8 @@ def _transform(k: Kernels, decoder: Decoder, layer: Layer, own: Mlp | Mixture, b
     elif decoder.mlp_gated:
         gates, gated = (b.uneven.gates, b.uneven.gated) if own.wide else (b.gates, b.gated)
         k.project(x, own.gate_up, gates)
+        if layer.streams is not None and layer.streams.sparsity is not None:
+            k.sparsify(gates, layer.streams.sparsity)
         k.gate(gates, decoder.activation, gated)
         k.project(gated, own.down, b.projected)
     else:

@@ -66,6 +66,8 @@ class Family:
     """Whether rotary positions may be scaled by lists of factors, of which one is for long contexts."""
     uneven: bool = False
     """Whether layers are not alike: see `uneven_spec`."""
+    streams: bool = False
+    """Whether the hidden state is kept several times over."""
     latent: bool = False
     """Whether attention is over latents: see `latent_spec`."""
     packed: bool = False
@@ -136,6 +138,23 @@ _GEMMA_4 = Family(
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
         },
+    },
+)
+
+_GEMMA_3N = Family(
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    qk_norm=True,
+    post_norms=True,
+    window="by type",
+    period=5,
+    local_rope=True,
+    uneven=True,
+    streams=True,
+    defaults={
+        **{"num_key_value_heads": 2, "head_dim": 256, "sliding_window": 512, "num_kv_shared_layers": 15},
+        **{"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "bos_token_id": 2, "eos_token_id": 1},
+        **{"vocab_size": 262_400, "max_position_embeddings": 32_768, "final_logit_softcapping": 30.0},
     },
 )
 
@@ -307,6 +326,8 @@ FAMILIES = {
         defaults=_ALWAYS_FULL | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     ),
     "Ministral3ForCausalLM": Family(kv_heads=8, window="all", query_scaling=True, defaults=_ALWAYS_FULL),
+    "Gemma3nForCausalLM": _GEMMA_3N,
+    "Gemma3nForConditionalGeneration": replace(_GEMMA_3N, nested=True),
     "Gemma4ForCausalLM": _GEMMA_4,
     "Gemma4ForConditionalGeneration": replace(_GEMMA_4, nested=True),
     "Qwen3_5ForCausalLM": _QWEN_3_5,

@@ -41,7 +41,7 @@ from cairn.models.positions_spec import (
     unturned_scaling,
 )
 from cairn.models.recurrent_spec import mlp_layers, recurrence, with_state
-from cairn.models.uneven_spec import proportional, uneven_fields
+from cairn.models.uneven_spec import one_width, proportional, uneven_fields
 from cairn.models.weights import weight_files
 from cairn.types import (
     MAX_CONTEXT,
@@ -195,7 +195,7 @@ def _load(folder: Path) -> ModelSpec:
 def _positions(config: Fields, family: Family) -> tuple[RopeScaling, float, int]:
     """Rope scaling, theta and context of the layers without a window."""
     if family.uneven:
-        return proportional(config)
+        return proportional(config, family)
     return rope_scaling(global_positions(config) if family.local_rope else config, family)
 
 
@@ -216,6 +216,8 @@ def _kv_heads(config: Fields, family: Family) -> int | None:
 
 def _ffn(config: Fields, family: Family, experts: Experts | None) -> int:
     """Width of the plain MLP."""
+    if family.streams:
+        return one_width(config)
     if family.mixture == "granite" and experts is None:
         return config.integer("shared_intermediate_size", 1, 1 << 22)
     key = next((name for name in ("block_ff_dim", "intermediate_size_mlp") if config.has(name)), "intermediate_size")
@@ -338,7 +340,9 @@ def _window_layers(config: Fields, family: Family, layers: int) -> list[int]:
     if not config.has("layer_types") and family.period:
         period = config.integer("sliding_window_pattern", 1, 1 << 12, family.period)
         return [
-            layer for layer in range(layers) if (layer + 1) % period and not (family.uneven and layer == layers - 1)
+            layer
+            for layer in range(layers)
+            if (layer + 1) % period and not (family.uneven and not family.streams and layer == layers - 1)
         ]
     if not config.has("layer_types"):
         return list(range(config.integer("max_window_layers", 0, 1 << 12, 28), layers))
@@ -346,7 +350,7 @@ def _window_layers(config: Fields, family: Family, layers: int) -> list[int]:
     known = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
         raise config.error("layer_types", f"a list of {layers} entries, each full_attention or sliding_attention")
-    if family.uneven and kinds[-1] != "full_attention":
+    if family.uneven and not family.streams and kinds[-1] != "full_attention":
         raise config.error("layer_types", "a list whose last entry is full_attention")
     return [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
 
@@ -431,6 +435,8 @@ def _facts(spec: ModelSpec) -> dict[str, Any]:
         for name, plain in _LATER_OF_EXPERTS.items():
             if found["experts"][name] == plain:
                 del found["experts"][name]
+    if found.get("uneven") and found["uneven"]["streams"] is None:
+        del found["uneven"]["streams"]
     for group in found["groups"]:
         for name, plain in _LATER_OF_GROUPS.items():
             if group[name] == plain:
