@@ -29,6 +29,7 @@ from cairn.service.service import SHUTTING_DOWN, Service
 from cairn.service.services import RequestIds, Services
 from cairn.service.stores import GB
 from cairn.service.worker_connection import Patience
+from cairn.spans import PRESENT
 from cairn.system import SystemClock
 
 log = logging.getLogger(__name__)
@@ -193,7 +194,12 @@ class Models:
         """
         loaded = model.loaded
         if loaded is None or loaded.closing:
-            loaded = await self._wait(model)
+            began = self._clock.now()
+            try:
+                loaded = await self._wait(model)
+            finally:
+                if (spans := PRESENT.get()) is not None:
+                    spans.add("load", began, self._clock.now(), what="model", model=model.name)
         loaded.users += 1
         try:
             yield loaded.service

@@ -30,6 +30,7 @@ from cairn.service.services import RequestIds
 from cairn.service.stream import Stream
 from cairn.service.supervisor import Supervisor
 from cairn.service.worker_connection import Patience
+from cairn.spans import PRESENT
 from cairn.stats import KvStats, Placed, Swept
 from cairn.system import SystemClock
 from cairn.text.chat import Chat
@@ -193,6 +194,7 @@ class Service:
         if request.timeout is None:
             request = msgspec.structs.replace(request, timeout=self._config.request_timeout)
         flight = RequestState(request, TextStream(self.tokenizer, request), self._clock.now(), told or PLAIN)
+        flight.spans = PRESENT.get()
         stream = Stream(flight, self.abort)
         try:
             self._traffic.enter(flight)

@@ -252,7 +252,7 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
         if not isinstance(first, wire.Load) or rest:
             raise wire.WireError("the first frame must say what to load, and nothing may follow before the answer")
         if process:
-            log_to_stderr(first.config.log_level)
+            log_to_stderr(first.config.log_level, first.config.log_format)
             loaded = _load_visibly(channel, first)
         else:
             loaded = _load(channel, first)
