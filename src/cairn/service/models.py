@@ -28,7 +28,7 @@ from cairn.service.served_model import Loaded, ServedModel, check_names, first_o
 from cairn.service.service import SHUTTING_DOWN, Service
 from cairn.service.services import RequestIds, Services
 from cairn.service.stores import GB
-from cairn.service.worker_connection import Patience
+from cairn.service.watchdog import Patience
 from cairn.spans import PRESENT
 from cairn.system import SystemClock
 
@@ -571,6 +571,12 @@ class Models:
         if self.draining and SHUTTING_DOWN not in found:
             found.append(SHUTTING_DOWN)
         return found
+
+    @property
+    def stalled(self) -> bool:
+        """Whether no worker gets on; of several models one that does not is a trouble."""
+        workers = [bool(loaded.service.stalled) for _, loaded in self.loaded()]
+        return bool(workers) and all(workers)
 
     def _reasons(self) -> dict[str, list[str]]:
         """Why each loaded model is not ready, by its name."""
