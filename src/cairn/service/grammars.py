@@ -189,6 +189,8 @@ class GrammarMatcher:
         self._ends = frozenset(ends)
         self._others = [token for token in vocabulary.tokenizer.eos_tokens if token not in self._ends]
         self._vocab = vocabulary.tokenizer.vocab_size
+        self._run: list[int] = []
+        """Tokens that are perhaps the only ones that may come, the first of them next."""
 
     @property
     def over(self) -> bool:
@@ -201,8 +203,19 @@ class GrammarMatcher:
 
     def consume(self, token: int) -> None:
         """`Matcher.consume`. A token that cannot come puts the grammar out of action: the next mask is empty."""
+        self._run = self._run[1:] if self._run[:1] == [token] else []
         if token not in self._ends:
             self._matcher.consume_token(token)
+
+    def forced(self) -> int | None:
+        """`Matcher.forced`. What llguidance would go on with is cut into tokens as a whole; each counts only where the
+        mask says the same, which then looks at no other token."""
+        self._run = self._run or self._matcher.compute_ff_tokens()
+        if not self._run:
+            return None
+        mask, token = self._mask(), self._run[0]
+        only = bool(mask) and mask[token >> 3] == 1 << (token & 7) and mask.count(0) == len(mask) - 1
+        return token if only else None
 
     def _mask(self) -> bytes:
         made = bytearray(self._matcher.compute_bitmask())
