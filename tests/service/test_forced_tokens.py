@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -15,6 +14,7 @@ from tests.test_scheduler import Rig
 from cairn.engine.base import Pending
 from cairn.sequence import MOST_FORCED, Matcher
 from cairn.service.grammars import GrammarMatcher, Tokens, Vocabulary, compile_grammar
+from cairn.service.masks import Masks
 from cairn.service.reasoning_budget import BudgetMatcher
 from cairn.text.grammar import Shape, Structure, checked
 from cairn.types import FinishReason, OutputFormat, Request, SamplingExtras, SamplingParams
@@ -71,11 +71,11 @@ class OneByOne:
         return None
 
 
-POOL = ThreadPoolExecutor(1)
+MASKS = Masks()
 
 
 def follows(request: Request, pattern: str, *, appended: bool, budget: int | None = None) -> Matcher:
-    matcher: Matcher = GrammarMatcher(compiled(pattern).deep_copy(), vocabulary(), (END,), POOL)
+    matcher: Matcher = GrammarMatcher(compiled(pattern).deep_copy(), vocabulary(), (END,), MASKS)
     if budget is not None:
         matcher = BudgetMatcher(matcher, vocabulary(), budget, OutputFormat(reasoning=True, reasoning_open=True))
     for token in request.generated:
@@ -217,7 +217,7 @@ def test_a_run_is_what_the_masks_say_one_by_one() -> None:
     """What is cut into tokens as a whole may not be what is cut anew after each: then that counts."""
     for pattern, seed in itertools.product(GRAMMARS, range(4)):
         chance = random.Random(seed)
-        matcher = GrammarMatcher(compiled(pattern).deep_copy(), vocabulary(), (END,), POOL)
+        matcher = GrammarMatcher(compiled(pattern).deep_copy(), vocabulary(), (END,), MASKS)
         while not matcher.over:
             forced = matcher.forced()
             mask = matcher.mask().wait()
