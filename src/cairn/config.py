@@ -192,6 +192,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 0.25
     max_queue: Annotated[int, Meta(ge=1, description="Most requests waiting; more are a 429.")] = 256
     max_queue_tokens: Annotated[int, Meta(ge=1, description="Most prompt tokens waiting; more are a 429.")] = 1 << 20
+    max_queue_pools: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="How many times over the KV of all that waits may fill the pool, as far as can be told; more "
+            "are a 429.",
+        ),
+    ] = 32.0
     request_timeout: Annotated[float, Meta(gt=0, description="Seconds after which a request ends.")] = 3600.0
     # stored KV
     kv_dir: Annotated[

@@ -24,7 +24,9 @@ MINUTE = 60.0
 MOST_TENANTS = 10_000
 """How many tenants are remembered; of more, those that ask for nothing now are forgotten."""
 BUSY_SECONDS = 1.0
-"""Seconds after which a tenant whose requests are too many at once may ask again."""
+"""Seconds after which a tenant whose requests are too many at once may ask again, at the least."""
+WEIGHT = 0.2
+"""How much one request counts in how long a tenant's take."""
 
 
 class _Bucket:
@@ -52,13 +54,25 @@ class _Bucket:
 class _Tenant:
     """What one tenant has used."""
 
-    __slots__ = ("at_once", "most", "requests", "tokens")
+    __slots__ = ("began", "most", "requests", "seconds", "tokens")
 
     def __init__(self, limits: TenantLimits, now: float) -> None:
         self.requests = _Bucket(limits.requests_per_minute, now) if limits.requests_per_minute else None
         self.tokens = _Bucket(limits.tokens_per_minute, now) if limits.tokens_per_minute else None
         self.most = limits.max_concurrent
-        self.at_once = 0
+        self.began: list[float] = []
+        """When each of the requests that are being answered came, the oldest first."""
+        self.seconds = 0.0
+        """How long its requests take on the whole; 0 before any has ended."""
+
+    def busy_for(self, now: float) -> float:
+        """Seconds until one of its requests will have ended, as long as they took so far."""
+        return max(BUSY_SECONDS, self.seconds - (now - self.began[0])) if self.began else BUSY_SECONDS
+
+    def ended(self, began: float, now: float) -> None:
+        """A request that came then has ended."""
+        self.began.remove(began)
+        self.seconds += (now - began - self.seconds) * (WEIGHT if self.seconds else 1.0)
 
 
 class RateLimits:
@@ -83,11 +97,11 @@ class RateLimits:
         _check(tenant, now)
         if tenant.requests is not None:
             tenant.requests.take(1, now)
-        tenant.at_once += 1
+        tenant.began.append(now)
         try:
             yield
         finally:
-            tenant.at_once -= 1
+            tenant.ended(now, self._clock.now())
             if tenant.tokens is not None and call.tokens is not None:
                 tenant.tokens.take(sum(call.tokens), self._clock.now())
 
@@ -95,7 +109,7 @@ class RateLimits:
         found = self._tenants.get(call.share)
         if found is None:
             if len(self._tenants) >= MOST_TENANTS:
-                self._tenants = {name: one for name, one in self._tenants.items() if one.at_once}
+                self._tenants = {name: one for name, one in self._tenants.items() if one.began}
             found = self._tenants[call.share] = _Tenant(self._of.get(call.tenant, self._default), now)
         return found
 
@@ -109,10 +123,10 @@ def _counts(call: Call) -> bool:
 
 
 def _check(tenant: _Tenant, now: float) -> None:
-    if tenant.most is not None and tenant.at_once >= tenant.most:
+    if tenant.most is not None and len(tenant.began) >= tenant.most:
         raise RateLimited(
-            f"{tenant.at_once} requests of yours are being answered, the limit (max_concurrent {tenant.most})",
-            retry_after=BUSY_SECONDS,
+            f"{len(tenant.began)} requests of yours are being answered, the limit (max_concurrent {tenant.most})",
+            retry_after=tenant.busy_for(now),
         )
     for bucket, what, least in ((tenant.requests, "requests", 1.0), (tenant.tokens, "tokens", 1.0)):
         if bucket is not None and bucket.left(now) < least:
