@@ -59,6 +59,7 @@ from cairn.api.ollama_embeddings import OllamaEmbeddings
 from cairn.api.ollama_models import OllamaModels
 from cairn.api.openai import OpenAI
 from cairn.api.page import Page
+from cairn.api.quotas import Quotas
 from cairn.api.rate_limits import RateLimits
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
 from cairn.api.request_deadline import deadline_of
@@ -70,7 +71,7 @@ from cairn.api.tokens import Tokens
 from cairn.api.tracing import Tracing
 from cairn.api.unserved import body_of, canonical, no_route
 from cairn.api.workflows import WorkflowRoutes
-from cairn.config import Config
+from cairn.config import Config, limits_of
 from cairn.deadline import DEADLINE
 from cairn.errors import CairnError, MethodNotAllowed, Unavailable, trace
 from cairn.seams import Rng
@@ -115,6 +116,7 @@ class App:
         self._ollama_models = OllamaModels(config)
         tokens = Tokens(config)
         self._rates = RateLimits(config, self._clock)
+        self._quotas = Quotas(self._clock, limits_of(config), self._kept_by)
         self._model_admin, self._stored = ModelAdmin(config), StoredRoutes(config)
         self._responses = Responses(config, exchanges, logs, self.attribution)
         self._health = health.routes() | Page(config, self.described).routes()
@@ -217,8 +219,15 @@ class App:
             raise Unavailable("the server is shutting down", retry_after=max(1.0, self.config.shutdown_grace))
         DEADLINE.set(deadline_of(call, self._clock))  # of this call's task, and of those that it starts
         with self._rates.counted(call):
+            await self._quotas.check(call)
             async with self._router.chosen(call) as service:
                 await endpoint(call, service)
+
+    async def _kept_by(self, tenant: str) -> int:
+        """Bytes on the disk that are a tenant's."""
+        agents = self.attribution.agents
+        kept = 0 if agents is None else await agents.bytes_of(tenant)
+        return kept + await self._collections.bytes_of(tenant)
 
     def _changes(self) -> ChangeFeeds:
         return ChangeFeeds(
