@@ -59,8 +59,10 @@ from cairn.api.ollama_embeddings import OllamaEmbeddings
 from cairn.api.ollama_models import OllamaModels
 from cairn.api.openai import OpenAI
 from cairn.api.page import Page
+from cairn.api.quotas import Quotas
 from cairn.api.rate_limits import RateLimits
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
+from cairn.api.request_deadline import deadline_of
 from cairn.api.responses import Responses
 from cairn.api.resumable import EventLogs
 from cairn.api.routing import Router
@@ -69,7 +71,8 @@ from cairn.api.tokens import Tokens
 from cairn.api.tracing import Tracing
 from cairn.api.unserved import body_of, canonical, no_route
 from cairn.api.workflows import WorkflowRoutes
-from cairn.config import Config
+from cairn.config import Config, limits_of
+from cairn.deadline import DEADLINE
 from cairn.errors import CairnError, MethodNotAllowed, Unavailable, trace
 from cairn.seams import Rng
 from cairn.service.models import Models
@@ -97,8 +100,8 @@ class App:
         self.config = config
         self.draining = False
         self._rng = rng or SystemRng()
-        self._access = Access(config)
-        self.tracing = Tracing.of(config, SystemClock())
+        self._access, self._clock = Access(config), SystemClock()
+        self.tracing = Tracing.of(config, self._clock)
         total = config.max_bodies_mib << 20
         self.bodies = BodyBudget(total, total // 2 if has_tenants(config) else total)
         calls = CallTable(SystemClock())
@@ -112,7 +115,8 @@ class App:
         admin = self._admin = Admin(config, calls, logs)
         self._ollama_models = OllamaModels(config)
         tokens = Tokens(config)
-        self._rates = RateLimits(config, SystemClock())
+        self._rates = RateLimits(config, self._clock)
+        self._quotas = Quotas(self._clock, limits_of(config), self._kept_by)
         self._model_admin, self._stored = ModelAdmin(config), StoredRoutes(config)
         self._responses = Responses(config, exchanges, logs, self.attribution)
         self._health = health.routes() | Page(config, self.described).routes()
@@ -213,9 +217,17 @@ class App:
             raise Unavailable("the model is still being loaded; ask again shortly", retry_after=STARTING_RETRY)
         if self.draining and call.scope["method"] == "POST" and not call.path.endswith("/cancel"):
             raise Unavailable("the server is shutting down", retry_after=max(1.0, self.config.shutdown_grace))
+        DEADLINE.set(deadline_of(call, self._clock))  # of this call's task, and of those that it starts
         with self._rates.counted(call):
+            await self._quotas.check(call)
             async with self._router.chosen(call) as service:
                 await endpoint(call, service)
+
+    async def _kept_by(self, tenant: str) -> int:
+        """Bytes on the disk that are a tenant's."""
+        agents = self.attribution.agents
+        kept = 0 if agents is None else await agents.bytes_of(tenant)
+        return kept + await self._collections.bytes_of(tenant)
 
     def _changes(self) -> ChangeFeeds:
         return ChangeFeeds(
