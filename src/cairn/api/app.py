@@ -114,12 +114,12 @@ class App:
         tokens = Tokens(config)
         self._rates = RateLimits(config, SystemClock())
         self._model_admin, self._stored = ModelAdmin(config), StoredRoutes(config)
-        self._responses = Responses(config, exchanges, logs, self.attribution)
         self._health = health.routes() | Page(config, self.described).routes()
         self._agent_routes = AgentRoutes(config, exchanges, self.attribution, agents_folder(config, os.environ))
         self._team_routes = TeamRoutes(config, logs, self.attribution)
         self._workflow_routes = WorkflowRoutes(config, logs, self.attribution)
         self._library = Library(config, self.attribution, agents_folder(config, os.environ))
+        self._responses = Responses(config, exchanges, logs, self.attribution, self._library)
         self._documents = (
             CollectionRoutes(config, logs, self._library),
             FileRoutes(config, self._library),
