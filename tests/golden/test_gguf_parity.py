@@ -27,8 +27,8 @@ LENGTH = 70
 
 # Windows that limit some layers, and gelu, are not in the files that converters write for these architectures.
 FAMILIES = {name: fields for name, fields in MODELS.items() if "window" not in name or name == "mistral"}
-for _name in ("gemma 4", "gemma 4 e", "apertus"):  # whose files are not read yet
-    del FAMILIES[_name]
+FAMILIES["llama 4"] = FAMILIES["llama 4"] | {"no_rope_layer_interval": 4, "attention_chunk_size": 8192}
+FAMILIES["llama 4"] |= {"floor_scale": 8192}  # whose files do not say how long pieces are, nor how queries are scaled
 for _name in ("gemma 3, new fields", "qwen 3 moe, not normed, some layers dense"):
     del FAMILIES[_name]
 for _name in ("olmo 3", "gpt-oss"):  # whose files do not say which layers have a window
