@@ -32,7 +32,7 @@ NAMES |= {"Gemma4ForCausalLM": "gemma4", "Gemma3nForCausalLM": "gemma3n"}
 INTERLEAVED = ("llama4", "llama", "granite", "granitehybrid", "smollm3", "mistral3")
 NAMES |= {"Qwen3_5ForCausalLM": "qwen35", "Qwen3_5MoeForCausalLM": "qwen35moe", "Qwen3NextForCausalLM": "qwen3next"}
 NAMES |= {"Lfm2ForCausalLM": "lfm2", "Lfm2MoeForCausalLM": "lfm2moe", "GraniteMoeHybridForCausalLM": "granitehybrid"}
-NAMES |= {"NemotronHForCausalLM": "nemotron_h"}
+NAMES |= {"NemotronHForCausalLM": "nemotron_h", "Mamba2ForCausalLM": "mamba2"}
 PLAIN = 1
 
 Choose = Callable[[str, np.ndarray], Type]

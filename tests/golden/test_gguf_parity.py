@@ -38,6 +38,7 @@ for _name in ("mixtral", "olmo 3", "gpt-oss", "smollm 3"):  # whose usual positi
     FAMILIES[_name] = FAMILIES[_name] | {"rope_theta": 5e5}
 FAMILIES["smollm 3"] = FAMILIES["smollm 3"] | {"no_rope_layer_interval": 4}
 del FAMILIES["lfm 2, biases"]
+FAMILIES["mamba 2"] = FAMILIES["mamba 2"] | {"use_bias": False, "time_step_limit": [0.0, float("inf")]}
 FAMILIES["lfm 2 moe"] = FAMILIES["lfm 2 moe"] | {"routed_scaling_factor": 1.0}
 FAMILIES["qwen 3 next"] = FAMILIES["qwen 3 next"] | {"mlp_only_layers": []}
 FAMILIES["granite 4 hybrid, dense"] = FAMILIES["granite 4 hybrid, dense"] | {

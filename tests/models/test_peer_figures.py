@@ -33,6 +33,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     "lfm 2 moe": {"routed_scaling_factor": 1.0},
     "granite 4 hybrid": {"intermediate_size": 24, "mamba_d_state": 16},
     "nemotron h": {"mamba_head_dim": 16, "ssm_state_size": 16},
+    "mamba 2": {"num_heads": 8, "state_size": 16, "use_bias": False, "time_step_limit": [0.0, float("inf")]},
     "nemotron h moe": {"ssm_state_size": 16, "n_group": 1, "topk_group": 1},
 }
 _USUAL: dict[str, Any] = {"rope_theta": 5e5}

@@ -118,6 +118,8 @@ class Architecture:
     """Whether yarn's ramp begins and ends between whole dimensions."""
     recurrence: Rule = ""
     """How the file says which layers keep a state in the place of attention."""
+    only_states: bool = False
+    """Whether all layers do, and there is nothing else."""
     tiled: bool = False
     """Whether neighbouring heads of these have keys of different heads."""
     output_gate: bool = False
@@ -260,6 +262,7 @@ ARCHITECTURES = {
         keys=MANY,
         ignored=("attention.layer_norm_epsilon",),
     ),
+    "mamba2": Architecture("Mamba2ForCausalLM", names=MAMBA2, recurrence="mamba2", only_states=True),
     "granitehybrid": Architecture(
         "GraniteMoeHybridForCausalLM",
         interleaved=True,

@@ -25,7 +25,7 @@ from cairn.models.gguf_positions import factors, long_rope
 from cairn.models.gguf_purpose import ENCODERS, purpose
 from cairn.models.gguf_purpose import KEYS as PURPOSE
 from cairn.models.gguf_recurrent import KEYS as RECURRENT
-from cairn.models.gguf_recurrent import by_heads, mlp_layers, recurrence
+from cairn.models.gguf_recurrent import by_heads, mlp_layers, only_states, recurrence
 from cairn.models.gguf_uneven import KEYS as UNEVEN
 from cairn.models.gguf_uneven import by_layer, head_length, uneven_spec
 from cairn.models.hub import model_name
@@ -231,6 +231,8 @@ def _keys(gguf: Gguf, family: Architecture) -> Fields:
     by_heads(found, family.recurrence)
     if family.uneven:
         by_layer(found)
+    if family.only_states:
+        found |= only_states(found)
     keys = Fields(found, gguf.paths[0], prefix)
     if keys.has("embedding_length") and keys.has("attention.head_count"):
         heads = keys.integer("attention.head_count", 1, 1 << 14)
