@@ -138,7 +138,7 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     xml: bool = False
     """So do `<function=...>` tags in it."""
     calls: str = ""
-    """So do calls in a further form, by its name in `text.call_formats`."""
+    """So do calls in a further form, as `text.call_formats` names it."""
     offered: tuple[OfferedTool, ...] = ()
     """The tools there are: an answer that is nothing but the JSON object of a call to one of them is that call."""
     continues: bool = False
