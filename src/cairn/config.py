@@ -364,6 +364,19 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="How much to log on stderr.")
     ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"],
+        Meta(
+            description="How lines of the log look: for people, or each a JSON object. No text of a request is there."
+        ),
+    ] = "text"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Meta(
+            description="Where traces go by OpenTelemetry's protocol over HTTP, such as http://127.0.0.1:4318; needs "
+            "the extra otel. Default: nowhere."
+        ),
+    ] = None
     shutdown_grace: Annotated[
         float, Meta(ge=0, description="Seconds that running requests may go on after SIGTERM.")
     ] = 30.0

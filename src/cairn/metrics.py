@@ -117,6 +117,7 @@ class Metrics:
         self.preemptions = 0
         self.worker_restarts = 0
         self.worker_failures: Callable[[], int] = lambda: 0
+        self.worker_still: Callable[[], float] = lambda: 0.0
         self.prompt_tokens_loaded = {"ram": 0, "disk": 0}
         self.misses: dict[str, int] = dict.fromkeys(get_args(MissReason), 0)
         self.kv = KvStats()
@@ -255,6 +256,11 @@ class Metrics:
             "worker_failures",
             "Workers that ended in a row without being of use; 0 while one is up.",
             self.worker_failures(),
+        )
+        yield (
+            "worker_still_seconds",
+            "Time since the worker, which has work, last got on; a step that computes counts as getting on.",
+            self.worker_still(),
         )
         disk, ram = self.kv.disk or TierStats(), self.kv.ram or TierStats()
         yield "kv_disk_chunks", "Chunks of KV on the disk.", disk.chunks

@@ -28,7 +28,8 @@ from cairn.service.served_model import Loaded, ServedModel, check_names, first_o
 from cairn.service.service import SHUTTING_DOWN, Service
 from cairn.service.services import RequestIds, Services
 from cairn.service.stores import GB
-from cairn.service.worker_connection import Patience
+from cairn.service.watchdog import Patience
+from cairn.spans import PRESENT
 from cairn.system import SystemClock
 
 log = logging.getLogger(__name__)
@@ -193,7 +194,12 @@ class Models:
         """
         loaded = model.loaded
         if loaded is None or loaded.closing:
-            loaded = await self._wait(model)
+            began = self._clock.now()
+            try:
+                loaded = await self._wait(model)
+            finally:
+                if (spans := PRESENT.get()) is not None:
+                    spans.add("load", began, self._clock.now(), what="model", model=model.name)
         loaded.users += 1
         try:
             yield loaded.service
@@ -565,6 +571,12 @@ class Models:
         if self.draining and SHUTTING_DOWN not in found:
             found.append(SHUTTING_DOWN)
         return found
+
+    @property
+    def stalled(self) -> bool:
+        """Whether no worker gets on; of several models one that does not is a trouble."""
+        workers = [bool(loaded.service.stalled) for _, loaded in self.loaded()]
+        return bool(workers) and all(workers)
 
     def _reasons(self) -> dict[str, list[str]]:
         """Why each loaded model is not ready, by its name."""

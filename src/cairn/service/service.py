@@ -29,7 +29,8 @@ from cairn.service.request_table import RequestTable
 from cairn.service.services import RequestIds
 from cairn.service.stream import Stream
 from cairn.service.supervisor import Supervisor
-from cairn.service.worker_connection import Patience
+from cairn.service.watchdog import Patience
+from cairn.spans import PRESENT
 from cairn.stats import KvStats, Placed, Swept
 from cairn.system import SystemClock
 from cairn.text.chat import Chat
@@ -193,6 +194,7 @@ class Service:
         if request.timeout is None:
             request = msgspec.structs.replace(request, timeout=self._config.request_timeout)
         flight = RequestState(request, TextStream(self.tokenizer, request), self._clock.now(), told or PLAIN)
+        flight.spans = PRESENT.get()
         stream = Stream(flight, self.abort)
         try:
             self._traffic.enter(flight)
@@ -242,11 +244,18 @@ class Service:
             reasons.append("the model is being loaded")
         elif not self._supervisor.up:
             reasons.append("the worker is being replaced")
+        elif self.stalled:
+            reasons.append(self.stalled)
         if self._draining:
             reasons.append(SHUTTING_DOWN)
         if self._stats.kv_usage > FULL:
             reasons.append(f"requests hold {self._stats.kv_usage:.0%} of the KV pool")
         return reasons
+
+    @property
+    def stalled(self) -> str:
+        """Why the worker, which has work, does not get on; empty where it does."""
+        return self._supervisor.stalled
 
     def troubles(self) -> list[str]:
         """What does not work now although requests are served: stores of KV, a sentence each."""
@@ -361,6 +370,7 @@ class Service:
             self.metrics = self._traffic.metrics = Metrics(self._config.metrics_prefix, self.name)
         self.metrics.worker_restarts = self._supervisor.restarts
         self.metrics.worker_failures = lambda: self._supervisor.failures
+        self.metrics.worker_still = lambda: self._supervisor.still
 
     def _with_ends(self, spec: ModelSpec) -> ModelSpec:
         """The spec with all that ends an answer: with what the tokenizer and the chat template know, once loaded."""
