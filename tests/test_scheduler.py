@@ -9,7 +9,7 @@ import pytest
 
 from cairn.engine.base import RowResult
 from cairn.engine.fake import FakeEngine, fake_spec
-from cairn.errors import Conflict, ContextTooLong, InvalidRequest, Overloaded
+from cairn.errors import Conflict, ContextTooLong, InvalidRequest
 from cairn.kv.blocks import BlockPool
 from cairn.kv.cache import Cache
 from cairn.plan import ENOUGH_TOKENS, Limits, Plan
