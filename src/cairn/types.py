@@ -280,6 +280,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     timing: Timing = Timing()
     vector: bytes = b""
     """float32, of a request that wants a hidden state."""
+    unread_call: bool = False
+    """Something in the text began as a call of a tool does and could not be read as one."""
 
 
 Event = Delta | Done
