@@ -6,7 +6,7 @@ import enum
 import math
 from typing import Protocol
 
-from cairn.engine.base import EngineInfo, Pending, Row
+from cairn.engine.base import Pending, Row
 from cairn.errors import ContextTooLong, InvalidRequest
 from cairn.kv.sequence_kv import SequenceKV
 from cairn.stats import CacheReport, Miss
@@ -265,21 +265,24 @@ def forces(request: Request) -> bool:
     return sampling.max_tokens > 0 and not (sampling.logprobs or sampling.prompt_logprobs or banned)
 
 
-def check(request: Request, info: EngineInfo, longest: int) -> None:
-    """Raise `InvalidRequest` for a request that could never run; `longest`: tokens that the KV pools can ever hold."""
-    prompt, completion = len(request.prompt), int(request.sampling.max_tokens > 0)
-    if prompt + completion > info.context:
+def check_prompt(request: Request, context: int, longest: int, vocab: int) -> None:
+    """Raise `ContextTooLong` or `InvalidRequest`, with the figures, for a request that could never run.
+
+    `context`: tokens of the model's context; `longest`: tokens that the KV pools can ever hold.
+    """
+    prompt, completion = len(request.prompt), min(1, request.sampling.max_tokens)
+    if prompt + completion > context:
         raise ContextTooLong(
-            f"the prompt has {prompt} tokens and the context holds {info.context}, the completion included",
+            f"the prompt has {prompt} tokens and the context holds {context}, the completion included",
             field="prompt",
+            prompt_tokens=prompt,
+            context=context,
         )
     if prompt + completion > longest:
         raise InvalidRequest(
-            f"the prompt has {prompt} tokens and the KV pool holds {longest}, the completion included; "
-            "a larger --kv-gb makes room",
+            f"the prompt has {prompt} tokens and the whole KV pool holds {longest}; a larger --kv-gb makes room",
             field="prompt",
         )
-    if not all(0 <= token < info.vocab for part in (request.prompt, request.generated) for token in part):
-        raise InvalidRequest(f"the prompt has a token id outside the vocabulary of {info.vocab}", field="prompt")
-    if abs(request.priority) > MAX_PRIORITY:
-        raise InvalidRequest(f"priority {request.priority} is not within {MAX_PRIORITY} of 0", field="priority")
+    tokens = (*request.prompt, *request.generated) if request.generated else request.prompt
+    if min(tokens) < 0 or max(tokens) >= vocab:
+        raise InvalidRequest(f"token ids must be from 0 to {vocab - 1}: a vocabulary of {vocab}", field="prompt")

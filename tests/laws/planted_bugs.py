@@ -275,7 +275,6 @@ BUGS = (
     Bug("a tenant that has more in line goes first", ROUNDS, "RoundRobin.__iter__", "[tuple(line) for line in self._lines.values()]", "sorted(map(tuple, self._lines.values()), key=len, reverse=True)"),
     Bug("a tenant's second waits behind all of another's", ROUNDS, "RoundRobin.__iter__", "(item for around in zip_longest(*lines) for item in around if item is not None)", "(item for line in lines for item in line)"),
     Bug("one that was preempted stands behind those that never ran", WAITING, "WaitingQueue.__iter__", "chain(tuple(self._back), self._rounds)", "chain(self._rounds, tuple(self._back))"),
-    Bug("the queue takes one too many", WAITING, "WaitingQueue.check", "waiting < self._max_requests", "waiting <= self._max_requests"),
     Bug("what was long once is long for ever", SCHEDULER, "Scheduler._open", "sequence.long_beside = kept", "sequence.long_beside = 1 << 30"),
     Bug("a long look is not forgotten at the next", SCHEDULER, "Scheduler._open", "sequence.long_beside = 0", "pass"),
     # ------------------------------------------------------------------------------------------------ who is woken
@@ -291,7 +290,6 @@ BUGS = (
     Bug("what would make a long prompt short is not watched", CACHE, "Cache._remember", "keys = [key(hit, tokens), *(one for index in more if (one := key(index, tokens)) in self._computing)]", "pass"),
     Bug("who waits, waits for another block than the other brings", CACHE, "Cache._on_its_way", "return key(hit, tokens)", "return key(last - 1, tokens)"),
     Bug("blocks that were taken are there for who found too few", SCHEDULER, "Scheduler._known", "spare >= sequence.spare", "spare > 0"),
-    Bug("the queue does not count tokens", WAITING, "WaitingQueue.check", "waiting < self._max_requests and (not waiting or queued + tokens <= self._max_tokens)", "waiting < self._max_requests"),
     # ------------------------------------------------------------------------------------------------- the engine
     Bug("the digest before is read one slot off", FAKE, "FakeEngine._write", "(row.start - 1) % size", "row.start % size"),
     Bug("attention reads past the window", FAKE, "FakeEngine._states", "if group.window:\n    values[starts] &= self._since[[max(0, position - group.window + 1) % size for _, position in wanted]]", "if False:\n    values[starts] &= self._since[[max(0, position - group.window + 1) % size for _, position in wanted]]"),

@@ -19,7 +19,7 @@ from tests.laws.storage_world import Broken, Storage, law
 
 from cairn.engine.base import NO_BLOCK, Ready, Row, RowResult
 from cairn.engine.fake import STATE, FakeEngine, fake_spec
-from cairn.errors import ContextTooLong, InvalidRequest, Overloaded
+from cairn.errors import ContextTooLong, InvalidRequest
 from cairn.kv import prefix
 from cairn.kv.attention_window import first_read, window_blocks
 from cairn.kv.blocks import BlockPool
@@ -233,8 +233,6 @@ class World:
         self.limits = Limits(
             max_running=running,
             step_tokens=chance.randint(16, 40) if self.calm else chance.randint(running, 24),
-            max_queue=64 if self.calm else chance.randint(2, 16),
-            max_queue_tokens=4000 if self.calm else chance.randint(30, 300),
         )
         unequal = random.Random(seed + (1 << 43)) if seed % 4 == 3 else None
         if unequal is not None:
@@ -379,7 +377,6 @@ class World:
         if self.storage is not None:
             self.storage.start()
         self.max_rows = min(limits.max_running, limits.step_tokens)
-        self.queue_limits = limits
         self.ring, self.passes, self.turns, self.had = [], {}, 0, {}
 
     # ------------------------------------------------------------------------------------------------- actions
@@ -387,21 +384,14 @@ class World:
     def add(self, request: Request) -> None:
         chance = self.chance
         needed = len(request.prompt) + (request.sampling.max_tokens > 0)
-        waiting = list(self.scheduler._waiting)
-        tokens = sum(len(sequence.tokens) for sequence in waiting) + len(request.prompt) + len(request.generated)
-        full = len(waiting) >= self.queue_limits.max_queue
-        full = full or (len(waiting) > 0 and tokens > self.queue_limits.max_queue_tokens)
         try:
             self.scheduler.add(request, Rule(request) if request.grammar else None)
         except ContextTooLong:
             law(needed > self.context, "a prompt that fits the context was refused")
         except InvalidRequest:
             law(needed > self.longest, "a prompt that fits the pool was refused")
-        except Overloaded:
-            law(full, "overloaded with room in the queue")
         else:
             law(needed <= self.longest, "a prompt that can never fit was taken")
-            law(not full, "the queue's bound was ignored")
             expected = self.oracle(request)
             sampling = request.sampling
             stopped = len(expected) > sampling.min_tokens and expected[-1] in sampling.stop_token_ids
@@ -440,7 +430,7 @@ class World:
         """The worker dies; every request goes on in the next one from the tokens that were sent."""
         clients = sorted(self.live.values(), key=lambda client: client.order)
         self.live.clear()
-        self.start_worker(dataclasses.replace(self.limits, max_queue=1000, max_queue_tokens=100_000))
+        self.start_worker(self.limits)
         for client in clients:
             left = None if client.request.timeout is None else max(0.001, client.deadline - self.clock.now())
             old = client.request

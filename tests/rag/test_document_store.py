@@ -11,7 +11,7 @@ import pytest
 
 from cairn.errors import Conflict, NotFound
 from cairn.rag.chunking import Piece
-from cairn.rag.definition import Collection
+from cairn.rag.definition import Collection, NewDocument
 from cairn.rag.document_store import DocumentStore
 
 MODEL = ("m", b"1", 3)
@@ -20,6 +20,10 @@ MODEL = ("m", b"1", 3)
 def vector(*numbers: float) -> Any:
     made = np.array(numbers, np.float32)
     return made / np.linalg.norm(made)
+
+
+def new(id: str, **metadata: str) -> NewDocument:
+    return NewDocument(id, f"{id}.txt", "txt", "", 9, metadata)
 
 
 class Shelf:
@@ -33,7 +37,7 @@ class Shelf:
     def add(self, collection: Collection, id: str, *texts: str, vectors: Any = None, **metadata: str) -> None:
         made = vectors or [vector(1, 0, 0)] * len(texts)
         pieces = [Piece("", text) for text in texts]
-        self.store.add(collection, id, f"{id}.txt", "txt", 9, metadata, pieces, made, MODEL)
+        self.store.add(collection, new(id, **metadata), pieces, made, MODEL)
 
     def found(self, collection: Collection, question: str, asked: Any, **wanted: Any) -> list[str]:
         given = {"top_k": 5, "min_score": -1.0, **wanted}
@@ -103,6 +107,6 @@ def test_a_document_that_cannot_be_added_leaves_nothing(shelf: Shelf) -> None:
         shelf.add(one, "a", "second")
     with pytest.raises(Conflict, match="of the model m, not of n"):
         pieces, made = [Piece("", "third")], [vector(1, 0, 0)]
-        shelf.store.add(one, "b", "b", "txt", 1, {}, pieces, made, ("n", b"2", 3))
+        shelf.store.add(one, new("b"), pieces, made, ("n", b"2", 3))
     assert shelf.found(one, "second third", vector(1, 0, 0)) == ["first"]
     assert shelf.store.collection("me", "c").model == "m"

@@ -14,7 +14,7 @@ from tests.real_models import minilm
 from cairn.config import Config
 from cairn.rag.citations import CitationFilter
 from cairn.rag.collections import Collections, Embedder
-from cairn.rag.definition import MIN_SCORE
+from cairn.rag.definition import MIN_SCORE, NewDocument
 from cairn.rag.document_store import DocumentStore
 from cairn.service.embeddings import Asking
 from cairn.service.requests import SamplingOptions
@@ -105,8 +105,7 @@ async def test_the_right_chunk_is_found_and_nothing_where_there_is_none(
         pages = sorted(path.stem for path in DOCS.glob("*.md")) if prove else SOME
         for page in pages:
             text = (DOCS / f"{page}.md").read_text()
-            more: dict[str, Any] = {"document": page, "name": page, "text": text, "kind": "md", "metadata": {}}
-            await collections.add("me", "docs", embedder, **more)
+            await collections.add("me", "docs", embedder, NewDocument(page, page, "md", text, len(text), {}))
         missed = []
         for question, page, needle in QUESTIONS:
             wanted = {"top_k": 5, "min_score": MIN_SCORE}

@@ -49,7 +49,7 @@ class Site:
         self._vocabulary = vocabulary
         self.grammars = Grammars(self._read, self._wake, SystemClock())
 
-    def _read(self) -> Vocabulary:
+    def _read(self, marks: tuple[str, ...]) -> Vocabulary:
         self.read += 1
         return self._vocabulary()  # type: ignore[no-any-return]
 

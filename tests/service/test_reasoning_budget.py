@@ -215,7 +215,7 @@ async def test_a_turn_that_is_resumed_keeps_its_budget(tmp_path: Path) -> None:
 def test_what_could_never_come_is_refused(close: tuple[int, ...], field: str | None, extras: dict[str, Any]) -> None:
     sampling = SamplingParams(max_tokens=9, extras=SamplingExtras(**extras))
     vocabulary = byte_vocabulary()._replace(closes={"": close})
-    grammars = Grammars(lambda: vocabulary, lambda: None, SystemClock())
+    grammars = Grammars(lambda marks: vocabulary, lambda: None, SystemClock())
     grammars.add(Request(id=1, prompt=(1,), sampling=sampling, reasoning_budget=3, output=THINKS))
     found: list[Ready] = []
     while not found:

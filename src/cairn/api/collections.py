@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -28,10 +29,12 @@ from cairn.api.collection_schemas import (
     collection_object,
     collection_of,
     document_object,
+    document_of_form,
 )
 from cairn.api.generation import check_model
 from cairn.api.json_body import read_json, read_nothing
 from cairn.api.lists import LISTED, MOST_LISTED, page, parameters
+from cairn.api.multipart import is_form, upload
 from cairn.api.parse import parse
 from cairn.api.reply import Call
 from cairn.api.resumable import EventLogs
@@ -39,7 +42,7 @@ from cairn.api.work_events import Emit, answer
 from cairn.config import Config
 from cairn.errors import InvalidRequest, Unavailable
 from cairn.rag.collections import Collections, Embedder, SourcedAnswer
-from cairn.rag.definition import check_name
+from cairn.rag.definition import MAX_BYTES, NewDocument, check_name
 from cairn.rag.document_store import DocumentStore
 from cairn.service.embeddings import AT_ONCE, Asking, check_embeds
 from cairn.service.models import Models
@@ -105,26 +108,54 @@ class CollectionRoutes:
         await call.json({"id": id, "object": "collection.deleted", "deleted": True})
 
     async def add(self, call: Call, service: Service) -> None:
-        """POST /v1/collections/{id}/documents: {"name", "text", "type", "id", "metadata", "embedding_model"}."""
-        collections, id = await self._open(), collection_of(call)
+        """POST /v1/collections/{id}/documents: {"name", "text" or "data", "type", "id", "metadata", "embedding_model",
+        "stream"}, or a form with a `file`."""
+        if is_form(call):
+            async with upload(call, self._config, self._file.parent, MAX_BYTES) as form:
+                body = parse(CollectionDocumentBody, document_of_form(form), self._config, call)
+                await self._add(call, body, form.file, form.size)
+            return
         body = parse(CollectionDocumentBody, await read_json(call, self._config), self._config, call)
+        content = body.content()
+        if isinstance(content, str):
+            await self._add(call, body, content, len(content.encode("utf-8", "replace")))
+            return
+        with tempfile.TemporaryFile() as file:
+            file.write(content)
+            file.seek(0)
+            await self._add(call, body, file, len(content))
+
+    async def _add(self, call: Call, body: CollectionDocumentBody, content: str | BinaryIO, size: int) -> None:
+        collections, id = await self._open(), collection_of(call)
         check_metadata(body.metadata)
         if not 1 <= len(body.name) <= 256:
             raise InvalidRequest("name must have 1 to 256 characters", field="name")
-        document = f"document-{call.id}" if body.id is None else check_name(body.id, "a document's id")
+        new = NewDocument(
+            id=f"document-{call.id}" if body.id is None else check_name(body.id, "a document's id"),
+            name=body.name,
+            kind=body.kind(),
+            content=content,
+            size=size,
+            metadata=dict(body.metadata or {}),
+            field="file" if is_form(call) else "data" if body.text is None else "text",
+        )
         await asyncio.to_thread(collections.store.collection, call.tenant, id)
-        async with self._embedder(call, body.embedding_model, "text") as embedder:
-            added = await collections.add(
-                call.tenant,
-                id,
-                embedder,
-                document=document,
-                name=body.name,
-                text=body.text,
-                kind=body.kind(),
-                metadata=body.metadata or {},
-            )
-        await call.json(document_object(added), 201)
+        added: list[dict[str, Any]] = []
+
+        async def work(emit: Emit) -> None:
+            def heard(done: int, all: int) -> None:
+                emit({"type": "document.embedding", "embedded": done, "chunks": all})
+
+            async with self.embedder(call.salt, call.share, body.embedding_model, new.field) as embedder:
+                made = await collections.add(call.tenant, id, embedder, new, heard)
+            added.append(document_object(made))
+            emit({"type": "document.done", "document": added[0]})
+
+        if body.stream:
+            await answer(call, self._logs, self._config, work, stream=True, whole=dict)
+            return
+        await work(lambda event: None)
+        await call.json(added[0], 201)
 
     async def documents(self, call: Call, service: Service) -> None:
         """GET /v1/collections/{id}/documents, in the order in which they were added."""
@@ -157,7 +188,7 @@ class CollectionRoutes:
         collections = await self._open()
         body = parse(SearchBody, await read_json(call, self._config), self._config, call)
         wanted = body.wanted()
-        async with self._embedder(call, body.embedding_model, "query") as embedder:
+        async with self.embedder(call.salt, call.share, body.embedding_model, "query") as embedder:
             found = await collections.search(call.tenant, collection_of(call), embedder, body.query, wanted)
         await call.json({"object": "list", "data": [one.plain() for one in found]})
 
@@ -171,7 +202,7 @@ class CollectionRoutes:
         check_model(body.model, service)
         service.check_generates()
         wanted = body.wanted()
-        async with self._embedder(call, body.embedding_model, "query") as embedder:
+        async with self.embedder(call.salt, call.share, body.embedding_model, "query") as embedder:
             found = await collections.search(call.tenant, collection_of(call), embedder, body.query, wanted)
         asker = Asker(call.tenant, call.salt, call.share, service)
         answers: list[SourcedAnswer] = []
@@ -187,6 +218,11 @@ class CollectionRoutes:
 
     # -------------------------------------------------------------------------------------------------------- within
 
+    async def bytes_of(self, tenant: str) -> int:
+        """How many bytes a tenant's collections take; those that nobody has asked for since the start are not looked
+        at."""
+        return 0 if self._opened is None else await asyncio.to_thread(self._opened.store.bytes_of, tenant)
+
     async def _open(self) -> Collections:
         """The collections, once the folder beside them is this server's."""
         self._attribution.open()
@@ -198,7 +234,7 @@ class CollectionRoutes:
             return self._opened
 
     @contextlib.asynccontextmanager
-    async def _embedder(self, call: Call, name: str | None, field: str) -> AsyncIterator[Embedder]:
+    async def embedder(self, salt: bytes, share: str, name: str | None, field: str) -> AsyncIterator[Embedder]:
         """The model that makes vectors: the one that is named, else the first of those for embeddings; on a server
         with one model that one."""
         if self.registry is None:
@@ -207,8 +243,8 @@ class CollectionRoutes:
             check_model(name, service)
             check_embeds(service)
             asking = Asking(
-                salt=call.salt,
-                share=call.share,
+                salt=salt,
+                share=share,
                 timeout=self._config.request_timeout,
                 at_once=max(1, min(AT_ONCE, self._config.max_queue // 2)),
                 truncate=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,8 +13,10 @@ import msgspec
 from cairn.errors import Conflict, InvalidRequest, TooLarge
 from cairn.rag.chunking import chunks
 from cairn.rag.citations import CitationFilter
-from cairn.rag.definition import MAX_BYTES, MAX_CHUNKS, Collection, DocumentKind, Found, StoredDocument
+from cairn.rag.definition import BINARY, MAX_BYTES, MAX_CHUNKS, Collection, Found, NewDocument, StoredDocument
 from cairn.rag.document_store import DocumentStore
+from cairn.rag.extractor import Extractor
+from cairn.rag.outline import Section
 from cairn.rag.reading import sections
 from cairn.service.embeddings import Asking, finished, vectors
 from cairn.service.requests import SamplingOptions
@@ -25,7 +28,7 @@ from cairn.workflows.answerer import Answerer, Asker
 if TYPE_CHECKING:
     from cairn.service.embeddings import Vector
 
-AT_ONCE = 256
+AT_ONCE = 64
 """Chunks that are embedded in one go."""
 QUERY_PROMPTS, DOCUMENT_PROMPTS = ("query", "search_query"), ("document", "passage", "search_document")
 """What models call the words that they put before questions and before documents."""
@@ -36,14 +39,20 @@ TOLD = (
 )
 
 
+Heard = Callable[[int, int], object]
+
+
 class Embedder(NamedTuple):
     """What makes vectors, and for whom."""
 
     service: Service
     asking: Asking
 
-    async def made(self, texts: Sequence[str], prompts: Sequence[str]) -> list[Vector]:
-        """The vectors of texts, of length 1; the first of `prompts` that the model knows stands before each."""
+    async def made(
+        self, texts: Sequence[str], prompts: Sequence[str], heard: Callable[[int], object] = lambda done: None
+    ) -> list[Vector]:
+        """The vectors of texts, of length 1; the first of `prompts` that the model knows stands before each. `heard` is
+        told how many are made."""
         known = self.service.spec.embedding.prompts
         name = next((one for one in prompts if one in known), None)
         asking = self.asking if name is None else _named(self.asking, name)
@@ -51,6 +60,7 @@ class Embedder(NamedTuple):
         for at in range(0, len(texts), AT_ONCE):
             made, _ = await vectors(self.service, texts[at : at + AT_ONCE], asking)
             found += finished(made)
+            heard(len(found))
         return found
 
 
@@ -79,40 +89,43 @@ class Collections:
 
     def __init__(self, store: DocumentStore, answerer: Answerer) -> None:
         self.store, self._answerer = store, answerer
+        self._extractor = Extractor()
 
     async def add(
-        self,
-        tenant: str,
-        id: str,
-        embedder: Embedder,
-        *,
-        document: str,
-        name: str,
-        text: str,
-        kind: DocumentKind,
-        metadata: Mapping[str, str],
+        self, tenant: str, id: str, embedder: Embedder, new: NewDocument, heard: Heard = lambda done, all: None
     ) -> StoredDocument:
-        """Read, cut and embed a document. TooLarge for one that is, InvalidRequest for one without text."""
-        size = len(text.encode("utf-8", "replace"))
-        if size > MAX_BYTES:
-            raise TooLarge(f"text has {size} bytes; the limit of a document is {MAX_BYTES}", field="text")
+        """Read, cut and embed a document. `heard` is told how many of its chunks are embedded, of how many.
+
+        TooLarge for one that is, InvalidRequest for one that cannot be read or holds no text.
+        """
+        field = new.field
+        if new.size > MAX_BYTES:
+            raise TooLarge(f"{field} has {new.size} bytes; the limit of a document is {MAX_BYTES}", field=field)
         collection = await asyncio.to_thread(self.store.collection, tenant, id)
-
-        def cut() -> list[Any]:
-            return list(chunks(sections(text, kind), collection.chunk, collection.overlap))
-
-        pieces = await asyncio.to_thread(cut)
+        found = await self._read(new)
+        chunk, overlap = new.sizes or (collection.chunk, collection.overlap)
+        pieces = await asyncio.to_thread(lambda: list(chunks(found, chunk, overlap)))
         if not pieces:
-            raise InvalidRequest("text holds no text that could be found", field="text")
+            raise InvalidRequest(f"{field} holds no text that could be found", field=field)
         if len(pieces) > MAX_CHUNKS:
-            raise InvalidRequest(f"text has {len(pieces)} chunks; the limit is {MAX_CHUNKS}", field="text")
+            raise InvalidRequest(f"{field} has {len(pieces)} chunks; the limit is {MAX_CHUNKS}", field=field)
         texts = [f"{piece.heading}\n{piece.text}" if piece.heading else piece.text for piece in pieces]
-        made = await embedder.made(texts, DOCUMENT_PROMPTS)
+        made = await embedder.made(texts, DOCUMENT_PROMPTS, lambda done: heard(done, len(texts)))
         spec = embedder.service.spec
         model = (embedder.service.name, spec.identity, len(made[0]))
-        return await asyncio.to_thread(
-            self.store.add, collection, document, name, kind, size, metadata, pieces, made, model
-        )
+        return await asyncio.to_thread(self.store.add, collection, new, pieces, made, model)
+
+    async def _read(self, new: NewDocument) -> list[Section]:
+        """The sections of a document. What a stranger's file can do to its reader it does in a process of its own."""
+        if not isinstance(new.content, str):
+            return await self._extractor.read(new.kind, new.content, new.field)
+        if new.kind not in ("html", *BINARY):
+            return await asyncio.to_thread(sections, new.content, new.kind)
+        data = new.content.encode("utf-8", "replace")
+        with tempfile.TemporaryFile() as file:
+            await asyncio.to_thread(file.write, data)
+            file.seek(0)
+            return await self._extractor.read(new.kind, file, new.field)
 
     async def search(
         self, tenant: str, id: str, embedder: Embedder, question: str, wanted: Mapping[str, Any]

@@ -1,24 +1,33 @@
 """Collections in one SQLite file: documents, chunks, an index of words, and vectors.
 
 Whatever is erased is overwritten (`secure_delete`), and the index of words is written anew without it. Vectors are
-compared exactly, all of a collection with the question's. Any thread may call; one works at a time.
+compared exactly, all of a collection with the question's. Any thread may call.
 """
 
 from __future__ import annotations
 
 import re
 import sqlite3
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cairn.errors import Conflict, NotFound, Overloaded, Unavailable
+from cairn.errors import Conflict, NotFound, Overloaded
 from cairn.rag.chunking import Piece
-from cairn.rag.definition import MAX_CHUNKS, MAX_COLLECTIONS, MAX_DOCUMENTS, Chunk, Collection, Found, StoredDocument
+from cairn.rag.database import Database
+from cairn.rag.definition import (
+    MAX_CHUNKS,
+    MAX_COLLECTIONS,
+    MAX_DOCUMENTS,
+    Attribute,
+    Chunk,
+    Collection,
+    Found,
+    NewDocument,
+    StoredDocument,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,7 +35,6 @@ if TYPE_CHECKING:
 
     Vector = NDArray[np.float32]
 
-VERSION = 1
 SHARE = 60
 """Of reciprocal rank fusion: how much the first places count before others."""
 CANDIDATES = 100
@@ -34,7 +42,8 @@ CANDIDATES = 100
 _WORDS = re.compile(r"\w+")
 MAX_WORDS = 64
 """Words of a question that are looked for."""
-_SCHEMA = """
+FORMS = (
+    """
 CREATE TABLE collections (key INTEGER PRIMARY KEY, tenant TEXT NOT NULL, id TEXT NOT NULL, created REAL NOT NULL,
   chunk INTEGER NOT NULL, overlap INTEGER NOT NULL, model TEXT NOT NULL DEFAULT '', identity BLOB NOT NULL DEFAULT x'',
   width INTEGER NOT NULL DEFAULT 0, metadata BLOB NOT NULL, UNIQUE (tenant, id));
@@ -45,53 +54,31 @@ CREATE TABLE chunks (key INTEGER PRIMARY KEY, collection INTEGER NOT NULL, docum
 CREATE INDEX chunks_of_collection ON chunks (collection);
 CREATE INDEX chunks_of_document ON chunks (document);
 CREATE VIRTUAL TABLE words USING fts5(heading, text);
-"""
+""",
+    """
+ALTER TABLE collections ADD COLUMN name TEXT NOT NULL DEFAULT '';
+ALTER TABLE collections ADD COLUMN used REAL NOT NULL DEFAULT 0;
+CREATE TABLE attachments (collection INTEGER NOT NULL, file TEXT NOT NULL, batch TEXT NOT NULL, created REAL NOT NULL,
+  state TEXT NOT NULL, code TEXT NOT NULL DEFAULT '', why TEXT NOT NULL DEFAULT '', attributes BLOB NOT NULL,
+  chunk INTEGER NOT NULL DEFAULT 0, overlap INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (collection, file));
+""",
+)
+"""The forms that the file has had, each made of the one before."""
 
 
 class DocumentStore:
     """One file. Every method may raise Unavailable where the disk refuses it."""
 
     def __init__(self, path: Path, now: Callable[[], float]) -> None:
-        self._now, self._lock = now, threading.Lock()
+        self._now = now
+        self.database = Database(path, FORMS)
+        self._change, self._read = self.database.change, self.database.read
         self._matrices: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         """Keys and vectors of the chunks of a collection, by its key."""
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            path.chmod(0o600)
-            self._db.executescript("PRAGMA journal_mode=TRUNCATE; PRAGMA synchronous=FULL; PRAGMA secure_delete=ON;")
-            (version,) = self._db.execute("PRAGMA user_version").fetchone()
-            if version == 0:
-                self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={VERSION}; COMMIT;")
-            elif version > VERSION:
-                raise Unavailable(f"{path}: written by a newer Cairn (format {version})")
-        except (sqlite3.Error, OSError) as error:
-            raise Unavailable(f"{path}: the collections cannot be opened: {error}") from error
 
     def close(self) -> None:
         """Close the file."""
-        with self._lock:
-            self._db.close()
-
-    @contextmanager
-    def _change(self) -> Iterator[sqlite3.Connection]:
-        """A transaction: all of it is durable on return, or nothing of it is there."""
-        with self._read() as db:
-            db.execute("BEGIN IMMEDIATE")
-            try:
-                yield db
-                db.execute("COMMIT")
-            except BaseException:
-                db.execute("ROLLBACK")
-                raise
-
-    @contextmanager
-    def _read(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            try:
-                yield self._db
-            except sqlite3.Error as error:
-                raise Unavailable(f"the collections cannot be used: {error}", retry_after=10.0) from error
+        self.database.close()
 
     # -------------------------------------------------------------------------------------------------- collections
 
@@ -109,6 +96,16 @@ class DocumentStore:
             except sqlite3.IntegrityError:
                 raise Conflict(f"there is a collection {id} already", field="id") from None
             return self._collection(db, tenant, id)
+
+    def bytes_of(self, tenant: str) -> int:
+        """About how many bytes a tenant's collections take: texts, and vectors of their chunks."""
+        with self._read() as db:
+            (found,) = db.execute(
+                "SELECT coalesce(sum(length(text) + length(vector)), 0) FROM chunks "
+                "WHERE collection IN (SELECT key FROM collections WHERE tenant=?)",
+                (tenant,),
+            ).fetchone()
+        return int(found)
 
     def collection(self, tenant: str, id: str) -> Collection:
         """One collection. NotFound for one that is not there or is another tenant's."""
@@ -152,11 +149,7 @@ class DocumentStore:
     def add(
         self,
         collection: Collection,
-        id: str,
-        name: str,
-        kind: str,
-        size: int,
-        metadata: Mapping[str, str],
+        new: NewDocument,
         pieces: Sequence[Piece],
         made: Sequence[Vector],
         model: tuple[str, bytes, int],
@@ -172,10 +165,13 @@ class DocumentStore:
                 key = db.execute(
                     "INSERT INTO documents (collection, id, name, kind, created, size, metadata) "
                     "VALUES (?,?,?,?,?,?,?)",
-                    (collection.key, id, name, kind, self._now(), size, msgspec.json.encode(metadata)),
+                    (
+                        *(collection.key, new.id, new.name, new.kind, self._now(), new.size),
+                        msgspec.json.encode(new.metadata),
+                    ),
                 ).lastrowid
             except sqlite3.IntegrityError:
-                raise Conflict(f"there is a document {id} already", field="id") from None
+                raise Conflict(f"there is a document {new.id} already", field="id") from None
             for number, (piece, vector) in enumerate(zip(pieces, made, strict=True)):
                 row = db.execute(
                     "INSERT INTO chunks (collection, document, number, heading, text, vector) VALUES (?,?,?,?,?,?)",
@@ -183,7 +179,7 @@ class DocumentStore:
                 ).lastrowid
                 db.execute("INSERT INTO words (rowid, heading, text) VALUES (?,?,?)", (row, piece.heading, piece.text))
             self._matrices.pop(collection.key, None)
-            return self._document(db, collection, id)
+            return self._document(db, collection, new.id)
 
     def _check_room(
         self, db: sqlite3.Connection, collection: Collection, more: int, model: tuple[str, bytes, int]
@@ -222,7 +218,7 @@ class DocumentStore:
             raise NotFound(f"collection {collection.id} has no document {id[:64]}", field="id")
         (chunks,) = db.execute("SELECT count(*) FROM chunks WHERE document=?", row[:1]).fetchone()
         given = dict(zip(("key", "id", "name", "kind", "created", "size"), row, strict=False))
-        return StoredDocument(**given, chunks=chunks, metadata=msgspec.json.decode(row[6], type=dict[str, str]))
+        return StoredDocument(**given, chunks=chunks, metadata=_attributes(row[6]))
 
     def remove(self, collection: Collection, id: str) -> None:
         """Erase a document with its chunks."""
@@ -266,7 +262,7 @@ class DocumentStore:
         for key, id, metadata in db.execute(
             "SELECT key, id, metadata FROM documents WHERE collection=?", (collection.key,)
         ).fetchall():
-            given = msgspec.json.decode(metadata, type=dict[str, str])
+            given = _attributes(metadata)
             fits = all(given.get(name) == value for name, value in (wanted.get("metadata") or {}).items())
             if fits and id in (wanted.get("documents") or [id]):
                 found |= {one for (one,) in db.execute("SELECT key FROM chunks WHERE document=?", (key,))}
@@ -305,3 +301,7 @@ class DocumentStore:
             (key,),
         ).fetchone()
         return Chunk(**dict(zip(("key", "document", "name", "number", "heading", "text"), row, strict=True)))
+
+
+def _attributes(data: bytes) -> dict[str, Attribute]:
+    return msgspec.json.decode(data, type=dict[str, Attribute])

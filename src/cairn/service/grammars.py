@@ -56,14 +56,18 @@ class Ready(NamedTuple):
 class Grammars:
     """Compiles, and hands requests back when they are ready. One thread calls all but `wake`."""
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary], wake: Callable[[], None], clock: Clock) -> None:
-        """`vocabulary` is read once, at the first grammar; `wake` is called by any thread when something is ready."""
+    def __init__(
+        self, vocabulary: Callable[[tuple[str, ...]], Vocabulary], wake: Callable[[], None], clock: Clock
+    ) -> None:
+        """`vocabulary` is read once, at the first grammar, and once more for a model whose form of calls is its own:
+        it is given the marks of that. `wake` is called by any thread when something is ready."""
         self._read, self._wake, self._clock = vocabulary, wake, clock
         self._pool: ThreadPoolExecutor | None = None
         self._masks: Masks | None = None
         self._lock = threading.Lock()
-        self._vocabulary: Vocabulary | None = None
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._vocabularies: dict[tuple[str, ...], Vocabulary] = {}
+        """By the marks of a form that is the model's own: there is one such form, or none."""
+        self._compiled: OrderedDict[tuple[tuple[str, ...], str], Any] = OrderedDict()
         self._waiting: dict[int, tuple[Request, Future[Matcher], float]] = {}
 
     @property
@@ -111,14 +115,17 @@ class Grammars:
 
     def _matcher(self, request: Request) -> Matcher:
         """In a thread: what follows this request's answer, as far as it has come."""
+        from cairn.text.split import further_markers
+
         assert self._masks is not None
         copy = None
         with self._lock:  # compiling takes a millisecond or two, or was bounded by who asked
-            if self._vocabulary is None:
-                self._vocabulary = self._read()
-            vocabulary = self._vocabulary
+            marks = further_markers(request.output)
+            vocabulary = self._vocabularies.get(marks)
+            if vocabulary is None:
+                vocabulary = self._vocabularies[marks] = self._read(marks)
             if request.grammar:
-                copy = self._compile(vocabulary, request.grammar).deep_copy()
+                copy = self._compile(vocabulary, marks, request.grammar).deep_copy()
         ends = [token for token in request.sampling.stop_token_ids if token in vocabulary.controls]
         follower = None if copy is None else GrammarMatcher(copy, vocabulary, ends, self._masks)
         matcher = _budgeted(follower, vocabulary, request)
@@ -126,10 +133,10 @@ class Grammars:
             matcher.consume(token)
         return matcher
 
-    def _compile(self, vocabulary: Vocabulary, text: str) -> Any:
+    def _compile(self, vocabulary: Vocabulary, marks: tuple[str, ...], text: str) -> Any:
         """llguidance's matcher of a grammar, to be copied."""
-        compiled = self._compiled.pop(text, None) or compile_grammar(vocabulary, text)
-        self._compiled[text] = compiled
+        compiled = self._compiled.pop((marks, text), None) or compile_grammar(vocabulary, text)
+        self._compiled[marks, text] = compiled
         while len(self._compiled) > KEPT:
             self._compiled.popitem(last=False)
         return compiled
@@ -269,11 +276,13 @@ class Tokens:
         return found
 
 
-def read_vocabulary(folder: Path, given: str | None, vocab: int, ends: Sequence[int]) -> Vocabulary:
+def read_vocabulary(
+    folder: Path, given: str | None, vocab: int, ends: Sequence[int], marks: tuple[str, ...] = ()
+) -> Vocabulary:
     """The tokens of a model: control tokens that stand for no text may only end an answer.
 
     `given`: a tokenizer in place of the model's own; `vocab`: how many tokens the model has; `ends`: those that end an
-    answer. Raises ModelError.
+    answer; `marks`: what else is text, of the model's own form of calls. Raises ModelError.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -282,7 +291,7 @@ def read_vocabulary(folder: Path, given: str | None, vocab: int, ends: Sequence[
     from cairn.text.thoughts import THOUGHTS
 
     tokenizer, _ = load_text(folder, given)
-    shown = {tokenizer.token_id(marker) for marker in all_markers(tokenizer.token_id)}
+    shown = {tokenizer.token_id(marker) for marker in (*all_markers(tokenizer.token_id), *marks)}
     controls = (tokenizer.special_ids | tokenizer.control_ids | tokenizer.end_ids) - shown
     largest = tokenizer.largest_id
     tokens = [tokenizer.token_bytes(i) if i <= largest else b"" for i in range(vocab)]
