@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from tests.laws.storage_world import Broken, Storage, law
 
@@ -30,7 +31,7 @@ from cairn.plan import Limits, Pace, Plan
 from cairn.sampling import sample
 from cairn.scheduler import Scheduler
 from cairn.sequence import AGE_SECONDS, Sequence, State
-from cairn.types import FinishReason, Output, Request, SamplingParams, TokenLogprob
+from cairn.types import FinishReason, Output, Request, SamplingExtras, SamplingParams, TokenLogprob
 
 VOCAB = 24
 WINDOWS = ((0,), (0,), (0,), (0, 5), (0, 8), (0, 3), (7, 0, 4), (6,))
@@ -176,6 +177,7 @@ class Client:
     scored: list[TokenLogprob] = field(default_factory=list)
     reports: int = 0
     start: int | None = None
+    mu: float | None = None
     known: int = 0
     """Its tokens when it first ran."""
     overtaken: int = 0
@@ -327,10 +329,13 @@ class World:
             min_tokens=chance.choice((0, 0, 0, chance.randint(0, 4))),
         )
         choice = chance.choice((0, 0, 1, 2))
+        if self.ruled is not None and self.ruled.random() < 0.4:
+            extras = SamplingExtras(mirostat=self.ruled.choice((1, 2)), mirostat_tau=2.0, mirostat_eta=0.5)
+            sampling = msgspec.structs.replace(sampling, extras=extras)
         grammar = str(self.ruled.randrange(3)) if self.ruled is not None and self.ruled.random() < 0.8 else ""
         plain = Request(id=number, prompt=prompt, sampling=sampling, choice=choice, grammar=grammar)
         generated: tuple[int, ...] = ()
-        if most and not scoring and len(prompt) < self.longest and chance.random() < 0.15:
+        if most and not scoring and sampling.extras is None and len(prompt) < self.longest and chance.random() < 0.15:
             known = self.oracle(plain)
             generated = tuple(known[: chance.randint(0, len(known))])
         return Request(
@@ -409,6 +414,7 @@ class World:
                 FinishReason.STOP if stopped else FinishReason.LENGTH,
                 scores,
                 got=list(request.generated),
+                mu=request.mu,
             )
             law(request.id in self.scheduler._sequences, "an accepted request is not there")
             if request.share not in self.ring:
@@ -441,6 +447,7 @@ class World:
                 generated=tuple(client.got),
                 choice=old.choice,
                 grammar=old.grammar,
+                mu=client.mu,
                 salt=old.salt,
                 share=old.share,
                 timeout=left,
@@ -760,6 +767,7 @@ class World:
             if client is None:
                 raise Broken("output of a request that has ended")
             client.got.extend(output.tokens)
+            client.mu = client.mu if output.mu is None else output.mu
             self.forced += max(0, len(output.tokens) - 1)
             client.scored.extend(output.prompt_logprobs)
             law(client.got == client.expected[: len(client.got)], "tokens are not the oracle's")

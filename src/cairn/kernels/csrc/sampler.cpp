@@ -121,7 +121,12 @@ void Sampler::adjust(const Ask& ask, float* line, std::int32_t* counts) const {
         std::uint32_t allowed;
         std::memcpy(&allowed, ask.mask + from / 8, 4);
         if (allowed == 0xffffffffu) continue;
-        for (Index i = 0; i < std::min<Index>(32, vocab_ - from); i++)
+        const Index count = std::min<Index>(32, vocab_ - from);
+        if (!allowed) {
+            std::fill_n(line + from, count, ALL);
+            continue;
+        }
+        for (Index i = 0; i < count; i++)
             if (!(allowed >> i & 1)) line[from + i] = ALL;
     }
 }
