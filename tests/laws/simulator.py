@@ -279,6 +279,8 @@ class World:
         """Steps in which time, not tokens, was short."""
         self.deaths = 0 if self.calm else chance.choice((0, 0, 0, 1, 2))
         self.cancels = 0.0 if self.calm else chance.choice((0.0, 0.05, 0.2))
+        if self.ruled is not None and not self.calm:
+            self.deaths += self.ruled.choice((1, 3))
         self.storage: Storage | None = None
         self.start_worker(self.limits)
         if self.tiered:
@@ -329,9 +331,9 @@ class World:
             min_tokens=chance.choice((0, 0, 0, chance.randint(0, 4))),
         )
         choice = chance.choice((0, 0, 1, 2))
-        if self.ruled is not None and self.ruled.random() < 0.4:
-            extras = SamplingExtras(mirostat=self.ruled.choice((1, 2)), mirostat_tau=2.0, mirostat_eta=0.5)
-            sampling = msgspec.structs.replace(sampling, extras=extras)
+        if self.ruled is not None and self.ruled.random() < 0.6:
+            extras = SamplingExtras(mirostat=self.ruled.choice((1, 2)), mirostat_tau=1.0, mirostat_eta=1.0)
+            sampling = msgspec.structs.replace(sampling, extras=extras, temperature=1.0)
         grammar = str(self.ruled.randrange(3)) if self.ruled is not None and self.ruled.random() < 0.8 else ""
         plain = Request(id=number, prompt=prompt, sampling=sampling, choice=choice, grammar=grammar)
         generated: tuple[int, ...] = ()
@@ -468,7 +470,7 @@ class World:
                 self.add(self.arrivals.pop(0)[1])
             if self.live and chance.random() < self.cancels:
                 self.drop(chance.choice(list(self.live)))
-            if self.live and self.deaths and chance.random() < (0.2 if self.tiered else 0.05):
+            if self.live and self.deaths and chance.random() < (0.2 if self.tiered or self.ruled else 0.05):
                 self.deaths -= 1
                 self.die()
             if not self.arrivals and calm_from is None:
