@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from cairn.errors import ModelFileError
 from cairn.models.encoder_spec import encoder_tensors
 from cairn.models.encoder_spec import own_name as encoder_name
-from cairn.models.families import AHEAD, FAMILIES, Family
+from cairn.models.families import AHEAD, FAMILIES
+from cairn.models.family import Family
 from cairn.models.files import (
     INDEX,
     MAX_NAME_BYTES,
