@@ -9,6 +9,7 @@ from typing import Any
 from cairn.errors import ModelError
 from cairn.models.family import Family
 from cairn.models.files import Fields
+from cairn.models.quantized_config import scheme_of
 
 _GEMMA: dict[str, Any] = {
     **{"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8},
@@ -371,18 +372,12 @@ def family_of(config: Fields, *, bare: bool = False) -> tuple[str, Family]:
             sorted({_HEAD.sub("", one.partition(" (")[0]) for one in (*FAMILIES, *ENCODERS)})
         )  # a line, not a page
         raise ModelError(f"{config.path}: the architecture {name[:80]!r} is not supported; supported are {known}")
-    if config.has("quantization_config") and not _mxfp4(config, FAMILIES[name]):
-        raise ModelError(f"{config.path}: quantised safetensors (quantization_config) are not supported")
+    scheme_of(config, FAMILIES[name].packed)
     if sees_both(config) and not bare:
         raise ModelError(f"{config.path}: use_bidirectional_attention is true; such a model does not generate text")
     if not config.flag("is_causal", True) or (sees_both(config) and not FAMILIES[name].local_rope):
         raise ModelError(f"{config.path}: attention in both directions is not supported for {name}")
     return name, FAMILIES[name]
-
-
-def _mxfp4(config: Fields, family: Family) -> bool:
-    """Whether the weights are quantised as the family's own are."""
-    return family.packed and config.object("quantization_config").values.get("quant_method") == "mxfp4"
 
 
 def sees_both(config: Fields) -> bool:
