@@ -392,8 +392,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Streams(msgspec.Struct, frozen=True, kw_only=True):
-    """A hidden state that is kept several times over, of which each layer computes one and corrects all (AltUp), what is
-    learnt beside attention (LAuReL), and gates of which only the largest are let through (Gemma 3n)."""
+    """Gemma 3n: a hidden state that is kept several times over, of which each layer computes one and corrects all
+    (AltUp); what is learnt beside attention (LAuReL); gates of which only the largest are let through."""
 
     count: int
     active: int
