@@ -157,6 +157,11 @@ class Metrics:
         read, written = "kv_disk_read_bytes", "kv_disk_written_bytes"
         return int(now[read] + ended[read]), int(now[written] + ended[written])
 
+    @property
+    def mean_seconds(self) -> float:
+        """How long a request took on the whole, at least a second."""
+        return max(1.0, self.end_to_end.sum / max(1, self.end_to_end.count))
+
     def record_end(
         self, reason: FinishReason, timing: Timing, *, total: float, first: float | None, generated: int, limit: int
     ) -> None:

@@ -112,6 +112,7 @@ class Scheduler:
         durable = request.durable or len(request.prompt) >= LONG_TOKENS
         kv = self._cache.context(request.salt, durable=durable, stored=request.stored)
         sequence = Sequence(request, kv, self._longest, next(self._serial), now, matcher)
+        sequence.force()
         self._sequences[request.id] = sequence
         self._waiting.push(sequence)
         self._next_deadline = min(self._next_deadline, sequence.deadline)
@@ -260,7 +261,8 @@ class Scheduler:
                 finish = FinishReason.LENGTH
             if finish is not None:
                 cache, timing = sequence.report, self._end(sequence, State.FINISHED, now)
-                ended.append(Output(id=sequence.request.id, finish=finish, cache=cache, timing=timing))
+                tokens = sequence.news()
+                ended.append(Output(id=sequence.request.id, tokens=tokens, finish=finish, cache=cache, timing=timing))
             else:
                 self._chunk(sequence, room, work)
 
@@ -338,11 +340,8 @@ class Scheduler:
         if row.samples:
             if result.token is None:
                 return self._fail(sequence, now, FinishReason.ERROR, "the engine gave neither a token nor an error")
-            tokens = (result.token,)
-            sequence.tokens.append(result.token)
-            if sequence.matcher is not None:
-                sequence.matcher.consume(result.token)
-            finish = sequence.ending()
+            finish = sequence.take(result.token)
+            tokens = sequence.news()
         cache = None
         if sequence.first_token is None:
             sequence.first_token, cache = now, sequence.report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import sys
 from collections.abc import Sequence
@@ -187,25 +186,23 @@ def test_each_way_not_to_get_on() -> None:
 async def test_a_wedged_worker_is_told_of_and_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop turns, signs of life come, it uses some CPU, and no request gets further."""
     monkeypatch.setattr(launch, "WORKER", (sys.executable, str(FAULTY), "wedges"))
-    patience = Patience(silence=30, notice=1.2, stall=2.4, backoff=(0.0,))
+    patience = Patience(silence=30, notice=0.8, stall=1.8, backoff=(0.0,))
     service = await Service.start(config(folder), patience=patience)
     try:
         async with site(service) as at, at.http() as http:
             assert (await http.get("/health")).json()["status"] == "ok"
-            good = asyncio.create_task(collect(service.generate(request(service, "good", 120))))
-            await until(lambda: service.metrics.generation_tokens > 5)
             stuck = service.generate(request(service, (KILLER, 1, 2), 5))
             await until(lambda: service.stalled)
             health = await http.get("/health")
             assert health.status_code == 503 and health.json()["status"] == "stalled"
             (reason,) = health.json()["reasons"]
-            assert "brought none of 2 requests further" in reason
+            assert "brought none of 1 requests further" in reason
             assert (await http.get("/health/ready")).status_code == 503
             still = [line for line in (await http.get("/metrics")).text.splitlines() if "worker_still_seconds{" in line]
-            assert float(still[0].split()[-1]) > 1
-            assert (await good).done is not None
+            assert float(still[0].split()[-1]) > 0.5
             with pytest.raises(GenerationFailed, match="each time"):
                 await collect(stuck)
+            assert (await collect(service.generate(request(service, "good", 20)))).done is not None
             await until(lambda: not service.unready())
             assert (await http.get("/health")).json()["status"] == "ok"
             assert service.stats().worker_restarts >= 2

@@ -366,6 +366,15 @@ FAMILIES = {
         ahead=True,
         defaults={"layer_norm_epsilon": 1e-5, "norm_topk_prob": True},
     ),
+    "Mamba2ForCausalLM": Family(
+        recurrence="mamba",
+        alone=True,
+        # Nothing limits its context, and no config says one.
+        defaults={
+            **{"num_attention_heads": 1, "intermediate_size": 1, "max_position_embeddings": 1 << 17, "head_dim": 64},
+            **{"num_heads": 128, "layer_norm_epsilon": 1e-5, "hidden_size": 4096},
+        },
+    ),
     "Gemma2ForCausalLM": _GEMMA_2,
     "Gemma3ForCausalLM": _GEMMA_3,
     "Gemma3ForConditionalGeneration": replace(_GEMMA_3, nested=True),

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from cairn import deadline
 from cairn.config import Config, ModelOptions
 from cairn.errors import CairnError, Conflict, InvalidRequest, ModelError, Unavailable, UnknownModel, trace
 from cairn.seams import Clock
@@ -44,7 +45,7 @@ LOOK_SECONDS = 0.02
 TTL_SECONDS = 1.0
 """How often to look for models that nobody has asked for."""
 LOAD_GUESS = 10.0
-"""Seconds that a load takes before one was measured."""
+"""Seconds that a load takes before any was measured."""
 SHOWN_NAMES = 20
 """How many names a refusal lists."""
 
@@ -209,7 +210,8 @@ class Models:
 
     async def _wait(self, model: ServedModel) -> Loaded:
         """Until the model is loaded."""
-        end = self._clock.now() + self.config.load_timeout
+        now = self._clock.now()
+        end = now + deadline.left(now, self.config.load_timeout)
         model.waiting += 1
         try:
             while True:
@@ -217,16 +219,23 @@ class Models:
                     raise Unavailable(SHUTTING_DOWN, retry_after=self.config.shutdown_grace)
                 if model.loaded is not None and not model.loaded.closing:
                     return model.loaded
-                if model.failure and self._clock.now() - model.failed_at < FAILED_SECONDS:
-                    raise Unavailable(f"{model.name} cannot be loaded: {model.failure}", retry_after=FAILED_SECONDS)
+                pause = model.failed_at + FAILED_SECONDS - self._clock.now()
+                if model.failure and pause > 0:
+                    raise Unavailable(f"{model.name} cannot be loaded: {model.failure}", retry_after=pause)
                 task = self._loading(model)
                 left = end - self._clock.now()
                 done, _ = await asyncio.wait({task}, timeout=max(0.0, left))
                 if not done:
                     why = model.delay or f"{model.name} is being loaded; ask again shortly"
-                    raise Unavailable(why, retry_after=model.load_seconds or LOAD_GUESS)
+                    raise Unavailable(why, retry_after=self._load_left(model))
         finally:
             model.waiting -= 1
+
+    def _load_left(self, model: ServedModel) -> float:
+        """Seconds until a model that is being loaded will be there: as its last load took, else as others' did."""
+        others = [one.load_seconds for one in self.models if one.load_seconds]
+        usual = model.load_seconds or (sum(others) / len(others) if others else LOAD_GUESS)
+        return max(1.0, usual - (self._clock.now() - model.asked_at))
 
     def _want(self, name: str) -> bool:
         """Begin to load a model for work that no call waits for; whether there is one of this name."""
@@ -237,6 +246,7 @@ class Models:
 
     def _loading(self, model: ServedModel) -> asyncio.Task[None]:
         if model.loading is None:
+            model.asked_at = self._clock.now()
             model.loading = self._later(self._load_quietly(model))
         return model.loading
 
@@ -425,7 +435,8 @@ class Models:
                 )
             if not await self._unload(victim, max(0.0, end - self._clock.now()), surely=False):
                 raise Unavailable(
-                    f"{victim.name} would have to make room for {model.name}, and is in use", retry_after=FAILED_SECONDS
+                    f"{victim.name} would have to make room for {model.name}, and is in use",
+                    retry_after=victim.loaded.service.metrics.mean_seconds if victim.loaded is not None else 1.0,
                 )
             log.info("%s was unloaded to make room for %s", victim.name, model.name)
 

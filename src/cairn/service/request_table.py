@@ -286,6 +286,8 @@ class RequestTable:
             generated=flight.text.completion_tokens,
             limit=request.sampling.max_tokens,
         )
+        if flight.first_at is not None and request.want == "token":
+            self.queue.answered(flight.text.completion_tokens)
         if flight.first_at is not None and flight.told.store:
             context = [*request.prompt, *flight.tokens]
             self.recent.note(request.salt, context, len(request.prompt), flight.told.messages)

@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 
 from cairn.config import Config
-from cairn.errors import Cancelled, Conflict, InvalidRequest, Unavailable, trace
+from cairn.deadline import left
+from cairn.errors import Cancelled, Conflict, DeadlineExceeded, InvalidRequest, Unavailable, trace
 from cairn.metrics import Metrics
 from cairn.models.hub import locate
 from cairn.models.tokenizer_files import check_fits
@@ -187,13 +188,18 @@ class Service:
 
         `told`: what helps to say why a part of the prompt was not found.
 
-        Raises here, before anything is computed: ContextTooLong, InvalidRequest, Overloaded and Unavailable (both with
-        `retry_after`). A request without a timeout gets the configured one.
+        Raises here, before anything is computed: ContextTooLong, InvalidRequest, DeadlineExceeded, Overloaded and
+        Unavailable (both with `retry_after`). A request without a timeout gets the configured one, or what is left of
+        its call's.
         """
+        now = self._clock.now()
+        most = self._config.request_timeout if request.timeout is None else request.timeout
+        if not (timeout := left(now, most)):
+            raise DeadlineExceeded("the request reached its time limit before it was begun")
+        if request.timeout != timeout:
+            request = msgspec.structs.replace(request, timeout=timeout)
         self._admit(request)
-        if request.timeout is None:
-            request = msgspec.structs.replace(request, timeout=self._config.request_timeout)
-        flight = RequestState(request, TextStream(self.tokenizer, request), self._clock.now(), told or PLAIN)
+        flight = RequestState(request, TextStream(self.tokenizer, request), now, told or PLAIN)
         flight.spans = PRESENT.get()
         stream = Stream(flight, self.abort)
         try:
@@ -354,7 +360,8 @@ class Service:
         if request.want == "token":
             self.check_generates()
         check_tokens(request, self.info)
-        self._queue.check(request, self._traffic.running, self.info.max_rows, self._clock.now())
+        pool = self.info.pool_tokens if request.want == "token" else 0
+        self._queue.check(request, self._traffic.running, self.info.max_rows, self._clock.now(), pool)
 
     # --------------------------------------------------------------------------------------- what the worker says
 
