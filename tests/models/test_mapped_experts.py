@@ -200,7 +200,7 @@ def test_a_mapped_matrix_is_the_bytes_that_it_is_given_and_keeps_them() -> None:
     with pytest.raises(ValueError, match="multiple of 64 bytes"):
         kernels.mapped(parts, [bias], room[at + 4 : at + 4 + held.nbytes])
     mapped, alive = kernels.mapped(parts, [bias], whole), weakref.ref(room)
-    del room, whole
+    del room, whole, wrong
     gc.collect()
     x, got, want = (np.ones((3, 64), np.float32), *(np.zeros((3, 40), np.float32) for _ in range(2)))
     kernels.project(x, mapped, got)
