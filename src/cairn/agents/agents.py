@@ -46,7 +46,7 @@ from cairn.service.stream import Stream
 from cairn.stats import Placed
 from cairn.text.chat import Sampled
 from cairn.text.grammar import ANYTHING, Wanted
-from cairn.types import Done
+from cairn.types import Done, FinishReason
 
 KEPT_SECONDS = 0.25
 """How long the end of an answer waits for a disk to take what was sampled for it."""
@@ -330,6 +330,9 @@ class Agents:
 
         `ids`: prompt and answer, whose KV is then pinned if the agent is, and given up if it is deleted.
         """
+        if done.reason is FinishReason.TOOL_CALLS:
+            salt = self._agents.registry.salt(tenant)
+            self.kv.request_ended_in_call(salt, ids, identity or self.services.first.spec.identity)
         if agent is not None:
             self.add_request_context(agent, ids, identity)
         if agent is None or agent not in self._agents.registry:

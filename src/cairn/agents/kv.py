@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -23,9 +23,10 @@ from cairn.agents.request_contexts import (
 )
 from cairn.agents.turn_tree import CHUNK_TOKENS, NOBODY, Agent, Turn
 from cairn.errors import Conflict, Unavailable
+from cairn.kv.standing import Standing
 from cairn.service.service import Service
 from cairn.service.services import Services
-from cairn.stats import Placed
+from cairn.stats import KvStats, Placed
 
 
 class Context(NamedTuple):
@@ -53,6 +54,8 @@ class AgentKv:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pinning: dict[str, asyncio.Task[None]] = {}
         """The last pin of each owner that was begun."""
+        self._waiting: set[int] = set()
+        """Keys of agents whose contexts are marked as waiting for the result of a call."""
         self._request_contexts = RequestContexts()
         self._head_digests = HeadDigests()
 
@@ -138,6 +141,44 @@ class AgentKv:
         for service in self._services:
             service.recent.forget(agent.salt)
 
+    def turn_ended(self, agent: Agent, *, in_call: bool) -> None:
+        """A turn of the agent is over: while it waits for the result of a call, its context outlives others."""
+        if in_call:
+            self._waiting.add(agent.key)
+            self._mark_later(agent, agent.head, "waiting")
+        elif agent.key in self._waiting:
+            self._waiting.discard(agent.key)
+            self._mark_later(agent, agent.head, "idle")
+
+    def moved(self, agent: Agent, before: Turn) -> None:
+        """The agent's head has left a turn: what only leads there goes first, until somebody comes back."""
+        self._waiting.discard(agent.key)
+        if agent.head not in before.path():
+            self.wanted_again(agent)
+        self._mark_later(agent, before, "superseded")
+
+    def wanted_again(self, agent: Agent) -> None:
+        """The agent stands on a branch that somebody had left."""
+        self._mark_later(agent, agent.head, "idle")
+
+    def request_ended_in_call(self, salt: bytes, ids: Sequence[int], identity: bytes) -> None:
+        """An ordinary request has ended in a call, so its context is likely to go on with the result."""
+        self._attempt(partial(self._mark, ids, salt, identity, "waiting"))
+
+    def _mark_later(self, agent: Agent, turn: Turn, standing: Standing) -> None:
+        async def work() -> None:
+            ids, keep = await self.ids(turn), 0
+            if standing == "superseded" and ids:
+                [keep] = await self._shared(agent, [Context(ids, turn, turn.identity)], own=True)
+            await self._mark(ids, agent.salt, turn.identity, standing, keep)
+
+        self._attempt(work)
+
+    async def _mark(self, ids: Sequence[int], salt: bytes, identity: bytes, standing: Standing, keep: int = 0) -> None:
+        service = self._services.of(identity)
+        if service is not None and len(ids) >= CHUNK_TOKENS and service.kv() != KvStats():
+            await service.mark(ids, salt, standing, keep=keep)
+
     async def prefetch(self, agent: Agent) -> Placed:
         """Bring the context up into the pool; where it is then."""
         return await self._at_head(agent).prefetch(await self.ids(agent.head), agent.salt)
@@ -158,6 +199,7 @@ class AgentKv:
         by the stores' time to live, which spares what is pinned. So does that of an agent whose tenant is not
         configured any more.
         """
+        self._waiting.discard(agent.key)
         tied = self._request_contexts.take(agent)
         self._head_digests.forget(agent)
         self._forget_texts(agent)  # its text is shown to nobody any more
@@ -312,7 +354,19 @@ class AgentKv:
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, MOST_RETRY_SECONDS)
 
-        task = asyncio.create_task(run())
+        return self._begin(run())
+
+    def _attempt(self, work: Callable[[], Awaitable[object]]) -> None:
+        """Do this if the worker can now; nothing depends on it."""
+
+        async def run() -> None:
+            with contextlib.suppress(Unavailable):
+                await work()
+
+        self._begin(run())
+
+    def _begin(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

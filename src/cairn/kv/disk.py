@@ -25,6 +25,7 @@ from cairn.kv.disk_state import DiskState
 from cairn.kv.disk_writer import DiskWriter
 from cairn.kv.model_folders import ModelFolders
 from cairn.kv.pins import Pins, pin_bytes, pin_name
+from cairn.kv.standing import Standing
 from cairn.kv.store import Chunk
 from cairn.kv.store_folder import PROBE_BYTES, StoreFolder, open_folder
 from cairn.seams import Clock, FileSystem, Lock
@@ -135,6 +136,7 @@ class DiskStore:
             return None
         with state.mutex:
             state.use(entry)
+            state.index.mark((entry.id,), "idle")
             state.count(read=len(data))
         return chunk
 
@@ -213,6 +215,11 @@ class DiskStore:
                 self._unsaved[one] = keys
                 state.index.pin(one, [self._tag + key for key in keys])
         self._save_pins()
+
+    def mark(self, keys: Sequence[bytes], standing: Standing) -> None:
+        """See `Store`. Of the chunks of this engine."""
+        with self._state.mutex:
+            self._state.index.mark([self._tag + key for key in keys], standing)
 
     def unsaved(self, owner: str) -> bool:
         """Whether what `owner` pinned or unpinned last, on any model, is not durable, since the disk refuses it."""

@@ -21,6 +21,7 @@ from cairn.kv.cache import Cache
 from cairn.kv.chunk_lookup import ChunkLookup
 from cairn.kv.disk import DiskStore
 from cairn.kv.sequence_kv import SequenceKV, TierName
+from cairn.kv.standing import Standing
 from cairn.kv.store import CHUNK_BLOCKS, Store, chunk_sizes
 from cairn.kv.store_reader import Arrival, Load, LoadMode, LoadPolicy, StoreReader
 from cairn.kv.store_writer import StoreWriter
@@ -229,6 +230,16 @@ class Tiers:
         states = self._lookup.states(context, tokens)
         keys = self._lookup.kv_keys(context, tokens) + [key for key in states if self.write_behind.has(key)]
         self.do(lambda store: store.pin(owner, keys), tuple(self._stores.values()), done)
+
+    def mark(self, tokens: Sequence[int], salt: bytes, keep: int, standing: Standing) -> None:
+        """Say how soon the stores may evict a context beyond its first `keep` tokens. No step waits for that."""
+
+        def work() -> None:
+            _, keys = self._beyond(tokens, salt, keep)
+            for store in self._stores.values():
+                store.mark(keys, standing)
+
+        self.writer.push(work)
 
     def prefetch(self, tokens: Sequence[int], salt: bytes, done: Done) -> None:
         """Bring a context up into the pool. What is being brought up for another who asked is not read once more."""

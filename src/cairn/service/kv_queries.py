@@ -32,6 +32,9 @@ class Answers:
             self._tiers.flush(lambda dropped: self._say(ask, trouble=_given_up(dropped)))
         elif ask.what == "pin":
             self._tiers.pin(ask.owner, ask.tokens, ask.salt, lambda: self._say_pinned(ask))
+        elif ask.what == "mark":
+            self._tiers.mark(ask.tokens, ask.salt, ask.keep, ask.standing)
+            self._send(wire.Answer(ask.id))
         elif ask.what == "prefetch":
             self._tiers.prefetch(ask.tokens, ask.salt, lambda: self._say_where(ask))
         elif ask.what == "evict":

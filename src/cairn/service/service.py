@@ -15,6 +15,7 @@ import msgspec
 
 from cairn.config import Config
 from cairn.errors import Cancelled, Conflict, InvalidRequest, Unavailable, trace
+from cairn.kv.standing import Standing
 from cairn.metrics import Metrics
 from cairn.models.hub import locate
 from cairn.models.tokenizer_files import check_fits
@@ -298,6 +299,11 @@ class Service:
     async def unpin(self, owner: str) -> None:
         """Give up what `owner` pinned."""
         self._answered(await self._supervisor.ask("pin", owner=owner))
+
+    async def mark(self, tokens: Sequence[int], salt: bytes, standing: Standing, *, keep: int = 0) -> None:
+        """Say how soon the stores may evict this context beyond its first `keep` tokens: see `kv.standing`."""
+        asked = self._supervisor.ask("mark", tokens=tuple(tokens), salt=salt, keep=keep, standing=standing)
+        self._answered(await asked)
 
     async def prefetch(self, tokens: Sequence[int], salt: bytes = b"") -> Placed:
         """Bring what the stores have of this context up into the pool; where it is then."""

@@ -16,6 +16,7 @@ import msgspec
 
 from cairn.config import Config
 from cairn.errors import CairnError
+from cairn.kv.standing import Standing
 from cairn.stats import KvStats, Placed, Swept
 from cairn.types import FinishReason, ModelSpec, Output, Request
 
@@ -62,7 +63,7 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
     reason: FinishReason
 
 
-What = Literal["flush", "pin", "prefetch", "evict", "where", "scrub", "prune"]
+What = Literal["flush", "pin", "mark", "prefetch", "evict", "where", "scrub", "prune"]
 """What can be asked; the methods of `Service` with these names say what each means."""
 
 
@@ -80,6 +81,8 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """Leading tokens that others need: not to be evicted."""
     disk: bool = False
     """Whether to evict from the disk, too."""
+    standing: Standing = "idle"
+    """How the context stands beyond `keep`."""
 
 
 ToWorker = Load | Add | Drop | Ask
