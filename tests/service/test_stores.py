@@ -23,7 +23,7 @@ from cairn.kv.disk import DiskStore
 from cairn.paths import with_folder
 from cairn.service.service import Service
 from cairn.service.stores import open_stores, stored_bytes
-from cairn.service.worker_connection import Patience
+from cairn.service.watchdog import Patience
 from cairn.system import SystemClock, SystemFiles
 
 
