@@ -16,7 +16,6 @@ from cairn.agents.records import pack
 from cairn.agents.request_contexts import (
     DIGEST_BYTES,
     HeadDigests,
-    RequestContext,
     RequestContexts,
     common_chunks,
     prefix_digests,
@@ -41,6 +40,8 @@ class Context(NamedTuple):
 RETRY_SECONDS = 1.0
 MOST_RETRY_SECONDS = 30.0
 """Between two attempts at what the worker could not do: twice as long each time."""
+MOST_CONTEXT = 1 << 22
+"""Tokens of the longest context of a model of which nothing is known."""
 BATCH = 32
 """Agents or turns that are looked at in a row before others get their turn on the event loop."""
 
@@ -64,10 +65,17 @@ class AgentKv:
 
         Unavailable where the log cannot be read.
         """
-        if not turn.number or not self._services.known(turn.identity):
+        return await self._known_ids(turn) if self._services.known(turn.identity) else ()
+
+    async def _known_ids(self, turn: Turn) -> Sequence[int]:
+        """The context behind a turn, whichever model answered it."""
+        if not turn.number:
             return ()
-        most = self._services.context(turn.identity)
-        return (await self._archive.branch(turn)).known(most)  # there is no KV beyond it
+        return (await self._archive.branch(turn)).known(self._longest(turn.identity))
+
+    def _longest(self, identity: bytes) -> int:
+        """The longest context that there is KV of."""
+        return self._services.context(identity) if self._services.known(identity) else MOST_CONTEXT
 
     def _service(self, identity: bytes) -> Service:
         """The service of a model. Unavailable where it is not loaded now."""
@@ -88,7 +96,7 @@ class AgentKv:
     async def pin(self, agent: Agent) -> None:
         """Tell the stores what is pinned now."""
         if not agent.record.pinned:
-            return await self._unpin(agent)
+            return await self._unpin_everywhere(owners(agent))
         while agent.record.pinned and agent in self._registry:  # it may be unpinned or deleted while its head is read
             head = agent.head
             if head.number and not self._services.known(head.identity):
@@ -206,7 +214,7 @@ class AgentKv:
         await asyncio.sleep(0)  # a pin that was asked for before comes before
         unpinned = False
         with contextlib.suppress(Unavailable):
-            await self._unpin(agent, tied)
+            await self._unpin_everywhere(owners(agent))
             unpinned = True
         if agent.salt == NOBODY:
             return unpinned
@@ -219,19 +227,32 @@ class AgentKv:
     def unpin_later(self, owners: Sequence[str], done: Callable[[], None]) -> None:
         """Give up the pins of an agent that is gone once the worker can, and call `done`."""
 
-        told: set[bytes] = set()
-
         async def unpin() -> None:
-            for service in self._services:
-                if service.spec.identity not in told:
-                    for owner in owners:
-                        await service.unpin(owner)
-                    told.add(service.spec.identity)
-            if self._services.away(told):
-                raise Unavailable("a model that may have the pins is not loaded")
+            await self._unpin_everywhere(owners)
             done()
 
         self._later(unpin)
+
+    async def _unpin_everywhere(self, owners: Sequence[str]) -> None:
+        """Give up what these pinned, on models that are not loaded too: they share the folder of one that is.
+
+        Unavailable where that cannot be done now; the others have done it all the same.
+        """
+        refused: Unavailable | None = None
+        for service in self._services:
+            for owner in owners:
+                try:
+                    await service.unpin(owner)
+                except Unavailable as error:
+                    refused = error
+        if refused is not None:
+            raise refused
+        if self._services.away() and not self._stores_on_disk():
+            raise Unavailable("a model that may have the pins is not loaded", retry_after=RETRY_SECONDS)
+
+    def _stores_on_disk(self) -> bool:
+        """Whether a model that is loaded has a store on the disk, as far as its worker has said."""
+        return any(service.kv().disk is not None for service in self._services)
 
     async def collect(self, agent: Agent, turns: Sequence[Turn]) -> None:
         """Give up what nobody needs of turns that are the agent's no more.
@@ -243,14 +264,11 @@ class AgentKv:
         await self._evict_turns(agent, turns, own=True)
 
     async def _evict_turns(self, agent: Agent, turns: Sequence[Turn], *, own: bool = False) -> list[Context]:
-        """Give up the contexts of those that models of this server answered; see `_evict_all`. Of what the log does not
-        give back only age takes the KV."""
+        """Give up the contexts of those; see `_evict_all`. Of what the log does not give back only age takes the KV."""
         rest = list[Context]()
-        for identity in dict.fromkeys(turn.identity for turn in turns if turn.number):
-            if not self._services.known(identity):
-                continue
+        for identity in dict.fromkeys(turn.identity for turn in turns if turn.number and turn.identity):
             mine = [turn for turn in turns if turn.number and turn.identity == identity]
-            async with contextlib.aclosing(self._archive.contexts(mine, self._services.context(identity))) as found:
+            async with contextlib.aclosing(self._archive.contexts(mine, self._longest(identity))) as found:
                 async for contexts in found:  # all of them together may be gigabytes
                     rest += await self._evict_all(agent, [Context(*one, identity) for one in contexts], own=own)
         return rest
@@ -262,16 +280,25 @@ class AgentKv:
         rest: list[Context] = []
         for one, keep in zip(contexts, await self._shared(agent, contexts, own=own), strict=True):
             try:
-                await self._service(one.identity).evict(one.ids, agent.salt, keep=keep, disk=True)
+                if self._services.of(one.identity) is None:
+                    await self._erase_away(one, agent.salt, keep)
+                else:
+                    await self._service(one.identity).evict(one.ids, agent.salt, keep=keep, disk=True)
             except Unavailable:  # the ids themselves: soon the log has them no more
                 rest.append(one._replace(ids=array("I", one.ids)))
         return rest
 
+    async def _erase_away(self, one: Context, salt: bytes, keep: int) -> None:
+        """Erase what a model that is not loaded has stored of a context: any that is, and shares its folder, can."""
+        for service in self._services:
+            await service.erase_of_model(one.identity, one.ids, salt, keep=keep)
+        if one.identity in self._services.away() and not self._stores_on_disk():
+            raise Unavailable("the model that made this context is not loaded", retry_after=RETRY_SECONDS)
+
     async def _evict_rest(self, agent: Agent, rest: list[Context]) -> None:
         """Try it again with those. Unavailable where one does not go; the others do."""
-        await self._service(rest[0].identity).where(
-            (), agent.salt
-        )  # what is shared is much to find out where there is no worker
+        for service in self._services:  # what is shared is much to find out where there is no worker
+            await service.where((), agent.salt)
         rest[:] = await self._evict_all(agent, rest)
         if rest:
             raise Unavailable(f"{len(rest)} contexts of agent {agent.id} do not go")
@@ -286,16 +313,6 @@ class AgentKv:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _unpin(self, agent: Agent, contexts: Sequence[RequestContext] = ()) -> None:
-        """Unavailable where a model that may have pins of the agent, or of these contexts of it, is not loaded."""
-        for service in self._services:
-            for owner in owners(agent):
-                await service.unpin(owner)
-        turns = (*agent.turns(), *agent.head.path())
-        theirs = {*(turn.identity for turn in turns if turn.number), *(one.identity for one in contexts)}
-        if theirs and theirs & self._services.away():
-            raise Unavailable("a model that has pins of the agent is not loaded", retry_after=RETRY_SECONDS)
 
     async def _shared(self, agent: Agent, contexts: Sequence[Context], *, own: bool = False) -> list[int]:
         """How many leading tokens of each other agents of the tenant have too, in whole chunks.
@@ -327,12 +344,10 @@ class AgentKv:
     async def _digests_at_head(self, agent: Agent) -> bytes:
         """The digests of the context at the agent's head."""
         head = agent.head
-        if not self._services.known(head.identity):
-            return b""
         if (known := self._head_digests.get(agent)) is not None:
             return known
         try:
-            found = prefix_digests(await self.ids(head))
+            found = prefix_digests(await self._known_ids(head))
         except Unavailable:  # it was deleted meanwhile, or damaged: what it shares is made anew
             return b""
         if head.state == "finished" and agent.head is head and agent in self._registry:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from cairn.kv.attention_window import first_read, lead
 from cairn.kv.cache import Cache
 from cairn.kv.disk import DiskStore
-from cairn.kv.prefix import Chain, root
+from cairn.kv.layout import Layout
 from cairn.kv.sequence_kv import SequenceKV, TierName
 from cairn.kv.store import CHUNK_BLOCKS, Store
 from cairn.kv.store_reader import Want
@@ -96,13 +96,8 @@ class ChunkLookup:
         store.drop(keys)
         if not isinstance(store, DiskStore):
             return
-        size = self._block_tokens
-
-        def others(identity: bytes) -> list[bytes]:
-            chains = tuple(Chain(root(identity, salt, group, size), size) for group in self._groups)
-            return self.all_keys(SequenceKV(chains), tokens, first)
-
-        store.drop_of_other_engines(others)
+        layout = Layout(self._block_tokens, self._groups)
+        store.drop_of_other_engines(lambda identity: layout.keys(identity, salt, tokens, first))
 
     def counts(self, context: SequenceKV, tokens: Sequence[int]) -> dict[TierName, int]:
         """Leading tokens of a context in each store."""

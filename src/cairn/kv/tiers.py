@@ -299,6 +299,19 @@ class Tiers:
         else:
             self.write_behind.flush(lambda lost: give_up(), told=False)
 
+    def erase_of_model(
+        self, model: bytes, tokens: Sequence[int], salt: bytes, keep: int, done: Callable[[bool], None]
+    ) -> None:
+        """Erase a context of a model that is not served now from its stores beside this one; `done` hears whether it
+        went."""
+        gone = list[bool]()
+        disk = [store for store in self._stores.values() if isinstance(store, DiskStore)]
+        self.do(
+            lambda store: gone.append(isinstance(store, DiskStore) and store.erase_of_model(model, salt, tokens, keep)),
+            disk,
+            lambda: done(all(gone) and len(gone) == len(disk)),
+        )
+
     def lingers(self, tokens: Sequence[int], salt: bytes, keep: int) -> bool:
         """Whether something that `evict` was to take from the disk is there still, because the disk refuses that."""
         store = self._stores.get("disk")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from cairn.kv.cache import Cache
 from cairn.kv.disk import DiskStore
 from cairn.kv.tiers import Tiers
@@ -24,7 +26,7 @@ class Answers:
     def take(self, ask: wire.Ask) -> None:
         """Do what is asked for. Where there is no store below the pool there is nothing to wait for or look over."""
         self.owed += 1
-        if ask.what == "evict" and self._tiers is None:
+        if ask.what == "evict" and self._tiers is None and not ask.model:
             self._cache.forget(self._cache.context(ask.salt), ask.tokens, ask.keep)
         if self._tiers is None or ask.what == "where":
             self._say_where(ask)
@@ -37,6 +39,9 @@ class Answers:
             self._send(wire.Answer(ask.id))
         elif ask.what == "prefetch":
             self._tiers.prefetch(ask.tokens, ask.salt, lambda: self._say_where(ask))
+        elif ask.what == "evict" and ask.model:
+            told = partial(self._say_erased, ask)
+            self._tiers.erase_of_model(ask.model, ask.tokens, ask.salt, ask.keep, told)
         elif ask.what == "evict":
             self._tiers.evict(ask.tokens, ask.salt, ask.keep, ask.disk, lambda: self._say_evicted(ask))
         else:
@@ -56,8 +61,10 @@ class Answers:
         if self._tiers.unsaved(ask.owner):
             what = "what is pinned" if ask.tokens else "what is no longer pinned"
             self._say(ask, trouble=f"the disk does not take {what}; it is tried again until it does")
-        else:
+        elif ask.tokens:
             self._say_where(ask)
+        else:
+            self._say(ask)
 
     def _say_evicted(self, ask: wire.Ask) -> None:
         assert self._tiers is not None
@@ -65,6 +72,9 @@ class Answers:
             self._say(ask, trouble="the disk does not let the KV of this context go; it is tried again until it does")
         else:
             self._say_where(ask)
+
+    def _say_erased(self, ask: wire.Ask, gone: bool) -> None:
+        self._say(ask, trouble="" if gone else "the KV of a model that is not loaded cannot be erased now")
 
     def _say_swept(self, ask: wire.Ask, swept: Swept | None) -> None:
         if swept is None:

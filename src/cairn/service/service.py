@@ -332,6 +332,12 @@ class Service:
         asked = self._supervisor.ask("evict", tokens=tuple(tokens), salt=salt, keep=keep, disk=disk)
         return self._answered(await asked).placed
 
+    async def erase_of_model(self, model: bytes, tokens: Sequence[int], salt: bytes = b"", *, keep: int = 0) -> None:
+        """Erase the KV of a context beyond its first `keep` tokens that another model, which is not loaded, has stored
+        in the same folder. Unavailable where that cannot be done now."""
+        asked = self._supervisor.ask("evict", tokens=tuple(tokens), salt=salt, keep=keep, model=model)
+        self._answered(await asked)
+
     async def where(self, tokens: Sequence[int], salt: bytes = b"") -> Placed:
         """How many leading tokens of this context each tier has."""
         return self._answered(await self._supervisor.ask("where", tokens=tuple(tokens), salt=salt)).placed

@@ -83,6 +83,9 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """Whether to evict from the disk, too."""
     standing: Standing = "idle"
     """How the context stands beyond `keep`."""
+    model: bytes = b""
+    """Identity of the model that the context is of, where that is another than this worker's: it is erased from the
+    stores beside ours."""
 
 
 ToWorker = Load | Add | Drop | Ask
