@@ -8,6 +8,7 @@ import hashlib
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from cairn.agents.agent_registry import AgentRegistry
@@ -25,7 +26,7 @@ from cairn.errors import Conflict, Unavailable
 from cairn.kv.standing import Standing
 from cairn.service.service import Service
 from cairn.service.services import Services
-from cairn.stats import KvStats, Placed
+from cairn.stats import KvStats, Placed, TakenIn
 
 
 class Context(NamedTuple):
@@ -186,6 +187,25 @@ class AgentKv:
         service = self._services.of(identity)
         if service is not None and len(ids) >= CHUNK_TOKENS and service.kv() != KvStats():
             await service.mark(ids, salt, standing, keep=keep)
+
+    def answers(self, agent: Agent) -> bool:
+        """Whether the model that answered at the agent's head is loaded."""
+        return bool(agent.head.number) and self._services.of(agent.head.identity) is not None
+
+    async def paths(self, agent: Agent) -> list[Path]:
+        """The files that the disk has of the context, what is extended before what extends it; what waits to be stored
+        is stored before. None where its model is not loaded."""
+        if not self.answers(agent):
+            return []
+        with contextlib.suppress(Unavailable):  # its KV is computed again
+            service, ids = self._at_head(agent), await self.ids(agent.head)
+            await service.flush()
+            return await service.kv_paths(ids, agent.salt)
+        return []
+
+    async def take_in(self, agent: Agent, path: Path) -> TakenIn:
+        """Store what a file has of the context's KV."""
+        return await self._at_head(agent).take_in(path, await self.ids(agent.head), agent.salt)
 
     async def prefetch(self, agent: Agent) -> Placed:
         """Bring the context up into the pool; where it is then."""

@@ -10,7 +10,7 @@ from cairn.kv.cache import Cache
 from cairn.kv.disk import DiskStore
 from cairn.kv.layout import Layout
 from cairn.kv.sequence_kv import SequenceKV, TierName
-from cairn.kv.store import CHUNK_BLOCKS, Store
+from cairn.kv.store import CHUNK_BLOCKS, Chunk, Store
 from cairn.kv.store_reader import Want
 
 
@@ -87,6 +87,31 @@ class ChunkLookup:
         if not (rest := tuple(tokens[index * self.chunk_tokens :])):
             return []
         return [Tail(chain.before(index * CHUNK_BLOCKS, tokens), rest) for chain in context.chains]
+
+    def chunk(
+        self,
+        context: SequenceKV,
+        tokens: Sequence[int],
+        number: int,
+        depth: int,
+        part: Sequence[int],
+        pages: memoryview,
+    ) -> Chunk | None:
+        """A chunk of a context, made of pages that came from elsewhere; None where they are not of its tokens.
+
+        Of a model that has states alone what a state extends is not known from these, so none is made.
+        """
+        state, width = number in self._states, self.chunk_tokens
+        end = depth if state else depth + width
+        leads = lead(self._groups)
+        fits = 0 <= number < len(self._groups) and end % width == 0 and width <= end <= len(tokens)
+        if not fits or tuple(tokens[end - width : end]) != tuple(part) or leads in self._states:
+            return None
+        index = end // width - 1
+        (key,) = self.keys(context, number, tokens, index, index + 1)
+        above = self.keys(context, leads, tokens, index, index + 1) if state else []
+        before = above or self.keys(context, number, tokens, max(0, index - 1), index)
+        return Chunk(key, before[0] if before else b"", tuple(part), depth, pages, number)
 
     def drop(self, store: Store, keys: Sequence[bytes], salt: bytes, tokens: Sequence[int], first: int) -> None:
         """Drop what `all_keys` said from a store; from the disk also what other kernels, or another codec, left of it.

@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from cairn.errors import ConfigError, Conflict
-from cairn.kv import chunk_file, disk_maintenance
+from cairn.kv import chunk_file, disk_maintenance, portable_kv
 from cairn.kv.chunk_file import Damaged
 from cairn.kv.codec import Codec
 from cairn.kv.disk_maintenance import OtherEngines, Scrubbed
@@ -31,7 +32,7 @@ from cairn.kv.standing import Standing
 from cairn.kv.store import Chunk
 from cairn.kv.store_folder import PROBE_BYTES, StoreFolder, open_folder
 from cairn.seams import Clock, FileSystem, Lock
-from cairn.stats import TierStats
+from cairn.stats import TakenIn, TierStats
 
 TTL = 30 * 86400.0
 """Seconds that an unused chunk is kept."""
@@ -252,6 +253,52 @@ class DiskStore:
         """See `Store`. Of the chunks of this engine."""
         with self._state.mutex:
             self._state.index.mark([self._tag + key for key in keys], standing)
+
+    def paths(self, keys: Sequence[bytes]) -> list[Path]:
+        """The files of those that are here, in this order."""
+        with self._state.mutex:
+            found = [self._state.index.get(self._tag + key) for key in keys]
+        return [self._state.folder.path(entry.name) for entry in found if entry is not None]
+
+    def take_in(self, path: Path, keyed: Callable[[int, int, Sequence[int], memoryview], Chunk | None]) -> TakenIn:
+        """Keep what a file has of KV, see `portable_kv`, after every check.
+
+        `keyed` makes the chunk of what a group, a depth, tokens and pages are; None for what is to be refused.
+        """
+        chunks = size = ignored = refused = 0
+        try:
+            file = self._files.open(path, "read")
+        except OSError:
+            return TakenIn()
+        try:
+            for at, length in portable_kv.frames(file):
+                if not length:
+                    break
+                chunk = self._checked(file.read(at, length), keyed)
+                if chunk is None:
+                    ignored += 1
+                elif not isinstance(chunk, Chunk) or not self.keep([chunk]):
+                    refused += 1
+                else:
+                    chunks, size = chunks + 1, size + len(memoryview(chunk.pages).cast("B"))
+        except (OSError, portable_kv.Broken):
+            refused += 1
+        finally:
+            file.close()
+        return TakenIn(chunks=chunks, bytes=size, ignored=ignored, refused=refused)
+
+    def _checked(
+        self, data: bytes, keyed: Callable[[int, int, Sequence[int], memoryview], Chunk | None]
+    ) -> Chunk | Literal["refused"] | None:
+        """A chunk of a file; None for one of another engine."""
+        try:
+            header, tokens, pages = chunk_file.verify(data, chunk_file.name_of(data))
+            if header.identity != self._identity or header.codec != self._codec.name:
+                return None
+            whole = memoryview(self._codec.decode(header.group, pages)).cast("B")
+            return keyed(header.group, header.depth, tokens, whole) or "refused"
+        except (ValueError, IndexError):
+            return "refused"
 
     def unsaved(self, owner: str) -> bool:
         """Whether what `owner` pinned or unpinned last, on any model, is not durable, since the disk refuses it."""

@@ -14,6 +14,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from cairn.engine.base import NO_BLOCK, Engine
 from cairn.errors import trace
@@ -22,12 +23,12 @@ from cairn.kv.chunk_lookup import ChunkLookup
 from cairn.kv.disk import DiskStore
 from cairn.kv.sequence_kv import SequenceKV, TierName
 from cairn.kv.standing import Standing
-from cairn.kv.store import CHUNK_BLOCKS, Store, chunk_sizes
+from cairn.kv.store import CHUNK_BLOCKS, Chunk, Store, chunk_sizes
 from cairn.kv.store_reader import Arrival, Load, LoadMode, LoadPolicy, StoreReader
 from cairn.kv.store_writer import StoreWriter
 from cairn.kv.write_behind import WriteBehind, WriteLimits
 from cairn.seams import Clock
-from cairn.stats import KvStats, Placed, Swept
+from cairn.stats import KvStats, Placed, Swept, TakenIn
 
 log = logging.getLogger(__name__)
 
@@ -311,6 +312,36 @@ class Tiers:
             disk,
             lambda: done(all(gone) and len(gone) == len(disk)),
         )
+
+    def paths(self, tokens: Sequence[int], salt: bytes) -> list[Path]:
+        """The files that the disk has of a context, what is extended before what extends it."""
+        store = self._stores.get("disk")
+        return (
+            store.paths(self._lookup.all_keys(self._cache.context(salt), tokens))
+            if isinstance(store, DiskStore)
+            else []
+        )
+
+    def take_in(self, path: Path, tokens: Sequence[int], salt: bytes, done: Callable[[TakenIn], None]) -> None:
+        """Keep on the disk what a file has of a context's KV; on a thread of its own, since there may be much."""
+        store, context, sizes = self._stores.get("disk"), self._cache.context(salt), self._sizes
+        if not isinstance(store, DiskStore):
+            return done(TakenIn())
+
+        def keyed(group: int, depth: int, part: Sequence[int], pages: memoryview) -> Chunk | None:
+            chunk = self._lookup.chunk(context, tokens, group, depth, part, pages)
+            return chunk if chunk is not None and len(pages) == sizes[group] else None
+
+        def work() -> None:
+            taken = TakenIn()
+            try:
+                taken = store.take_in(path, keyed)
+            except Exception as error:  # a bug of ours; whoever asked must hear of it all the same
+                log.error("KV could not be taken in: %s", trace(error))
+            self._answers.append(lambda: done(taken))
+            self._wake()
+
+        threading.Thread(target=work, name="cairn-kv-take-in", daemon=True).start()
 
     def lingers(self, tokens: Sequence[int], salt: bytes, keep: int) -> bool:
         """Whether something that `evict` was to take from the disk is there still, because the disk refuses that."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 from cairn.kv.cache import Cache
 from cairn.kv.disk import DiskStore
 from cairn.kv.tiers import Tiers
 from cairn.service import wire
-from cairn.stats import Placed, Swept
+from cairn.stats import Placed, Swept, TakenIn
 
 NOTHING = Swept()
 
@@ -34,14 +35,18 @@ class Answers:
             self._tiers.flush(lambda dropped: self._say(ask, trouble=_given_up(dropped)))
         elif ask.what == "pin":
             self._tiers.pin(ask.owner, ask.tokens, ask.salt, lambda: self._say_pinned(ask))
+        elif ask.what == "paths":
+            paths = self._tiers.paths(ask.tokens, ask.salt)
+            self._send(wire.Answer(ask.id, paths=tuple(map(str, paths))))
+        elif ask.what == "take_in":
+            self._tiers.take_in(Path(ask.path), ask.tokens, ask.salt, partial(self._say_taken, ask))
         elif ask.what == "mark":
             self._tiers.mark(ask.tokens, ask.salt, ask.keep, ask.standing)
             self._send(wire.Answer(ask.id))
         elif ask.what == "prefetch":
             self._tiers.prefetch(ask.tokens, ask.salt, lambda: self._say_where(ask))
         elif ask.what == "evict" and ask.model:
-            told = partial(self._say_erased, ask)
-            self._tiers.erase_of_model(ask.model, ask.tokens, ask.salt, ask.keep, told)
+            self._tiers.erase_of_model(ask.model, ask.tokens, ask.salt, ask.keep, partial(self._say_erased, ask))
         elif ask.what == "evict":
             self._tiers.evict(ask.tokens, ask.salt, ask.keep, ask.disk, lambda: self._say_evicted(ask))
         else:
@@ -75,6 +80,9 @@ class Answers:
 
     def _say_erased(self, ask: wire.Ask, gone: bool) -> None:
         self._say(ask, trouble="" if gone else "the KV of a model that is not loaded cannot be erased now")
+
+    def _say_taken(self, ask: wire.Ask, taken: TakenIn) -> None:
+        self._send(wire.Answer(ask.id, taken=taken))
 
     def _say_swept(self, ask: wire.Ask, swept: Swept | None) -> None:
         if swept is None:

@@ -33,7 +33,7 @@ from cairn.service.stream import Stream
 from cairn.service.supervisor import Supervisor
 from cairn.service.watchdog import Patience
 from cairn.spans import PRESENT
-from cairn.stats import KvStats, Placed, Swept
+from cairn.stats import KvStats, Placed, Swept, TakenIn
 from cairn.system import SystemClock
 from cairn.text.chat import Chat
 from cairn.text.stream import TextStream, hidden_controls
@@ -331,6 +331,16 @@ class Service:
         """
         asked = self._supervisor.ask("evict", tokens=tuple(tokens), salt=salt, keep=keep, disk=disk)
         return self._answered(await asked).placed
+
+    async def kv_paths(self, tokens: Sequence[int], salt: bytes = b"") -> list[Path]:
+        """The files that the disk has of this context: each may be gone by the time it is read."""
+        asked = self._supervisor.ask("paths", tokens=tuple(tokens), salt=salt)
+        return [Path(path) for path in self._answered(await asked).paths]
+
+    async def take_in(self, path: Path, tokens: Sequence[int], salt: bytes = b"") -> TakenIn:
+        """Store what a file has of this context's KV (`kv.portable_kv`), after every check."""
+        asked = self._supervisor.ask("take_in", path=str(path), tokens=tuple(tokens), salt=salt)
+        return self._answered(await asked).taken
 
     async def erase_of_model(self, model: bytes, tokens: Sequence[int], salt: bytes = b"", *, keep: int = 0) -> None:
         """Erase the KV of a context beyond its first `keep` tokens that another model, which is not loaded, has stored
