@@ -192,7 +192,8 @@ ROUTES: Mapping[str, type[Body] | None] = {
 """Every route that is no file, and the body of what is sent to it."""
 QUERIES: Mapping[str, tuple[str, ...]] = {
     "/v1/agents": ("limit", "after"),
-    "/v1/agents/import": ("id",),
+    "/v1/agents/import": ("id", "kv"),
+    "/v1/agents/{id}/export": ("kv",),
     "/v1/agents/{id}/turns": ("limit", "after"),
     "/v1/requests/{id}/events": ("after",),
     "/v1/collections": ("limit", "after"),
