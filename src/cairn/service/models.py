@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +284,22 @@ class Models:
             if model.loaded is None:
                 raise Conflict(f"{model.name} is not loaded ({model.state})", field="model")
             await self._unload(model, grace, surely=True)
+
+    def configure(self, config: Config) -> dict[str, str]:
+        """These options hold from now on: aliases, pins, times to live, and bounds of what is loaded. Those that are
+        others and cannot change here, with what they need. InvalidRequest for names that two models would have; then
+        nothing has changed."""
+        listed = {one.model: one for one in config.models}
+        mine = {one.options.model: one for one in self.models if not one.found}
+        if not listed and mine:
+            listed = {config.model: ModelOptions(model=config.model, name=config.served_name, aliases=config.alias)}
+        _check_aliases(self.models, listed)
+        unchanged = {f"models.{name}": "it takes a restart of the server" for name in listed.keys() ^ mine.keys()}
+        self.config = config
+        for place in listed.keys() & mine.keys():
+            unchanged |= mine[place].configure(config, listed[place])
+        self._by_name = dict(check_names(self.models))
+        return unchanged
 
     async def _load(self, model: ServedModel, *, evict: bool = True) -> None:
         async with self._turn:
@@ -669,6 +685,15 @@ class Models:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _check_aliases(models: Iterable[ServedModel], listed: Mapping[str, ModelOptions]) -> None:
+    """InvalidRequest where an alias is two models' or another's name."""
+    whose = {model.name: model.options.model for model in models}
+    for place, options in listed.items():
+        for alias in options.aliases:
+            if whose.setdefault(alias, place) != place:
+                raise InvalidRequest(f"two models would be called {alias}", field="models")
 
 
 def _located(config: Config) -> Path:
