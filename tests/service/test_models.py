@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -256,13 +257,17 @@ def plant(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return await start(config, *rest, **more)  # type: ignore[arg-type]
 
     def refuse(load: Any, in_process: bool = False) -> Any:
+        if load.config.model.endswith("beta") and failure == "worker gone":
+            ours, theirs = socket.socketpair()
+            theirs.close()
+            return launch_module.Worker(ours, None)
         if load.config.model.endswith("beta"):
             raise OSError(11, "no process can be had")
         return launched(load, in_process)
 
     def loads(config: Config, *rest: Any) -> Any:
         if config.model.endswith("beta"):
-            raise MemoryError if failure == "no memory" else SystemExit
+            raise MemoryError
         return engine(config, *rest)
 
     planted: dict[str, tuple[Any, str, Any]] = {
@@ -271,7 +276,7 @@ def plant(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "cancelled": (Service, "start", crash),
         "no process": (launch_module, "launch", refuse),
         "no memory": (device, "load_engine", loads),
-        "worker gone": (device, "load_engine", loads),
+        "worker gone": (launch_module, "launch", refuse),
     }
     if failure in planted:
         monkeypatch.setattr(*planted[failure])
