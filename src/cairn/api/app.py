@@ -18,6 +18,7 @@ Routes (POST bodies are JSON):
     /v1/agents and below                                     agents.py
     /v1/teams and below, /v1/workflows and below             teams.py, workflows.py
     /v1/collections and below                                collections.py
+    /v1/files, /v1/vector_stores and below                   files.py, vector_stores.py
     GET  /v1/cache              POST /v1/cache/flush|scrub|prune    admin.py
     GET  /health and below      GET  /version                health.py
     GET  /  GET /web/{file}     GET  /docs  /openapi.json    page.py, openapi.py
@@ -51,7 +52,9 @@ from cairn.api.changes import ChangeFeeds, SavingsRoutes
 from cairn.api.collections import CollectionRoutes
 from cairn.api.embeddings import Embeddings
 from cairn.api.exchange import Exchanges
+from cairn.api.files import FileRoutes
 from cairn.api.folders import agents_folder, named
+from cairn.api.library import Library
 from cairn.api.llama import Llama
 from cairn.api.model_admin import ModelAdmin
 from cairn.api.ollama import Ollama
@@ -71,6 +74,7 @@ from cairn.api.teams import TeamRoutes
 from cairn.api.tokens import Tokens
 from cairn.api.tracing import Tracing
 from cairn.api.unserved import body_of, canonical, no_route
+from cairn.api.vector_stores import VectorStoreRoutes
 from cairn.api.workflows import WorkflowRoutes
 from cairn.config import Config, limits_of
 from cairn.deadline import DEADLINE
@@ -122,12 +126,17 @@ class App:
         self._rates = RateLimits(config, self._clock)
         self._quotas = Quotas(self._clock, limits_of(config), self._kept_by)
         self._model_admin, self._stored = ModelAdmin(self.options), StoredRoutes(config)
-        self._responses = Responses(config, exchanges, logs, self.attribution)
         self._health = health.routes() | Page(config, self.described).routes()
         self._agent_routes = AgentRoutes(config, exchanges, self.attribution, agents_folder(config, os.environ))
         self._team_routes = TeamRoutes(config, logs, self.attribution)
         self._workflow_routes = WorkflowRoutes(config, logs, self.attribution)
-        self._collections = CollectionRoutes(config, logs, self.attribution, agents_folder(config, os.environ))
+        self._library = Library(config, self.attribution, agents_folder(config, os.environ))
+        self._responses = Responses(config, exchanges, logs, self.attribution, self._library)
+        self._documents = (
+            CollectionRoutes(config, logs, self._library),
+            FileRoutes(config, self._library),
+            VectorStoreRoutes(config, self._library),
+        )
         self._exact: dict[str, dict[str, Endpoint]] = {
             "/v1/chat/completions": {"POST": openai.chat},
             "/v1/completions": {"POST": openai.complete},
@@ -167,7 +176,7 @@ class App:
     def open(self, models: Models) -> None:
         """From now on requests are served, by these."""
         self.models, self._router = models, Router(models, self.attribution)
-        every = (self._admin, self._model_admin, self._ollama_models, self._stored, self._collections)
+        every = (self._admin, self._model_admin, self._ollama_models, self._stored, self._library)
         for routes in every:
             routes.registry = models
 
@@ -249,7 +258,7 @@ class App:
         """Bytes on the disk that are a tenant's."""
         agents = self.attribution.agents
         kept = 0 if agents is None else await agents.bytes_of(tenant)
-        return kept + await self._collections.bytes_of(tenant)
+        return kept + await self._library.bytes_of(tenant)
 
     def _changes(self) -> ChangeFeeds:
         return ChangeFeeds(
@@ -278,7 +287,7 @@ class App:
 
     def _more(self, path: str) -> dict[str, Endpoint] | None:
         """The methods of routes that have an id in their path."""
-        rooms = (self._agent_routes, self._team_routes, self._workflow_routes, self._collections, self._responses)
+        rooms = (self._agent_routes, self._team_routes, self._workflow_routes, *self._documents, self._responses)
         return next((found for room in rooms if (found := room.routes(path)) is not None), None)
 
     def _served(self, path: str) -> bool:

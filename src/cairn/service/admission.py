@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from cairn.config import Config
 from cairn.errors import ContextTooLong, InvalidRequest, Overloaded
+from cairn.sequence import check_prompt
 from cairn.service import wire
 from cairn.types import Request
 
@@ -239,12 +240,4 @@ def check_tokens(request: Request, info: wire.Info) -> None:
             prompt_tokens=prompt,
             context=info.context,
         )
-    if prompt + min(asked, 1) > info.pool_tokens:
-        raise InvalidRequest(
-            f"the prompt has {prompt} tokens and the whole KV pool holds {info.pool_tokens}; "
-            "a larger --kv-gb makes room",
-            field="prompt",
-        )
-    tokens = (*request.prompt, *request.generated) if request.generated else request.prompt
-    if min(tokens) < 0 or max(tokens) >= info.vocab:
-        raise InvalidRequest(f"token ids must be from 0 to {info.vocab - 1}", field="prompt")
+    check_prompt(request, info.context, info.pool_tokens, info.vocab)

@@ -344,13 +344,10 @@ def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
         written = WriteLimits(day_bytes=config.kv_write_gb * GB)
         tiers = Tiers(cache, engine, clock, stores, load=config.kv_load, limits=written, wake=channel.wake)
         tiers.start()
-    # The front keeps the queue's bounds; here everything in flight must fit, also when it is all sent again.
     limits = Limits(
         max_running=config.max_running,
         step_tokens=config.step_tokens,
         step_seconds=config.step_seconds,
-        max_queue=1 << 62,
-        max_queue_tokens=1 << 62,
         weights=load.weights,
     )
     scheduler: Planner = Scheduler(cache, limits, clock) if generates else TextQueue(known, limits, clock)
