@@ -1,10 +1,10 @@
 """How long a client waits, with 1, 8 and 32 of them at once.  `python benchmarks/percentiles.py [MODEL] [--seconds 60]`
 
 `cairn serve MODEL` (default: SmolLM2 of the extra `models`, else the bundled model) is asked by so many clients, each
-of which asks again as soon as it has its answer: chats of about 40 to 400 tokens, no two alike, answers of 48, streamed,
-greedy. Of each number of clients, after a warm-up of a tenth of the time: p50, p95 and p99 of the time to the first
-token, between two tokens, and of the whole answer, and tokens a second of all together. The last third is given beside
-the whole, so that what gets slower is seen. A status other than 200, or an answer that is cut, ends the run.
+of which asks again as soon as it has its answer: chats of about 40 to 400 tokens, no two alike, answers of 48 tokens,
+streamed, greedy. Of each number of clients, after a warm-up of a tenth of the time: p50, p95 and p99 of the time to the
+first token, between two tokens, and of the whole answer, and tokens a second of all together. The last third is given
+beside the whole, so that what gets slower is seen. A status other than 200, or an answer that is cut, ends the run.
 """
 
 from __future__ import annotations
