@@ -129,7 +129,8 @@ def use_rows(samples: Sequence[Sample]) -> list[Row]:
     # Of a short run pools that fill are all that could be seen.
     noise = 0.03 * statistics.median(total) if total and end >= JUDGED else float("inf")
     usual = len(settled[0].workers) if settled else 0
-    rows.append(memory_row(f"memory of all, with {usual} workers", [one.at for one in settled], total, noise))
+    if total or end >= JUDGED:
+        rows.append(memory_row(f"memory of all, with {usual} workers", [one.at for one in settled], total, noise))
     rows.append(count_row("descriptors of the front", [one.front.fds for one in warm]))
     rows.append(count_row("threads of the front", [one.front.threads for one in warm]))
     for what in ("fds", "threads"):

@@ -179,7 +179,11 @@ async def test_a_swap_moves_the_names_and_what_runs_goes_on(tmp_path: Path) -> N
         await until(lambda: old not in list(models.services))
         assert alpha.swaps == 1 and alpha.state == "loaded" and models.services.first is new
         with pytest.raises(InvalidRequest, match="is already"):
-            await models.swap(alpha, "alpha", 1.0)
+            await models.swap(alpha, "beta", 1.0)
+        await models.swap(alpha, str(tmp_path / "alpha"), 1.0)  # what it was before
+        assert alpha.identity == old.spec.identity and alpha.swaps == 2
+        with pytest.raises(InvalidRequest, match="is already"):
+            await models.swap(alpha, str(tmp_path / "alpha"), 1.0)
         await models.load(models.find("gamma"))
         with pytest.raises(Conflict, match="loaded already"):
             await models.swap(alpha, "gamma", 1.0)

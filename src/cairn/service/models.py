@@ -486,9 +486,12 @@ class Models:
             config = self._config_for(model, to)
             place = await asyncio.to_thread(_located, config)
             old = model.loaded
-            beside = old is None or await self._fits_beside(model, config, place)
-            if beside:
-                fit = await self._make_room(model, config, place, evict=False) if self._bounded else None
+            if old is not None and place == model.place and _alike(config, model.config):
+                raise InvalidRequest(f"{to} is what {model.name} is already", field="to")
+            fit = None if old is None else await self._fit_beside(model, config, place)
+            if old is None or fit is not None:
+                if old is None and self._bounded:
+                    fit = await self._make_room(model, config, place, evict=False)
                 service = await self._start_as(model, config, place, fit)
                 self._swapped(model, config, to, place, service, fit)
                 if old is not None:
@@ -565,25 +568,25 @@ class Models:
         the old one."""
         named = {"served_name": model.name, "alias": model.config.alias, "models": ()}
         other = self._by_name.get(to)
-        if other is model:
+        if other is model and not model.swaps:
             raise InvalidRequest(f"{to} is what {model.name} is already", field="to")
-        if other is not None:
+        if other is not None and other is not model:  # what it was before a swap is another place again
             if other.loaded is not None:
                 raise Conflict(f"{to} is loaded already, under its own name; unload it first", field="to")
             return msgspec.structs.replace(other.config, **named)
         return msgspec.structs.replace(model.config, model=to, tokenizer=None, **named)
 
-    async def _fits_beside(self, model: ServedModel, config: Config, place: Path) -> bool:
-        """Whether there is room for both. Two of the same files want one folder of KV, and so do two models of a server
-        that has one folder for all."""
+    async def _fit_beside(self, model: ServedModel, config: Config, place: Path) -> Fit | None:
+        """What the other takes, if there is room for both. Two of the same files want one folder of KV, and so do two
+        models of a server that has one folder for all."""
         if not self.several or place == model.place:
-            return False
+            return None
         if sum(1 for _ in self.loaded()) >= self.config.max_loaded:
-            return False
+            return None
         await self._measure_first()
         left = self.left()
         fit = await measure(config, place, max(0, left), in_process=self._in_process)
-        return fit.most <= left
+        return fit if fit.most <= left else None
 
     # ---------------------------------------------------------------------------------------------------- how it is
 
@@ -698,6 +701,12 @@ def _check_aliases(models: Iterable[ServedModel], listed: Mapping[str, ModelOpti
 
 def _located(config: Config) -> Path:
     return locate(ServedModel(config, ModelOptions(model=config.model)))
+
+
+def _alike(one: Config, other: Config) -> bool:
+    """Whether a model is loaded in the same way, wherever it lies and whatever it is called."""
+    same: dict[str, Any] = {"model": "", "served_name": None, "alias": (), "models": ()}
+    return msgspec.structs.replace(one, **same) == msgspec.structs.replace(other, **same)
 
 
 def _end_first(launching: asyncio.Future[First]) -> None:
