@@ -151,6 +151,7 @@ ROUTES: Mapping[str, type[Body] | None] = {
     "/v1/admin/models/unload": UnloadBody,
     "/v1/admin/models/swap": SwapBody,
     "/v1/admin/drain": DrainBody,
+    "/v1/admin/reload": NoBody,
     "/v1/models/load": LoadBody,
     "/v1/models/unload": UnloadBody,
     "/v1/cache": None,
