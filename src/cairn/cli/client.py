@@ -136,6 +136,17 @@ class Client:
         with closing(self._begin("POST", path, body, patient=True)) as response:
             yield from read_events(response, self.url)
 
+    def send_form(self, path: str, source: Path, fields: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+        """POST a form with a file, and what is told of the work as it goes. CairnError if the file cannot be read."""
+        try:
+            with (
+                source.open("rb") as file,
+                closing(self._begin("POST", path, form=(source.name, file, fields), patient=True)) as response,
+            ):
+                yield from read_events(response, self.url)
+        except OSError as error:
+            raise CairnError(f"it cannot be read: {error.strerror or error}") from error
+
     def model(self) -> str:
         """The name of the model to ask."""
         if self._model:
@@ -191,6 +202,7 @@ class Client:
         body: Mapping[str, Any] | None = None,
         *,
         file: BinaryIO | None = None,
+        form: tuple[str, BinaryIO, Mapping[str, str]] | None = None,
         admin: bool = False,
         patient: bool = False,
         fine: int = 200,
@@ -206,6 +218,8 @@ class Client:
                 self.url + path,
                 json=body,
                 content=file,
+                files=None if form is None else {"file": form[:2]},
+                data=None if form is None else form[2],
                 headers=headers,
                 timeout=_PATIENT if patient else _TIMEOUT,
             )
