@@ -263,7 +263,11 @@ async def test_cors_is_off_and_never_reflected() -> None:
         ("", "no scheme"),
     ],
 )
-def test_an_origin_that_no_page_has_is_refused(entry: str, wrong: str) -> None:
+def test_an_origin_that_no_page_has_is_refused(entry: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bind(*_: object) -> None:
+        raise AssertionError("the server was started")
+
+    monkeypatch.setattr("cairn.api.server.bind", bind)
     with pytest.raises(ConfigError, match="can never match") as caught:
         serve(Config(cors_origins=("https://app.example", entry)))
     assert wrong in str(caught.value) and caught.value.field == "cors_origins"

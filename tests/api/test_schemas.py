@@ -382,6 +382,29 @@ def test_what_real_clients_send_at_their_defaults_is_accepted() -> None:
     checked(chat(messages=[{"role": "assistant", "tool_calls": [CALL | {"id": None, "index": None}]}], unheard_of=None))
 
 
+SENT: dict[str, dict[str, Any]] = {
+    "request": {
+        **{"verbosity": "low", "metadata": {"a": "b"}, "keep_alive": "5m", "session_id": "s", "enable_thinking": True},
+        **{"add_generation_prompt": True, "skip_special_tokens": True, "reasoning_effort": "high"},
+        **{"parallel_tool_calls": False, "stop": ["a", "b", "c", "d", "e"], "web_search_options": None},
+    },
+    **{
+        place: {
+            **{"cache_control": {"type": "ephemeral"}, "reasoning_details": [{}], "thinking_blocks": [{}]},
+            **{"metadata": {"a": [1]}, "extra": {"a": 1}, "id": "x", "status": "completed", "is_error": False},
+        }
+        for place in ("message", "part", "tool", "call")
+    },
+}
+"""What clients send at their defaults, by the object that has it."""
+
+
+@pytest.mark.parametrize(("place", "field"), [(place, field) for place, fields in SENT.items() for field in fields])
+def test_a_field_that_real_clients_send_is_accepted(place: str, field: str) -> None:
+    """Named here, too, so that none leaves the table unseen."""
+    checked(placed(place, {field: SENT[place][field]}))
+
+
 def test_the_id_of_a_tool_message_names_its_call() -> None:
     (named, other) = (
         checked(chat(messages=[{"role": "tool", "content": "x", "id": "c", **more}])).messages[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -207,11 +208,25 @@ def check_error(status: int, body: bytes, what: Any) -> None:
     assert len(error["message"]) < 1000, what
 
 
-async def exchange(port: int, data: bytes) -> bytes:
-    """All that the server says to these bytes and the end of the client's side."""
+def odd_host(rng: random.Random) -> str:
+    """A Host that may look like one of this machine's names."""
+    name = rng.choice(["localhost", "127.0.0.1", "[::1]", "[localhost]", "[127.0.0.1]", "[]", "evil.com", "LOCALHOST"])
+    before = rng.choice(["", "", "", "evil.com.", "evil.com@", "[", "evil.com:80,", "\u00ed", "localhost "])
+    behind = rng.choice(["", "", "", "evil.com", ".evil.com", "]", "[", "@evil.com", "%00", "/", "#", ".", ",evil.com"])
+    return before + name + behind + rng.choice(["", "", ":80", ":", ":65535", ":evil", ":80:80", ":123456", ": 80"])
+
+
+def is_ours(host: str) -> bool:
+    return re.fullmatch(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{0,5})?", host, re.IGNORECASE) is not None
+
+
+async def exchange(port: int, data: bytes, *, over: bool = False) -> bytes:
+    """All that the server says to these bytes and the end of the client's side. `over`: that follows them at once."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(data)
+        if over:
+            writer.write_eof()
         found = b""
         async with asyncio.timeout(60):
             while not complete(found):
@@ -264,8 +279,11 @@ def canary(server: Served) -> Any:
 
 async def test_the_bodies_are_right_before_they_are_changed(server: Served) -> None:
     for path, body in BODIES:
-        found = await exchange(server.port, request_bytes("POST", path, json.dumps(body).encode()))
+        data = request_bytes("POST", path, json.dumps(body).encode())
+        found = await exchange(server.port, data)
         assert found.startswith(b"HTTP/1.1 200"), found
+        found = await exchange(server.port, data, over=True)  # as nc -N does
+        assert found.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").startswith(b"HTTP/1.1 200"), found
 
 
 async def test_odd_json_is_a_typed_4xx(server: Served, figure: Figure, prove: bool) -> None:
@@ -298,6 +316,25 @@ async def test_odd_json_is_a_typed_4xx(server: Served, figure: Figure, prove: bo
     assert server.family() == family
     assert canary(server) == truth
     figure("malformed JSON", f"{count}: {refused} typed 4xx, the rest valid; no 5xx, same processes, canary exact")
+
+
+async def test_odd_hosts_are_none_of_ours(server: Served, figure: Figure, prove: bool) -> None:
+    """A page may call by a name of its own (DNS rebinding); however it is written, it is none of this machine."""
+    hosts = sorted({odd_host(random.Random(number)) for number in range(5_000 if prove else 500)})
+    served = 0
+
+    async def each(number: int) -> None:
+        nonlocal served
+        host = hosts[number]
+        head = f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\n\r\n"
+        found = await exchange(server.port, head.encode("latin-1"))
+        status = int(found.split()[1])
+        assert (status == 200) is is_ours(host) and (status == 200 or 400 <= status < 500), (host, found[:300])
+        served += status == 200
+
+    await attacks(len(hosts), each)
+    assert 0 < served < len(hosts) // 4
+    figure("odd hosts", f"{len(hosts)}: {served} ways to write this machine's, all others refused")
 
 
 async def test_odd_http_is_a_typed_4xx_or_a_closed_connection(server: Served, figure: Figure, prove: bool) -> None:

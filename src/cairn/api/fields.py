@@ -28,6 +28,7 @@ _IDS = "names that a client gives for its own use"
 _CACHED = "every prefix is kept, without being asked"
 _SAMPLER = "this sampler is not built"
 _FORM = "this form of the answer is not built"
+_THOUGHT = "the reasoning of another API, in its own form"
 
 ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
     "request": {
@@ -190,7 +191,7 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
         "Anthropic, OpenRouter, LiteLLM": (
             Row("cache_control", _CACHED),
             Row("is_error", "the text of a result says what went wrong"),
-            Row("reasoning_details thinking_blocks", "the reasoning of another API, in its own form"),
+            Row("reasoning_details thinking_blocks", _THOUGHT),
             Row("metadata extra provider_specific_fields", _IDS),
         ),
         "Ollama, Open WebUI": (
@@ -208,6 +209,7 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
         "Anthropic, OpenRouter, LiteLLM": (
             Row("cache_control", _CACHED),
             Row("citations is_error", "remarks about the text; the text says what it says"),
+            Row("reasoning_details thinking_blocks", _THOUGHT),
             Row("metadata extra provider_specific_fields", _IDS),
         ),
     },
@@ -219,6 +221,7 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
         "Anthropic, OpenRouter, LiteLLM": (
             Row("cache_control", _CACHED),
             Row("defer_loading eager_input_streaming", "all tools are told at once"),
+            Row("is_error reasoning_details thinking_blocks", "of an answer; a tool has none"),
             Row("metadata extra", _IDS),
         ),
     },
@@ -234,6 +237,7 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
         "Anthropic, OpenRouter, LiteLLM": (
             Row("cache_control", _CACHED),
             Row("is_error", "the text of a result says what went wrong"),
+            Row("reasoning_details thinking_blocks", _THOUGHT),
             Row("metadata extra provider_specific_fields", _IDS),
         ),
     },

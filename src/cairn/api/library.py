@@ -57,6 +57,14 @@ class Library:
                 self._opened = VectorStores(self._collections, files, attachments)
             return self._opened
 
+    async def bytes_of(self, tenant: str) -> int:
+        """How many bytes a tenant's collections and files take; those that nobody has asked for since the start are
+        not looked at."""
+        if self._opened is None or self._collections is None:
+            return 0
+        held = await asyncio.to_thread(self._collections.store.bytes_of, tenant)
+        return held + await asyncio.to_thread(self._opened.files.bytes_of, tenant)
+
     @contextlib.asynccontextmanager
     async def embedder(self, salt: bytes, share: str, name: str | None, field: str) -> AsyncIterator[Embedder]:
         """The model that makes vectors: the one that is named, else the first of those for embeddings; on a server

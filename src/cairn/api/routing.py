@@ -86,11 +86,11 @@ class Router:
             model, keep = await self._choose(call)
         if model is None:
             service = self._about(call) or self._models.services.first
-            call.identity = service.spec.identity
+            call.identity, call.model = service.spec.identity, service.name
             yield service
             return
         async with self._models.using(model) as service:
-            call.identity = service.spec.identity
+            call.identity, call.model = service.spec.identity, service.name
             try:
                 yield service
             finally:

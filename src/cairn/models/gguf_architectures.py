@@ -22,6 +22,9 @@ EXPERT_KEYS = frozenset(
 """What files say of experts, below their architecture's name."""
 
 
+PER_LAYER = "per_layer_token_embd.weight"
+"""The table of what each layer gets of a token."""
+
 MANY = (
     *("expert_shared_count", "expert_gating_func", "expert_group_count", "expert_group_used_count"),
     "nextn_predict_layers",

@@ -366,10 +366,16 @@ def _limited(keys: Fields, family: Architecture, layers: int) -> list[int]:
 
 
 def cache_groups(
-    layers: int, limited: Sequence[int], window: int, context: int, rope: RotaryPositions | None = None
+    layers: int,
+    limited: Sequence[int],
+    window: int,
+    context: int,
+    rope: RotaryPositions | None = None,
+    *,
+    pieces: bool = False,
 ) -> tuple[CacheGroup, ...]:
-    """Layers by cache kind; `limited` have the window, and `rope` for positions. A window that no context can outgrow
-    is full attention."""
+    """Layers by cache kind; `limited` have the window, `rope` for positions, and `pieces` as `CacheGroup`. A window that
+    no context can outgrow is full attention."""
     apart = set(limited) if rope is not None or window < context else set[int]()
     full = tuple(layer for layer in range(layers) if layer not in apart)
     groups = [CacheGroup(kind="full", layers=full)] if full else []
@@ -377,7 +383,13 @@ def cache_groups(
         own = tuple(sorted(apart))
         narrow = window < context
         groups.append(
-            CacheGroup(kind="window" if narrow else "full", layers=own, window=window if narrow else 0, rope=rope)
+            CacheGroup(
+                kind="window" if narrow else "full",
+                layers=own,
+                window=window if narrow else 0,
+                rope=rope,
+                pieces=narrow and pieces,
+            )
         )
     return tuple(groups)
 

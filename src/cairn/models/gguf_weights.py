@@ -29,6 +29,7 @@ from cairn.models.mixture_spec import CORRECTION, MAX_EXPERTS
 from cairn.models.quantize import unpack
 from cairn.models.tensor_meta import TensorMeta, codes
 from cairn.models.tensor_meta import blocks as super_blocks
+from cairn.models.tensor_names import turn_back
 from cairn.types import ModelSpec
 
 _WHOLE = {
@@ -252,18 +253,6 @@ def _set_aside(name: str, layers: int) -> bool:
     """Whether a tensor is of a layer behind the last, which guesses further tokens."""
     match = _LAYER_OF.match(name)
     return match is not None and int(match[1]) >= layers
-
-
-def turn_back(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
-    """Rows of q or k with rotary pairs as neighbours (0, D/2, 1, D/2 + 1, ...) -> in their heads' natural order."""
-    heads = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
-    return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
-
-
-def turn(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
-    """The inverse of `turn_back`."""
-    heads = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
-    return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
 
 
 def gguf_name(name: str) -> str:

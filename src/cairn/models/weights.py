@@ -255,6 +255,19 @@ def open_tensors(path: Path) -> dict[str, NDArray[Any]]:
     return dict(_tensors(path))
 
 
+def located(folder: Path, spec: ModelSpec, name: str) -> tuple[Path, int, tuple[int, ...], np.dtype[Any]]:
+    """Where one tensor lies: its file, its first byte there, its shape and its type."""
+    for path in weight_files(folder):
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            header = _header(path, file.read(8), size)
+            entries = _entries(path, file.read(header), size - 8 - header)
+        for stored, (dtype, shape, begin, _) in entries.items():
+            if own_name(stored, spec) == name:
+                return path, 8 + header + begin, shape, dtype
+    raise ModelFileError(f"{folder}: the tensor {name} is missing")
+
+
 def own_name(name: str, spec: ModelSpec) -> str:
     """The name of `expected_tensors` of a stored tensor; "" for one that is not used, its own for an unknown one."""
     if spec.encoder is not None:

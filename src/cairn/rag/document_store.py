@@ -100,6 +100,16 @@ class DocumentStore:
                 raise Conflict(f"there is a collection {id} already", field="id") from None
             return self._collection(db, tenant, id)
 
+    def bytes_of(self, tenant: str) -> int:
+        """About how many bytes a tenant's collections take: texts, and vectors of their chunks."""
+        with self._read() as db:
+            (found,) = db.execute(
+                "SELECT coalesce(sum(length(text) + length(vector)), 0) FROM chunks "
+                "WHERE collection IN (SELECT key FROM collections WHERE tenant=?)",
+                (tenant,),
+            ).fetchone()
+        return int(found)
+
     def collection(self, tenant: str, id: str) -> Collection:
         """One collection. NotFound for one that is not there or is another tenant's."""
         with self._read() as db:

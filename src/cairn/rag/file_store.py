@@ -78,6 +78,12 @@ class FileStore:
             ids = db.execute("SELECT id FROM files WHERE tenant=? ORDER BY key", (tenant,)).fetchall()
             return [self._file(db, tenant, id) for (id,) in ids]
 
+    def bytes_of(self, tenant: str) -> int:
+        """How many bytes a tenant's files have."""
+        with self._database.read() as db:
+            (found,) = db.execute("SELECT coalesce(sum(size), 0) FROM files WHERE tenant=?", (tenant,)).fetchone()
+        return int(found)
+
     def pieces(self, file: StoredFile) -> Iterator[bytes]:
         """What it holds, a piece at a time. NotFound where it is deleted meanwhile."""
         left, number = file.size, 0

@@ -1,0 +1,118 @@
+"""What float16 KV costs whole steps beside bfloat16: python benchmarks/kv_rows.py [--rows N] [--rounds N]
+
+The rows are those of docs/performance.md, over random weights of the same shapes. Engines take turns, a measurement
+each, another one first each time: one holds KV in float16, two in bfloat16, whose difference is the noise. Told are the
+medians of the rounds' ratios, and how many rows stay within 2 %, which f16 would have to if `auto` were to mean it. KV
+before the depth is zeros: its values do not change the time. It takes some five minutes of a machine that has nothing
+else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from cairn.config import Config
+from cairn.engine.bench import Bench, Load, open_bench
+from cairn.engine.machine import cpu_count, cpu_name
+from cairn.kernels.choose import chosen
+from cairn.kernels.roofline import Roofline
+from cairn.models.random_weights import RandomWeights, shape_spec
+from cairn.system import SystemClock
+from vs_llama_cpp import ROWS, Row, numbers
+
+DTYPES = ("f16", "bf16", "bf16")
+WITHIN = 0.02
+"""How much slower a row may be if f16 is to be what `auto` means."""
+
+
+def main() -> None:
+    """Print a line a row, and how many are within the limit."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", default=f"1-{len(ROWS)}", help="as benchmarks/vs_llama_cpp.py --list numbers them")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--threads", type=int, default=cpu_count())
+    parser.add_argument("--kernels", default="auto")
+    given = parser.parse_args()
+    config = Config(kernels=given.kernels, threads=given.threads)
+    print(f"{cpu_name()}, {chosen(given.kernels)} kernels, {given.threads} threads, {given.rounds} rounds\n")
+    print("| file | work | f16 beside bf16 | rounds | bf16 beside bf16 | rounds |")
+    print("|---|---|---|---|---|---|", flush=True)
+    slower: list[float] = []
+    for row, times in measured([ROWS[n - 1] for n in numbers(given.rows)], config, given.rounds, given.steps):
+        half, plain, other = zip(*times, strict=True)
+        slower.append(statistics.median(beside(half, plain)))
+        print(f"| {row.shape} {row.kind} | {row.name} | {told(half, plain)} | {told(other, plain)} |", flush=True)
+    print(f"\n{verdict(slower)}")
+
+
+def measured(rows: Sequence[Row], config: Config, rounds: int, steps: int) -> Iterator[tuple[Row, list[list[float]]]]:
+    """Each row with the seconds of each engine in each round."""
+    groups = dict.fromkeys((row.shape, row.kind, row.depth) for row in rows)
+    for shape, kind, depth in groups:
+        some = [row for row in rows if (row.shape, row.kind, row.depth) == (shape, kind, depth)]
+        benches = [opened(shape, kind, some, steps, config, dtype) for dtype in DTYPES]
+        try:
+            for row in some:
+                yield row, in_turns([work_of(bench, row) for bench in benches], rounds)
+        finally:
+            for bench in benches:
+                bench.engine.close()
+
+
+def opened(shape: str, kind: str, rows: Sequence[Row], steps: int, config: Config, dtype: str) -> Bench:
+    """An engine for these rows, all of one depth, that holds KV in this type."""
+    load = Load(
+        prompt=max((row.size for row in rows if row.work == "prefill"), default=1),
+        decode=steps,
+        batch=tuple(dict.fromkeys(row.sequences for row in rows)),
+        depth=(rows[0].depth,),
+    )
+    spec = shape_spec(shape)
+    held = msgspec.structs.replace(config, kv_dtype=dtype)
+    unknown = Roofline(read=1.0, arithmetic=1.0)  # no part of it is told
+    return open_bench(spec, RandomWeights(spec, kind.lower()), held, load, unknown, SystemClock().now)
+
+
+def work_of(bench: Bench, row: Row) -> Callable[[], float]:
+    """A measurement of the row, in seconds."""
+    if row.work == "prefill":
+        return lambda: bench.prefill(row.depth).seconds
+    return lambda: bench.decode(row.size, row.depth).seconds
+
+
+def in_turns(works: Sequence[Callable[[], float]], rounds: int) -> list[list[float]]:
+    """What each work measures in each round, another one first each time; before that a round that does not count."""
+    found = []
+    for number in range(rounds + 1):
+        times = [0.0] * len(works)
+        for place in range(len(works)):
+            which = (place + number) % len(works)
+            times[which] = works[which]()
+        found.append(times)
+    return found[1:]
+
+
+def beside(seconds: Sequence[float], others: Sequence[float]) -> list[float]:
+    """How much longer the one takes in each round, as a share."""
+    return [one / two - 1 for one, two in zip(seconds, others, strict=True)]
+
+
+def told(seconds: Sequence[float], others: Sequence[float]) -> str:
+    """The same as two cells of the table."""
+    found = beside(seconds, others)
+    return f"{statistics.median(found):+.1%} | {min(found):+.1%} to {max(found):+.1%}"
+
+
+def verdict(slower: Sequence[float]) -> str:
+    """How many rows are within the limit; `slower`: by what share f16 takes longer in each."""
+    within = sum(one <= WITHIN for one in slower)
+    return f"{within} of {len(slower)} rows are within {WITHIN:.0%}, the slowest takes {max(slower):+.1%}."
+
+
+if __name__ == "__main__":
+    main()
