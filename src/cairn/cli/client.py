@@ -85,6 +85,10 @@ class Client:
         """GET text."""
         return self._whole("GET", path, admin=admin).text
 
+    def bytes(self, path: str) -> bytes:
+        """GET what is perhaps no text."""
+        return self._whole("GET", path).content
+
     def post(self, path: str, body: Mapping[str, Any], *, admin: bool = False, patient: bool = False) -> dict[str, Any]:
         """POST JSON, get JSON. `patient`: however long the server says nothing."""
         return self._read(self._whole("POST", path, body, admin=admin, patient=patient))
