@@ -1,5 +1,5 @@
-"""A workflow as a picture: Mermaid text, an SVG in columns, and a PNG of that. With a run's state its nodes are coloured
-by it."""
+"""A workflow as a picture: Mermaid text, an SVG in columns, and a PNG of that. With a run's state its nodes have its
+colours."""
 
 from __future__ import annotations
 
