@@ -352,6 +352,7 @@ def write_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields:
         **{"Qwen3_5": "qwen3_5_text", "Qwen3_5Moe": "qwen3_5_moe_text", "Qwen3Next": "qwen3_next"},
         **{"Lfm2": "lfm2", "Lfm2Moe": "lfm2_moe", "GraniteMoeHybrid": "granitemoehybrid"},
         "NemotronH": "nemotron_h",
+        "Mamba2": "mamba2",
         "Phi3": "phi3",
         "Apertus": "apertus",
         "HunYuanDenseV1": "hunyuan_v1_dense",

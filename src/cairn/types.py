@@ -336,6 +336,9 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
         return -self.window if self.pieces else self.window
 
 
+NEVER = 1e30
+"""A frequency that is divided by this turns nothing, at any position."""
+
 MAX_CONTEXT = 1 << 24
 MAX_VOCAB = 1 << 22
 MAX_HEAD_DIM = 1 << 10

@@ -246,7 +246,8 @@ async def test_messages_as_the_chat_gets_them() -> None:
             messages=messages, tools=[tool], tool_choice="auto", chat_template_kwargs={"enable_thinking": False}
         )
         assert (await post(at, body)).status_code == 200
-        assert (await post(at, body | {"tool_choice": "none"})).status_code == 200
+        for choice in ("none", {"type": "none"}, {"mode": "none"}, {"type": "auto"}):
+            assert (await post(at, body | {"tool_choice": choice})).status_code == 200
     got, tools, tenant, args = service.prompts[0]
     assert got == [
         {"role": "developer", "content": "Be brief."},
@@ -256,7 +257,7 @@ async def test_messages_as_the_chat_gets_them() -> None:
     ]
     assert tools == [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
     assert (tenant, args) == ("default", {"enable_thinking": False})
-    assert service.prompts[1][1] is None
+    assert [prompt[1] for prompt in service.prompts[1:4]] == [None] * 3 and service.prompts[4][1] == tools
 
 
 async def test_every_sampling_option_reaches_the_request() -> None:

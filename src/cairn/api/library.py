@@ -58,12 +58,12 @@ class Library:
             return self._opened
 
     async def bytes_of(self, tenant: str) -> int:
-        """How many bytes a tenant's collections and files take; those that nobody has asked for since the start are
-        not looked at."""
+        """About how many bytes a tenant's collections and files take; those that nobody has asked for since the start
+        are not looked at."""
         if self._opened is None or self._collections is None:
             return 0
-        held = await asyncio.to_thread(self._collections.store.bytes_of, tenant)
-        return held + await asyncio.to_thread(self._opened.files.bytes_of, tenant)
+        files, store = self._opened.files, self._collections.store
+        return await asyncio.to_thread(lambda: files.bytes_of(tenant) + store.bytes_of(tenant))
 
     @contextlib.asynccontextmanager
     async def embedder(self, salt: bytes, share: str, name: str | None, field: str) -> AsyncIterator[Embedder]:

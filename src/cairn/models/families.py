@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from cairn.errors import ModelError
 from cairn.models.files import Fields
+from cairn.models.quantized_config import scheme_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +366,15 @@ FAMILIES = {
         ahead=True,
         defaults={"layer_norm_epsilon": 1e-5, "norm_topk_prob": True},
     ),
+    "Mamba2ForCausalLM": Family(
+        recurrence="mamba",
+        alone=True,
+        # Nothing limits its context, and no config says one.
+        defaults={
+            **{"num_attention_heads": 1, "intermediate_size": 1, "max_position_embeddings": 1 << 17, "head_dim": 64},
+            **{"num_heads": 128, "layer_norm_epsilon": 1e-5, "hidden_size": 4096},
+        },
+    ),
     "Gemma2ForCausalLM": _GEMMA_2,
     "Gemma3ForCausalLM": _GEMMA_3,
     "Gemma3ForConditionalGeneration": replace(_GEMMA_3, nested=True),
@@ -415,18 +425,12 @@ def family_of(config: Fields, *, bare: bool = False) -> tuple[str, Family]:
     if name not in FAMILIES:
         known = ", ".join(sorted({_HEAD.sub("", one) for one in (*FAMILIES, *ENCODERS)}))  # a line, not a page
         raise ModelError(f"{config.path}: the architecture {name[:80]!r} is not supported; supported are {known}")
-    if config.has("quantization_config") and not _mxfp4(config, FAMILIES[name]):
-        raise ModelError(f"{config.path}: quantised safetensors (quantization_config) are not supported")
+    scheme_of(config, FAMILIES[name].packed)
     if sees_both(config) and not bare:
         raise ModelError(f"{config.path}: use_bidirectional_attention is true; such a model does not generate text")
     if not config.flag("is_causal", True) or (sees_both(config) and not FAMILIES[name].local_rope):
         raise ModelError(f"{config.path}: attention in both directions is not supported for {name}")
     return name, FAMILIES[name]
-
-
-def _mxfp4(config: Fields, family: Family) -> bool:
-    """Whether the weights are quantised as the family's own are."""
-    return family.packed and config.object("quantization_config").values.get("quant_method") == "mxfp4"
 
 
 def sees_both(config: Fields) -> bool:

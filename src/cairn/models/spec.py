@@ -128,7 +128,7 @@ def _load(folder: Path) -> ModelSpec:
         context = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # which states the scaled length
     head_dim = 2 if family.latent else config.integer("head_dim", 2, MAX_HEAD_DIM, family.head_dim or hidden // heads)
     kept = recurrence(config, family, layers, hidden)
-    alone = mlp_layers(config, layers) if family.alone else None
+    alone = (mlp_layers(config, layers) if family.mixture else ()) if family.alone else None
     experts = mixture(config, family, layers)
     spec = ModelSpec(
         name=model_name(folder),

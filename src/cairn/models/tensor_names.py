@@ -46,7 +46,7 @@ def own_tensors(spec: ModelSpec, ahead: int, name: str, array: NDArray[Any]) -> 
     if behind and _UNREAD.fullmatch(rest):
         yield "", array
         return
-    if spec.architecture == "NemotronHForCausalLM":
+    if spec.architecture in ("NemotronHForCausalLM", "Mamba2ForCausalLM"):
         rest = _nemotron(spec, int(layer), rest)
     states = spec.recurrence
     for one, whole in [(rest, array)] if states is None else stored_recurrent.own(states, rest, array):
@@ -198,13 +198,15 @@ _GRANITE_NAMES = {
     "output_linear.weight": "mlp.experts.down_proj",
 }
 _LFM_NORM = {"model.embedding_norm.weight": "model.norm.weight"}
+_BACKBONE = {
+    **{f"{before}.embeddings.weight": "model.embed_tokens.weight" for before in ("model", "backbone")},
+    **{f"{before}.norm_f.weight": "model.norm.weight" for before in ("model", "backbone")},
+}
 _OTHERS = {
     "Lfm2ForCausalLM": _LFM_NORM,
     "Lfm2MoeForCausalLM": _LFM_NORM,
-    "NemotronHForCausalLM": {
-        **{f"{before}.embeddings.weight": "model.embed_tokens.weight" for before in ("model", "backbone")},
-        **{f"{before}.norm_f.weight": "model.norm.weight" for before in ("model", "backbone")},
-    },
+    "NemotronHForCausalLM": _BACKBONE,
+    "Mamba2ForCausalLM": _BACKBONE,
 }
 """Tensors beside the layers that have another name."""
 

@@ -81,8 +81,7 @@ class FileStore:
     def bytes_of(self, tenant: str) -> int:
         """How many bytes a tenant's files have."""
         with self._database.read() as db:
-            (found,) = db.execute("SELECT coalesce(sum(size), 0) FROM files WHERE tenant=?", (tenant,)).fetchone()
-        return int(found)
+            return int(db.execute("SELECT coalesce(sum(size), 0) FROM files WHERE tenant=?", (tenant,)).fetchone()[0])
 
     def pieces(self, file: StoredFile) -> Iterator[bytes]:
         """What it holds, a piece at a time. NotFound where it is deleted meanwhile."""
