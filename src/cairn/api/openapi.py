@@ -42,7 +42,15 @@ from cairn.api.schemas import (
     TextsBody,
     TokenizeBody,
 )
-from cairn.api.team_schemas import PostBody, RoundsBody, TeamBody, TeamForkBody, TeamRollbackBody, VoteBody
+from cairn.api.team_schemas import (
+    PostBody,
+    RoundsBody,
+    TeamBody,
+    TeamForkBody,
+    TeamRollbackBody,
+    ToolResultsBody,
+    VoteBody,
+)
 from cairn.api.vector_store_schemas import (
     AttachBody,
     AttributesBody,
@@ -112,6 +120,7 @@ ROUTES: Mapping[str, type[Body] | None] = {
     "/v1/teams/{id}/rounds": RoundsBody,
     "/v1/teams/{id}/messages": PostBody,
     "/v1/teams/{id}/votes": VoteBody,
+    "/v1/teams/{id}/tool_results": ToolResultsBody,
     "/v1/teams/{id}/interrupt": NoBody,
     "/v1/teams/{id}/transcript": None,
     "/v1/teams/{id}/fork": TeamForkBody,
@@ -251,6 +260,7 @@ SUMMARIES: Mapping[str, str] = {
     "POST /v1/teams/{id}/rounds": "A round, or several.",
     "POST /v1/teams/{id}/messages": "A message to all members, or with `to` a whisper.",
     "POST /v1/teams/{id}/votes": "A vote beside the rounds.",
+    "POST /v1/teams/{id}/tool_results": "What members' tools returned.",
     "POST /v1/teams/{id}/interrupt": "Cut off what runs.",
     "GET /v1/teams/{id}/transcript": "What was said.",
     "POST /v1/teams/{id}/fork": "A new team that shares the history up to a round.",
