@@ -382,11 +382,11 @@ async def test_a_start_that_is_cancelled_leaves_no_socket(monkeypatch: pytest.Mo
     made = sockets(monkeypatch)
     entered = asyncio.Event()
 
-    async def never(**_options: object) -> None:
+    async def never(self: Renderer) -> None:
         entered.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(asyncio, "open_connection", never)
+    monkeypatch.setattr(Renderer, "_receive", never)
     start = asyncio.ensure_future(Renderer(Setup(templates={}, variables={}, timeout=1.0)).start())
     await entered.wait()
     start.cancel()
