@@ -14,11 +14,11 @@ import json
 import random
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cairn.models.hub import locate
-from cairn.service.grammars import THREADS, GrammarMatcher, Vocabulary, compile_grammar, read_vocabulary
+from cairn.service.grammars import GrammarMatcher, Vocabulary, compile_grammar, read_vocabulary
+from cairn.service.masks import THREADS, Masks
 from cairn.text.call_formats import BY_NAME
 from cairn.text.call_grammar import callable_tools, lark_of_calls
 from cairn.text.grammar import Shape, Structure, checked
@@ -60,12 +60,12 @@ def allowed(mask: bytes, vocab: int, rng: random.Random) -> int | None:
 
 def steps(vocabulary: Vocabulary, text: str, rows: int, count: int) -> list[float]:
     """Seconds of each step until every row has its mask. A row that has come to its end begins again."""
-    rng, pool = random.Random(1), ThreadPoolExecutor(THREADS)
+    rng, computing = random.Random(1), Masks()
     compiled = compile_grammar(vocabulary, text)
     ends = sorted(vocabulary.tokenizer.eos_tokens)
 
     def fresh() -> GrammarMatcher:
-        return GrammarMatcher(compiled.deep_copy(), vocabulary, ends, pool)
+        return GrammarMatcher(compiled.deep_copy(), vocabulary, ends, computing)
 
     matchers, found = [fresh() for _ in range(rows)], []
     for _ in range(count):
@@ -80,7 +80,7 @@ def steps(vocabulary: Vocabulary, text: str, rows: int, count: int) -> list[floa
             else:
                 matchers[row].consume(token)
                 matchers[row] = fresh() if matchers[row].over else matchers[row]
-    pool.shutdown()
+    computing.close()
     return found
 
 

@@ -22,7 +22,7 @@ VOCAB = 3000
 def steps(rows: int, context: int) -> tuple[float, float, float, int]:
     """Median microseconds to plan, run (on the fake engine) and commit a step of `rows` decoding requests."""
     engine = FakeEngine(fake_spec(VOCAB, 8192), blocks=40_000)
-    scheduler = Scheduler(Cache(engine.info), Limits(max_running=rows, max_queue=rows), SystemClock())
+    scheduler = Scheduler(Cache(engine.info), Limits(max_running=rows), SystemClock())
     for number in range(rows):
         prompt = tuple((number * 31 + place * 7) % VOCAB for place in range(context))
         scheduler.add(
@@ -53,7 +53,7 @@ def beside_queue(waiting: str, rows: int = 32, queue: int = 300, count: int = 20
     """
     blocks = 32 * rows + 200 if waiting == "blocks" else 200_000
     engine = FakeEngine(fake_spec(VOCAB, 1 << 17), blocks=blocks)
-    limits = Limits(max_running=rows + 64, max_queue=rows + queue + 1, max_queue_tokens=1 << 40)
+    limits = Limits(max_running=rows + 64)
     scheduler = Scheduler(Cache(engine.info), limits, SystemClock())
 
     def step() -> float:

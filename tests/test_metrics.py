@@ -59,6 +59,7 @@ def test_every_instrument_shows_what_was_recorded() -> None:
     for name in ("prompt_tokens_cached", "generation_tokens", "preemptions", "worker_restarts"):
         setattr(metrics, name, 3)
     metrics.worker_failures = lambda: 3
+    metrics.worker_still = lambda: 3.0
     metrics.prompt_tokens_loaded = {"ram": 3, "disk": 3}
     metrics.misses = dict.fromkeys(metrics.misses, 3)
     figures = {name: 3 for name in TierStats.__struct_fields__ if name != "trouble"}

@@ -9,7 +9,7 @@ import pytest
 
 from cairn.engine.base import RowResult
 from cairn.engine.fake import FakeEngine, fake_spec
-from cairn.errors import Conflict, ContextTooLong, InvalidRequest, Overloaded
+from cairn.errors import Conflict, ContextTooLong, InvalidRequest
 from cairn.kv.blocks import BlockPool
 from cairn.kv.cache import Cache
 from cairn.plan import ENOUGH_TOKENS, Limits, Plan
@@ -588,7 +588,7 @@ def test_priority_runs_earlier_and_waiting_makes_up_for_it() -> None:
 
 def test_a_flood_of_priority_does_not_starve_anybody() -> None:
     """Known failure 7: the tested bound on waiting."""
-    rig = Rig(max_running=1, max_queue=1000)
+    rig = Rig(max_running=1)
     rig.add(0, max_tokens=1, priority=-1)
     for id in range(1, 40):
         rig.add(id, max_tokens=1, priority=2)
@@ -741,7 +741,7 @@ def test_short_prompts_leave_the_next_long_one_its_row_and_its_blocks(short: str
 
 
 def test_a_short_prompt_passes_many_long_ones_each_of_which_is_looked_up_once() -> None:
-    rig = Rig(blocks=9000, context=1000, step_tokens=32, max_queue=100)
+    rig = Rig(blocks=9000, context=1000, step_tokens=32)
     asked: list[int] = []
     match = rig.cache.match
     rig.cache.match = lambda *known: asked.append(1) or match(*known)  # type: ignore[func-returns-value,method-assign]
@@ -798,7 +798,7 @@ def test_beside_short_prompts_a_long_one_gets_as_much_as_they() -> None:
 
 def test_long_prompts_wait_for_each_other_whatever_comes_between() -> None:
     """Known failure 7: a stream of short ones does not keep the second for ever."""
-    rig = Rig(blocks=4000, context=1000, step_tokens=32, max_queue=1000)
+    rig = Rig(blocks=4000, context=1000, step_tokens=32)
     rig.add(1, LONG, max_tokens=1)
     rig.add(2, LONG[::-1], max_tokens=1)
     for id in range(3, 90):
@@ -807,18 +807,6 @@ def test_long_prompts_wait_for_each_other_whatever_comes_between() -> None:
     assert len(rig.plans) < 4 * -(-len(LONG) // 32) + 90
     done = list(rig.outputs)
     assert done.index(1) < done.index(2) < 60 + len(LONG) // 16
-
-
-@pytest.mark.parametrize(("limit", "value"), [("max_queue", 3), ("max_queue_tokens", 3 * len(PROMPT))])
-def test_the_queue_is_bounded_in_requests_and_tokens(limit: str, value: int) -> None:
-    """Known failure 41."""
-    rig = Rig(**{limit: value})
-    for id in range(3):
-        rig.add(id)
-    with pytest.raises(Overloaded, match=rf"3 requests with 120 tokens.*{value} \({limit}\)"):
-        rig.add(3)
-    rig.step()
-    rig.add(3)
 
 
 def test_a_cached_prompt_never_takes_more_steps_or_tokens() -> None:

@@ -22,6 +22,7 @@ from cairn.engine.cpu import CpuEngine
 from cairn.kernels import native
 from cairn.kernels.vocabulary import Sampler
 from cairn.models.spec import load_spec
+from cairn.models.tensor_names import turn
 from cairn.models.weights import expected_tensors
 from cairn.types import ModelSpec, SamplingParams
 
@@ -60,6 +61,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": {**LLAMA3, "rope_theta": 500000.0},
     },
     "llama linear rope": {"architecture": "LlamaForCausalLM", "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "llama 4": {
+        "architecture": "Llama4ForCausalLM",
+        **{"num_hidden_layers": 4, "no_rope_layer_interval": 3, "attention_chunk_size": 24, "floor_scale": 20},
+        **{"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2},
+        **{"intermediate_size": 40, "intermediate_size_mlp": 80, "attention_bias": False},
+        "rope_scaling": {**LLAMA3, "rope_theta": 500000.0},
+    },
     "qwen 2, three heads a group": {
         "architecture": "Qwen2ForCausalLM",
         "num_attention_heads": 6,
@@ -145,6 +153,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
         "rope_local_base_freq": 500.0,
     },
+    "gemma 3n": {
+        "architecture": "Gemma3nForCausalLM",
+        **{"num_hidden_layers": 6, "sliding_window": 21, "num_kv_shared_layers": 2, "final_logit_softcapping": 4.0},
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 150, "num_key_value_heads": 1},
+        **{"altup_num_inputs": 3, "laurel_rank": 10, "activation_sparsity_pattern": [0.8, 0.5, 0.0, 0.0, 0.3, 0.0]},
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 20000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    },
     "gemma 4": {
         "architecture": "Gemma4ForCausalLM",
         **{"num_hidden_layers": 4, "sliding_window": 17, "final_logit_softcapping": 4.0},
@@ -162,6 +181,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
         **{"global_head_dim": 32, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 170},
         **{"num_key_value_heads": 1, "use_bidirectional_attention": "vision"},
+    },
+    "gemma 4 moe": {
+        "architecture": "Gemma4ForCausalLM",
+        **{"num_hidden_layers": 4, "sliding_window": 17, "final_logit_softcapping": 4.0},
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        **{"global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        **{"hidden_size_per_layer_input": 0, "enable_moe_block": True},
+        **{"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
     },
     "qwen 3 moe": {
         "architecture": "Qwen3MoeForCausalLM",
@@ -234,6 +261,18 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"mlp_layer_types": ["dense", "sparse", "dense"], "num_hidden_layers": 3, "num_key_value_heads": 4},
         **{"q_lora_rank": 20, "kv_lora_rank": 33, "qk_rope_head_dim": 8, "qk_nope_head_dim": 24, "v_head_dim": 32},
     },
+    "mistral 4": {
+        "architecture": "Mistral4ForCausalLM",
+        **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1},
+        **{"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.4},
+        **{"first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 40},
+        **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 24, "v_head_dim": 20},
+        "rope_parameters": {
+            **{"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0},
+            **{"mscale_all_dim": 1.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1},
+            **{"rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        },
+    },
     "granite": {
         "architecture": "GraniteForCausalLM",
         **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.5},
@@ -298,6 +337,7 @@ def write_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields:
         "Gemma2": "gemma2",
         "Gemma3": "gemma3_text",
         "Gemma4": "gemma4_text",
+        "Gemma3n": "gemma3n_text",
         "Mixtral": "mixtral",
         "Olmoe": "olmoe",
         "GptOss": "gpt_oss",
@@ -312,12 +352,15 @@ def write_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields:
         **{"Qwen3_5": "qwen3_5_text", "Qwen3_5Moe": "qwen3_5_moe_text", "Qwen3Next": "qwen3_next"},
         **{"Lfm2": "lfm2", "Lfm2Moe": "lfm2_moe", "GraniteMoeHybrid": "granitemoehybrid"},
         "NemotronH": "nemotron_h",
+        "Mamba2": "mamba2",
         "Phi3": "phi3",
         "Apertus": "apertus",
         "HunYuanDenseV1": "hunyuan_v1_dense",
         "DeepseekV2": "deepseek_v2",
         "DeepseekV3": "deepseek_v3",
         "Glm4MoeLite": "glm4_moe_lite",
+        "Mistral4": "mistral4",
+        "Llama4": "llama4_text",
     }
     config = {**PLAIN, "architectures": [architecture], "model_type": kinds[architecture.removesuffix("ForCausalLM")]}
     if architecture.startswith("Gemma"):
@@ -338,13 +381,13 @@ def random_tensors(folder: Path, seed: int = 0, dtype: Any = np.float32) -> dict
     rng = np.random.default_rng(seed)
     tensors = {}
     spec = load_spec(folder)
-    centred = ("Gemma2", "Gemma3", "Qwen3_5", "Qwen3Next")
+    centred = ("Gemma2", "Gemma3For", "Qwen3_5", "Qwen3Next")
     gemma = spec.architecture.startswith(centred)  # whose norms multiply by 1 + w
     for name, shape in expected_tensors(spec).items():
         values = rng.standard_normal(shape)
         if name.endswith("correction_bias"):
             values = 0.3 * values
-        elif name.endswith("layer_scalar"):
+        elif name.endswith(("layer_scalar", "mlp.gate.scale", "per_expert_scale", "correct_output_scale")):
             values = 0.9 + 0.2 * values
         elif "norm" in name:
             values = (0 if gemma and ".mixer." not in name else 1) + 0.3 * values
@@ -384,7 +427,7 @@ NAMES = {
     "HunYuanDenseV1ForCausalLM": {".q_norm.": ".query_layernorm.", ".k_norm.": ".key_layernorm."},
     **{
         f"{name}ForCausalLM": {".shared_expert.": ".shared_experts."}
-        for name in ("Glm4Moe", "DeepseekV2", "DeepseekV3", "Glm4MoeLite")
+        for name in ("Glm4Moe", "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Mistral4")
     },
 }
 """What a family's own files call otherwise."""
@@ -406,6 +449,16 @@ def stored(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndar
         )
     if spec.architecture == "GptOssForCausalLM":
         tensors = fused_experts(spec, tensors)
+    if spec.architecture == "Mistral4ForCausalLM":
+        tensors = stacked_experts(spec, tensors)
+    if spec.architecture == "Llama4ForCausalLM":
+        tensors = llama_experts(spec, tensors)
+    if spec.architecture == "Gemma4ForCausalLM" and spec.experts is not None:
+        tensors = stacked_experts(spec, tensors, "experts")
+        tensors = {
+            name.replace("mlp.gate.weight", "router.proj.weight").replace("mlp.gate.", "router."): array
+            for name, array in tensors.items()
+        }
     return as_stored(spec, tensors) if spec.recurrence is not None else tensors
 
 
@@ -434,6 +487,33 @@ def fused_rows(tensors: dict[str, np.ndarray], name: str, parts: Sequence[str]) 
             found[f"{layer}.{name}.weight"] = np.concatenate(
                 [tensors[f"{layer}.{place}.{one}_proj.weight"] for one in parts]
             )
+    return found
+
+
+def stacked_experts(spec: ModelSpec, tensors: dict[str, np.ndarray], place: str = "mlp.experts") -> dict[str, np.ndarray]:
+    """All experts in two tensors [E, out, in] a layer, gates above what they let through."""
+    assert spec.experts is not None
+    found = {name: array for name, array in tensors.items() if ".experts." not in name}
+    for layer in spec.experts.layers:
+        prefix = f"model.layers.{layer}.mlp.experts."
+        every = [
+            [tensors[f"{prefix}{number}.{part}_proj.weight"] for part in ("gate", "up", "down")]
+            for number in range(spec.experts.count)
+        ]
+        found[f"model.layers.{layer}.{place}.gate_up_proj"] = np.stack([np.concatenate(one[:2]) for one in every])
+        found[f"model.layers.{layer}.{place}.down_proj"] = np.stack([one[2] for one in every])
+    return found
+
+
+def llama_experts(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Llama 4's experts, turned, and its heads whose pairs are neighbours."""
+    found = {}
+    for name, array in stacked_experts(spec, tensors).items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            array = turn(array, spec.head_dim)
+        if array.ndim == 3:
+            array = np.ascontiguousarray(array.swapaxes(1, 2))
+        found[name.replace(".mlp.gate.", ".feed_forward.router.").replace(".mlp.", ".feed_forward.")] = array
     return found
 
 

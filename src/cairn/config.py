@@ -8,6 +8,7 @@ after.
 from __future__ import annotations
 
 import hmac
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -55,7 +56,11 @@ class TenantLimits(msgspec.Struct, frozen=True):
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    input_tokens_per_minute: int | None = None
+    output_tokens_per_minute: int | None = None
     max_concurrent: int | None = None
+    max_agents: int | None = None
+    max_disk_mib: int | None = None
     weight: float = 1.0
     """Its turns in the scheduler, against those of others that wait."""
 
@@ -192,6 +197,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 0.25
     max_queue: Annotated[int, Meta(ge=1, description="Most requests waiting; more are a 429.")] = 256
     max_queue_tokens: Annotated[int, Meta(ge=1, description="Most prompt tokens waiting; more are a 429.")] = 1 << 20
+    max_queue_pools: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="How many times over the KV of all that waits may fill the pool, as far as can be told; more "
+            "are a 429.",
+        ),
+    ] = 32.0
     request_timeout: Annotated[float, Meta(gt=0, description="Seconds after which a request ends.")] = 3600.0
     # stored KV
     kv_dir: Annotated[
@@ -364,6 +377,19 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="How much to log on stderr.")
     ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"],
+        Meta(
+            description="How lines of the log look: for people, or each a JSON object. No text of a request is there."
+        ),
+    ] = "text"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Meta(
+            description="Where traces go by OpenTelemetry's protocol over HTTP, such as http://127.0.0.1:4318; needs "
+            "the extra otel. Default: nowhere."
+        ),
+    ] = None
     shutdown_grace: Annotated[
         float, Meta(ge=0, description="Seconds that running requests may go on after SIGTERM.")
     ] = 30.0
@@ -393,6 +419,23 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_concurrent: Annotated[
         Annotated[int, Meta(ge=1, le=1 << 20)] | None,
         Meta(description="Most requests of one tenant at once; more are a 429."),
+    ] = None
+    input_tokens_per_minute: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 40)] | None, Meta(description="The same of prompts alone.")
+    ] = None
+    output_tokens_per_minute: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 40)] | None, Meta(description="The same of answers alone.")
+    ] = None
+    max_agents: Annotated[
+        Annotated[int, Meta(ge=1, le=10_000)] | None,
+        Meta(description="Most agents that one tenant keeps; more are a 403. Default: 10,000."),
+    ] = None
+    max_disk_mib: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 31)] | None,
+        Meta(
+            description="Most MiB that agents, teams, runs and collections of one tenant take on the disk; beyond that "
+            "nothing more is kept of it, with a 403. Stored KV is not counted."
+        ),
     ] = None
     # limits on what a client may send
     lenient: Annotated[
@@ -432,3 +475,28 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_choices: Annotated[int, Meta(ge=1, description="Largest n.")] = 8
     max_prompts: Annotated[int, Meta(ge=1, description="Most prompts in one text completion.")] = 128
     max_connections: Annotated[int, Meta(ge=1, description="Most open connections; more are a 503.")] = 4096
+
+
+LIMITS = (
+    "requests_per_minute",
+    "tokens_per_minute",
+    "input_tokens_per_minute",
+    "output_tokens_per_minute",
+    "max_concurrent",
+    "max_agents",
+    "max_disk_mib",
+)
+"""The limits of a tenant that the server's options give where it has none of its own."""
+
+
+def limits_of(config: Config) -> Callable[[str], TenantLimits]:
+    """What each tenant may ask for and keep, by its name."""
+    default = TenantLimits(**{name: getattr(config, name) for name in LIMITS})
+    named = {one.name: _with(one.limits, default) for one in config.tenants}
+    return lambda tenant: named.get(tenant, default)
+
+
+def _with(limits: TenantLimits, default: TenantLimits) -> TenantLimits:
+    """A tenant's own limits; where it has none the server's."""
+    lacking = {name: getattr(default, name) for name in LIMITS if getattr(limits, name) is None}
+    return msgspec.structs.replace(limits, **lacking)

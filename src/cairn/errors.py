@@ -6,6 +6,7 @@ CairnError                 500  our own fault, or unforeseen
 |  |- Unsupported          400  a field whose meaning is not built
 |- Unauthorized            401
 |- Forbidden               403
+|  |- QuotaExceeded        403  code quota_exceeded: a tenant keeps as much as it may; `field` names the limit
 |- NotFound                404  unknown model, request or route
 |  |- UnknownModel         404  code model_not_found; the message lists the names there are
 |- MethodNotAllowed        405
@@ -105,6 +106,10 @@ class Unauthorized(CairnError):
 class Forbidden(CairnError):
     status = 403
     code = "forbidden"
+
+
+class QuotaExceeded(Forbidden):
+    code = "quota_exceeded"
 
 
 class NotFound(CairnError):

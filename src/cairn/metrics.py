@@ -117,6 +117,7 @@ class Metrics:
         self.preemptions = 0
         self.worker_restarts = 0
         self.worker_failures: Callable[[], int] = lambda: 0
+        self.worker_still: Callable[[], float] = lambda: 0.0
         self.prompt_tokens_loaded = {"ram": 0, "disk": 0}
         self.misses: dict[str, int] = dict.fromkeys(get_args(MissReason), 0)
         self.kv = KvStats()
@@ -155,6 +156,11 @@ class Metrics:
         ended = dict(zip(now, self._ended, strict=True))
         read, written = "kv_disk_read_bytes", "kv_disk_written_bytes"
         return int(now[read] + ended[read]), int(now[written] + ended[written])
+
+    @property
+    def mean_seconds(self) -> float:
+        """How long a request took on the whole, at least a second."""
+        return max(1.0, self.end_to_end.sum / max(1, self.end_to_end.count))
 
     def record_end(
         self, reason: FinishReason, timing: Timing, *, total: float, first: float | None, generated: int, limit: int
@@ -255,6 +261,11 @@ class Metrics:
             "worker_failures",
             "Workers that ended in a row without being of use; 0 while one is up.",
             self.worker_failures(),
+        )
+        yield (
+            "worker_still_seconds",
+            "Time since the worker, which has work, last got on; a step that computes counts as getting on.",
+            self.worker_still(),
         )
         disk, ram = self.kv.disk or TierStats(), self.kv.ram or TierStats()
         yield "kv_disk_chunks", "Chunks of KV on the disk.", disk.chunks

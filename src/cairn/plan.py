@@ -27,8 +27,6 @@ class Limits:
 
     max_running: int = 64
     step_tokens: int = 512
-    max_queue: int = 256
-    max_queue_tokens: int = 1 << 20
     step_seconds: float = math.inf
     least_tokens: int = 4
     """Tokens of prompts that a step may have however long they take."""

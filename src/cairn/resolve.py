@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from cairn.config import KEY, PREFIX, Config, ModelOptions, Secret, TenantKeys, TenantLimits, is_key
+from cairn.config import KEY, LIMITS, PREFIX, Config, ModelOptions, Secret, TenantKeys, TenantLimits, is_key
 from cairn.errors import ConfigError
 from cairn.option import Option, closest, options
 from cairn.paths import expanded, home
@@ -224,9 +224,6 @@ def _tenants(option: Option, given: _Given, written: object) -> tuple[TenantKeys
     )
 
 
-_LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent")
-
-
 def _limits(given: _Given, written: object) -> dict[str, TenantLimits]:
     """What a file's tables say of tenants beside their keys."""
     known = {option.name: option for option in options()}
@@ -235,7 +232,7 @@ def _limits(given: _Given, written: object) -> dict[str, TenantLimits]:
         where = f"{given.source}: [tenants.{name}]"
         more = {
             one: _one(known[one], _Given(table[one], f"{where} {one}", False), table[one])
-            for one in _LIMITS
+            for one in LIMITS
             if one in table
         }
         if (weight := table.get("weight")) is not None:
@@ -312,7 +309,7 @@ def _named(given: _Given, written: object) -> list[tuple[str, Any]]:
         pairs = []
         for name, table in written.items():
             for key in table if isinstance(table, dict) else ():
-                if key not in (known := ("api_key", "weight", *_LIMITS)):
+                if key not in (known := ("api_key", "weight", *LIMITS)):
                     near = closest(key, known)
                     raise ConfigError(f"{given.source}: unknown key {key!r} in [tenants.{name}]{near}", field="tenants")
             if not isinstance(table, dict) or "api_key" not in table:

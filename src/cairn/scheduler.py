@@ -33,13 +33,13 @@ import itertools
 import math
 
 from cairn.engine.base import Row, RowResult
-from cairn.errors import Conflict
+from cairn.errors import Conflict, InvalidRequest
 from cairn.kv.blocks import BlockPool
 from cairn.kv.cache import Cache
 from cairn.kv.sequence_kv import Match
 from cairn.plan import Limits, Pace, Plan, StepBudget, sizes
 from cairn.seams import Clock
-from cairn.sequence import Matcher, Sequence, State, check
+from cairn.sequence import MAX_PRIORITY, Matcher, Sequence, State, check_prompt
 from cairn.stats import SchedulerStats
 from cairn.text_queue import encoded
 from cairn.types import FinishReason, Output, Request, Timing
@@ -72,7 +72,7 @@ class Scheduler:
         self._pace = Pace(limits.step_seconds, limits.least_tokens)
         self._longest = min(cache.info.context, cache.longest)
         self._sequences: dict[int, Sequence] = {}
-        self._waiting = WaitingQueue(limits.max_queue, limits.max_queue_tokens, limits.weights)
+        self._waiting = WaitingQueue(limits.weights)
         self._running: list[Sequence] = []
         self._planned: Plan | None = None
         self._next_deadline = math.inf
@@ -100,17 +100,19 @@ class Scheduler:
     def add(self, request: Request, matcher: Matcher | None = None) -> None:
         """Queue a request; `matcher` follows its grammar, where it has one.
 
-        Raises `InvalidRequest` or `ContextTooLong` for one that could never run, `Conflict` for an id in use, and
-        `Overloaded` when the queue is full.
+        The front bounds the queue (`admission.Queue`): here what it sent must fit, also when it is all sent again.
+        Raises `InvalidRequest` or `ContextTooLong` for one that could never run and `Conflict` for an id in use.
         """
         if request.id in self._sequences:
             raise Conflict(f"request {request.id} is running already")
-        check(request, self._cache.info, self._longest)
-        self._waiting.check(len(request.prompt) + len(request.generated))
+        check_prompt(request, self._cache.info.context, self._longest, self._cache.info.vocab)
+        if abs(request.priority) > MAX_PRIORITY:
+            raise InvalidRequest(f"priority {request.priority} is not within {MAX_PRIORITY} of 0", field="priority")
         now = self._clock.now()
         durable = request.durable or len(request.prompt) >= LONG_TOKENS
         kv = self._cache.context(request.salt, durable=durable, stored=request.stored)
         sequence = Sequence(request, kv, self._longest, next(self._serial), now, matcher)
+        sequence.force()
         self._sequences[request.id] = sequence
         self._waiting.push(sequence)
         self._next_deadline = min(self._next_deadline, sequence.deadline)
@@ -259,7 +261,8 @@ class Scheduler:
                 finish = FinishReason.LENGTH
             if finish is not None:
                 cache, timing = sequence.report, self._end(sequence, State.FINISHED, now)
-                ended.append(Output(id=sequence.request.id, finish=finish, cache=cache, timing=timing))
+                tokens = sequence.news()
+                ended.append(Output(id=sequence.request.id, tokens=tokens, finish=finish, cache=cache, timing=timing))
             else:
                 self._chunk(sequence, room, work)
 
@@ -337,11 +340,8 @@ class Scheduler:
         if row.samples:
             if result.token is None:
                 return self._fail(sequence, now, FinishReason.ERROR, "the engine gave neither a token nor an error")
-            tokens = (result.token,)
-            sequence.tokens.append(result.token)
-            if sequence.matcher is not None:
-                sequence.matcher.consume(result.token)
-            finish = sequence.ending()
+            finish = sequence.take(result.token)
+            tokens = sequence.news()
         cache = None
         if sequence.first_token is None:
             sequence.first_token, cache = now, sequence.report

@@ -6,7 +6,7 @@ import enum
 import math
 from typing import Protocol
 
-from cairn.engine.base import EngineInfo, Pending, Row
+from cairn.engine.base import Pending, Row
 from cairn.errors import ContextTooLong, InvalidRequest
 from cairn.kv.sequence_kv import SequenceKV
 from cairn.stats import CacheReport, Miss
@@ -14,6 +14,8 @@ from cairn.types import FinishReason, Request, Timing
 
 AGE_SECONDS = 5.0
 """Waiting that weighs as much as one level of priority."""
+MOST_FORCED = 32
+"""Tokens that are appended at once because a grammar leaves no other: finding them holds up the step of all others."""
 MAX_PRIORITY = 100
 """Priorities are within ± this, so that `AGE_SECONDS` bounds how long anybody can be overtaken."""
 
@@ -54,6 +56,10 @@ class Matcher(Protocol):
         """Take the next token of the answer."""
         ...
 
+    def forced(self) -> int | None:
+        """The only token that the next mask allows, where that is known at little cost. Not while a mask is made."""
+        ...
+
 
 class Sequence:
     """One request while the scheduler has it: the only place where its tokens and its progress are kept."""
@@ -65,6 +71,7 @@ class Sequence:
         "computed",
         "deadline",
         "first_token",
+        "forces",
         "kv",
         "limit",
         "long_beside",
@@ -79,6 +86,7 @@ class Sequence:
         "state",
         "to_score",
         "tokens",
+        "told",
         "turn",
     )
 
@@ -99,6 +107,10 @@ class Sequence:
         """Most tokens it may grow to: the context, or what the pools can hold."""
         self.tokens = [*request.prompt, *request.generated]
         self.prompt_len = len(request.prompt)
+        self.told = len(self.tokens)
+        """Leading tokens that the front has: those of the request, and all that `news` has given."""
+        self.forces = matcher is not None and forces(request)
+        """Whether tokens that its grammar leaves no choice about are appended without a step of their own."""
         self.computed = 0
         """Leading tokens whose KV is in the tables."""
         self.state = State.WAITING
@@ -166,6 +178,39 @@ class Sequence:
             return FinishReason.STOP
         return FinishReason.LENGTH if count >= sampling.max_tokens or len(self.tokens) >= self.limit else None
 
+    def take(self, token: int) -> FinishReason | None:
+        """Append the token that was sampled, and what it leaves no choice about; why the answer ends then."""
+        self._append(token)
+        return self.force()
+
+    def force(self) -> FinishReason | None:
+        """Append the tokens that are the only ones that may come; why the answer ends with them, if it does.
+
+        Sampling would give the same ones: a mask leaves nothing else. A stop token is left to it, which knows whether
+        one may come yet.
+        """
+        finish, matcher = self.ending(), self.matcher
+        if matcher is None or not self.forces:
+            return finish
+        for _ in range(MOST_FORCED):
+            token = matcher.forced() if finish is None else None
+            if token is None or token in self.request.sampling.stop_token_ids:
+                break
+            self._append(token)
+            finish = self.ending()
+        return finish
+
+    def _append(self, token: int) -> None:
+        self.tokens.append(token)
+        if self.matcher is not None:
+            self.matcher.consume(token)
+
+    def news(self) -> tuple[int, ...]:
+        """The tokens of the answer that were not given out yet: they are now."""
+        tokens = tuple(self.tokens[self.told :])
+        self.told = len(self.tokens)
+        return tokens
+
     def row(self, end: int) -> Row:
         """The row that computes up to position `end`."""
         first = end - 1 if end == len(self.tokens) else None
@@ -209,21 +254,35 @@ class Sequence:
         return Timing(queue=admitted - self.arrival, prefill=first - admitted, decode=now - first)
 
 
-def check(request: Request, info: EngineInfo, longest: int) -> None:
-    """Raise `InvalidRequest` for a request that could never run; `longest`: tokens that the KV pools can ever hold."""
-    prompt, completion = len(request.prompt), int(request.sampling.max_tokens > 0)
-    if prompt + completion > info.context:
+def forces(request: Request) -> bool:
+    """Whether nothing is asked of a request's tokens but which they are, and nothing but its grammar forbids any.
+
+    Log-probabilities need each token's own logits. Where a ban leaves nothing of what a grammar allows, the sampler
+    has to say so.
+    """
+    sampling, extras = request.sampling, request.sampling.extras
+    banned = extras is not None and bool(extras.allowed_token_ids or extras.bad_words)
+    return sampling.max_tokens > 0 and not (sampling.logprobs or sampling.prompt_logprobs or banned)
+
+
+def check_prompt(request: Request, context: int, longest: int, vocab: int) -> None:
+    """Raise `ContextTooLong` or `InvalidRequest`, with the figures, for a request that could never run.
+
+    `context`: tokens of the model's context; `longest`: tokens that the KV pools can ever hold.
+    """
+    prompt, completion = len(request.prompt), min(1, request.sampling.max_tokens)
+    if prompt + completion > context:
         raise ContextTooLong(
-            f"the prompt has {prompt} tokens and the context holds {info.context}, the completion included",
+            f"the prompt has {prompt} tokens and the context holds {context}, the completion included",
             field="prompt",
+            prompt_tokens=prompt,
+            context=context,
         )
     if prompt + completion > longest:
         raise InvalidRequest(
-            f"the prompt has {prompt} tokens and the KV pool holds {longest}, the completion included; "
-            "a larger --kv-gb makes room",
+            f"the prompt has {prompt} tokens and the whole KV pool holds {longest}; a larger --kv-gb makes room",
             field="prompt",
         )
-    if not all(0 <= token < info.vocab for part in (request.prompt, request.generated) for token in part):
-        raise InvalidRequest(f"the prompt has a token id outside the vocabulary of {info.vocab}", field="prompt")
-    if abs(request.priority) > MAX_PRIORITY:
-        raise InvalidRequest(f"priority {request.priority} is not within {MAX_PRIORITY} of 0", field="priority")
+    tokens = (*request.prompt, *request.generated) if request.generated else request.prompt
+    if min(tokens) < 0 or max(tokens) >= vocab:
+        raise InvalidRequest(f"token ids must be from 0 to {vocab - 1}: a vocabulary of {vocab}", field="prompt")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import errno
 import fcntl
+import json
 import logging
 import os
 import secrets
@@ -26,12 +28,36 @@ def without_secrets() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) and name != "HF_TOKEN"}
 
 
-def log_to_stderr(level: str) -> None:
+def log_to_stderr(level: str, form: Literal["text", "json"] = "text") -> None:
     """What a process of the server has to tell, from this level on. Only our own loggers become talkative: libraries
     might log what passes through them."""
     handler = _Patient(sys.stderr)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[handler])
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonLines() if form == "json" else plain)
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("cairn").setLevel(level.upper())
+
+
+FACTS = "facts"
+"""The attribute of a record (`extra`) whose items are fields of its own in a JSON line."""
+
+
+class JsonLines(logging.Formatter):
+    """Each record as a JSON object on a line of its own: time, level, logger, message, and the `facts` that it has."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line: dict[str, object] = {
+            "time": f"{at:%Y-%m-%dT%H:%M:%S}.{at.microsecond // 1000:03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, FACTS, {}),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
 
 
 class _Patient(logging.StreamHandler[TextIO]):

@@ -138,7 +138,7 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     xml: bool = False
     """So do `<function=...>` tags in it."""
     calls: str = ""
-    """So do calls in a further form, by its name in `text.call_formats`."""
+    """So do calls in a further form, as `text.call_formats` names it."""
     offered: tuple[OfferedTool, ...] = ()
     """The tools there are: an answer that is nothing but the JSON object of a call to one of them is that call."""
     continues: bool = False
@@ -326,7 +326,18 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Where these layers have heads of their own; None: the model's."""
     once: bool = False
     """Whether what is kept of a token is kept once: its values are a part of its key."""
+    pieces: bool = False
+    """Whether positions are cut into pieces of the window's size, and one sees its own piece alone up to itself; what
+    it sees lies in a window of that size too."""
 
+    @property
+    def sight(self) -> int:
+        """The window as the kernels take it."""
+        return -self.window if self.pieces else self.window
+
+
+NEVER = 1e30
+"""A frequency that is divided by this turns nothing, at any position."""
 
 MAX_CONTEXT = 1 << 24
 MAX_VOCAB = 1 << 22
@@ -359,11 +370,32 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     shared: int = 0
     """Width of an expert that every token goes through; 0: none."""
     shared_gate: bool = False
+    weighs_input: bool = False
+    """Whether a token's share is multiplied with what its expert takes, not with what that gives."""
+    beside: bool = False
+    """Whether they stand beside the MLP, with norms of their own and a number that each expert's share is multiplied
+    with (Gemma 4)."""
+
+
+class Streams(msgspec.Struct, frozen=True, kw_only=True):
+    """A hidden state that is kept several times over, of which each layer computes one and corrects all (AltUp), what is
+    learnt beside attention (LAuReL), and gates of which only the largest are let through (Gemma 3n)."""
+
+    count: int
+    active: int
+    """Which of them layers compute."""
+    rank: int
+    """Width of what stands beside attention."""
+    sparsity: tuple[float | None, ...] = ()
+    """Of each layer: by how many deviations a gate has to pass the mean of all; None where all pass. () for all
+    layers."""
+    scaled: bool = True
+    """Whether what each layer makes its input of is multiplied with a number for each column."""
 
 
 class Uneven(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that are not alike (Gemma 4). Their heads differ by group; values are normed without a weight, and what a
-    layer gives is multiplied by a number of its own."""
+    layer gives is multiplied by a number of its own, but where there are streams (Gemma 3n)."""
 
     kv_from: tuple[int, ...] = ()
     """Of each of the last layers, which have no keys and values, the layer whose they read."""
@@ -375,6 +407,7 @@ class Uneven(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers that each layer gets of a token, beside what the layer before it gives; 0: nothing."""
     input_rows: int = 0
     """Rows of the table of these."""
+    streams: Streams | None = None
 
 
 class Recurrence(msgspec.Struct, frozen=True, kw_only=True):
@@ -564,6 +597,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that know no positions."""
     query_scaling: tuple[float, float] | None = None
     """(b, context): queries are multiplied by 1 + b log(1 + floor(position / context))."""
+    unturned_scaling: tuple[float, float] | None = None
+    """The same of layers that know no positions, with the position of the next token."""
+    plain_norm: bool = False
+    """Whether queries and keys are normed without a weight, but in layers that know no positions."""
     sinks: bool = False
     """Whether each head has a score that takes a share of the softmax and gives nothing."""
     residual_scale: float = 1.0

@@ -1,4 +1,4 @@
-"""The queue of requests that wait to run: in order, and bounded. Who of them is passed by others."""
+"""The queue of requests that wait to run, in order. Who of them is passed by others."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ from bisect import insort
 from collections.abc import Iterator, Mapping
 from itertools import chain
 
-from cairn.errors import Overloaded
 from cairn.round_robin import RoundRobin
 from cairn.sequence import Sequence
 
 
 class WaitingQueue:
-    """At most `max_requests` requests and `max_tokens` tokens; a request alone may exceed the tokens."""
+    """The requests that wait; how many there may be is the business of whoever adds them."""
 
-    def __init__(self, max_requests: int, max_tokens: int, weights: Mapping[str, float] | None = None) -> None:
-        self._max_requests = max_requests
-        self._max_tokens = max_tokens
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._back: list[Sequence] = []
         """Those that ran before and were preempted."""
         self._rounds: RoundRobin[Sequence] = RoundRobin(weights)
@@ -33,18 +30,8 @@ class WaitingQueue:
         and so on; those of a tenant by rank. The queue may change meanwhile; the iteration does not."""
         return chain(tuple(self._back), self._rounds) if self._back else iter(self._rounds)
 
-    def check(self, tokens: int) -> None:
-        """Raise `Overloaded` if a request of so many tokens is one too many."""
-        waiting, queued = self._count, self.tokens
-        if waiting < self._max_requests and (not waiting or queued + tokens <= self._max_tokens):
-            return
-        raise Overloaded(
-            f"the queue is full: {waiting} requests with {queued} tokens are waiting, the limits are "
-            f"{self._max_requests} (max_queue) and {self._max_tokens} (max_queue_tokens)"
-        )
-
     def push(self, sequence: Sequence) -> None:
-        """Queue a sequence, also one that was preempted: those are never refused."""
+        """Queue a sequence, also one that was preempted."""
         if sequence.turn:
             insort(self._back, sequence, key=Sequence.by_turn)
         else:

@@ -518,7 +518,7 @@ async def test_the_pins_of_an_agent_deleted_without_a_worker_go_at_the_next_star
         await at.agents.create("default", id="ada", pinned=True)
         await at.say("ada", LONG)
         await at.agents.kv.settled()
-        pins = tmp_path / "kv" / "pins"
+        (pins,) = (tmp_path / "kv" / "models").glob("*/pins")
         assert len(list(pins.iterdir())) == 1
         with monkeypatch.context() as without:
             without_worker(at, without)
@@ -550,7 +550,7 @@ async def test_the_stores_hear_at_the_next_start_what_they_could_not_be_told(
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         await grown(at, "ada")
         await at.agents.pin("default", "ada", not pinned)
-        pins = tmp_path / "kv" / "pins"
+        (pins,) = (tmp_path / "kv" / "models").glob("*/pins")
         assert len(list(pins.glob("*"))) == (not pinned)
         with monkeypatch.context() as without:
             without_worker(at, without)
@@ -606,7 +606,7 @@ async def test_an_agent_is_unpinned_or_back_where_the_disk_refuses_its_deletion_
         await at.open()
         await asyncio.wait_for(at.agents.kv.settled(), 10)
         back = len(at.agents.page("default").agents)
-        assert len(list((tmp_path / "kv" / "pins").iterdir())) == back
+        assert len(list((tmp_path / "kv").glob("models/*/pins/*"))) == back
 
 
 async def test_a_deletion_reads_of_other_agents_only_what_no_other_read_before_it(

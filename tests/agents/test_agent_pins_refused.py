@@ -52,7 +52,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Broken:
 async def pins(disk: Broken, count: int) -> None:
     """Wait until there are so many files of pins."""
     end = time.monotonic() + 60
-    while len(list((disk.folder / "pins").iterdir())) != count:
+    while len(list(disk.folder.glob("models/*/pins/*"))) != count:
         assert time.monotonic() < end
         await asyncio.sleep(0.05)
 
@@ -101,4 +101,4 @@ async def test_the_pins_of_an_agent_deleted_while_the_disk_refuses_are_in_the_lo
         disk.bad = False
         await at.open()
         await asyncio.wait_for(at.agents.kv.settled(), 60)
-        assert list((disk.folder / "pins").iterdir()) == []
+        assert list(disk.folder.glob("models/*/pins/*")) == []

@@ -223,5 +223,7 @@ class ScriptedService:
     def unready(self) -> list[str]:
         return self.reasons
 
+    stalled = ""
+
     def troubles(self) -> list[str]:
         return self.failing

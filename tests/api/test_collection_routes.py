@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import httpx
 import pytest
 from tests.agents.house import talking_model
 from tests.api.homes import home, plain
+from tests.rag.document_files import docx, paragraph, pdf
 
 TEXT = "# Cairns\n\nA cairn is a heap of stones.\n\n# Bread\n\nBread is made of flour.\n"
 
@@ -69,12 +71,69 @@ async def test_a_collection_from_creation_to_deletion(folder: Path, tmp_path: Pa
         assert (await http.get("/v1/collections/c")).status_code == 404
 
 
+async def test_documents_of_all_kinds_and_ways(folder: Path, tmp_path: Path) -> None:
+    async with shelf(folder, tmp_path) as http:
+        await http.post("/v1/collections", json={"id": "c"})
+        path = "/v1/collections/c/documents"
+        two = pdf(["Stones by the path", "Bread"])
+        sent = {"name": "two.pdf", "data": base64.b64encode(two).decode(), "metadata": {"a": "b"}}
+        made = (await http.post(path, json=sent)).json()
+        assert (made["type"], made["chunks"], made["bytes"], made["metadata"]) == ("pdf", 2, len(two), {"a": "b"})
+        word = docx(paragraph("Rivers", "berschrift1") + paragraph("A river flows."))
+        form = {"id": "w", "metadata": '{"x": "y"}'}
+        made = (await http.post(path, data=form, files={"file": ("dir/river.docx", word)})).json()
+        assert made == made | {"id": "w", "name": "river.docx", "type": "docx", "chunks": 1, "metadata": {"x": "y"}}
+        hit = {"query": "river", "filters": {"documents": ["w"]}}
+        found = (await http.post("/v1/collections/c/search", json=hit)).json()["data"]
+        assert [(one["heading"], one["text"]) for one in found] == [("Rivers", "A river flows.")]
+        files = {"file": ("long.txt", "\n\n".join("stone " * 150 for _ in range(100)))}
+        events = plain((await http.post(path, data={"stream": "true"}, files=files)).text)
+        steps = [(one["embedded"], one["chunks"]) for one in events if one["type"] == "document.embedding"]
+        assert steps == [(64, 100), (100, 100)] and events[-1]["type"] == "document.done"
+        assert events[-1]["document"]["chunks"] == 100
+        for content, given, status, said in WRONG_FILES:
+            answer = await http.post(path, data=given, files={"file": content})
+            assert answer.status_code == status and said in answer.json()["error"]["message"], answer.text
+        evil = {"origin": "https://evil.example"}
+        assert (await http.post(path, files={"file": ("a.txt", "x")}, headers=evil)).status_code == 403
+        shown = (await http.get("/v1/collections/c")).json()
+        assert shown["documents"] == 3
+
+
+WRONG_FILES: tuple[tuple[Any, dict[str, str], int, str], ...] = (
+    (("a.pdf", b"no pdf"), {}, 400, "file: the PDF cannot be read"),
+    (("a.pdf", pdf([""])), {}, 400, "file: no page of the PDF holds text"),
+    (("a.txt", b"\xff"), {}, 400, "file: the document is no text in UTF-8"),
+    (("a.txt", b"x"), {"type": "exe"}, 400, "type"),
+    (("a.txt", b"x"), {"metadata": "[]"}, 400, "must be a JSON object"),
+    (("a.txt", b"x"), {"colour": "red"}, 400, "colour is not a field"),
+    (("a.txt", b"x"), {"name": "y" * (65 << 10)}, 413, "65536 bytes, the limit"),
+)
+
+
+async def test_a_document_has_so_many_bytes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cairn.api.collections.MAX_BYTES", 100_000)
+    async with shelf(folder, tmp_path) as http:
+        await http.post("/v1/collections", json={"id": "c"})
+        path = "/v1/collections/c/documents"
+        answer = await http.post(path, files={"file": ("a.txt", b"x " * 60_000)})
+        assert answer.status_code == 413 and "100000 bytes, the limit of a document" in answer.text
+        broken = b"--b\r\nContent-Disposition: form-data; name=file; filename=a.txt\r\n\r\nx"
+        kind = {"content-type": "multipart/form-data; boundary=b"}
+        answer = await http.post(path, content=broken, headers=kind)
+        assert answer.status_code == 400 and "before its last boundary" in answer.text
+        answer = await http.post(path, content=b"--b--\r\n", headers=kind)
+        assert answer.status_code == 400 and "file" in answer.text
+
+
 WRONG: tuple[tuple[str, dict[str, Any], int, str], ...] = (
     ("", {"id": "x y"}, 400, "a collection's id has 1 to 64"),
     ("", {"chunk": 50}, 400, "100 to 20000"),
     ("", {"id": "c"}, 409, "a collection c already"),
     ("/c/documents", {"name": "x", "text": " "}, 400, "text holds no text"),
-    ("/c/documents", {"name": "x.pdf", "text": "x", "type": "pdf"}, 400, "type"),
+    ("/c/documents", {"name": "x.pdf", "text": "x"}, 400, "a document of type pdf is no text"),
+    ("/c/documents", {"name": "x.pdf", "data": "x!"}, 400, "data is not base64"),
+    ("/c/documents", {"name": "x"}, 400, "give text, or data"),
     ("/c/search", {"query": "x", "top_k": 51}, 400, "1 to 50, the limit"),
     ("/c/search", {"query": "x", "min_score": 2}, 400, "min_score must be -1 to 1"),
     ("/c/ask", {"query": " "}, 400, "query is empty"),

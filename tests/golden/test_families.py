@@ -26,7 +26,9 @@ STEPS = 64
 def answers(folder: Path, tokens: list[int]) -> np.ndarray:
     """transformers' logits [len(tokens), V] for a whole sequence."""
     torch.set_num_threads(1)
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+    # By its own name: the automatic choice does not know all of them.
+    named = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model, report = getattr(transformers, named).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))

@@ -27,8 +27,8 @@ LENGTH = 70
 
 # Windows that limit some layers, and gelu, are not in the files that converters write for these architectures.
 FAMILIES = {name: fields for name, fields in MODELS.items() if "window" not in name or name == "mistral"}
-for _name in ("gemma 4", "gemma 4 e", "apertus"):  # whose files are not read yet
-    del FAMILIES[_name]
+FAMILIES["llama 4"] = FAMILIES["llama 4"] | {"no_rope_layer_interval": 4, "attention_chunk_size": 8192}
+FAMILIES["llama 4"] |= {"floor_scale": 8192}  # whose files do not say how long pieces are, nor how queries are scaled
 for _name in ("gemma 3, new fields", "qwen 3 moe, not normed, some layers dense"):
     del FAMILIES[_name]
 for _name in ("olmo 3", "gpt-oss"):  # whose files do not say which layers have a window
@@ -38,6 +38,7 @@ for _name in ("mixtral", "olmo 3", "gpt-oss", "smollm 3"):  # whose usual positi
     FAMILIES[_name] = FAMILIES[_name] | {"rope_theta": 5e5}
 FAMILIES["smollm 3"] = FAMILIES["smollm 3"] | {"no_rope_layer_interval": 4}
 del FAMILIES["lfm 2, biases"]
+FAMILIES["mamba 2"] = FAMILIES["mamba 2"] | {"use_bias": False, "time_step_limit": [0.0, float("inf")]}
 FAMILIES["lfm 2 moe"] = FAMILIES["lfm 2 moe"] | {"routed_scaling_factor": 1.0}
 FAMILIES["qwen 3 next"] = FAMILIES["qwen 3 next"] | {"mlp_only_layers": []}
 FAMILIES["granite 4 hybrid, dense"] = FAMILIES["granite 4 hybrid, dense"] | {
@@ -80,9 +81,10 @@ def random_blocks(array: np.ndarray, kind: Type) -> np.ndarray:
     values, size = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(array.size)
     blocks = rng.integers(0, 256, (array.size // values, size), dtype=np.uint8)
-    places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,)}
+    places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "TQ1_0": (52,)}
+    share = 40 if kind.name == "TQ1_0" else 4000
     for place in places.get(kind.name, (0,)):
-        blocks[:, place : place + 2] = np.float16(np.abs(array).max() / 4000).view(np.uint16).reshape(1).view(np.uint8)
+        blocks[:, place : place + 2] = np.float16(np.abs(array).max() / share).view(np.uint16).reshape(1).view(np.uint8)
     if kind == Type.MXFP4:
         blocks[:, 0] = 122
     return blocks.reshape(*array.shape[:-1], -1)
@@ -110,7 +112,7 @@ def unpacked(folder: Path, path: Path, target: Path) -> Path:
 
 BIG: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 TYPES = ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
-K_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+K_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ2_XXS", "IQ2_S", "IQ3_S", "IQ1_S", "TQ1_0")
 
 
 @pytest.mark.parametrize("kind", [*TYPES, *K_TYPES])

@@ -48,7 +48,7 @@ def test_a_known_context_is_not_overtaken_for_ever_in_a_busy_pool(mode: Literal[
     """Its load held no room for what is left to compute: others took that, and it was loaded again, and overtaken."""
     rng = random.Random(3)
     prompt = tokens(rng, 320)
-    limits = Limits(step_tokens=64, max_running=16, max_queue=100_000)
+    limits = Limits(step_tokens=64, max_running=16)
     rig = Rig({"disk": known(prompt, blocks=400, context=1024)}, blocks=120, load=mode, context=1024, scheduling=limits)
     if mode == "auto":
         rig.tiers.load_policy.computed(1, 1.0)

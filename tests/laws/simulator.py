@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from tests.laws.storage_world import Broken, Storage, law
 
-from cairn.engine.base import NO_BLOCK, Row, RowResult
+from cairn.engine.base import NO_BLOCK, Ready, Row, RowResult
 from cairn.engine.fake import STATE, FakeEngine, fake_spec
-from cairn.errors import ContextTooLong, InvalidRequest, Overloaded
+from cairn.errors import ContextTooLong, InvalidRequest
 from cairn.kv import prefix
 from cairn.kv.attention_window import first_read, window_blocks
 from cairn.kv.blocks import BlockPool
@@ -82,6 +82,52 @@ class Recorded(Pace):
         return self.last
 
 
+class Rule:
+    """A `sequence.Matcher` that stands for a grammar: what may come is a function of the answer so far.
+
+    Often that is one token, now and then without the scheduler being told; now and then nothing can follow.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.key, self.said = request.grammar, [*request.generated]
+        self.stops = set(request.sampling.stop_token_ids) if request.sampling.min_tokens else set()
+
+    def draw(self, said: list[int]) -> random.Random:
+        return random.Random(f"{self.key} {len(said)} {said[-1:]}")
+
+    def allowed(self, said: list[int]) -> list[int] | None:
+        """The tokens that may come after so much of the answer; None for all."""
+        chance = self.draw(said)
+        kind = chance.random()
+        if kind < 0.2:
+            return None
+        tokens = [token for token in range(VOCAB) if token not in self.stops]
+        return chance.sample(tokens, 1 if kind < 0.8 else 8)
+
+    def mask_after(self, said: list[int]) -> bytes | None:
+        allowed = self.allowed(said)
+        return None if allowed is None else sum(1 << token for token in allowed).to_bytes(4, "little")
+
+    def over_after(self, said: list[int]) -> bool:
+        return len(said) > 0 and self.draw([*said, 0]).random() < 0.03
+
+    @property
+    def over(self) -> bool:
+        return self.over_after(self.said)
+
+    def mask(self) -> Ready[bytes] | None:
+        mask = self.mask_after(self.said)
+        return None if mask is None else Ready(mask)
+
+    def consume(self, token: int) -> None:
+        self.said.append(token)
+
+    def forced(self) -> int | None:
+        allowed = self.allowed(self.said)
+        known = self.draw([*self.said, 1]).random() < 0.9
+        return allowed[0] if allowed is not None and len(allowed) == 1 and known else None
+
+
 class FaultyEngine:
     """The fake engine, with calls that raise and rows that fail, whose KV is then garbage."""
 
@@ -130,6 +176,8 @@ class Client:
     scored: list[TokenLogprob] = field(default_factory=list)
     reports: int = 0
     start: int | None = None
+    known: int = 0
+    """Its tokens when it first ran."""
     overtaken: int = 0
     awaited: int = 0
     turn: int = 0
@@ -185,8 +233,6 @@ class World:
         self.limits = Limits(
             max_running=running,
             step_tokens=chance.randint(16, 40) if self.calm else chance.randint(running, 24),
-            max_queue=64 if self.calm else chance.randint(2, 16),
-            max_queue_tokens=4000 if self.calm else chance.randint(30, 300),
         )
         unequal = random.Random(seed + (1 << 43)) if seed % 4 == 3 else None
         if unequal is not None:
@@ -201,6 +247,10 @@ class World:
         self.crowd = random.Random(seed + (1 << 42))
         """Draws whose each request is: of one tenant, or of some, of whom one asks for much."""
         self.tenants = self.crowd.choice(("a", "aaab", "aab", "abc", "aaaabcde"))
+        self.ruled = random.Random(seed + (1 << 44)) if seed % 19 == 17 else None
+        """Draws what answers are held to, where some are."""
+        self.forced = 0
+        """Tokens of answers that came without a step of their own."""
         self.truth: dict[tuple[object, ...], list[int]] = {}
         self.parents: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
         self.salts: dict[bytes, bytes] = {}
@@ -277,9 +327,11 @@ class World:
             min_tokens=chance.choice((0, 0, 0, chance.randint(0, 4))),
         )
         choice = chance.choice((0, 0, 1, 2))
+        grammar = str(self.ruled.randrange(3)) if self.ruled is not None and self.ruled.random() < 0.8 else ""
+        plain = Request(id=number, prompt=prompt, sampling=sampling, choice=choice, grammar=grammar)
         generated: tuple[int, ...] = ()
         if most and not scoring and len(prompt) < self.longest and chance.random() < 0.15:
-            known = self.oracle(prompt, sampling, choice)
+            known = self.oracle(plain)
             generated = tuple(known[: chance.randint(0, len(known))])
         return Request(
             id=number * 1_000_003,
@@ -287,6 +339,7 @@ class World:
             sampling=sampling,
             generated=generated,
             choice=choice,
+            grammar=grammar,
             salt=chance.choice((b"", b"", b"", b"tenant")),
             share=self.crowd.choice(self.tenants),
             timeout=None if self.calm or chance.random() < 0.8 else chance.uniform(0.5, 20),
@@ -294,11 +347,19 @@ class World:
             durable=self.tiered and chance.random() < 0.7,
         )
 
-    def oracle(self, prompt: tuple[int, ...], sampling: SamplingParams, choice: int) -> list[int]:
-        key = (prompt, sampling, choice)
+    def oracle(self, request: Request) -> list[int]:
+        """The whole answer, of which it may have got a part already."""
+        prompt, sampling, choice = request.prompt, request.sampling, request.choice
+        key = (prompt, sampling, choice, request.grammar)
         if key not in self.truth:
             most = min(sampling.max_tokens, self.longest - len(prompt))
-            self.truth[key] = self.model.oracle(prompt, sampling, most, choice)
+            if not request.grammar:
+                self.truth[key] = self.model.oracle(prompt, sampling, most, choice)
+                return self.truth[key]
+            rule = Rule(request)
+            found = self.model.oracle(prompt, sampling, most, choice, lambda said: rule.mask_after(list(said)))
+            over = (end for end in range(1, len(found)) if rule.over_after(found[:end]))
+            self.truth[key] = found[: next(over, len(found))]
         return self.truth[key]
 
     def start_worker(self, limits: Limits) -> None:
@@ -316,7 +377,6 @@ class World:
         if self.storage is not None:
             self.storage.start()
         self.max_rows = min(limits.max_running, limits.step_tokens)
-        self.queue_limits = limits
         self.ring, self.passes, self.turns, self.had = [], {}, 0, {}
 
     # ------------------------------------------------------------------------------------------------- actions
@@ -324,24 +384,18 @@ class World:
     def add(self, request: Request) -> None:
         chance = self.chance
         needed = len(request.prompt) + (request.sampling.max_tokens > 0)
-        waiting = list(self.scheduler._waiting)
-        tokens = sum(len(sequence.tokens) for sequence in waiting) + len(request.prompt) + len(request.generated)
-        full = len(waiting) >= self.queue_limits.max_queue
-        full = full or (len(waiting) > 0 and tokens > self.queue_limits.max_queue_tokens)
         try:
-            self.scheduler.add(request)
+            self.scheduler.add(request, Rule(request) if request.grammar else None)
         except ContextTooLong:
             law(needed > self.context, "a prompt that fits the context was refused")
         except InvalidRequest:
             law(needed > self.longest, "a prompt that fits the pool was refused")
-        except Overloaded:
-            law(full, "overloaded with room in the queue")
         else:
             law(needed <= self.longest, "a prompt that can never fit was taken")
-            law(not full, "the queue's bound was ignored")
-            expected = self.oracle(request.prompt, request.sampling, request.choice)
+            expected = self.oracle(request)
             sampling = request.sampling
             stopped = len(expected) > sampling.min_tokens and expected[-1] in sampling.stop_token_ids
+            stopped |= bool(request.grammar) and Rule(request).over_after(expected)
             scores: tuple[TokenLogprob, ...] = ()
             if sampling.prompt_logprobs:
                 row = Row(request.prompt, 0, len(request.prompt), (), 0, len(request.prompt), sampling, 0)
@@ -376,7 +430,7 @@ class World:
         """The worker dies; every request goes on in the next one from the tokens that were sent."""
         clients = sorted(self.live.values(), key=lambda client: client.order)
         self.live.clear()
-        self.start_worker(dataclasses.replace(self.limits, max_queue=1000, max_queue_tokens=100_000))
+        self.start_worker(self.limits)
         for client in clients:
             left = None if client.request.timeout is None else max(0.001, client.deadline - self.clock.now())
             old = client.request
@@ -386,6 +440,7 @@ class World:
                 sampling=old.sampling,
                 generated=tuple(client.got),
                 choice=old.choice,
+                grammar=old.grammar,
                 salt=old.salt,
                 share=old.share,
                 timeout=left,
@@ -560,7 +615,7 @@ class World:
             law(row.choice == sequence.request.choice and row.sampling == sequence.request.sampling, "other options")
             client = self.live[sequence.request.id]
             if client.start is None:
-                client.start = row.start
+                client.start, client.known = row.start, len(row.tokens)
             if self.calm:
                 self.count_blocks(sequence, row)
         law({c.request.id for c in self.live.values() if c.deadline <= self.clock.now()} <= ended, "a deadline passed")
@@ -705,6 +760,7 @@ class World:
             if client is None:
                 raise Broken("output of a request that has ended")
             client.got.extend(output.tokens)
+            self.forced += max(0, len(output.tokens) - 1)
             client.scored.extend(output.prompt_logprobs)
             law(client.got == client.expected[: len(client.got)], "tokens are not the oracle's")
             if client.request.sampling.logprobs:
@@ -731,7 +787,7 @@ class World:
         if client.start is not None and report is not None:
             law(report.cached == min(client.start, prompt), "the cache report is not what happened")
             request = client.request
-            known = len(request.prompt) + len(request.generated)
+            known = client.known
             whole = client.start // self.size >= (known - 1) // self.size
             scoring = bool(client.scores) and not request.generated
             law((report.miss is None) == (whole or scoring), "a miss without a reason, or the other way round")
@@ -919,6 +975,7 @@ def run_many(first: int, count: int) -> Counter[str]:
             beside=world.beside,
             shared_turns=world.shared_turns,
             slowed=world.slowed,
+            forced=world.forced,
             hits=stats.prefix_hits,
             loaded=world.storage.loaded if world.storage is not None else 0,
         )

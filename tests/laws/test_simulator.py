@@ -13,13 +13,14 @@ def test_every_schedule_keeps_the_laws(prove: bool, figure: Callable[[str, str],
         "scheduler simulator",
         f"{total['schedules']:,} schedules clean ({total['steps']:,} steps, {total['finished']:,} requests, "
         f"{total['preemptions']:,} preemptions, {total['beside']:,} overtaken beside a long prompt, "
-        f"{total['slowed']:,} steps short of time, "
+        f"{total['slowed']:,} steps short of time, {total['forced']:,} tokens forced, "
         f"{total['loaded']:,} tokens loaded)",
     )
     # A simulator that never gets into trouble proves nothing.
     assert total["preemptions"] > 100
     assert total["beside"] > 20
     assert total["slowed"] > 100
+    assert total["forced"] > 300
     assert total["hits"] > 10_000
     assert total["loaded"] > 2_000
     assert total["finished"] > 4 * total["schedules"]

@@ -147,9 +147,10 @@ FILES: dict[str, tuple[bytes, str]] = {
     "no numbers": (header([], [described("a", (0, 3), 0, 0)]), r"has the dimensions \[0, 3\], expected each from 1"),
     "huge": (header([], [described("a", (1 << 40,) * 4, 0, 0)]), r"ends at byte \d+, but the file is truncated at"),
     "type": (
-        header([], [described("a", (32,), 16, 0)]),
-        "has the type number 16, which is not supported; supported are F32",
+        header([], [described("a", (32,), 99, 0)]),
+        "has the type number 99, which is not supported; supported are F32",
     ),
+    "type with a name": (header([], [described("a", (64,), 40, 0)]), "has the type NVFP4, which is not supported"),
     "half a block": (
         header([], [described("a", (33,), 8, 0)]),
         r"rows of 33 values, expected a multiple of 32 \(Q8_0\)",
@@ -193,7 +194,7 @@ KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "architecture": (
         {"general.architecture": "mamba"},
         (),
-        "the architecture 'mamba' is not supported; supported are bert, deepseek2, gemma-embedding, gemma2, gemma3",
+        "the architecture 'mamba' is not supported; supported are apertus, bert, deepseek2, gemma-embedding, gemma2",
     ),
     "experts": ({"llama.expert_count": 8}, (), r"llama\.expert_used_count must be a whole number from 1 to 8"),
     "softcap": ({"llama.attn_logit_softcapping": 30.0}, (), "attn_logit_softcapping is set"),

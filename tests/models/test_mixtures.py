@@ -45,7 +45,7 @@ OSS = MODELS["gpt-oss"]
         (GLM | {"num_experts_per_tok": 5}, "5 experts are more than the chosen groups have"),
         (OSS | {"swiglu_limit": 5.0}, "swiglu_limit other than 7"),
         (OSS | {"rope_scaling": None}, "rope_scaling is missing"),
-        (OSS | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        (OSS | {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config"),
         (MODELS["smollm 3"] | {"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers must be a list of 4 entries"),
     ],
 )

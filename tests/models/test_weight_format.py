@@ -32,11 +32,17 @@ def tame(array: np.ndarray, kind: Type) -> np.ndarray:
     """Random bytes as packed rows of the right size, with scales that make values about as large as `array`'s."""
     one = KINDS[int(kind)]
     blocks = random_blocks(one, array.size // one.values, len(array))
-    places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+    places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2), "TQ1_0": (52,)}
+    places |= {"TQ2_0": (64,)}
     halves = places.get(one.name, (0, 2) if one.name in ("Q4_1", "Q5_1") else (0,))
 
     def scaled(factor: float) -> np.ndarray:
-        if one.name == "MXFP4":
+        if one.name == "IQ1_M":  # four bits of its scale stand above each two bytes of its last eight
+            half = np.array([factor], np.float16).view(np.uint16)[0]
+            for place in range(4):
+                above = blocks[:, 49 + 2 * place]
+                blocks[:, 49 + 2 * place] = above & 15 | np.uint8(half >> 4 * place & 15) << np.uint8(4)
+        elif one.name == "MXFP4":
             blocks[:, 0] = 127 + round(np.log2(factor))
         else:
             for at in halves:

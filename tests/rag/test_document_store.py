@@ -11,7 +11,7 @@ import pytest
 
 from cairn.errors import Conflict, NotFound
 from cairn.rag.chunking import Piece
-from cairn.rag.definition import Collection
+from cairn.rag.definition import Collection, NewDocument, Search
 from cairn.rag.document_store import DocumentStore
 
 MODEL = ("m", b"1", 3)
@@ -20,6 +20,10 @@ MODEL = ("m", b"1", 3)
 def vector(*numbers: float) -> Any:
     made = np.array(numbers, np.float32)
     return made / np.linalg.norm(made)
+
+
+def new(id: str, **metadata: str) -> NewDocument:
+    return NewDocument(id, f"{id}.txt", "txt", "", 9, metadata)
 
 
 class Shelf:
@@ -33,11 +37,10 @@ class Shelf:
     def add(self, collection: Collection, id: str, *texts: str, vectors: Any = None, **metadata: str) -> None:
         made = vectors or [vector(1, 0, 0)] * len(texts)
         pieces = [Piece("", text) for text in texts]
-        self.store.add(collection, id, f"{id}.txt", "txt", 9, metadata, pieces, made, MODEL)
+        self.store.add(collection, new(id, **metadata), pieces, made, MODEL)
 
     def found(self, collection: Collection, question: str, asked: Any, **wanted: Any) -> list[str]:
-        given = {"top_k": 5, "min_score": -1.0, **wanted}
-        return [one.chunk.text for one in self.store.search(collection, question, asked, given)]
+        return [one.chunk.text for one in self.store.search(collection, question, asked, Search(**wanted))]
 
 
 @pytest.fixture
@@ -62,9 +65,9 @@ def test_filters_let_documents_through(shelf: Shelf) -> None:
     shelf.add(one, "a", "old stones", year="1")
     shelf.add(one, "b", "new stones", year="2")
     asked = vector(1, 0, 0)
-    assert shelf.found(one, "stones", asked, documents=["b"]) == ["new stones"]
+    assert shelf.found(one, "stones", asked, documents=("b",)) == ["new stones"]
     assert shelf.found(one, "stones", asked, metadata={"year": "1"}) == ["old stones"]
-    assert shelf.found(one, "stones", asked, metadata={"year": "1"}, documents=["b"]) == []
+    assert shelf.found(one, "stones", asked, metadata={"year": "1"}, documents=("b",)) == []
 
 
 def test_collections_are_a_tenants_own_and_survive(shelf: Shelf) -> None:
@@ -103,6 +106,6 @@ def test_a_document_that_cannot_be_added_leaves_nothing(shelf: Shelf) -> None:
         shelf.add(one, "a", "second")
     with pytest.raises(Conflict, match="of the model m, not of n"):
         pieces, made = [Piece("", "third")], [vector(1, 0, 0)]
-        shelf.store.add(one, "b", "b", "txt", 1, {}, pieces, made, ("n", b"2", 3))
+        shelf.store.add(one, new("b"), pieces, made, ("n", b"2", 3))
     assert shelf.found(one, "second third", vector(1, 0, 0)) == ["first"]
     assert shelf.store.collection("me", "c").model == "m"

@@ -6,7 +6,8 @@ import random
 
 from cairn.rag.chunking import chunks
 from cairn.rag.citations import CitationFilter
-from cairn.rag.reading import Section, sections
+from cairn.rag.outline import Section
+from cairn.rag.reading import sections
 
 MARKDOWN = """Before.
 

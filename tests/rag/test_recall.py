@@ -14,7 +14,7 @@ from tests.real_models import minilm
 from cairn.config import Config
 from cairn.rag.citations import CitationFilter
 from cairn.rag.collections import Collections, Embedder
-from cairn.rag.definition import MIN_SCORE
+from cairn.rag.definition import MIN_SCORE, NewDocument, Search
 from cairn.rag.document_store import DocumentStore
 from cairn.service.embeddings import Asking
 from cairn.service.requests import SamplingOptions
@@ -105,11 +105,10 @@ async def test_the_right_chunk_is_found_and_nothing_where_there_is_none(
         pages = sorted(path.stem for path in DOCS.glob("*.md")) if prove else SOME
         for page in pages:
             text = (DOCS / f"{page}.md").read_text()
-            more: dict[str, Any] = {"document": page, "name": page, "text": text, "kind": "md", "metadata": {}}
-            await collections.add("me", "docs", embedder, **more)
+            await collections.add("me", "docs", embedder, NewDocument(page, page, "md", text, len(text), {}))
         missed = []
         for question, page, needle in QUESTIONS:
-            wanted = {"top_k": 5, "min_score": MIN_SCORE}
+            wanted = Search(min_score=MIN_SCORE)
             found = await collections.search("me", "docs", embedder, question, wanted)
             if not any(one.chunk.document == page and needle.lower() in _text(one) for one in found):
                 missed.append(question)
@@ -121,7 +120,7 @@ async def test_the_right_chunk_is_found_and_nothing_where_there_is_none(
         assert recall >= 0.85, missed
         answered = []
         for question in FOREIGN:
-            found = await collections.search("me", "docs", embedder, question, {"top_k": 5, "min_score": MIN_SCORE})
+            found = await collections.search("me", "docs", embedder, question, Search(min_score=MIN_SCORE))
             answer = await collections.ask(asker, question, found, SamplingOptions(), lambda event: None)
             answered += [(question, round(found[0].score, 3))] if answer.answered else []
         assert not answered

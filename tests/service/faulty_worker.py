@@ -16,6 +16,7 @@ from cairn.engine import device, memory
 from cairn.engine.base import Row
 from cairn.engine.fake import FakeEngine
 from cairn.errors import ModelError
+from cairn.scheduler import Scheduler
 from cairn.service import worker
 
 PREFILL = FakeEngine.prefill
@@ -78,8 +79,14 @@ def small(rows: Sequence[Row]) -> None:
     paced(rows)
 
 
+def wedges(rows: Sequence[Row]) -> None:
+    """Every step takes 5 ms; with such a request in it the scheduler finds nothing to do any more."""
+    paced(rows)
+
+
 MODES: dict[str, Callable[[Sequence[Row]], None]] = {
-    mode.__name__: mode for mode in (dies, stops, takes_long, computes_long, raises, paced, warns, short, tight, small)
+    mode.__name__: mode
+    for mode in (dies, stops, takes_long, computes_long, raises, paced, warns, short, tight, small, wedges)
 }
 
 
@@ -100,6 +107,14 @@ def main() -> int:
             return load(config, folder, expected, (40,) if mode == "small" else ())
 
         device.load_engine = fewer
+
+    if mode == "wedges":
+        plan = Scheduler.plan
+
+        def stuck(self: Scheduler) -> Any:
+            return None if any(one.tokens[0] == KILLER for one in self._sequences.values()) else plan(self)
+
+        Scheduler.plan = stuck  # type: ignore[method-assign]
 
     if mode == "short":
         memory.memory_available = lambda *_: 0  # type: ignore[attr-defined]

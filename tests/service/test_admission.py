@@ -97,3 +97,39 @@ async def test_while_one_tenants_requests_wait_another_is_let_in_and_comes_next(
         assert sum(state is not None and state.state == "waiting" for state in states) >= 15
         for stream in streams:
             stream.close()
+
+
+def test_what_waits_is_held_against_the_pool_before_it_waits() -> None:
+    queue = Queue(Config(max_queue_pools=2.0))
+    asked = [Request(id=n, prompt=(7,) * 100, sampling=SamplingParams(max_tokens=9000)) for n in range(9)]
+    for _ in range(200):
+        queue.answered(50)
+    for one in asked[:6]:  # each will need 150 tokens, as answers are, not the 9,100 that it may have
+        queue.check(one, 4, 4, 0.0, 500)
+        queue.enter(one)
+    assert queue.needed == 900
+    with pytest.raises(Overloaded, match=r"about 900 tokens, and this request of 150; the pool holds 500, .* 2 times"):
+        queue.check(asked[6], 4, 4, 0.0, 500)
+    queue.check(asked[6], 4, 4, 0.0, 0)  # an encoder has no pool
+    queue.begin(asked[0])
+    assert queue.needed == 750
+    queue.check(asked[6], 4, 4, 0.0, 500)
+    empty = Queue(Config(max_queue_pools=0.1))
+    empty.check(asked[0], 4, 4, 0.0, 500)  # where nobody waits it is let in: that it fits at all is looked at elsewhere
+
+
+def test_who_would_not_begin_in_time_is_refused_at_once() -> None:
+    queue = Queue(Config(max_queue=1000))
+    wait = Request(id=1, prompt=(7,) * 100, sampling=SamplingParams(max_tokens=1), share="a")
+    for _ in range(100):
+        queue.enter(wait)
+    queue.note(0.0, wire.Stats(running=4, waiting=100, token_seconds=0.01))  # 100 s of prompts
+
+    def asks(share: str, timeout: float) -> Request:
+        return Request(id=2, prompt=(7,), sampling=SamplingParams(max_tokens=1), share=share, timeout=timeout)
+
+    with pytest.raises(Overloaded, match="takes about 100 s, and this request may take 30 s in all") as refused:
+        queue.check(asks("a", 30.0), 4, 4, 0.0)
+    assert refused.value.retry_after is not None and refused.value.retry_after > 90
+    queue.check(asks("a", 200.0), 4, 4, 0.0)
+    queue.check(asks("b", 30.0), 4, 4, 0.0)  # another tenant's turn comes soon

@@ -75,9 +75,11 @@ async def test_q8_is_refused_until_it_was_compared_and_never_mixes_with_raw(mode
     assert (await ask(q8)).cache.disk == 256
     again = await ask(raw)
     assert again.cache.disk == 256 and again.tokens == first.tokens
-    tags = {path.name.split(".")[2] for path in folder.glob("?/*")}
+    tags = {path.name.split(".")[2] for path in folder.glob("models/*/?/*")}
     assert len(tags) == 2
-    assert len({path.name.split(".")[0] for path in folder.glob("?/*")}) == len(list(folder.glob("?/*")))
+    assert len({path.name.split(".")[0] for path in folder.glob("models/*/?/*")}) == len(
+        list(folder.glob("models/*/?/*"))
+    )
     (memory,) = folder.glob("checked-*")
     memory.write_bytes(memory.read_bytes()[:-1])
     with pytest.raises(ConfigError, match="was not compared"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from tests.text.walks import END, byte_vocabulary
 from cairn.errors import InvalidRequest
 from cairn.sequence import Matcher
 from cairn.service.grammars import GrammarMatcher, Grammars, Ready, Vocabulary, compile_grammar, read_vocabulary
+from cairn.service.masks import Masks
 from cairn.system import SystemClock
 from cairn.text.call_formats import BY_NAME
 from cairn.text.call_grammar import Offered, lark_of_calls
@@ -49,7 +49,7 @@ class Site:
         self._vocabulary = vocabulary
         self.grammars = Grammars(self._read, self._wake, SystemClock())
 
-    def _read(self) -> Vocabulary:
+    def _read(self, marks: tuple[str, ...]) -> Vocabulary:
         self.read += 1
         return self._vocabulary()  # type: ignore[no-any-return]
 
@@ -150,13 +150,13 @@ def test_who_was_dropped_does_not_come_back_and_time_goes_on(site: Site) -> None
 
 def test_preemption_goes_on_within_the_grammar() -> None:
     """Blocks for one sequence only: the others are preempted, and each says what it says alone."""
-    vocabulary, pool = letters(), ThreadPoolExecutor(1)
+    vocabulary, masks = letters(), Masks()
     text = grammar("regex", "([a-f]{2}-){4}[a-f]{9}")
 
     def matcher(made: Request) -> Matcher:
         from cairn.service.grammars import compile_grammar
 
-        return GrammarMatcher(compile_grammar(vocabulary, text), vocabulary, (), pool)
+        return GrammarMatcher(compile_grammar(vocabulary, text), vocabulary, (), masks)
 
     def answers(blocks: int, ids: range) -> tuple[dict[int, list[int]], int]:
         rig = Rig(blocks=blocks)
@@ -172,7 +172,7 @@ def test_preemption_goes_on_within_the_grammar() -> None:
     together, preemptions = answers(22, range(1, 5))
     assert preemptions > 0 and together == alone
     assert all(len(tokens) == 21 and tokens[2] == tokens[5] == 1 for tokens in alone.values())
-    pool.shutdown()
+    masks.close()
 
 
 def letters() -> Vocabulary:

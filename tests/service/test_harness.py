@@ -21,7 +21,7 @@ from cairn.engine.fake import FakeEngine
 from cairn.errors import Overloaded
 from cairn.service import launch
 from cairn.service.service import Service
-from cairn.service.worker_connection import Patience
+from cairn.service.watchdog import Patience
 from cairn.types import Request
 
 FAULTY = Path(__file__).parent / "faulty_worker.py"

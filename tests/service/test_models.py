@@ -281,3 +281,32 @@ def test_what_options_of_several_models_may_not_say(tmp_path: Path) -> None:
         served_models(Config(models=(ModelOptions(model="a", kv_share=0.9), ModelOptions(model="b", kv_share=0.6))))
     parts = [one.part for one in served_models(Config(models=(*two, ModelOptions(model="c", kv_share=0.5))))]
     assert parts == [0.25, 0.25, 0.5]
+
+
+async def test_a_model_finds_its_kv_whichever_way_it_is_served(tmp_path: Path) -> None:
+    """Alone, beside another, from a folder of models; each time by another server, and where it is loaded later."""
+    places = make_models(tmp_path / "models", "alpha beta")
+    stored: dict[str, Any] = {"kv_dir": str(tmp_path / "kv"), "kv_load": "always", "engine": "fake", "kv_gb": 0.01}
+    alpha, beta = (ModelOptions(model=str(place)) for place in places)
+    servers = {
+        "alone": Config(model=str(places[0]), **stored),
+        "beside another": Config(models=(beta, alpha), **stored),
+        "of a folder": Config(models_dir=str(tmp_path / "models"), **stored),
+        "under another name": Config(model=str(places[0]), served_name="gamma", **stored),
+    }
+    text, told = "a context ", dict[str, str]()
+    for way, config in (*servers.items(), ("alone again", servers["alone"])):
+        models = Models(config, in_process=True, free=lambda: 8 << 30)
+        try:
+            await models.start()
+            name = config.served_name or ("alpha" if models.several else None)
+            async with models.using(models.find(name)) as service:
+                known = len(service.tokenizer.encode(text * 30)) // 64 * 64
+                got = await collect(service.generate(request(service, text * 30 + way, 5)))
+                told[way] = f"{got.cache.disk} of {known}"
+                await service.flush()
+        finally:
+            await models.close()
+    first, *rest = told.values()
+    assert first.startswith("0 of ") and not first.endswith(" 0")
+    assert [one.split(" of ")[0] for one in rest] == [first.split(" of ")[1]] * len(rest), told

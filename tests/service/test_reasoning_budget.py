@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.text.walks import END, byte_vocabulary
 from cairn.errors import InvalidRequest
 from cairn.sequence import Matcher
 from cairn.service.grammars import GrammarMatcher, Grammars, Ready, compile_grammar
+from cairn.service.masks import Masks
 from cairn.service.reasoning_budget import BudgetMatcher
 from cairn.service.requests import SamplingOptions, requests
 from cairn.system import SystemClock
@@ -95,9 +95,9 @@ def test_control_tokens_are_no_text_and_count(tokens: int = 3) -> None:
 
 @pytest.mark.parametrize("reasoning", ["open", "may"])
 def test_a_grammar_goes_on_behind_the_tag(reasoning: Any) -> None:
-    vocabulary, pool = byte_vocabulary(), ThreadPoolExecutor(1)
+    vocabulary, masks = byte_vocabulary(), Masks()
     text = checked(Shape(structure=Structure(kind="regex", text="7"), reasoning=reasoning))
-    inner = GrammarMatcher(compile_grammar(vocabulary, text), vocabulary, (END,), pool)
+    inner = GrammarMatcher(compile_grammar(vocabulary, text), vocabulary, (END,), masks)
     matcher = budget(4, opened=reasoning == "open", inner=inner)
     for token in b"abcd" if reasoning == "open" else b"<think>abcd":
         pending = matcher.mask()
@@ -108,7 +108,7 @@ def test_a_grammar_goes_on_behind_the_tag(reasoning: Any) -> None:
         matcher.consume(byte)
     matcher.consume(ord("7"))
     assert matcher.over
-    pool.shutdown()
+    masks.close()
 
 
 def test_preemption_changes_nothing() -> None:
@@ -215,7 +215,7 @@ async def test_a_turn_that_is_resumed_keeps_its_budget(tmp_path: Path) -> None:
 def test_what_could_never_come_is_refused(close: tuple[int, ...], field: str | None, extras: dict[str, Any]) -> None:
     sampling = SamplingParams(max_tokens=9, extras=SamplingExtras(**extras))
     vocabulary = byte_vocabulary()._replace(closes={"": close})
-    grammars = Grammars(lambda: vocabulary, lambda: None, SystemClock())
+    grammars = Grammars(lambda marks: vocabulary, lambda: None, SystemClock())
     grammars.add(Request(id=1, prompt=(1,), sampling=sampling, reasoning_budget=3, output=THINKS))
     found: list[Ready] = []
     while not found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -22,7 +23,7 @@ from cairn.kv.disk import DiskStore
 from cairn.paths import with_folder
 from cairn.service.service import Service
 from cairn.service.stores import open_stores, stored_bytes
-from cairn.service.worker_connection import Patience
+from cairn.service.watchdog import Patience
 from cairn.system import SystemClock, SystemFiles
 
 
@@ -52,8 +53,8 @@ async def test_what_a_folder_has_to_bring_up_is_known_before_the_model(
     async with serving(folder, kv_dir=str(tmp_path / "kv")) as service:
         await collect(service.generate(request(service, "a context " * 30, 20)))
         await service.flush()
-    chunks = sum(path.stat().st_size for path in tmp_path.glob("kv/?/*"))
-    (tmp_path / "kv" / "0" / "tmp-1").write_bytes(b"left over")
+    chunks = sum(path.stat().st_size for path in tmp_path.glob("kv/models/*/?/*"))
+    next(tmp_path.glob("kv/models/*/0/")).joinpath("tmp-1").write_bytes(b"left over")
     assert stored_bytes(stored, SystemFiles()) == chunks > 1000
     for off in ({"kv_disk": False}, {"kv_load": "never"}):
         assert stored_bytes(config(folder, kv_dir=str(tmp_path / "kv"), **off), SystemFiles()) == 0
@@ -77,11 +78,27 @@ async def test_the_option_says_how_long_unused_kv_is_kept(
         assert made == [kept]
 
 
-async def test_a_store_in_use_refuses_a_second_process(folder: Path, tmp_path: Path) -> None:
-    stored = {"kv_dir": str(tmp_path / "kv")}
-    async with serving(folder, **stored):
+async def test_a_model_that_two_servers_have_is_stored_by_both_and_found_by_the_next(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a folder of its own meanwhile; more than four are one too many."""
+    monkeypatch.setattr("cairn.service.stores.PATIENCE", 0.0)
+    stored = {"kv_dir": str(tmp_path / "kv"), "kv_load": "always"}
+    prompts = ["a context " * 30, "another one " * 30]
+    async with contextlib.AsyncExitStack() as stack:
+        for prompt in prompts:
+            service = await stack.enter_async_context(serving(folder, **stored))
+            await collect(service.generate(request(service, prompt, 5)))
+            await service.flush()
+        assert len(list(tmp_path.glob("kv/models/*"))) == 2
+        for _ in range(2):
+            await stack.enter_async_context(serving(folder, **stored))
         with pytest.raises(Conflict, match=r"kv_dir: .* is in use by another process"):
             await Service.start(config(folder, **stored), in_process=True)
+    async with serving(folder, **stored) as service:
+        for prompt in prompts:
+            assert (await collect(service.generate(request(service, prompt, 5)))).cache.disk > 0
+    assert len({path.parent.parent for path in tmp_path.glob("kv/models/*/?/*")}) == 1
 
 
 async def test_the_users_own_folder_is_done_without_where_it_cannot_be_used(

@@ -32,7 +32,7 @@ from cairn.service import launch, supervisor, wire
 from cairn.service import worker_connection as link_module
 from cairn.service.service import Service
 from cairn.service.stream import Stream
-from cairn.service.worker_connection import Patience
+from cairn.service.watchdog import Patience
 from cairn.system import SystemClock
 from cairn.types import Event, FinishReason, Request
 
@@ -325,7 +325,7 @@ async def test_who_owes_only_an_answer_is_watched_and_left_alone_while_its_loop_
         clock.time += 0.001  # so that it is seen to be heard
         theirs.sendall(wire.encode(message))
         link: Any = watch._link
-        await until(lambda: link._heard == clock.time)
+        await until(lambda: link.watchdog.heard_at == clock.time)
 
     def passes(seconds: float) -> int:
         for _ in range(int(4 * seconds)):

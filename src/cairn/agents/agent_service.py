@@ -27,7 +27,8 @@ from cairn.agents.replay_records import ReplayRecords
 from cairn.agents.segment import Record
 from cairn.agents.turn_tree import NOBODY, Agent, Turn
 from cairn.agents.writer import Writer
-from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
+from cairn.config import TenantLimits
+from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, QuotaExceeded, Unavailable
 from cairn.seams import Rng
 from cairn.types import ModelSpec
 
@@ -49,7 +50,10 @@ class AgentService:
         kv: AgentKv,
         rng: Rng,
         replays: ReplayRecords,
+        limits: Callable[[str], TenantLimits] = lambda tenant: TenantLimits(),
     ) -> None:
+        self.limits = limits
+        """What each tenant may keep."""
         self.registry, self.writer, self.pending, self.kv, self.rng = registry, writer, pending, kv, rng
         self._replays = replays
         self._untold: dict[int, Record] = {}
@@ -98,7 +102,11 @@ class AgentService:
             await self.remove(agent)
 
     def new_id(self, tenant: str, id: str | None) -> str:
-        """An id for another agent: this one, or one made up. Conflict if it is taken, Overloaded if too many."""
+        """An id for another agent: this one, or one made up. Conflict if it is taken, QuotaExceeded if the tenant has
+        all that it may have, Overloaded if too many for anybody."""
+        most = self.limits(tenant).max_agents
+        if most is not None and self.registry.count(tenant) >= most:
+            raise QuotaExceeded(f"you have {most} agents, the limit (max_agents); delete some", field="max_agents")
         if self.registry.count(tenant) >= MAX_AGENTS:
             raise Overloaded(f"there are {MAX_AGENTS} agents, the limit; delete some", retry_after=60.0)
         if id is None:

@@ -35,7 +35,7 @@ from cairn.agents.running import RunningTurn
 from cairn.agents.turn_tree import Agent
 from cairn.agents.turns import Gate, Turns
 from cairn.agents.writer import Writer
-from cairn.config import Config
+from cairn.config import Config, TenantLimits, limits_of
 from cairn.errors import ConfigError, Conflict, InvalidRequest, NotFound, Unavailable
 from cairn.metrics import AgentFigures
 from cairn.seams import Clock, FileSystem, Rng
@@ -88,7 +88,9 @@ class Agents:
         self.writer = Writer(log)
         self._pending = PendingWrites(registry, self.writer, clock, self._replays)
         self.journals = Journals(self.writer, self._pending, rng, journals)
-        self._agents = AgentService(registry, self.writer, self._pending, self.kv, rng, self._replays)
+        self._agents = AgentService(
+            registry, self.writer, self._pending, self.kv, rng, self._replays, limits_of(config)
+        )
         self._agents.resume_pins(left)
         self._turns = Turns(services, self._agents, self._archive, clock, config)
         self._maintenance = Maintenance(self._agents, self._replays, orphans)
@@ -205,6 +207,19 @@ class Agents:
         """The ids of the agent's context for the model that is served; none before its first turn with it."""
         with self._agents.reading(tenant, id) as agent:
             return tuple(await self.kv.ids(agent.head))
+
+    async def bytes_of(self, tenant: str) -> int:
+        """How many bytes of the log a tenant's agents and journals take."""
+        keys: set[int] = set()
+        for agent in self._agents.registry.of(tenant):
+            agent.keeps(keys)
+            keys.add(agent.key)
+        keys |= self.journals.keys_of(tenant)
+        return await asyncio.to_thread(self.writer.bytes_of, keys)
+
+    def bound(self, limits: Callable[[str], TenantLimits]) -> None:
+        """What each tenant may keep from now on."""
+        self._agents.limits = limits
 
     def model_of(self, tenant: str, id: str) -> tuple[bytes, str]:
         """The identity of the model that answered at the agent's head, and the name of the one that it was made for, or

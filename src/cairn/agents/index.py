@@ -190,6 +190,11 @@ class Segment:
         """(lsn, key) of what counts."""
         return ((lsn, key) for lsn, key, kind in zip(self._lsns, self._keys, self._kinds, strict=True) if kind)
 
+    def bytes_of(self, keys: Set[int]) -> int:
+        """Bytes of what counts and has these keys. Another thread may change it meanwhile: then it is about so many."""
+        rows = zip(self._keys[:], self._sizes[:], bytes(self._kinds), strict=False)
+        return sum(size for key, size, kind in rows if kind and key in keys)
+
     def lsn(self, offset: int) -> int:
         """The lsn of the record that lies there; 0 where no row tells."""
         row = self._row(offset)

@@ -145,6 +145,11 @@ class Journals:
         found = [one for (where, whose, _), one in self._journals.items() if (where, whose) == (room, tenant)]
         return sorted(found, key=lambda one: (-one.record.created, one.id))
 
+    def keys_of(self, tenant: str) -> set[int]:
+        """The keys of all records of a tenant's journals."""
+        found = [one for (_, whose, _), one in self._journals.items() if whose == tenant]
+        return {key for one in found for key in (one.key, *(entry.key for entry in one.entries))}
+
     async def create(
         self,
         room: str,

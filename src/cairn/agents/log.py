@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 
 from cairn.agents.compaction import choose, clear, rewrite
@@ -290,6 +290,10 @@ class Log:
 
     def _rewrite(self, numbers: Sequence[int], *, keep_all: bool) -> None:
         rewrite(self._folder, self._index, self._header(), numbers, self._erasing, keep_all=keep_all)
+
+    def bytes_of(self, keys: Set[int]) -> int:
+        """What the records with these keys take that count. Any thread; what is written meanwhile may be missed."""
+        return sum(segment.bytes_of(keys) for segment in tuple(self._index.segments.values()))
 
     @property
     def bytes(self) -> int:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 import msgspec
@@ -68,6 +68,10 @@ class Writer:
     def trouble(self) -> str:
         """Why the log does not work now; empty when it does."""
         return self._log.trouble
+
+    def bytes_of(self, keys: Set[int]) -> int:
+        """What the records with these keys take. Any thread."""
+        return self._log.bytes_of(keys)
 
     @property
     def bytes(self) -> int:

@@ -20,7 +20,7 @@ from cairn.agents.turn_tree import Agent
 from cairn.api.auth import AGENT
 from cairn.api.reply import Call
 from cairn.api.schemas import Generation
-from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
+from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, QuotaExceeded, Unavailable
 from cairn.stats import CacheReport
 from cairn.text.chat import Sampled
 from cairn.types import Done, Request, Timing
@@ -94,7 +94,7 @@ class AgentAttribution:
             with contextlib.suppress(NotFound):
                 return agents.named(tenant, name)
         if names and new:
-            with contextlib.suppress(Conflict, Overloaded, Unavailable):  # Conflict: another request was first
+            with contextlib.suppress(Conflict, Overloaded, QuotaExceeded, Unavailable):  # Conflict: another was first
                 await agents.create(tenant, id=names[0], ttl=ACCOUNT_TTL)
             with contextlib.suppress(NotFound):
                 return agents.named(tenant, names[0])

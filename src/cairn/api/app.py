@@ -18,6 +18,7 @@ Routes (POST bodies are JSON):
     /v1/agents and below                                     agents.py
     /v1/teams and below, /v1/workflows and below             teams.py, workflows.py
     /v1/collections and below                                collections.py
+    /v1/files, /v1/vector_stores and below                   files.py, vector_stores.py
     GET  /v1/cache              POST /v1/cache/flush|scrub|prune    admin.py
     GET  /health and below      GET  /version                health.py
     GET  /  GET /web/{file}     GET  /docs  /openapi.json    page.py, openapi.py
@@ -37,6 +38,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from cairn.api import health
 from cairn.api.admin import Admin, Props, StoredRoutes
@@ -50,7 +52,9 @@ from cairn.api.changes import ChangeFeeds, SavingsRoutes
 from cairn.api.collections import CollectionRoutes
 from cairn.api.embeddings import Embeddings
 from cairn.api.exchange import Exchanges
+from cairn.api.files import FileRoutes
 from cairn.api.folders import agents_folder, named
+from cairn.api.library import Library
 from cairn.api.llama import Llama
 from cairn.api.model_admin import ModelAdmin
 from cairn.api.ollama import Ollama
@@ -58,21 +62,27 @@ from cairn.api.ollama_embeddings import OllamaEmbeddings
 from cairn.api.ollama_models import OllamaModels
 from cairn.api.openai import OpenAI
 from cairn.api.page import Page
+from cairn.api.quotas import Quotas
 from cairn.api.rate_limits import RateLimits
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
+from cairn.api.request_deadline import deadline_of
 from cairn.api.responses import Responses
 from cairn.api.resumable import EventLogs
 from cairn.api.routing import Router
 from cairn.api.teams import TeamRoutes
 from cairn.api.tokens import Tokens
+from cairn.api.tracing import Tracing
 from cairn.api.unserved import body_of, canonical, no_route
+from cairn.api.vector_stores import VectorStoreRoutes
 from cairn.api.workflows import WorkflowRoutes
-from cairn.config import Config
+from cairn.config import Config, limits_of
+from cairn.deadline import DEADLINE
 from cairn.errors import CairnError, MethodNotAllowed, Unavailable, trace
 from cairn.seams import Rng
 from cairn.service.models import Models
 from cairn.service.service import Service
-from cairn.system import SystemClock, SystemRng
+from cairn.spans import PRESENT, Spans
+from cairn.system import FACTS, SystemClock, SystemRng
 
 log = logging.getLogger("cairn.api")
 access = logging.getLogger("cairn.access")
@@ -94,7 +104,8 @@ class App:
         self.config = config
         self.draining = False
         self._rng = rng or SystemRng()
-        self._access = Access(config)
+        self._access, self._clock = Access(config), SystemClock()
+        self.tracing = Tracing.of(config, self._clock)
         total = config.max_bodies_mib << 20
         self.bodies = BodyBudget(total, total // 2 if has_tenants(config) else total)
         calls = CallTable(SystemClock())
@@ -108,14 +119,20 @@ class App:
         admin = self._admin = Admin(config, calls, logs)
         self._ollama_models = OllamaModels(config)
         tokens = Tokens(config)
-        self._rates = RateLimits(config, SystemClock())
+        self._rates = RateLimits(config, self._clock)
+        self._quotas = Quotas(self._clock, limits_of(config), self._kept_by)
         self._model_admin, self._stored = ModelAdmin(config), StoredRoutes(config)
-        self._responses = Responses(config, exchanges, logs, self.attribution)
         self._health = health.routes() | Page(config, self.described).routes()
         self._agent_routes = AgentRoutes(config, exchanges, self.attribution, agents_folder(config, os.environ))
         self._team_routes = TeamRoutes(config, logs, self.attribution)
         self._workflow_routes = WorkflowRoutes(config, logs, self.attribution)
-        self._collections = CollectionRoutes(config, logs, self.attribution, agents_folder(config, os.environ))
+        self._library = Library(config, self.attribution, agents_folder(config, os.environ))
+        self._responses = Responses(config, exchanges, logs, self.attribution, self._library)
+        self._documents = (
+            CollectionRoutes(config, logs, self._library),
+            FileRoutes(config, self._library),
+            VectorStoreRoutes(config, self._library),
+        )
         self._exact: dict[str, dict[str, Endpoint]] = {
             "/v1/chat/completions": {"POST": openai.chat},
             "/v1/completions": {"POST": openai.complete},
@@ -143,7 +160,7 @@ class App:
     def open(self, models: Models) -> None:
         """From now on requests are served, by these."""
         self.models, self._router = models, Router(models, self.attribution)
-        every = (self._admin, self._model_admin, self._ollama_models, self._stored, self._collections)
+        every = (self._admin, self._model_admin, self._ollama_models, self._stored, self._library)
         for routes in every:
             routes.registry = models
 
@@ -166,19 +183,27 @@ class App:
             raise RuntimeError(f"a {scope['type']} connection is not served")
         number = self._rng.bits64() if self.service is None else self.service.next_id()
         call = Call(scope, receive, send, number, self.bodies)
-        began = time.monotonic()
+        began, failed = time.monotonic(), ""
+        traced = self.tracing.begin(call) if self.tracing is not None and not _is_probe(call.path) else None
+        spans = traced.spans if traced is not None else Spans() if self.config.log_format == "json" else None
+        if spans is not None:
+            PRESENT.set(spans)  # of this call's task, and of those that it starts
         try:
             await self._answer(call)
         except Disconnected:
             log.debug("request %s: the client left", call.id)
         except CairnError as error:
+            failed = error.code
             await self._fail(call, error)
         except Exception as error:
             log.error("request %s: %s", call.id, trace(error))
+            failed = CairnError.code
             await self._fail(call, internal(call.id))
         finally:
             call.release()
-        _note(call, time.monotonic() - began)
+            if traced is not None:
+                traced.end(call, failed)
+        _note(call, time.monotonic() - began, spans, "" if traced is None else traced.id, failed)
 
     async def _answer(self, call: Call) -> None:
         self._access.cors(call)
@@ -201,9 +226,17 @@ class App:
             raise Unavailable("the model is still being loaded; ask again shortly", retry_after=STARTING_RETRY)
         if self.draining and call.scope["method"] == "POST" and not call.path.endswith("/cancel"):
             raise Unavailable("the server is shutting down", retry_after=max(1.0, self.config.shutdown_grace))
+        DEADLINE.set(deadline_of(call, self._clock))  # of this call's task, and of those that it starts
         with self._rates.counted(call):
+            await self._quotas.check(call)
             async with self._router.chosen(call) as service:
                 await endpoint(call, service)
+
+    async def _kept_by(self, tenant: str) -> int:
+        """Bytes on the disk that are a tenant's."""
+        agents = self.attribution.agents
+        kept = 0 if agents is None else await agents.bytes_of(tenant)
+        return kept + await self._library.bytes_of(tenant)
 
     def _changes(self) -> ChangeFeeds:
         return ChangeFeeds(
@@ -232,7 +265,7 @@ class App:
 
     def _more(self, path: str) -> dict[str, Endpoint] | None:
         """The methods of routes that have an id in their path."""
-        rooms = (self._agent_routes, self._team_routes, self._workflow_routes, self._collections, self._responses)
+        rooms = (self._agent_routes, self._team_routes, self._workflow_routes, *self._documents, self._responses)
         return next((found for room in rooms if (found := room.routes(path)) is not None), None)
 
     def _served(self, path: str) -> bool:
@@ -265,19 +298,43 @@ def _allow(call: Call, methods: set[str]) -> None:
         raise MethodNotAllowed(f"{call.path} is not for {method[:20]}", field=", ".join(sorted(methods)))
 
 
-def _note(call: Call, seconds: float) -> None:
+def _is_probe(path: str) -> bool:
+    return any(path == route or path.startswith(f"{route}/") for route in PROBES)
+
+
+def _note(call: Call, seconds: float, spans: Spans | None, trace_id: str, failed: str) -> None:
     """A line in the access log. Nothing that was asked or answered stands in it, and no query."""
-    probe = any(call.path == route or call.path.startswith(f"{route}/") for route in PROBES)
-    level = logging.DEBUG if probe else logging.INFO
+    level = logging.DEBUG if _is_probe(call.path) else logging.INFO
     if not access.isEnabledFor(level):
         return
+    facts = {} if spans is None else _facts(call, seconds, spans, trace_id, failed)
     parts = [f"{shown(call.scope['method'])} {shown(call.path)} {call.status or LEFT}", f"{1000 * seconds:.0f} ms"]
     if call.tokens is not None:
         parts.append("{}+{} tokens".format(*call.tokens))
     if call.ended:
         parts.append(f"ended early: {call.ended}")
     parts.append(f"request {call.id}" + (f" ({call.name})" if call.name is not None else ""))
-    access.log(level, "%s", ", ".join([*parts, f"tenant {call.tenant}"]))
+    access.log(level, "%s", ", ".join([*parts, f"tenant {call.tenant}"]), extra={FACTS: facts})
+
+
+def _facts(call: Call, seconds: float, spans: Spans, trace_id: str, failed: str) -> dict[str, Any]:
+    """What a line has as fields of its own. A tenant is its name, never its key."""
+    found: dict[str, Any] = {
+        "request_id": call.id,
+        "client_request_id": call.name,
+        "trace_id": trace_id or None,
+        "tenant": call.tenant,
+        "model": call.model or None,
+        "method": shown(call.scope["method"]),
+        "path": shown(call.path),
+        "status": call.status or LEFT,
+        "error": failed or call.ended or None,
+        "duration_ms": round(1000 * seconds, 1),
+    }
+    if call.tokens is not None:
+        found |= {"prompt_tokens": call.tokens[0], "completion_tokens": call.tokens[1]}
+    found |= {f"{name}_ms": round(1000 * spent, 1) for name, spent in spans.seconds.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any, ClassVar
 
+from cairn.api.json_body import parse_json
+from cairn.api.multipart import Upload
 from cairn.api.reply import Call
 from cairn.api.schemas import Body, Count, Number, Several, Stop
 from cairn.errors import InvalidRequest
-from cairn.rag.definition import CHUNK, MAX_FOUND, MIN_SCORE, OVERLAP, Collection, DocumentKind, StoredDocument
+from cairn.rag.definition import (
+    BINARY,
+    CHUNK,
+    MAX_FOUND,
+    MIN_SCORE,
+    OVERLAP,
+    Collection,
+    DocumentKind,
+    Search,
+    StoredDocument,
+    kind_of,
+)
 from cairn.service.requests import SamplingOptions
 
 PATH = "/v1/collections"
@@ -36,23 +50,51 @@ class CollectionBody(Body):
 
 
 class CollectionDocumentBody(Body):
-    """POST /v1/collections/{id}/documents."""
+    """POST /v1/collections/{id}/documents, as JSON; as a form its `file` stands in the place of `text` and `data`."""
 
     id: str | None = None
     name: str
-    text: str
+    text: str | None = None
+    data: str | None = None
+    """The bytes of a file, in base64."""
     type: DocumentKind | None = None
     """Default: by the ending of the name, else txt."""
     metadata: dict[str, str] | None = None
     embedding_model: str | None = None
+    stream: bool | None = None
 
     def kind(self) -> DocumentKind:
-        """How the text is read."""
-        if self.type is not None:
-            return self.type
-        ending = self.name.lower().rpartition(".")[2]
-        kinds: dict[str, DocumentKind] = {"md": "md", "markdown": "md", "html": "html", "htm": "html"}
-        return kinds.get(ending, "txt")
+        """How the document is read. InvalidRequest where it is none that a text can be."""
+        kind = self.type or kind_of(self.name)
+        if self.text is not None and kind in BINARY:
+            raise InvalidRequest(
+                f"a document of type {kind} is no text; send its bytes as data, or a form", field="type"
+            )
+        return kind
+
+    def content(self) -> str | bytes:
+        """A text, or the bytes of a file."""
+        if (self.text is None) == (self.data is None):
+            raise InvalidRequest("give text, or data in base64, and not both", field="text")
+        if self.text is not None:
+            return self.text
+        try:
+            return base64.b64decode(self.data or "", validate=True)
+        except ValueError:
+            raise InvalidRequest("data is not base64", field="data") from None
+
+
+def document_of_form(upload: Upload) -> dict[str, Any]:
+    """What a form says of its file, as a body has it."""
+    given: dict[str, Any] = {"name": upload.filename, **upload.fields}
+    for name in ("text", "data"):
+        if name in given:
+            raise InvalidRequest(f"{name} is not for a form, whose file is the document", field=name)
+    if "metadata" in given:
+        given["metadata"] = parse_json(given["metadata"].encode("utf-8", "replace"), max_depth=2, max_values=64)
+    if "stream" in given:
+        given["stream"] = {"true": True, "false": False}.get(given["stream"], given["stream"])
+    return given
 
 
 class SearchFilters(Body):
@@ -72,11 +114,14 @@ class SearchBody(Body):
     min_score: Number = None
     filters: SearchFilters | None = None
     embedding_model: str | None = None
+    rerank: bool | None = None
+    """Default: where a model for that is loaded."""
+    rerank_model: str | None = None
 
     least: ClassVar[float] = -1.0
     """The score that a chunk has to reach unless the body says otherwise."""
 
-    def wanted(self) -> dict[str, Any]:
+    def wanted(self) -> Search:
         """What is searched for beside the question."""
         top_k = 5 if self.top_k is None else self.top_k
         if not 1 <= top_k <= MAX_FOUND:
@@ -87,12 +132,12 @@ class SearchBody(Body):
         if not self.query.strip():
             raise InvalidRequest("query is empty", field="query")
         filters = self.filters or SearchFilters()
-        return {
-            "top_k": top_k,
-            "min_score": least,
-            "documents": filters.documents or [],
-            "metadata": filters.metadata or {},
-        }
+        return Search(
+            top_k=top_k,
+            min_score=least,
+            documents=tuple(filters.documents or ()),
+            metadata=filters.metadata or {},
+        )
 
 
 class AskCollectionBody(SearchBody):

@@ -15,6 +15,7 @@ close instead); the connection closes after that answer.
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import TYPE_CHECKING, Any
 
 import httptools
@@ -25,6 +26,7 @@ from cairn.api.output import WRITE_BUFFER, Output, refusal
 from cairn.api.reply import too_large
 from cairn.api.sse import HEARTBEAT
 from cairn.errors import CairnError, HeadersTooLarge, InvalidRequest, Unavailable
+from cairn.rag.definition import MAX_BYTES
 
 if TYPE_CHECKING:
     from cairn.api.listener import Listener
@@ -32,6 +34,11 @@ if TYPE_CHECKING:
 CONNECTIONS_RETRY = 1.0
 IMPORT = b"/v1/agents/import"
 """The route whose bodies are files, with a limit of their own."""
+UPLOADS = re.compile(rb"/v1/files|/v1/collections/[^/]+/documents")
+"""Routes that take forms with a file, which goes to the disk while it arrives."""
+FORM = b"multipart/form-data"
+UPLOAD_BYTES = MAX_BYTES + (1 << 20)
+"""Bytes of the largest document in a form."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 FIRST_LOOK, LAST_LOOK = 0.01, 1.0
 """Seconds between looks at a connection that the client has closed or half closed: ever twice as long."""
@@ -208,8 +215,14 @@ class Guard(HttpToolsProtocol):
             self._refuse_head()
             return
         config = self._config
-        imports = self.url.partition(b"?")[0] == IMPORT
-        self._max_body = (config.max_import_mib if imports else config.max_body_mib) << 20
+        self._max_body = config.max_body_mib << 20
+        path = self.url.partition(b"?")[0]
+        if path == IMPORT:
+            self._max_body = config.max_import_mib << 20
+        elif UPLOADS.fullmatch(path) and (b"content-type", FORM) in {
+            (name, value[:19]) for name, value in self.headers
+        }:
+            self._max_body = max(self._max_body, min(config.max_import_mib << 20, UPLOAD_BYTES))
         if announced > self._max_body:
             self.refuse(too_large(self._max_body))
             return

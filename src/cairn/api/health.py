@@ -36,6 +36,8 @@ class State:
         """Why new requests would not be served well now."""
         self.troubles = troubles
         """What does not work although they are."""
+        self.stalled = models is not None and models.stalled
+        """Whether there is work and nothing of it gets further."""
         self.partly = models is not None and models.several and bool(models.troubles())
         """Whether one of several models is not as it should be."""
 
@@ -64,6 +66,8 @@ async def root(call: Call, state: State) -> None:
 async def health(call: Call, state: State) -> None:
     """GET /health: 200 with status ok, or 503 while the model loads or new requests would not be served well.
 
+    `degraded` says that they would be served badly, `stalled` that a worker has work and does not get on; `reasons`
+    say why.
     Of several models some may not be well: then the status is `degraded`, the code still 200, and `troubles` say which.
 
     `status`, and `error` beside it, are what clients of llama-server look for.
@@ -73,7 +77,7 @@ async def health(call: Call, state: State) -> None:
         return
     message = "Loading model" if state.loading else "; ".join(state.reasons)
     error = {"code": 503, "message": message, "type": "unavailable_error"}
-    status = "loading model" if state.loading else "degraded"
+    status = "loading model" if state.loading else "stalled" if state.stalled else "degraded"
     await _unavailable(call, {"status": status, "reasons": state.reasons, "troubles": state.troubles, "error": error})
 
 

@@ -20,7 +20,7 @@ async def read_nothing(call: Call, config: Config) -> dict[str, Any]:
     """The body of a request that takes nothing: a JSON object, whose fields the caller refuses, or no body at all."""
     body = await call.body()
     if not body:
-        _check_origin(call, config)
+        check_origin(call, config)
         return {}
     _check_headers(call)
     return _parsed(body, config)
@@ -38,13 +38,14 @@ async def read_plain(call: Call, config: Config) -> dict[str, Any]:
     A web page need not ask before it sends such a body, so a page must be one that may.
     """
     if (call.header(b"content-type") or b"").partition(b";")[0].strip().lower() != b"application/json":
-        _check_origin(call, config)
+        check_origin(call, config)
     _check_coding(call)
     return _parsed(await call.body(), config)
 
 
-def _check_origin(call: Call, config: Config) -> None:
-    """Any web page may send a request without a body, and need not ask first as it must for JSON."""
+def check_origin(call: Call, config: Config) -> None:
+    """Forbidden for a web page that may not call. Any may send a request without a body, or a form, and need not ask
+    first as it must for JSON."""
     origin = (call.header(b"origin") or b"").decode("latin-1")
     if not origin or call.header(b"sec-fetch-site") in (b"same-origin", b"none"):
         return

@@ -15,6 +15,7 @@ from typing import Any
 import uvloop
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from cairn.agents.agents import Agents
 from cairn.api.app import App, build_app
@@ -60,7 +61,7 @@ async def _serve(config: Config, sock: socket.socket, every: list[ServedModel], 
     listener = Listener(app, config)
     await listener.start(sock)
     url = address(config.host, sock, tls=config.tls_cert is not None)
-    _say(f"Cairn listens on [bold]{url}[/bold] and loads {escape(models.first.reference)} ...")
+    _say(config, f"Cairn listens on [bold]{url}[/bold] and loads {escape(models.first.reference)} ...")
     opening: asyncio.Task[None] | None = None
     try:
         service = await _until(models.start(first), stop.first)
@@ -76,7 +77,7 @@ async def _serve(config: Config, sock: socket.socket, every: list[ServedModel], 
         others = elsewhere(config, sock.getsockname()[1], SystemNetwork())
         _announce(url, others, service, config)
         if models.several:
-            _say("Models: " + ", ".join(escape(f"{one.name} ({one.state})") for one in models.models))
+            _say(config, "Models: " + ", ".join(escape(f"{one.name} ({one.state})") for one in models.models))
         await stop.first.wait()
         await _drain(app, models, config, stop)
     finally:
@@ -88,6 +89,8 @@ async def _serve(config: Config, sock: socket.socket, every: list[ServedModel], 
             if one is not None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(one.close(), seconds)
+        if app.tracing is not None:
+            app.tracing.close()
         stop.close()
 
 
@@ -126,7 +129,9 @@ async def _drain(app: App, models: Models, config: Config, stop: Signals) -> Non
     app.draining = True
     running = models.requests
     if running:
-        _say(f"Finishing {running} requests, at most {config.shutdown_grace:g} s; a second signal ends them now.")
+        _say(
+            config, f"Finishing {running} requests, at most {config.shutdown_grace:g} s; a second signal ends them now."
+        )
     await _until(models.drain(config.shutdown_grace), stop.second)
     if stop.second.is_set():
         await models.drain(0)  # streams end with an error event, also now
@@ -199,18 +204,18 @@ def _announce(url: str, others: Sequence[str], service: Service, config: Config)
     key = ' -H "Authorization: Bearer $CAIRN_API_KEY"' if has_keys(config) else ""
     route, given = _TRY[service.spec.kind]
     body = f'{{"model": "{service.name}", {given}}}'
-    _say(f"Cairn serves [bold]{escape(service.name)}[/bold] at [bold]{url}/v1[/bold]. Ctrl-C ends it.")
+    _say(config, f"Cairn serves [bold]{escape(service.name)}[/bold] at [bold]{url}/v1[/bold]. Ctrl-C ends it.")
     if others:
-        _say(f"From other machines: {', '.join(f'{other}/v1' for other in others)}")
+        _say(config, f"From other machines: {', '.join(f'{other}/v1' for other in others)}")
     if config.page:
-        _say(f"In a browser, to chat and to see what is kept: [bold]{url}/[/bold]")
+        _say(config, f"In a browser, to chat and to see what is kept: [bold]{url}/[/bold]")
     if service.spec.kind == "chat":
-        _say(f"Sampling where a request says nothing: {sentence(sampling_defaults(service.spec))}. Try:")
+        _say(config, f"Sampling where a request says nothing: {sentence(sampling_defaults(service.spec))}. Try:")
     else:
-        _say("It answers no chats. Try:")
-    _say(f"  curl {url}/v1/{route} -H 'Content-Type: application/json'{key} -d '{escape(body)}'")
+        _say(config, "It answers no chats. Try:")
+    _say(config, f"  curl {url}/v1/{route} -H 'Content-Type: application/json'{key} -d '{escape(body)}'")
     if not has_keys(config) and not is_local(config.host):
-        _say("[bold red]Everyone who can reach this address can use it: no API key is set.[/bold red]")
+        _say(config, "[bold red]Everyone who can reach this address can use it: no API key is set.[/bold red]")
 
 
 class _Talk(Console):
@@ -218,7 +223,10 @@ class _Talk(Console):
         """Nobody reads any more: no reason to end the server, as rich would."""
 
 
-def _say(text: str) -> None:
+def _say(config: Config, text: str) -> None:
+    if config.log_format == "json":
+        log.info("%s", Text.from_markup(text).plain)
+        return
     # No word here is an emoji, and their table would be loaded to know that.
     with contextlib.suppress(OSError):  # a log on a full disk
         _Talk(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(text)

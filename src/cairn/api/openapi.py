@@ -42,10 +42,34 @@ from cairn.api.schemas import (
     TokenizeBody,
 )
 from cairn.api.team_schemas import PostBody, RoundsBody, TeamBody, TeamForkBody, TeamRollbackBody, VoteBody
+from cairn.api.vector_store_schemas import (
+    AttachBody,
+    AttributesBody,
+    BatchBody,
+    StoreSearchBody,
+    VectorStoreBody,
+    VectorStoreChangeBody,
+)
 from cairn.api.workflow_schemas import RunResumeBody, WorkflowBody, WorkflowRunBody
 
 REF = "#/components/schemas/{model}"
 FILE = "application/octet-stream"
+FORMS: Mapping[str, Mapping[str, Any]] = {
+    "/v1/files": {
+        "type": "object",
+        "required": ["file", "purpose"],
+        "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"type": "string"}},
+    },
+    "/v1/collections/{id}/documents": {
+        "type": "object",
+        "required": ["file"],
+        "properties": {
+            "file": {"type": "string", "format": "binary"},
+            **{name: {"type": "string"} for name in ("id", "name", "type", "metadata", "embedding_model", "stream")},
+        },
+    },
+}
+"""Forms with a file that routes take, beside JSON or in its place."""
 _SAMPLES = {"/v1/responses/": "resp_0", "/v1/conversations/": "conv_0"}
 """An id of a form that these routes know."""
 
@@ -104,6 +128,19 @@ ROUTES: Mapping[str, type[Body] | None] = {
     "/v1/collections/{id}/documents/{document}": None,
     "/v1/collections/{id}/search": SearchBody,
     "/v1/collections/{id}/ask": AskCollectionBody,
+    "/v1/files": None,
+    "/v1/files/{id}": None,
+    "/v1/files/{id}/content": None,
+    "/v1/vector_stores": VectorStoreBody,
+    "/v1/vector_stores/{id}": VectorStoreChangeBody,
+    "/v1/vector_stores/{id}/search": StoreSearchBody,
+    "/v1/vector_stores/{id}/files": AttachBody,
+    "/v1/vector_stores/{id}/files/{file}": AttributesBody,
+    "/v1/vector_stores/{id}/files/{file}/content": None,
+    "/v1/vector_stores/{id}/file_batches": BatchBody,
+    "/v1/vector_stores/{id}/file_batches/{batch}": None,
+    "/v1/vector_stores/{id}/file_batches/{batch}/cancel": NoBody,
+    "/v1/vector_stores/{id}/file_batches/{batch}/files": None,
     "/v1/requests/{id}": None,
     "/v1/requests/{id}/cancel": NoBody,
     "/v1/requests/{id}/events": None,
@@ -160,6 +197,10 @@ QUERIES: Mapping[str, tuple[str, ...]] = {
     "/v1/requests/{id}/events": ("after",),
     "/v1/collections": ("limit", "after"),
     "/v1/collections/{id}/documents": ("limit", "after"),
+    "/v1/files": ("limit", "order", "after", "purpose"),
+    "/v1/vector_stores": ("limit", "order", "after"),
+    "/v1/vector_stores/{id}/files": ("limit", "order", "after", "filter"),
+    "/v1/vector_stores/{id}/file_batches/{batch}/files": ("limit", "order", "after", "filter"),
     "/v1/teams": ("limit", "after"),
     "/v1/teams/{id}/transcript": ("format", "member"),
     "/v1/workflows/runs": ("limit", "after"),
@@ -230,6 +271,27 @@ SUMMARIES: Mapping[str, str] = {
     "DELETE /v1/collections/{id}/documents/{document}": "Delete a document, with its text.",
     "POST /v1/collections/{id}/search": "The passages that fit a query best.",
     "POST /v1/collections/{id}/ask": "An answer from the passages that fit a question best.",
+    "POST /v1/files": "Upload a file.",
+    "GET /v1/files": "The files, the newest first.",
+    "GET /v1/files/{id}": "One file.",
+    "GET /v1/files/{id}/content": "The bytes of a file.",
+    "DELETE /v1/files/{id}": "Delete a file, and what vector stores have of it.",
+    "POST /v1/vector_stores": "A new vector store, which is a collection.",
+    "GET /v1/vector_stores": "The vector stores, the newest first.",
+    "GET /v1/vector_stores/{id}": "One vector store.",
+    "POST /v1/vector_stores/{id}": "Give a vector store another name or other metadata.",
+    "DELETE /v1/vector_stores/{id}": "Delete a vector store, with its text; files stay.",
+    "POST /v1/vector_stores/{id}/search": "The passages that fit a query best.",
+    "POST /v1/vector_stores/{id}/files": "Put a file into a vector store.",
+    "GET /v1/vector_stores/{id}/files": "The files of a vector store.",
+    "GET /v1/vector_stores/{id}/files/{file}": "One file of a vector store.",
+    "POST /v1/vector_stores/{id}/files/{file}": "Give a file other attributes.",
+    "DELETE /v1/vector_stores/{id}/files/{file}": "Take a file out of a vector store.",
+    "GET /v1/vector_stores/{id}/files/{file}/content": "The text of a file.",
+    "POST /v1/vector_stores/{id}/file_batches": "Put several files into a vector store.",
+    "GET /v1/vector_stores/{id}/file_batches/{batch}": "How far several files are.",
+    "POST /v1/vector_stores/{id}/file_batches/{batch}/cancel": "Leave out what is not read yet.",
+    "GET /v1/vector_stores/{id}/file_batches/{batch}/files": "The files of a batch.",
     "GET /v1/admin/models": "All models, what they take and what is left.",
     "POST /v1/admin/models/load": "Load a model.",
     "POST /v1/admin/models/unload": "Unload a model.",
@@ -350,6 +412,9 @@ def _operation(path: str, method: str, text: str, kind: type[Body] | None) -> di
         schema = {"$ref": REF.format(model=kind.__name__)}
         required = any(field.is_required() for field in kind.model_fields.values())
         found["requestBody"] = {"required": required, "content": {"application/json": {"schema": schema}}}
+    if method == "POST" and path in FORMS:
+        content = found.setdefault("requestBody", {"required": True, "content": {}})["content"]
+        content["multipart/form-data"] = {"schema": FORMS[path]}
     return found
 
 

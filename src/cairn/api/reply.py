@@ -82,6 +82,7 @@ class Call:
         "headers",
         "id",
         "identity",
+        "model",
         "name",
         "number",
         "path",
@@ -109,7 +110,8 @@ class Call:
         self.share = ""
         """Whose share of the server it takes: the tenant's, or the client's where there are no keys."""
         self.identity = b""
-        """Of the model that answers, once it was chosen."""
+        self.model = ""
+        """Identity and name of the model that answers, once it was chosen."""
         self.started = False
         self.status = 0
         """The status of the answer, once it has begun."""

@@ -40,7 +40,7 @@ WORK = re.compile(r"/v1/(teams|workflows/runs)/([^/]+)/(rounds|votes|resume)")
 """Routes that need the model of a team or a run to be loaded."""
 BESIDE = re.compile(
     r"/v1/(?:teams/[^/]+/(?:messages|fork|rollback|interrupt)|workflows/(?:check|runs/[^/]+/interrupt)"
-    r"|collections(?:/[^/]+(?:/documents|/search))?)"
+    r"|collections(?:/[^/]+(?:/documents|/search))?|files|vector_stores(?:/.+)?)"
 )
 """Routes of them that need none, and of collections: these find what makes vectors themselves."""
 AGENTS = re.compile(r"/v1/agents/([^/]+)(?:/[a-z]+)?")
@@ -86,11 +86,11 @@ class Router:
             model, keep = await self._choose(call)
         if model is None:
             service = self._about(call) or self._models.services.first
-            call.identity = service.spec.identity
+            call.identity, call.model = service.spec.identity, service.name
             yield service
             return
         async with self._models.using(model) as service:
-            call.identity = service.spec.identity
+            call.identity, call.model = service.spec.identity, service.name
             try:
                 yield service
             finally:

@@ -18,6 +18,7 @@ from cairn.api.auth import check_exposure
 from cairn.api.folders import check_folders, usual_held
 from cairn.api.origins import Origins
 from cairn.api.tls import check_tls
+from cairn.api.tracing import endpoint_of
 from cairn.config import Config
 from cairn.errors import ConfigError
 from cairn.service.launch import ENDING
@@ -44,7 +45,8 @@ def serve(config: Config) -> None:
     check_folders(config, os.environ)
     Origins(config)
     check_tls(config)
-    log_to_stderr(config.log_level)
+    endpoint_of(config)
+    log_to_stderr(config.log_level, config.log_format)
     raise_file_limit(config.max_connections)
     # A signal waits until the loop takes it (`lifetime.Signals`): what it raised now could leave a worker behind, or be
     # lost in the middle of an import.

@@ -42,6 +42,7 @@ from cairn.models.buffers import LOGITS_ROWS, allocate
 from cairn.models.families import FAMILIES
 from cairn.models.projection import Projection, Step, open_projection
 from cairn.models.reach import fits_half, reach
+from cairn.models.row_table import RowTable, open_table
 from cairn.models.weight_format import HeldWeights, error_line, form_of
 from cairn.models.weights import open_weights
 from cairn.sampling import sample
@@ -80,12 +81,14 @@ class CpuEngine:
         expected: int = 0,
         build: Callable[[Kernels, ModelSpec, Any], decoder.Decoder] = decoder.build,
         steps: tuple[Step, ...] = (),
+        rows: RowTable | None = None,
     ) -> None:
         """`weights` as they are to be held, in the `form` of `models.held`; `blocks` in the pool of each group.
 
         `expected`: bytes of stored KV that may be brought up soon, whose memory is taken now. `steps`: what a hidden
-        state that is wanted goes through.
+        state that is wanted goes through. `rows`: the table that a model's layers get inputs of, if they do.
         """
+        self._rows = rows
         context = min(spec.context, config.context or spec.context)
         spec = spec.served(context)
         max_rows = running_rows(spec, config, blocks)
@@ -158,7 +161,8 @@ class CpuEngine:
         keep = partial(packed_file.build, place=folder, size=taken.held, budget=budget)
         build = keep if config.keep_packed else decoder.build
         steps = open_projection(spec, folder, weights.source)
-        engine = cls(spec, weights, config, blocks, weights.form, expected, build, steps)
+        rows = open_table(folder, spec)
+        engine = cls(spec, weights, config, blocks, weights.form, expected, build, steps, rows)
         if config.kernels != REFERENCE and chosen(config.kernels) == REFERENCE:
             notes.append(described(config.kernels))
         if line := error_line(weights.errors, len(weights)):
@@ -207,6 +211,8 @@ class CpuEngine:
     def close(self) -> None:
         """Give the memory and the threads back; the engine cannot be used afterwards. A second call does nothing."""
         self._kernels.close()
+        if self._rows is not None:
+            self._rows.close()
         self._kv.clear()
         # Programs hold the weights and the pools.
         self._body = self._head = Interpreted(self._kernels, ())
@@ -238,6 +244,8 @@ class CpuEngine:
             positions += range(row.start, row.end)
         count, counts = len(tokens), [row.end - row.start for row in rows]
         buffers.tokens[:count] = tokens
+        if self._rows is not None:
+            self._rows.read(tokens, buffers.uneven.rows[:count])
         buffers.positions[:count] = positions
         buffers.rows[: len(rows)] = [*zip(firsts, counts, [row.start for row in rows], strict=True)]
         numbers = np.repeat(np.arange(len(rows)), counts)

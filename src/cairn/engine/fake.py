@@ -191,13 +191,26 @@ class FakeEngine:
 
     # ------------------------------------------------------------------------------------------------- the truth
 
-    def oracle(self, prompt: Sequence[int], sampling: SamplingParams, n: int, choice: int = 0) -> list[int]:
-        """The first `n` tokens after `prompt`, fewer where a stop token (the last one then) ends them."""
+    def oracle(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        n: int,
+        choice: int = 0,
+        mask: Callable[[Sequence[int]], bytes | None] | None = None,
+    ) -> list[int]:
+        """The first `n` tokens after `prompt`, fewer where a stop token (the last one then) ends them.
+
+        `mask`: what may come after so much of an answer, as `Row.mask`.
+        """
         tokens, out = list(prompt), list[int]()
         truth = _Truth(self)
         while len(out) < n:
             state = truth.state(tokens)
-            row = Row(tokens, len(tokens) - 1, len(tokens), (), len(tokens) - 1, len(prompt), sampling, choice)
+            allowed = None if mask is None else mask(out)
+            held = None if allowed is None else Ready(allowed)
+            last = len(tokens) - 1
+            row = Row(tokens, last, last + 1, (), last, len(prompt), sampling, choice, mask=held)
             result = sample([row], self._logits(np.array([state], dtype=np.uint64)))[0]
             if result.token is None:
                 raise ValueError(f"the sampler refused: {result.error}")

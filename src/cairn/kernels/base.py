@@ -241,7 +241,8 @@ class Kernels(Protocol):
 
         rows[B, 3]: a row's first token in the step, its number of tokens, the position of its first token.
         tables[B, width]: block of each 16 positions; -1 where there is none. With window > 0 position p sees
-        (p - window, p], else [0, p]; in both directions (p - window, p + window), else all of its row, of which the
+        (p - window, p], with window < 0 what is in its piece of -window positions, [p - p % -window, p], else [0, p];
+        in both directions (p - window, p + window), else all of its row, of which the
         step has every token. Arithmetic is in float32, whatever the pool's type; native kernels may round
         queries and weights of a bfloat16 pool to bfloat16 where that is what the instruction set multiplies.
         """
@@ -366,8 +367,8 @@ class Kernels(Protocol):
         """logits[R, V] *= factor, rounded to float32."""
         ...
 
-    def scale_queries(self, query: Array, positions: Array, beta: float, original: float) -> None:
-        """query[M, Q, D] *= 1 + beta log(1 + floor(position / original)) of its positions[M]."""
+    def scale_queries(self, query: Array, positions: Array, beta: float, original: float, ahead: int = 0) -> None:
+        """query[M, Q, D] *= 1 + beta log(1 + floor((position + ahead) / original)) of its positions[M]."""
         ...
 
     def norm_heads(self, x: Array, first: int, heads: int, size: int, weight: Array | None, eps: float) -> None:
@@ -461,6 +462,47 @@ class Kernels(Protocol):
         with g[F] beside u[F] = x[M, H] @ gate_up[expert], biases added; where there is no u, act(g) alone. Experts
         ascend along T. Weights stay packed:
         each expert multiplies the rows that chose it as one matrix."""
+        ...
+
+    def scale_shares(self, shares: Array, chosen: Array, factors: Array) -> None:
+        """shares[M, T] *= factors[chosen[M, T]], of factors[E]."""
+        ...
+
+    def scale_tokens(self, x: Array, shares: Array, out: Array) -> None:
+        """out[M, H] = x[M, H] * shares[M, 1], which become 1."""
+        ...
+
+    def mix_streams(self, x: Array, parts: Array, out: Array) -> None:
+        """out[M, j, H] = x[M, j, H] + the sum over i of parts[M, j A + i] x[M, i, H], of A streams."""
+        ...
+
+    def correct_streams(self, given: Array, parts: Array, active: int, x: Array) -> None:
+        """x[M, i, H] += (parts[M, i] + 1) (given[M, H] - x[M, active, H]), with x as it was before."""
+        ...
+
+    def take_stream(self, x: Array, place: int, out: Array) -> None:
+        """out[M, H] = x[M, place, H]."""
+        ...
+
+    def put_stream(self, x: Array, place: int, out: Array) -> None:
+        """out[M, place, H] = x[M, H]."""
+        ...
+
+    def add_streams(self, x: Array, first: int, out: Array) -> None:
+        """out[M, i, H] += x[M, H] of streams from `first` on."""
+        ...
+
+    def match_magnitude(self, like: Array, x: Array) -> None:
+        """x[M, H] *= the root of the mean square of like[M, H] / that of x, whose mean square is taken for 1e-5 at
+        least."""
+        ...
+
+    def sparsify(self, gates: Array, factor: float) -> None:
+        """g = max(g - (mean + factor * deviation), 0) in gates[M, 2F], where g[M, F] stands first."""
+        ...
+
+    def scale_columns(self, x: Array, weight: Array, out: Array) -> None:
+        """out[M, H] = x[M, H] * weight[H]."""
         ...
 
     def add_gated(self, x: Array, gate: Array, hidden: Array) -> None:

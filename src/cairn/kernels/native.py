@@ -325,8 +325,8 @@ class NativeKernels:
     def scale_logits(self, logits: Any, factor: float) -> None:
         self._run("scale_logits", (logits, factor), logits=len(logits))
 
-    def scale_queries(self, query: Any, positions: Any, beta: float, original: float) -> None:
-        self._run("scale_queries", (query, positions, beta, original), tokens=len(query))
+    def scale_queries(self, query: Any, positions: Any, beta: float, original: float, ahead: int = 0) -> None:
+        self._run("scale_queries", (query, positions, beta, original, ahead), tokens=len(query))
 
     def norm_heads(self, x: Any, first: int, heads: int, size: int, weight: Any, eps: float) -> None:
         self._run("norm_heads", (x, first, heads, size, weight, eps), tokens=len(x))
@@ -383,6 +383,36 @@ class NativeKernels:
         out: Any,
     ) -> None:
         self._run("experts", (x, chosen, shares, gate_up, activation, down, out), tokens=len(x))
+
+    def scale_shares(self, shares: Any, chosen: Any, factors: Any) -> None:
+        self._run("scale_shares", (shares, chosen, factors), tokens=len(shares))
+
+    def scale_tokens(self, x: Any, shares: Any, out: Any) -> None:
+        self._run("scale_tokens", (x, shares, out), tokens=len(x))
+
+    def mix_streams(self, x: Any, parts: Any, out: Any) -> None:
+        self._run("mix_streams", (x, parts, out), tokens=len(x))
+
+    def correct_streams(self, given: Any, parts: Any, active: int, x: Any) -> None:
+        self._run("correct_streams", (given, parts, active, x), tokens=len(x))
+
+    def take_stream(self, x: Any, place: int, out: Any) -> None:
+        self._run("take_stream", (x, place, out), tokens=len(x))
+
+    def put_stream(self, x: Any, place: int, out: Any) -> None:
+        self._run("put_stream", (x, place, out), tokens=len(x))
+
+    def add_streams(self, x: Any, first: int, out: Any) -> None:
+        self._run("add_streams", (x, first, out), tokens=len(x))
+
+    def match_magnitude(self, like: Any, x: Any) -> None:
+        self._run("match_magnitude", (like, x), tokens=len(x))
+
+    def sparsify(self, gates: Any, factor: float) -> None:
+        self._run("sparsify", (gates, factor), tokens=len(gates))
+
+    def scale_columns(self, x: Any, weight: Any, out: Any) -> None:
+        self._run("scale_columns", (x, weight, out), tokens=len(x))
 
     def add_gated(self, x: Any, gate: Any, hidden: Any) -> None:
         self._run("add_gated", (x, gate, hidden), tokens=len(x))

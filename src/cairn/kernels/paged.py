@@ -97,7 +97,7 @@ def _pieces(rows: list[list[int]], heads: int, window: int, both: bool) -> Itera
     for row, (first, count, start) in enumerate(rows):
         at, length = 0, start + count
         while at < count:
-            base = max(0, start + at - window + 1) // SPAN * SPAN if window else 0
+            base = max(0, _first_seen(start + at, window)) // SPAN * SPAN if window else 0
             fit = max(TILE, _SCORES // (heads * (start + count - base + SPAN)))
             taken = min(fit, count - at)
             end = start + at + taken
@@ -139,7 +139,7 @@ class _Pages:
         positions = piece.base[:, None] + np.arange(piece.spans * SPAN)
         hidden = positions >= (_ends(piece, window) if both else piece.starts + piece.count)[:, None]
         if window:
-            hidden |= positions <= (piece.starts - window)[:, None]
+            hidden |= positions < _first_seen(piece.starts, window)[:, None]
         self._hidden = hidden.reshape(len(piece.rows), piece.spans, SPAN)
 
     def keys(self, spans: slice) -> Floats:
@@ -178,7 +178,12 @@ def _seen(piece: _Piece, fan: int, padded: int, window: int, both: bool) -> NDAr
         seen = spread < np.minimum(ends, at + (window or MAX_CONTEXT))
     else:
         seen = spread <= at
-    return seen & (spread > at - window) if window else seen
+    return seen & (spread >= _first_seen(at, window)) if window else seen
+
+
+def _first_seen(at: Any, window: int) -> Any:
+    """The first position that one at `at` sees, or one below 0: see `kernels.base.Kernels.attention`."""
+    return at - at % -window if window < 0 else at - window + 1
 
 
 def softcap(x: Floats, cap: float) -> None:

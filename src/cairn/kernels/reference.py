@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_info
 
-from cairn.kernels import latent, recurrent
+from cairn.kernels import latent, recurrent, streams
 from cairn.kernels.base import Quantized
 from cairn.kernels.blas import TILE, one_blas_thread, project
 from cairn.kernels.fusion import fuse
@@ -312,8 +312,8 @@ class ReferenceKernels:
     def scale_logits(self, logits: Floats, factor: float) -> None:
         logits *= np.float32(factor)
 
-    def scale_queries(self, query: Floats, positions: Ints, beta: float, original: float) -> None:
-        turns = np.floor(positions.astype(np.float32) / np.float32(original))
+    def scale_queries(self, query: Floats, positions: Ints, beta: float, original: float, ahead: int = 0) -> None:
+        turns = np.floor((positions + ahead).astype(np.float32) / np.float32(original))
         query *= (1 + np.float32(beta) * np.log(1 + turns))[:, None, None]
 
     def norm_heads(self, x: Floats, first: int, heads: int, size: int, weight: Floats | None, eps: float) -> None:
@@ -405,6 +405,37 @@ class ReferenceKernels:
             both = gates.shape[1] == 2 * down[expert].inner
             passed = gated(gates, activation) if both else ACTIVATIONS[activation](gates)
             out[rows] += shares[rows, places, None] * self._project(passed, down[expert])
+
+    def scale_shares(self, shares: Floats, chosen: Ints, factors: Floats) -> None:
+        shares *= factors[chosen]
+
+    def scale_tokens(self, x: Floats, shares: Floats, out: Floats) -> None:
+        out[:] = x * shares
+        shares[:] = 1
+
+    def mix_streams(self, x: Floats, parts: Floats, out: Floats) -> None:
+        streams.mix(x, parts, out)
+
+    def correct_streams(self, given: Floats, parts: Floats, active: int, x: Floats) -> None:
+        x += (parts + np.float32(1))[:, :, None] * (given - x[:, active])[:, None]
+
+    def take_stream(self, x: Floats, place: int, out: Floats) -> None:
+        out[:] = x[:, place]
+
+    def put_stream(self, x: Floats, place: int, out: Floats) -> None:
+        out[:, place] = x
+
+    def add_streams(self, x: Floats, first: int, out: Floats) -> None:
+        out[:, first:] += x[:, None]
+
+    def match_magnitude(self, like: Floats, x: Floats) -> None:
+        streams.match_magnitude(like, x)
+
+    def sparsify(self, gates: Floats, factor: float) -> None:
+        streams.sparsify(gates, factor)
+
+    def scale_columns(self, x: Floats, weight: Floats, out: Floats) -> None:
+        out[:] = x * weight
 
     def add_gated(self, x: Floats, gate: Floats, hidden: Floats) -> None:
         hidden += 1 / (1 + np.exp(-gate)) * x

@@ -1,4 +1,4 @@
-"""The disk tier: chunks as files in one folder, for as many models as come; `Store` for one of them.
+"""The disk tier: chunks as files in one folder, for as many engines as come; `Store` for one of them.
 
 The index is rebuilt from names and sizes at every start; a file is believed only once it was read whole and every
 checksum was right. Damage is a miss. No lock is held while a chunk is read, written or removed.
@@ -23,6 +23,7 @@ from cairn.kv.codec import Codec
 from cairn.kv.disk_maintenance import OtherEngines, Scrubbed
 from cairn.kv.disk_state import DiskState
 from cairn.kv.disk_writer import DiskWriter
+from cairn.kv.model_folders import ModelFolders
 from cairn.kv.pins import Pins, pin_bytes, pin_name
 from cairn.kv.store import Chunk
 from cairn.kv.store_folder import PROBE_BYTES, StoreFolder, open_folder
@@ -57,20 +58,23 @@ class DiskStore:
         ttl: float = TTL,
         reserve: int = RESERVE,
         fresh: bool = False,
+        home: Path | None = None,
         patience: float = 5.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Take the folder and read its names.
 
-        `identity` and `model`: of the engine, and what people call it. `budget`: bytes on the disk for all models; None
-        for `share` of a fifth of what the disk has free or the store holds, at most
-        `disk_maintenance.LARGEST_BUDGET`. `reserve`: bytes of the disk that stay free. `fresh`: set a folder aside that
-        can not be used. Raises `ConfigError` or `Conflict` as `store_folder.open_folder` says. Call `tend` about once a
-        second.
+        `identity` and `model`: of the engine, and what people call it. `budget`: bytes on the disk for all models, of
+        which this one has `share`; None for a fifth of what the disk has free or the stores hold, at most
+        `disk_maintenance.LARGEST_BUDGET`. `reserve`: bytes of the disk that stay free. `fresh`: set a folder aside
+        that can not be used. `home`: the folder that it shares with the stores of other models, see `ModelFolders`.
+        Raises `ConfigError` or `Conflict` as `store_folder.open_folder` says. Call `tend` about once a second.
         """
         self._files, self._codec, self._identity = files, codec, identity
         self._tag = chunk_file.model_tag(identity, codec.name)
-        self._budget, self._share, self._ttl = budget, share, ttl
+        self._given, self._budget, self._share, self._ttl = budget, 0, share, ttl
+        self._model = model
+        self._folders = None if home is None else ModelFolders(files, home, folder, clock)
         self._state = DiskState(StoreFolder(files, folder), clock, reserve, self._tag, codec.state_sizes)
         self._writer = DiskWriter(self._state, identity=identity, model=model, codec=codec)
         self._pins = Pins(self._state.folder)
@@ -251,6 +255,7 @@ class DiskStore:
                 # used last is young then, and the rest ages from there.
                 disk_maintenance.prune(state, state.now() - self._idle - self._ttl)
             state.look_again()
+            self._share_room()
             for keys in self._other_engines.owed():
                 if not state.failing:
                     self.drop_of_other_engines(keys)
@@ -271,21 +276,26 @@ class DiskStore:
 
     def _open(self, *, fresh: bool, patience: float, sleep: Callable[[float], None]) -> None:
         """Everything that the disk may refuse comes before the first change of the index."""
-        state = self._state
+        state, folders = self._state, self._folders
+        if folders is not None:
+            folders.enter(fresh=fresh, patience=patience, sleep=sleep)
         lock = open_folder(self._files, state.folder.folder, state.clock, fresh=fresh, patience=patience, sleep=sleep)
         try:
+            if folders is not None:
+                folders.take_in(self._tag, self._model)
             found = state.folder.scan()
             pins = self._pins.load(found)
-            held = sum(disk for _, disk, _ in found.chunks)
-            budget = self._budget
+            held = sum(disk for _, disk, _ in found.chunks) + (folders.others_bytes() if folders is not None else 0)
+            budget = self._given
             if budget is None:
-                budget = int(self._share * disk_maintenance.default_budget(state.folder.free(), held))
+                budget = disk_maintenance.default_budget(state.folder.free(), held)
             idle = state.now() - max((modified for _, _, modified in found.chunks), default=state.now())
         except BaseException:
             lock.release()
             raise
         with state.mutex:
-            state.budget, self._idle = budget, idle if idle > self._ttl else 0.0
+            self._budget = budget
+            state.budget, self._idle = int(self._share * budget), idle if idle > self._ttl else 0.0
             junk = disk_maintenance.fill(state, found)
             gone = [name for name in self._pins.sizes if name.startswith(tuple(self._unpinned))]
             self._unsaved = dict.fromkeys(gone, ()) | self._unsaved
@@ -299,6 +309,22 @@ class DiskStore:
             state.folder.discard(path, disk)
         state.works()
         self._drop(sorted(forgotten))
+        state.make_room(0)
+
+    def _share_room(self) -> None:
+        """One budget for all stores of the home. Where another process has some of them, this one grows no further than
+        to what they leave; to a quarter of its part in any case."""
+        state, folders = self._state, self._folders
+        if folders is None or not folders.due(self._budget, state.index.bytes):
+            return
+        try:
+            in_use = folders.tend(self._budget, state.index.bytes, self._ttl)
+        except OSError as error:
+            state.fail("look over", error)
+            return
+        part = int(self._share * self._budget)
+        with state.mutex:
+            state.budget = min(part, max(part // 4, self._budget - in_use))
         state.make_room(0)
 
     def _try_again(self) -> None:

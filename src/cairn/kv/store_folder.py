@@ -4,7 +4,7 @@
     <folder>/.lock                 held by the process that has it open
     <folder>/pins/                 see `pins`
     <folder>/0/ ... <folder>/f/    chunks, by the first digit of their key; see `chunk_file`
-    <folder>/models/               of a server with several models: a store for each, which has all of this
+    <folder>/models/               where models share the folder: a store for each; see `model_folders`
 
 Files are written under a name that starts with `tmp-` and get their own name when they are durable. What carries such
 a name at a start is a leftover.
@@ -57,15 +57,16 @@ def open_folder(
     fresh: bool,
     patience: float,
     sleep: Callable[[float], None],
+    bare: bool = False,
 ) -> Lock:
-    """Hold the folder, made or checked.
+    """Hold the folder, made or checked; `bare`: without what chunks and pins lie in.
 
     A folder that is not ours, that others may enter or that a newer Cairn wrote is a `ConfigError`; with `fresh` it is
     set aside and a new one made. A folder that another process holds for `patience` seconds more is a `Conflict`, with
     `fresh` too.
     """
     try:
-        _check(files, folder)
+        check_folder(files, folder)
     except ConfigError:
         if not fresh:
             raise
@@ -73,11 +74,12 @@ def open_folder(
     files.make_folder(folder)
     lock = _wait(files, folder, clock, patience, sleep)
     try:
-        if not _check(files, folder):
+        if not check_folder(files, folder):
             _mark(files, folder)
-        make_folders(files, folder)
+        if not bare:
+            make_folders(files, folder)
         # Names are believed from here on, also those of a process that was killed before it had synced them.
-        for name in ("", PINS, *DIGITS):
+        for name in ("",) if bare else ("", PINS, *DIGITS):
             files.sync_folder(folder / name)
     except BaseException:
         lock.release()
@@ -117,7 +119,7 @@ def _wait(files: FileSystem, folder: Path, clock: Clock, patience: float, sleep:
     return lock
 
 
-def _check(files: FileSystem, folder: Path) -> bool:
+def check_folder(files: FileSystem, folder: Path) -> bool:
     """Whether there is a store; False where there is nothing. Raises `ConfigError` for anything else."""
     try:
         mode = files.mode(folder)

@@ -11,6 +11,7 @@ from cairn.kernels.program import Size, Slot
 from cairn.models.latent import LatentBuffers, allocate_latent, latent_numbers
 from cairn.models.mixture import MixtureBuffers, allocate_mixture, mixture_numbers
 from cairn.models.recurrent import RecurrentBuffers, allocate_recurrent, recurrent_numbers
+from cairn.models.streams import StreamBuffers, allocate_streams, stream_numbers
 from cairn.models.uneven import UnevenBuffers, allocate_uneven, uneven_numbers
 from cairn.types import BLOCK_TOKENS, ModelSpec
 
@@ -50,9 +51,10 @@ class Buffers:
     latent: LatentBuffers
     uneven: UnevenBuffers
     recurrent: RecurrentBuffers
+    streams: StreamBuffers
 
 
-_OWN = (MixtureBuffers, RecurrentBuffers, LatentBuffers, UnevenBuffers)
+_OWN = (MixtureBuffers, RecurrentBuffers, LatentBuffers, UnevenBuffers, StreamBuffers)
 """Buffers that one kind of layers has to itself."""
 _PASSING = frozenset(("normed", "projected", "gates", "gated"))
 """Buffers that nothing reads outside the program that writes them: kernels that fuse leave them out."""
@@ -88,6 +90,7 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
         latent=allocate_latent(kernels, spec, tokens),
         uneven=allocate_uneven(kernels, spec, tokens),
         recurrent=allocate_recurrent(kernels, spec.recurrence, tokens),
+        streams=allocate_streams(kernels, spec, tokens),
     )
 
 
@@ -98,7 +101,7 @@ def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, score
     """
     wide = spec.hidden + 3 * spec.heads * spec.head_dim + 2 * spec.kv_heads * spec.head_dim + 4 * spec.ffn
     wide += mixture_numbers(spec.experts, spec.hidden) + recurrent_numbers(spec.recurrence)
-    wide += latent_numbers(spec) + uneven_numbers(spec)
+    wide += latent_numbers(spec) + uneven_numbers(spec) + stream_numbers(spec)
     wide += spec.heads * spec.head_dim if spec.output_gate else 0
     tables = len(spec.groups) * rows * context // BLOCK_TOKENS
     held = 3 * spec.heads * context * min(tokens, 8) if scores else 0

@@ -16,15 +16,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix, Rope
 from cairn.kernels.program import Call, Program
 from cairn.models.buffers import Buffers, with_slots
 from cairn.models.latent import LatentAttention, build_latent, run_latent
-from cairn.models.mixture import Mixture, build_mixture, run_mixture
+from cairn.models.mixture import Beside, Mixture, build_beside, build_mixture, run_beside, run_mixture
 from cairn.models.recurrent import Recurrent, build_recurrent, run_recurrent
+from cairn.models.streams import (
+    StreamBuffers,
+    StreamEnds,
+    StreamLayer,
+    build_ends,
+    build_streams,
+    run_correct,
+    run_end,
+    run_joined,
+    run_predict,
+    run_start,
+)
+from cairn.models.streams import run_beside as run_beside_attention
 from cairn.models.tensor_names import XIELU
 from cairn.models.uneven import (
     GroupAttention,
@@ -60,6 +73,8 @@ class Attention:
     window: int
     turned: bool
     """Whether it knows positions."""
+    plain_norm: bool
+    """Whether queries and keys are normed without a weight."""
     qkv: Matrix
     """Where what it gives goes through a gate, each query head has that behind it."""
     q_norm: Array | None
@@ -82,11 +97,15 @@ class Layer:
     mlp_norm: Array | None
     mlp: Mlp | Mixture | None
     """None where the layer is what stands before it alone."""
+    beside: Beside | None
+    """Experts beside the MLP."""
     mlp_post_norm: Array | None
     input: LayerInput | None
     """What it gets beside what the layer before it gives."""
     scalar: Array | None
     """What is multiplied with what it gives."""
+    streams: StreamLayer | None
+    """What it has of its own where the hidden state is kept several times over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +127,12 @@ class Decoder:
     logit_scale: float
     residual_scale: float
     query_scaling: tuple[float, float] | None
+    unturned_scaling: tuple[float, float] | None
+    heads: tuple[int, int]
+    """How many heads of queries and of keys there are, and their size."""
     late_norms: bool
     inputs: Inputs | None
+    streams: StreamEnds | None
     both: bool
     """Whether tokens see what follows them too."""
     mlp_gated: bool
@@ -142,8 +165,11 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
         logit_scale=spec.logit_scale,
         residual_scale=spec.residual_scale,
         query_scaling=spec.query_scaling,
+        unturned_scaling=spec.unturned_scaling,
+        heads=(spec.heads + spec.kv_heads, spec.head_dim),
         late_norms=spec.late_norms,
         inputs=build_inputs(kernels, spec, weights),
+        streams=build_ends(kernels, spec, weights),
         both=spec.both,
         mlp_gated=spec.mlp_gated,
         gated=spec.head_dim if spec.output_gate else 0,
@@ -168,7 +194,7 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
     def mlp() -> Mlp | Mixture | None:
         if not spec.has_mlp(layer):
             return None
-        if spec.experts is not None and layer in spec.experts.layers:
+        if spec.experts is not None and layer in spec.experts.layers and not spec.experts.beside:
             return build_mixture(matrix, vector, spec.experts)
         gate_up = matrix("mlp.gate_proj", "mlp.up_proj") if spec.mlp_gated else matrix("mlp.up_proj")
         wide = spec.uneven is not None and layer in spec.uneven.wide
@@ -186,8 +212,9 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
         if spec.latent is not None:
             return build_latent(matrix, vector, spec, spec.latent)
         return Attention(
-            window=spec.groups[group].window,
+            window=spec.groups[group].sight,
             turned=layer not in spec.unturned,
+            plain_norm=spec.plain_norm and layer not in spec.unturned,
             qkv=matrix("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             q_norm=norm("self_attn.q_norm"),
             k_norm=norm("self_attn.k_norm"),
@@ -205,9 +232,11 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
         attention_post_norm=norm("post_attention_layernorm", post),
         mlp_norm=norm("input_layernorm" if spec.mlp_layers is not None else before, pre),
         mlp=mlp(),
+        beside=build_beside(matrix, vector, spec.experts, spec.hidden),
         mlp_post_norm=norm("post_feedforward_layernorm", post),
         input=build_input(matrix, vector, spec.uneven, layer),
-        scalar=vector("layer_scalar") if spec.uneven is not None else None,
+        scalar=vector("layer_scalar") if spec.uneven is not None and spec.uneven.streams is None else None,
+        streams=build_streams(matrix, vector, spec, layer),
     )
 
 
@@ -221,7 +250,10 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
     }.values():
         k.rope_angles(rope, b.positions, angles)
     if decoder.inputs is not None:
-        run_inputs(k, decoder.inputs, b.tokens, b.hidden, decoder.eps, b.uneven)
+        run_inputs(k, decoder.inputs, b.hidden, decoder.eps, b.uneven)
+    if decoder.streams is not None:
+        _body_of_streams(k, decoder, decoder.streams, kv, b)
+        return
     for layer in decoder.layers:
         if layer.attention is not None:
             _mix(k, decoder, layer, layer.attention, kv, b)
@@ -233,6 +265,23 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
             k.scale_by(b.hidden, layer.scalar)
 
 
+def _body_of_streams(k: Kernels, decoder: Decoder, own: StreamEnds, kv: Sequence[Array], b: Buffers) -> None:
+    """Every layer of a model that keeps its hidden state several times over."""
+    streams = b.streams
+    run_start(k, own, b.hidden, streams, b.projected)
+    for layer in decoder.layers:
+        assert layer.streams is not None and layer.attention is not None and layer.mlp is not None and layer.input
+        run_predict(k, layer.streams, b.hidden, decoder.eps, streams, b.normed)
+        _mix(k, decoder, layer, layer.attention, kv, b, streams)
+        run_joined(k, b.hidden, streams)
+        _transform(k, decoder, layer, layer.mlp, b)
+        inputs = (b.uneven.inputs, b.uneven.gate)
+        how = (decoder.activation, decoder.eps, b.hidden, inputs, streams, b.normed, b.projected)
+        run_correct(k, layer.streams, layer.input, *how)
+        streams = replace(streams, here=streams.there, there=streams.here)
+    run_end(k, own, b.hidden, streams, b.projected)
+
+
 def _mix(
     k: Kernels,
     decoder: Decoder,
@@ -240,16 +289,20 @@ def _mix(
     own: Attention | LatentAttention | GroupAttention | Recurrent,
     kv: Sequence[Array],
     b: Buffers,
+    streams: StreamBuffers | None = None,
 ) -> None:
     """The half of a layer in which tokens see each other."""
     g = layer.group
     x = _normed(k, decoder, layer.attention_norm, b)
+    if layer.streams is not None and streams is not None:
+        run_beside_attention(k, layer.streams, x, decoder.eps, streams)
     if isinstance(own, Recurrent):
         states = (kv[g], layer.index, b.rows, b.tables[g])
         run_recurrent(k, own, x, decoder.eps, states, b.recurrent, b.projected)
     elif isinstance(own, LatentAttention):
         places = (b.angles[g], kv[g], layer.index, b.slots[g], b.rows, b.tables[g])
-        run_latent(k, own, x, *places, decoder.scale, b.latent, b.projected)
+        scaling = None if decoder.query_scaling is None else (b.positions, *decoder.query_scaling)
+        run_latent(k, own, x, *places, decoder.scale, scaling, b.latent, b.projected)
     elif isinstance(own, GroupAttention):
         where = (b.angles[g], kv[g], b.slots[g], b.rows, b.tables[g])
         run_attention(k, own, x, g, layer.index, where, (decoder.eps, decoder.scale), b.uneven, b.projected)
@@ -266,6 +319,8 @@ def _transform(k: Kernels, decoder: Decoder, layer: Layer, own: Mlp | Mixture, b
     elif decoder.mlp_gated:
         gates, gated = (b.uneven.gates, b.uneven.gated) if own.wide else (b.gates, b.gated)
         k.project(x, own.gate_up, gates)
+        if layer.streams is not None and layer.streams.sparsity is not None:
+            k.sparsify(gates, layer.streams.sparsity)
         k.gate(gates, decoder.activation, gated)
         k.project(gated, own.down, b.projected)
     else:
@@ -275,6 +330,8 @@ def _transform(k: Kernels, decoder: Decoder, layer: Layer, own: Mlp | Mixture, b
         else:
             k.activate(b.gated, decoder.activation, b.gated)
         k.project(b.gated, own.down, b.projected)
+    if layer.beside is not None:
+        run_beside(k, layer.beside, decoder.activation, decoder.eps, b.hidden, b.mixture, b.normed, b.projected)
     _add(k, decoder, layer.mlp_post_norm, b)
 
 
@@ -284,11 +341,15 @@ def _attend(
     """What a layer's attention makes of x, in `b.projected`."""
     g = layer.group
     k.project(x, own.qkv, b.qkv)
+    if own.plain_norm:  # whose length a turn does not change
+        k.norm_heads(b.qkv, 0, *decoder.heads, None, decoder.eps)
     angles = b.angles[g] if own.turned else None
     norms = (own.q_norm, own.k_norm, decoder.eps)
     k.rope_write(b.qkv, angles, *norms, kv[g], layer.index, b.slots[g], b.query, decoder.late_norms)
     if decoder.query_scaling is not None:
         k.scale_queries(b.query, b.positions, *decoder.query_scaling)
+    if decoder.unturned_scaling is not None and not own.turned:
+        k.scale_queries(b.query, b.positions, *decoder.unturned_scaling, 1)
     places = (kv[g], layer.index, b.rows, b.tables[g], own.window)
     how = (decoder.scale, b.attended, decoder.softcap, decoder.both, own.sinks)
     k.attention(b.query, *places, *how)

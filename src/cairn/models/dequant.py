@@ -2,12 +2,13 @@
 
 A row is cut into blocks of 32 or 256 values that share scales. Every function takes blocks as uint8 [n, bytes]. Most
 formats are groups of 32 codes that share a scale, and at times a minimum: `split` gives them as they are, and
-`dequantize` multiplies them out. Q4_K, Q5_K and Q6_K are split as super-blocks, with whole numbers for scales. Q2_K has
-groups of 16 with minima, which fit no codes of 8 bits; `turn` gives its values. Products are rounded in float32 in the
-order written here, which is that of the format's own reference. `dequantize` works in slices, so beside its result it
-needs a few MB.
+`dequantize` multiplies them out. Q4_K, Q5_K and Q6_K are split as super-blocks, with whole numbers for scales. Those of
+groups of 16 (Q2_K, IQ2_XS, IQ2_S, IQ1_M) fit no codes of 8 bits; `turn` gives their values. Products are rounded in
+float32 in the order written here, which is that of the format's own reference. `dequantize` works in slices, so beside
+its result it needs a few MB.
 
-Layouts, in bytes (d, m: float16 scale and minimum; low half bytes hold the first half of the values):
+Layouts, in bytes (d, m: float16 scale and minimum; low half bytes hold the first half of the values); `codebooks` has
+those of the others:
 
     Q4_0  d qs[16]              Q5_0  d qh[4] qs[16]      Q8_0    d qs[32]        MXFP4   e qs[16]
     Q4_1  d m qs[16]            Q5_1  d m qh[4] qs[16]    IQ4_NL  d qs[16]        IQ4_XS  d sh[2] sl[4] qs[128]
@@ -24,6 +25,8 @@ from typing import Any, Literal, NamedTuple
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+
+from cairn.models import codebooks
 
 Blocks = NDArray[np.uint8]
 Codes = NDArray[np.uint8] | NDArray[np.int8]
@@ -247,7 +250,49 @@ def _iq4_xs(b: Blocks) -> Split:
     return Split(_IQ4[_nibbles(b[:, 8:].reshape(-1, 8, 16))].reshape(-1, 256), scale)
 
 
+def _grouped(make: Callable[[Blocks], codebooks.Grouped]) -> Callable[[Blocks], Split]:
+    """Groups of 32, as they are."""
+    return lambda blocks: Split(*make(blocks))
+
+
+def _values(make: Callable[[Blocks], codebooks.Grouped]) -> Callable[[Blocks], Floats]:
+    """Groups of any size, multiplied out."""
+
+    def turn(blocks: Blocks) -> Floats:
+        codes, scale = make(blocks)
+        return (codes.reshape(*scale.shape, -1) * scale[:, :, None]).reshape(len(blocks), -1)
+
+    return turn
+
+
+def _iq3_s(b: Blocks) -> Split:
+    """Odd numbers from -15 to 15: codes of 4 bits with a minimum."""
+    codes, scale = codebooks.iq3_s(b)
+    return Split(((codes + np.int8(15)) >> 1).view(np.uint8), 2 * scale, -15 * scale)
+
+
+def _iq1_s(b: Blocks) -> Split:
+    """Three numbers a group, eight apart: codes of 4 bits with a minimum, which is the least of them."""
+    codes, scale = codebooks.iq1_s(b)
+    steps = (codes + np.int8(9)) >> 3  # -9, -1 and 7, or -7, 1 and 9
+    least = codes[:, ::32] - 8 * steps[:, ::32]
+    return Split(steps.view(np.uint8), 8 * scale, least * scale)
+
+
+def _one_scale(make: Callable[[Blocks], NDArray[np.int8]], at: int) -> Callable[[Blocks], Split]:
+    """Small whole numbers that share the float16 at byte `at`: codes of 4 bits."""
+
+    def split(blocks: Blocks) -> Split:
+        codes = make(blocks)
+        groups = codes.shape[1] // 32
+        return Split((codes + np.int8(8)).view(np.uint8), np.repeat(_half(blocks, at), groups, axis=1))
+
+    return split
+
+
 _BOTH = ("uint8", "uint8")
+_WIDE = ("float32", "")
+_WIDE_BOTH = ("float32", "float32")
 
 KINDS: dict[int, Kind] = {
     0: Kind("F32", 1, 4, np.dtype("<f4")),
@@ -262,9 +307,25 @@ KINDS: dict[int, Kind] = {
     12: Kind("Q4_K", 256, 144, bits=4, split=_q4_k, scaled=_BOTH, blocks=True),
     13: Kind("Q5_K", 256, 176, bits=5, split=_q5_k, scaled=_BOTH, blocks=True),
     14: Kind("Q6_K", 256, 210, bits=6, split=_q6_k, scaled=("int8", ""), blocks=True),
+    16: Kind("IQ2_XXS", 256, 66, split=_grouped(codebooks.iq2_xxs), scaled=_WIDE),
+    17: Kind("IQ2_XS", 256, 74, turn=_values(codebooks.iq2_xs)),
+    18: Kind("IQ3_XXS", 256, 98, split=_grouped(codebooks.iq3_xxs), scaled=_WIDE),
+    19: Kind("IQ1_S", 256, 50, bits=4, split=_iq1_s, scaled=_WIDE_BOTH, turn=_values(codebooks.iq1_s)),
     20: Kind("IQ4_NL", 32, 18, split=_iq4_nl),
-    23: Kind("IQ4_XS", 256, 136, split=_iq4_xs, scaled=("float32", "")),
+    21: Kind("IQ3_S", 256, 110, bits=4, split=_iq3_s, scaled=_WIDE_BOTH, turn=_values(codebooks.iq3_s)),
+    22: Kind("IQ2_S", 256, 82, turn=_values(codebooks.iq2_s)),
+    23: Kind("IQ4_XS", 256, 136, split=_iq4_xs, scaled=_WIDE),
+    29: Kind("IQ1_M", 256, 56, turn=_values(codebooks.iq1_m)),
     30: Kind("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
-    39: Kind("MXFP4", 32, 17, split=_mxfp4, scaled=("float32", "")),
+    34: Kind("TQ1_0", 256, 54, bits=4, split=_one_scale(codebooks.tq1_0, 52)),
+    35: Kind("TQ2_0", 256, 66, bits=4, split=_one_scale(codebooks.tq2_0, 64)),
+    39: Kind("MXFP4", 32, 17, split=_mxfp4, scaled=_WIDE),
+    41: Kind("Q1_0", 128, 18, bits=4, split=_one_scale(codebooks.q1_0, 0)),
 }
 """The number of a tensor's type -> what it means."""
+
+OTHER_KINDS = {
+    **{9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 31: "Q4_0_4_4", 32: "Q4_0_4_8"},
+    **{33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 40: "NVFP4", 42: "Q2_0"},
+}
+"""Types that are not read, so that they are refused by name."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from cairn.errors import ModelError
 from cairn.models.files import Fields
+from cairn.models.quantized_config import scheme_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class Family:
     qk_norm: bool | str = False
     qk_norm_whole: bool = False
     """Whether it is over all heads together."""
+    plain_norm: bool | str = False
+    """Whether queries and keys are normed without a weight."""
     pre_norms: bool = True
     post_norms: bool = False
     """Whether norms stand before attention and MLP, and behind them."""
@@ -28,9 +31,10 @@ class Family:
     """Default head size; None: hidden_size / num_attention_heads."""
     kv_heads: int | None = None
     """Default of num_key_value_heads; None: num_attention_heads."""
-    window: Literal["none", "all", "by layer", "by type"] = "none"
+    window: Literal["none", "all", "by layer", "by type", "unturned"] = "none"
     """Which layers `sliding_window` limits: "by layer" where `use_sliding_window` is set, "by type" always; which those
-    are, `layer_types` says, or else `max_window_layers` and `period`."""
+    are, `layer_types` says, or else `max_window_layers` and `period`. "unturned": all but those without positions, which
+    cut the context into pieces of `attention_chunk_size` and see their own."""
     period: int = 0
     """Every so many-th layer has no window."""
     local_rope: bool = False
@@ -63,6 +67,8 @@ class Family:
     """Whether rotary positions may be scaled by lists of factors, of which one is for long contexts."""
     uneven: bool = False
     """Whether layers are not alike: see `uneven_spec`."""
+    streams: bool = False
+    """Whether the hidden state is kept several times over."""
     latent: bool = False
     """Whether attention is over latents: see `latent_spec`."""
     packed: bool = False
@@ -123,6 +129,7 @@ _GEMMA_4 = Family(
     period=6,
     local_rope=True,
     uneven=True,
+    mixture="gemma4",
     defaults={
         **{"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512},
         **{"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "bos_token_id": 2, "eos_token_id": 1},
@@ -132,6 +139,23 @@ _GEMMA_4 = Family(
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
         },
+    },
+)
+
+_GEMMA_3N = Family(
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    qk_norm=True,
+    post_norms=True,
+    window="by type",
+    period=5,
+    local_rope=True,
+    uneven=True,
+    streams=True,
+    defaults={
+        **{"num_key_value_heads": 2, "head_dim": 256, "sliding_window": 512, "num_kv_shared_layers": 15},
+        **{"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "bos_token_id": 2, "eos_token_id": 1},
+        **{"vocab_size": 262_400, "max_position_embeddings": 32_768, "final_logit_softcapping": 30.0},
     },
 )
 
@@ -172,8 +196,36 @@ _DEEPSEEK_3 = Family(
     defaults={"norm_topk_prob": True, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "n_shared_experts": 1},
 )
 
+_MISTRAL_4 = replace(
+    _DEEPSEEK_3,
+    mixture="mistral4",
+    ahead=False,
+    query_scaling=True,
+    defaults={
+        **{"norm_topk_prob": True, "n_shared_experts": 1},
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        },
+    },
+)
+
+_LLAMA_4 = Family(
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    head_dim=128,
+    kv_heads=8,
+    window="unturned",
+    unturned=True,
+    plain_norm="use_qk_norm",
+    mixture="llama4",
+    defaults={"use_qk_norm": True, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "intermediate_size_mlp": 16384},
+)
+
 FAMILIES = {
     "LlamaForCausalLM": Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
+    "Llama4ForCausalLM": _LLAMA_4,
+    "Llama4ForConditionalGeneration": replace(_LLAMA_4, nested=True),
     "MistralForCausalLM": Family(kv_heads=8, window="all"),
     "Qwen2ForCausalLM": Family(qkv_bias=True, kv_heads=32, window="by layer"),
     "Qwen3ForCausalLM": Family(
@@ -229,6 +281,7 @@ FAMILIES = {
     "Glm4MoeLiteForCausalLM": replace(
         _DEEPSEEK_3, mixture="glm4 lite", defaults={"norm_topk_prob": True, "rms_norm_eps": 1e-5, "n_shared_experts": 1}
     ),
+    "Mistral4ForCausalLM": _MISTRAL_4,
     "GraniteForCausalLM": Family(
         qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", multipliers=True
     ),
@@ -274,6 +327,8 @@ FAMILIES = {
         defaults=_ALWAYS_FULL | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     ),
     "Ministral3ForCausalLM": Family(kv_heads=8, window="all", query_scaling=True, defaults=_ALWAYS_FULL),
+    "Gemma3nForCausalLM": _GEMMA_3N,
+    "Gemma3nForConditionalGeneration": replace(_GEMMA_3N, nested=True),
     "Gemma4ForCausalLM": _GEMMA_4,
     "Gemma4ForConditionalGeneration": replace(_GEMMA_4, nested=True),
     "Qwen3_5ForCausalLM": _QWEN_3_5,
@@ -310,6 +365,15 @@ FAMILIES = {
         mlp_bias="mlp_bias",
         ahead=True,
         defaults={"layer_norm_epsilon": 1e-5, "norm_topk_prob": True},
+    ),
+    "Mamba2ForCausalLM": Family(
+        recurrence="mamba",
+        alone=True,
+        # Nothing limits its context, and no config says one.
+        defaults={
+            **{"num_attention_heads": 1, "intermediate_size": 1, "max_position_embeddings": 1 << 17, "head_dim": 64},
+            **{"num_heads": 128, "layer_norm_epsilon": 1e-5, "hidden_size": 4096},
+        },
     ),
     "Gemma2ForCausalLM": _GEMMA_2,
     "Gemma3ForCausalLM": _GEMMA_3,
@@ -361,18 +425,12 @@ def family_of(config: Fields, *, bare: bool = False) -> tuple[str, Family]:
     if name not in FAMILIES:
         known = ", ".join(sorted({_HEAD.sub("", one) for one in (*FAMILIES, *ENCODERS)}))  # a line, not a page
         raise ModelError(f"{config.path}: the architecture {name[:80]!r} is not supported; supported are {known}")
-    if config.has("quantization_config") and not _mxfp4(config, FAMILIES[name]):
-        raise ModelError(f"{config.path}: quantised safetensors (quantization_config) are not supported")
+    scheme_of(config, FAMILIES[name].packed)
     if sees_both(config) and not bare:
         raise ModelError(f"{config.path}: use_bidirectional_attention is true; such a model does not generate text")
     if not config.flag("is_causal", True) or (sees_both(config) and not FAMILIES[name].local_rope):
         raise ModelError(f"{config.path}: attention in both directions is not supported for {name}")
     return name, FAMILIES[name]
-
-
-def _mxfp4(config: Fields, family: Family) -> bool:
-    """Whether the weights are quantised as the family's own are."""
-    return family.packed and config.object("quantization_config").values.get("quant_method") == "mxfp4"
 
 
 def sees_both(config: Fields) -> bool:

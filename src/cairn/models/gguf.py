@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.errors import ModelFileError
-from cairn.models.dequant import KINDS, Kind
+from cairn.models.dequant import KINDS, OTHER_KINDS, Kind
 from cairn.models.files import MAX_SPLITS, Fields, opened, reading, shards
 from cairn.models.gguf_header import MAX_KEY_BYTES, Cursor, read_metadata
 
@@ -153,7 +153,8 @@ def _describe(cursor: Cursor) -> Tensor:
         raise cursor.error(f"{where} has the dimensions {list(shape)}, expected each from 1 to {MAX_SIZE}")
     if number not in KINDS:
         known = ", ".join(kind.name for kind in KINDS.values())
-        raise cursor.error(f"{where} has the type number {number}, which is not supported; supported are {known}")
+        called = f"type {OTHER_KINDS[number]}" if number in OTHER_KINDS else f"type number {number}"
+        raise cursor.error(f"{where} has the {called}, which is not supported; supported are {known}")
     kind = KINDS[number]
     if shape[0] % kind.values:
         raise cursor.error(f"{where} has rows of {shape[0]} values, expected a multiple of {kind.values} ({kind.name})")

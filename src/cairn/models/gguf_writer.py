@@ -25,7 +25,8 @@ from cairn.models.gguf_architectures import ARCHITECTURES
 from cairn.models.gguf_positions import FACTORS
 from cairn.models.gguf_purpose import POOLINGS
 from cairn.models.gguf_spec import SAMPLING
-from cairn.models.gguf_weights import gguf_name, turn
+from cairn.models.gguf_weights import gguf_name
+from cairn.models.tensor_names import turn
 from cairn.models.weights import expected_tensors, open_weights
 from cairn.types import ModelSpec, RopeScaling
 

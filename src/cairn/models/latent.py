@@ -120,10 +120,14 @@ def run_latent(
     rows: Any,
     tables: Any,
     scale: float,
+    scaling: tuple[Any, float, float] | None,
     b: LatentBuffers,
     out: Any,
 ) -> None:
-    """out[M, H] = attention of x[M, H], whose latents are written to `slots` of layer `index` of the cache `kv`."""
+    """out[M, H] = attention of x[M, H], whose latents are written to `slots` of layer `index` of the cache `kv`.
+
+    `scaling`: the tokens' positions, and how queries are scaled by them.
+    """
     how = layer.facts
     if layer.query_down is None:
         k.project(x, layer.query, b.queries)
@@ -134,6 +138,8 @@ def run_latent(
     k.project(x, layer.kv, b.kv)
     k.latent_write(b.kv, angles, how.neighbours, layer.kv_norm, how.eps, kv, index, slots)
     k.latent_queries(b.queries, layer.keys, angles, how.neighbours, b.query)
+    if scaling is not None:
+        k.scale_queries(b.query, *scaling)
     k.latent_attention(b.query, kv, index, rows, tables, scale, b.mixed)
     k.latent_values(b.mixed, layer.values, b.attended)
     k.project(b.attended, layer.out, out)

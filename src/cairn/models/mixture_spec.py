@@ -14,6 +14,12 @@ MAX_EXPERTS = 1 << 12
 ROUTER = "mlp.gate.weight"
 SHARED_GATE = "mlp.shared_expert_gate.weight"
 CORRECTION = "mlp.gate.e_score_correction_bias"
+ROUTER_SCALE, SHARE_SCALE = "mlp.gate.scale", "mlp.gate.per_expert_scale"
+"""Of experts beside the MLP: what the router takes is multiplied with, and each expert's share."""
+BESIDE_NORM, MLP_POST_NORM, BESIDE_POST_NORM = (
+    f"{one}.weight"
+    for one in ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,11 @@ class Mixture:
     shared_count: str = ""
     """How many times as wide as the others it is."""
     shared_gate: bool = False
+    weighs_input: bool = False
+    listed_by: str = ""
+    """The field that lists the layers, or else every `interleave_moe_layer_step`-th has one."""
+    beside: str = ""
+    """The field that says whether there are experts beside the MLP."""
 
 
 _EVERY_LAYER = (("moe_layer_freq", 1),)
@@ -110,6 +121,23 @@ MIXTURES = {
         correction=True,
         shared_count="n_shared_experts",
     ),
+    "llama4": Mixture(
+        count="num_local_experts",
+        ffn="intermediate_size",
+        scores="sigmoid",
+        normed=False,
+        weighs_input=True,
+        listed_by="moe_layers",
+        shared="intermediate_size",
+        known=(("num_experts_per_tok", 1),),
+    ),
+    "gemma4": Mixture(
+        count="num_experts",
+        ffn="moe_intermediate_size",
+        chosen="top_k_experts",
+        normed=True,
+        beside="enable_moe_block",
+    ),
     "deepseek2": Mixture(
         count="n_routed_experts",
         ffn="moe_intermediate_size",
@@ -122,6 +150,7 @@ MIXTURES = {
 MIXTURES["deepseek3"] = replace(
     MIXTURES["glm4"], known=(*_EVERY_LAYER, ("topk_method", "noaux_tc"), ("scoring_func", "sigmoid"))
 )
+MIXTURES["mistral4"] = replace(MIXTURES["glm4"], scores="softmax", correction=False)
 MIXTURES["glm4 lite"] = replace(MIXTURES["deepseek3"], typed=True)
 _OTHER_NAMES = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
 """Newer configs may call a field so."""
@@ -135,7 +164,7 @@ def mixture(config: Fields, family: Family, layers: int) -> Experts | None:
     for name, value in row.known:
         if config.has(name) and config.values[name] != value:
             raise ModelError(f"{config.path}: {config.prefix}{name} other than {value} is not supported")
-    if row.listed and "moe" not in layer_kinds(config, layers):
+    if (row.listed and "moe" not in layer_kinds(config, layers)) or (row.beside and not config.flag(row.beside, False)):
         return None
     named = row.count if config.has(row.count) else _OTHER_NAMES.get(row.count, row.count)
     count = config.integer(named, 0 if row.optional else 1, MAX_EXPERTS)
@@ -149,7 +178,7 @@ def mixture(config: Fields, family: Family, layers: int) -> Experts | None:
         config,
         Experts(
             count=count,
-            chosen=config.integer(row.chosen, 1, count),
+            chosen=config.integer(row.chosen, 1, count, 1 if row.weighs_input else None),
             ffn=ffn,
             layers=tuple(_layers(config, row, layers)),
             gated=row.gated,
@@ -162,6 +191,8 @@ def mixture(config: Fields, family: Family, layers: int) -> Experts | None:
             bias=row.bias,
             shared=shared,
             shared_gate=row.shared_gate and shared > 0,
+            weighs_input=row.weighs_input,
+            beside=bool(row.beside),
         ),
     )
 
@@ -200,6 +231,8 @@ def _layers(config: Fields, row: Mixture, layers: int) -> list[int]:
         return [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
     if row.listed:
         return [layer for layer, kind in enumerate(layer_kinds(config, layers)) if kind == "moe"]
+    if row.listed_by:
+        return _by_list(config, row.listed_by, layers)
     if row.first:
         return list(range(config.integer(row.first, 0, layers, 0), layers))
     if not row.by_layer:
@@ -209,6 +242,14 @@ def _layers(config: Fields, row: Mixture, layers: int) -> list[int]:
     if not isinstance(dense, list) or any(type(one) is not int for one in dense):
         raise config.error("mlp_only_layers", "a list of whole numbers")
     return [layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0]
+
+
+def _by_list(config: Fields, name: str, layers: int) -> list[int]:
+    step = config.integer("interleave_moe_layer_step", 1, 1 << 12, 1)
+    listed = config.values.get(name) if config.has(name) else list(range(step - 1, layers, step))
+    if not isinstance(listed, list) or any(type(one) is not int or not 0 <= one < layers for one in listed):
+        raise config.error(name, f"a list of layers below {layers}")
+    return sorted(set(listed))
 
 
 def mixture_tensors(spec: ModelSpec, experts: Experts) -> dict[str, tuple[int, ...]]:
@@ -229,6 +270,9 @@ def mixture_tensors(spec: ModelSpec, experts: Experts) -> dict[str, tuple[int, .
                 found[f"{prefix}.{name}.bias"] = (out,)
     if experts.shared_gate:
         found[SHARED_GATE] = (1, spec.hidden)
+    if experts.beside:
+        found |= {ROUTER_SCALE: (spec.hidden,), SHARE_SCALE: (experts.count,)}
+        found |= dict.fromkeys((BESIDE_NORM, MLP_POST_NORM, BESIDE_POST_NORM), (spec.hidden,))
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.families import Family
 from cairn.models.files import Fields
-from cairn.types import MAX_CONTEXT, RopeScaling, RotaryPositions
+from cairn.types import MAX_CONTEXT, MAX_HEAD_DIM, RopeScaling, RotaryPositions
 
 ROPE_SCALINGS: dict[str, Literal["none", "linear", "llama3", "yarn"]] = {
     "default": "none",
@@ -97,6 +97,13 @@ def query_scaling(config: Fields) -> tuple[float, float] | None:
     )
 
 
+def unturned_scaling(config: Fields) -> tuple[float, float] | None:
+    """`ModelSpec.unturned_scaling`."""
+    if not config.flag("attn_temperature_tuning", True):
+        return None
+    return config.number("attn_scale", 0.0, 1e3, 0.1), float(config.integer("floor_scale", 1, MAX_CONTEXT, 8192))
+
+
 def rotary(config: Fields, head_dim: int) -> int | None:
     """`ModelSpec.rotary`."""
     rope = config.object("rope_parameters")
@@ -130,6 +137,17 @@ def _kind(rope: Fields, family: Family) -> str:
     return "default" if family.stretched and named == "dynamic" and rope.has("alpha") else named
 
 
+def _check_part(config: Fields, rope: Fields, family: Family) -> None:
+    """Raise `ModelError` where a part of each head is to be turned that the family does not know of."""
+    own = 1.0
+    if family.latent:  # which may say what its sizes say too
+        turned = config.integer("qk_rope_head_dim", 2, MAX_HEAD_DIM)
+        own = turned / (turned + config.integer("qk_nope_head_dim", 1, MAX_HEAD_DIM))
+    for place in (rope, config):
+        if not family.rotary and place.number("partial_rotary_factor", 0.0, 1.0, 1.0) not in (1.0, own):
+            raise ModelError(f"{config.path}: partial_rotary_factor other than 1 is not supported")
+
+
 def rope_scaling(config: Fields, family: Family) -> tuple[RopeScaling, float, int]:
     """Rope scaling, theta, and the context that the scaling gives."""
     old, new = config.object("rope_scaling"), config.object("rope_parameters")
@@ -142,9 +160,7 @@ def rope_scaling(config: Fields, family: Family) -> tuple[RopeScaling, float, in
             raise ModelError(f"{config.path}: {key[:80]} in its rotary settings is not supported")
     theta = (rope if rope.has("rope_theta") else config).number("rope_theta", 1.0, 1e15, 10000.0)
     trained = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # a prompt token and one to come
-    for place in (rope, config):
-        if not family.rotary and place.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
-            raise ModelError(f"{config.path}: partial_rotary_factor other than 1 is not supported")
+    _check_part(config, rope, family)
     named = _kind(rope, family)
     if family.long_rope and named in _LONG:
         return _longrope(config, rope, trained)[0], theta, trained

@@ -36,7 +36,7 @@ _CODES = (-8.0, -7.6, -7.2, -8.4, -8.9)
 
 
 def unpack(kind: Kind, blocks: Blocks, shape: tuple[int, ...]) -> tuple[Quantized, float]:
-    """A matrix of a GGUF file as codes, and its error: 0.0 but for Q2_K, which is rounded again."""
+    """A matrix of a GGUF file as codes, and its error: 0.0 but for kinds without a `split`, which are rounded."""
     out, inner = shape
     if kind.split is None:
         width = inner // kind.values

@@ -38,9 +38,10 @@ from cairn.models.positions_spec import (
     rotary,
     stretched,
     unturned,
+    unturned_scaling,
 )
 from cairn.models.recurrent_spec import mlp_layers, recurrence, with_state
-from cairn.models.uneven_spec import proportional, uneven_fields
+from cairn.models.uneven_spec import one_width, proportional, uneven_fields
 from cairn.models.weights import weight_files
 from cairn.types import (
     MAX_CONTEXT,
@@ -127,7 +128,7 @@ def _load(folder: Path) -> ModelSpec:
         context = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # which states the scaled length
     head_dim = 2 if family.latent else config.integer("head_dim", 2, MAX_HEAD_DIM, family.head_dim or hidden // heads)
     kept = recurrence(config, family, layers, hidden)
-    alone = mlp_layers(config, layers) if family.alone else None
+    alone = (mlp_layers(config, layers) if family.mixture else ()) if family.alone else None
     experts = mixture(config, family, layers)
     spec = ModelSpec(
         name=model_name(folder),
@@ -153,6 +154,8 @@ def _load(folder: Path) -> ModelSpec:
         experts=experts,
         unturned=_unturned(config, family, layers),
         query_scaling=query_scaling(config) if family.query_scaling else None,
+        unturned_scaling=unturned_scaling(config) if family.window == "unturned" else None,
+        plain_norm=_bias(config, family.plain_norm),
         rotary=rotary(config, head_dim) if family.rotary else None,
         qkv_bias=_bias(config, family.qkv_bias),
         out_bias=_bias(config, family.out_bias),
@@ -192,7 +195,7 @@ def _load(folder: Path) -> ModelSpec:
 def _positions(config: Fields, family: Family) -> tuple[RopeScaling, float, int]:
     """Rope scaling, theta and context of the layers without a window."""
     if family.uneven:
-        return proportional(config)
+        return proportional(config, family)
     return rope_scaling(global_positions(config) if family.local_rope else config, family)
 
 
@@ -213,9 +216,11 @@ def _kv_heads(config: Fields, family: Family) -> int | None:
 
 def _ffn(config: Fields, family: Family, experts: Experts | None) -> int:
     """Width of the plain MLP."""
+    if family.streams:
+        return one_width(config)
     if family.mixture == "granite" and experts is None:
         return config.integer("shared_intermediate_size", 1, 1 << 22)
-    key = "block_ff_dim" if config.has("block_ff_dim") else "intermediate_size"
+    key = next((name for name in ("block_ff_dim", "intermediate_size_mlp") if config.has(name)), "intermediate_size")
     width = config.integer(key, 1, 1 << 22, experts.ffn if experts else None)
     if family.recurrence != "conv" or family.mixture or not config.flag("block_auto_adjust_ff_dim", True):
         return width
@@ -291,6 +296,8 @@ def _groups(
         if not _no_window(config):
             window = config.integer("sliding_window", 1, MAX_CONTEXT, 4096)
             limited = list(range(layers))
+    elif family.window == "unturned":
+        window, limited = _pieces(config, layers, context)
     elif _by_layer(config, family):
         window = config.integer("sliding_window", 1, MAX_CONTEXT, None if family.period else 4096)
         if sees_both(config):  # the config counts the tokens on both sides
@@ -299,7 +306,22 @@ def _groups(
     own = local_positions(config, family) if family.local_rope else None
     if family.unscaled and positions.scaling.kind != "none":
         own = RotaryPositions(theta=positions.theta)
-    return cache_groups(layers, limited, min(window, context), context, own)
+    pieces = family.window == "unturned"
+    return cache_groups(layers, limited, min(window, context), context, own, pieces=pieces)
+
+
+def _pieces(config: Fields, layers: int, context: int) -> tuple[int, list[int]]:
+    """The size of the pieces that positions are cut into, and the layers that see their own alone."""
+    if "attention_chunk_size" in config.values and not config.has("attention_chunk_size"):
+        return context, []
+    turned = [layer for layer in range(layers) if layer not in unturned(config, layers)]
+    if config.has("layer_types"):
+        kinds = config.values["layer_types"]
+        known = ("full_attention", "chunked_attention")
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+            raise config.error("layer_types", f"a list of {layers} entries, each full_attention or chunked_attention")
+        turned = [layer for layer, kind in enumerate(kinds) if kind == "chunked_attention"]
+    return config.integer("attention_chunk_size", 1, MAX_CONTEXT, 8192), turned
 
 
 def _by_layer(config: Fields, family: Family) -> bool:
@@ -318,7 +340,9 @@ def _window_layers(config: Fields, family: Family, layers: int) -> list[int]:
     if not config.has("layer_types") and family.period:
         period = config.integer("sliding_window_pattern", 1, 1 << 12, family.period)
         return [
-            layer for layer in range(layers) if (layer + 1) % period and not (family.uneven and layer == layers - 1)
+            layer
+            for layer in range(layers)
+            if (layer + 1) % period and not (family.uneven and not family.streams and layer == layers - 1)
         ]
     if not config.has("layer_types"):
         return list(range(config.integer("max_window_layers", 0, 1 << 12, 28), layers))
@@ -326,7 +350,7 @@ def _window_layers(config: Fields, family: Family, layers: int) -> list[int]:
     known = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
         raise config.error("layer_types", f"a list of {layers} entries, each full_attention or sliding_attention")
-    if family.uneven and kinds[-1] != "full_attention":
+    if family.uneven and not family.streams and kinds[-1] != "full_attention":
         raise config.error("layer_types", "a list whose last entry is full_attention")
     return [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
 
@@ -390,11 +414,13 @@ _LATER: dict[str, Any] = {
     **{"sinks": False, "residual_scale": 1.0, "logit_scale": 1.0, "experts": None},
     **{"both": False, "long_rope": None, "latent": None, "late_norms": False, "uneven": None},
     **{"recurrence": None, "output_gate": False, "mlp_layers": None, "mlp_gated": True},
+    **{"unturned_scaling": None, "plain_norm": False},
 }
 """Facts that specs did not have from the beginning, with what they are where they change nothing."""
 
 
-_LATER_OF_GROUPS: dict[str, Any] = {"rope": None, "kv_heads": None, "head_dim": None, "once": False, "numbers": 0}
+_LATER_OF_EXPERTS: dict[str, Any] = {"gated": True, "beside": False, "weighs_input": False}
+_LATER_OF_GROUPS: dict[str, Any] = {"rope": None, "kv_heads": None, "head_dim": None, "once": False, "numbers": 0, "pieces": False}
 
 
 def _facts(spec: ModelSpec) -> dict[str, Any]:
@@ -405,8 +431,12 @@ def _facts(spec: ModelSpec) -> dict[str, Any]:
         if found[name] == plain:
             del found[name]
     del found["long"], found["kind"], found["embedding"], found["judge"]
-    if found.get("experts") and found["experts"]["gated"]:
-        del found["experts"]["gated"]
+    if found.get("experts"):
+        for name, plain in _LATER_OF_EXPERTS.items():
+            if found["experts"][name] == plain:
+                del found["experts"][name]
+    if found.get("uneven") and found["uneven"]["streams"] is None:
+        del found["uneven"]["streams"]
     for group in found["groups"]:
         for name, plain in _LATER_OF_GROUPS.items():
             if group[name] == plain:

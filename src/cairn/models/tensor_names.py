@@ -46,7 +46,7 @@ def own_tensors(spec: ModelSpec, ahead: int, name: str, array: NDArray[Any]) -> 
     if behind and _UNREAD.fullmatch(rest):
         yield "", array
         return
-    if spec.architecture == "NemotronHForCausalLM":
+    if spec.architecture in ("NemotronHForCausalLM", "Mamba2ForCausalLM"):
         rest = _nemotron(spec, int(layer), rest)
     states = spec.recurrence
     for one, whole in [(rest, array)] if states is None else stored_recurrent.own(states, rest, array):
@@ -92,6 +92,33 @@ def _oss(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
             yield f"{at}up_proj.{end}", one[1::2]
 
 
+_LLAMA_4 = {"feed_forward.router.": "mlp.gate.", "feed_forward.": "mlp."}
+
+
+def _llama(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
+    """Experts in one tensor [E, in, out], gates before what they let through; heads whose pairs are neighbours."""
+    for theirs, ours in _LLAMA_4.items():
+        rest = rest.replace(theirs, ours, 1)
+    if re.fullmatch(r"self_attn\.[qk]_proj\.(weight|bias)", rest) and array.ndim <= 2:
+        yield rest, turn_back(array, spec.head_dim)
+    elif rest in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj") and array.ndim == 3:
+        yield from _fused(rest, array.swapaxes(1, 2), spec)
+    else:
+        yield rest, array
+
+
+def turn_back(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
+    """Rows of q or k with rotary pairs as neighbours (0, D/2, 1, D/2 + 1, ...) -> in their heads' natural order."""
+    heads = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def turn(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
+    """The inverse of `turn_back`."""
+    heads = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
+    return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
+
+
 def _fused(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
     """Experts that may be in one tensor [E, out, in], gates above what they let through."""
     match = re.fullmatch(r"mlp\.experts\.(gate_up_proj|down_proj)", rest)
@@ -106,6 +133,17 @@ def _fused(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
             half = len(one) // 2
             yield f"{at}gate_proj.weight", one[:half]
             yield f"{at}up_proj.weight", one[half:]
+
+
+def _gemma(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
+    """Experts beside the MLP, which stand beside it by name too."""
+    place, dot, name = rest.partition(".")
+    if place == "experts":
+        yield from _fused(f"mlp.{rest}", array, spec)
+    elif place == "router":
+        yield f"mlp.gate.{'weight' if name == 'proj.weight' else name}", array
+    else:
+        yield rest, array
 
 
 _LFM_NAMES = {
@@ -160,13 +198,15 @@ _GRANITE_NAMES = {
     "output_linear.weight": "mlp.experts.down_proj",
 }
 _LFM_NORM = {"model.embedding_norm.weight": "model.norm.weight"}
+_BACKBONE = {
+    **{f"{before}.embeddings.weight": "model.embed_tokens.weight" for before in ("model", "backbone")},
+    **{f"{before}.norm_f.weight": "model.norm.weight" for before in ("model", "backbone")},
+}
 _OTHERS = {
     "Lfm2ForCausalLM": _LFM_NORM,
     "Lfm2MoeForCausalLM": _LFM_NORM,
-    "NemotronHForCausalLM": {
-        **{f"{before}.embeddings.weight": "model.embed_tokens.weight" for before in ("model", "backbone")},
-        **{f"{before}.norm_f.weight": "model.norm.weight" for before in ("model", "backbone")},
-    },
+    "NemotronHForCausalLM": _BACKBONE,
+    "Mamba2ForCausalLM": _BACKBONE,
 }
 """Tensors beside the layers that have another name."""
 
@@ -197,7 +237,8 @@ def _deepseek(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tenso
     assert latent is not None
     shape = (spec.heads, latent.plain + latent.value, latent.rank)
     if rest != "self_attn.kv_b_proj.weight" or array.shape != (shape[0] * shape[1], shape[2]):
-        yield from _glm(rest, array, spec)
+        for own, part in _fused(rest, array, spec):
+            yield from _glm(own, part, spec)
         return
     for head, one in enumerate(array.reshape(shape)):
         # Queries go through keys the other way round.
@@ -228,10 +269,15 @@ _RULES: dict[str, Callable[[str, NDArray[Any], ModelSpec], Iterator[Tensor]]] = 
     "HunYuanDenseV1ForCausalLM": _hunyuan,
     "ApertusForCausalLM": _apertus,
     "Phi3ForCausalLM": _phi,
-    **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"), _deepseek),
+    **dict.fromkeys(
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Mistral4ForCausalLM"), _deepseek
+    ),
     "Qwen3_5MoeForCausalLM": _fused,
     "Qwen3_5MoeForConditionalGeneration": _fused,
     "Qwen3NextForCausalLM": _fused,
+    **dict.fromkeys(("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), _llama),
+    "Gemma4ForCausalLM": _gemma,
+    "Gemma4ForConditionalGeneration": _gemma,
     "Lfm2ForCausalLM": _lfm,
     "Lfm2MoeForCausalLM": _lfm,
     "GraniteMoeHybridForCausalLM": _granite,

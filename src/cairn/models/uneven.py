@@ -2,7 +2,8 @@
 
 attention:     heads of the group's own size; values normed without a weight; a layer without keys and values reads
                those that an earlier one wrote
-layer inputs:  tokens -> embed -> scale, and hidden -> project -> scale -> norm, added and scaled: one for each layer;
+layer inputs:  rows of a table (`models.row_table`) -> scale, and hidden -> project -> scale -> norm, added and scaled:
+               one for each layer;
                behind a layer: hidden -> project -> gate with its input -> project -> norm -> add
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix
-from cairn.models.uneven_spec import INPUTS, INPUTS_NORM, INPUTS_PROJECTION
+from cairn.models.uneven_spec import INPUTS_NORM, INPUTS_PROJECTION
 from cairn.types import ModelSpec, Uneven
 
 Pack = Callable[..., Matrix]
@@ -43,7 +44,6 @@ class GroupAttention:
 class Inputs:
     """What makes the inputs of all layers."""
 
-    table: Array
     projection: Matrix
     norm: Array
     layers: int
@@ -77,8 +77,8 @@ class UnevenBuffers:
     """Of an MLP that is twice as wide."""
     inputs: Any
     """float32 [M, L P]: of all layers."""
-    projected: Any
-    """float32 [M, L P]"""
+    rows: Any
+    """float32 [M, L P]: the rows of the table that the step's tokens have, which the engine reads."""
     gate: Any
     """float32 [M, P]"""
 
@@ -104,7 +104,7 @@ def build_attention(matrix: Pack, norm: Callable[[str], Array | None], spec: Mod
     value = "self_attn.k_proj" if layer in uneven.keys_as_values else "self_attn.v_proj"
     _, kv_heads, _, size = spec.page(group)
     return GroupAttention(
-        window=spec.groups[group].window,
+        window=spec.groups[group].sight,
         heads=spec.heads,
         kv_heads=kv_heads,
         size=size,
@@ -121,7 +121,6 @@ def build_inputs(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) 
     if spec.uneven is None or not spec.uneven.inputs:
         return None
     return Inputs(
-        table=kernels.table(weights[INPUTS]),
         projection=kernels.matrix([weights[INPUTS_PROJECTION]], [None]),
         norm=kernels.vector(weights[INPUTS_NORM]),
         layers=spec.layers,
@@ -181,14 +180,13 @@ def uneven_numbers(spec: ModelSpec) -> int:
     return heads + (6 * spec.ffn if uneven.wide else 0) + 2 * spec.layers * uneven.inputs + uneven.inputs
 
 
-def run_inputs(k: Kernels, own: Inputs, tokens: Any, hidden: Any, eps: float, b: UnevenBuffers) -> None:
-    """b.inputs[M, L P] = the inputs of all layers, of tokens[M] and hidden[M, H] as they are embedded."""
-    k.embed(own.table, tokens, b.projected)
-    k.scale(b.projected, math.sqrt(own.width))
+def run_inputs(k: Kernels, own: Inputs, hidden: Any, eps: float, b: UnevenBuffers) -> None:
+    """b.inputs[M, L P] = the inputs of all layers, of b.rows[M, L P] and hidden[M, H] as it is embedded."""
+    k.scale(b.rows, math.sqrt(own.width))
     k.project(hidden, own.projection, b.inputs)
     k.scale(b.inputs, 1 / math.sqrt(own.hidden))
     k.norm_heads(b.inputs, 0, own.layers, own.width, own.norm, eps)
-    k.add(b.projected, b.inputs)
+    k.add(b.rows, b.inputs)
     k.scale(b.inputs, math.sqrt(0.5))
 
 

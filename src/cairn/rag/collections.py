@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,10 +13,12 @@ import msgspec
 from cairn.errors import Conflict, InvalidRequest, TooLarge
 from cairn.rag.chunking import chunks
 from cairn.rag.citations import CitationFilter
-from cairn.rag.definition import MAX_BYTES, MAX_CHUNKS, Collection, DocumentKind, Found, StoredDocument
+from cairn.rag.definition import BINARY, MAX_BYTES, MAX_CHUNKS, Collection, Found, NewDocument, Search, StoredDocument
 from cairn.rag.document_store import DocumentStore
+from cairn.rag.extractor import Extractor
+from cairn.rag.outline import Section
 from cairn.rag.reading import sections
-from cairn.service.embeddings import Asking, finished, vectors
+from cairn.service.embeddings import Asking, finished, scores, vectors
 from cairn.service.requests import SamplingOptions
 from cairn.service.service import Service
 from cairn.text.grammar import ANYTHING
@@ -25,8 +28,10 @@ from cairn.workflows.answerer import Answerer, Asker
 if TYPE_CHECKING:
     from cairn.service.embeddings import Vector
 
-AT_ONCE = 256
+AT_ONCE = 64
 """Chunks that are embedded in one go."""
+JUDGED = 20
+"""Chunks that a model for reranking judges at least: it finds among them what the vectors put further down."""
 QUERY_PROMPTS, DOCUMENT_PROMPTS = ("query", "search_query"), ("document", "passage", "search_document")
 """What models call the words that they put before questions and before documents."""
 NO_ANSWER = "There is no answer in the documents."
@@ -36,14 +41,20 @@ TOLD = (
 )
 
 
+Heard = Callable[[int, int], object]
+
+
 class Embedder(NamedTuple):
     """What makes vectors, and for whom."""
 
     service: Service
     asking: Asking
 
-    async def made(self, texts: Sequence[str], prompts: Sequence[str]) -> list[Vector]:
-        """The vectors of texts, of length 1; the first of `prompts` that the model knows stands before each."""
+    async def made(
+        self, texts: Sequence[str], prompts: Sequence[str], heard: Callable[[int], object] = lambda done: None
+    ) -> list[Vector]:
+        """The vectors of texts, of length 1; the first of `prompts` that the model knows stands before each. `heard` is
+        told how many are made."""
         known = self.service.spec.embedding.prompts
         name = next((one for one in prompts if one in known), None)
         asking = self.asking if name is None else _named(self.asking, name)
@@ -51,11 +62,28 @@ class Embedder(NamedTuple):
         for at in range(0, len(texts), AT_ONCE):
             made, _ = await vectors(self.service, texts[at : at + AT_ONCE], asking)
             found += finished(made)
+            heard(len(found))
         return found
 
 
 def _named(asking: Asking, prompt: str) -> Asking:
     return replace(asking, prompt_name=prompt)
+
+
+class Judge(NamedTuple):
+    """A model that judges how well a text answers a question, and for whom."""
+
+    service: Service
+    asking: Asking
+
+    async def best(self, question: str, found: Sequence[Found], count: int) -> list[Found]:
+        """The best of what was found, by this model's scores."""
+        if not found:
+            return []
+        texts = [f"{one.chunk.heading}\n{one.chunk.text}".strip() for one in found]
+        judged, _ = await scores(self.service, [(question, text) for text in texts], self.asking)
+        told = [msgspec.structs.replace(one, judged=score) for one, score in zip(found, judged, strict=True)]
+        return sorted(told, key=lambda one: (-(one.judged or 0.0), one.chunk.key))[:count]
 
 
 class SourcedAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +100,8 @@ class SourcedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     completion_tokens: int = 0
     finish_reason: str = "stop"
+    reranked_by: str | None = None
+    """The model that has put the sources in order before the best were taken; None for none."""
 
 
 class Collections:
@@ -79,51 +109,65 @@ class Collections:
 
     def __init__(self, store: DocumentStore, answerer: Answerer) -> None:
         self.store, self._answerer = store, answerer
+        self._extractor = Extractor()
 
     async def add(
+        self, tenant: str, id: str, embedder: Embedder, new: NewDocument, heard: Heard = lambda done, all: None
+    ) -> StoredDocument:
+        """Read, cut and embed a document. `heard` is told how many of its chunks are embedded, of how many.
+
+        TooLarge for one that is, InvalidRequest for one that cannot be read or holds no text.
+        """
+        field = new.field
+        if new.size > MAX_BYTES:
+            raise TooLarge(f"{field} has {new.size} bytes; the limit of a document is {MAX_BYTES}", field=field)
+        collection = await asyncio.to_thread(self.store.collection, tenant, id)
+        found = await self._read(new)
+        chunk, overlap = new.sizes or (collection.chunk, collection.overlap)
+        pieces = await asyncio.to_thread(lambda: list(chunks(found, chunk, overlap)))
+        if not pieces:
+            raise InvalidRequest(f"{field} holds no text that could be found", field=field)
+        if len(pieces) > MAX_CHUNKS:
+            raise InvalidRequest(f"{field} has {len(pieces)} chunks; the limit is {MAX_CHUNKS}", field=field)
+        texts = [f"{piece.heading}\n{piece.text}" if piece.heading else piece.text for piece in pieces]
+        made = await embedder.made(texts, DOCUMENT_PROMPTS, lambda done: heard(done, len(texts)))
+        spec = embedder.service.spec
+        model = (embedder.service.name, spec.identity, len(made[0]))
+        return await asyncio.to_thread(self.store.add, collection, new, pieces, made, model)
+
+    async def _read(self, new: NewDocument) -> list[Section]:
+        """The sections of a document. What a stranger's file can do to its reader it does in a process of its own."""
+        if not isinstance(new.content, str):
+            return await self._extractor.read(new.kind, new.content, new.field)
+        if new.kind not in ("html", *BINARY):
+            return await asyncio.to_thread(sections, new.content, new.kind)
+        data = new.content.encode("utf-8", "replace")
+        with tempfile.TemporaryFile() as file:
+            await asyncio.to_thread(file.write, data)
+            file.seek(0)
+            return await self._extractor.read(new.kind, file, new.field)
+
+    async def search(
         self,
         tenant: str,
         id: str,
         embedder: Embedder,
-        *,
-        document: str,
-        name: str,
-        text: str,
-        kind: DocumentKind,
-        metadata: Mapping[str, str],
-    ) -> StoredDocument:
-        """Read, cut and embed a document. TooLarge for one that is, InvalidRequest for one without text."""
-        size = len(text.encode("utf-8", "replace"))
-        if size > MAX_BYTES:
-            raise TooLarge(f"text has {size} bytes; the limit of a document is {MAX_BYTES}", field="text")
-        collection = await asyncio.to_thread(self.store.collection, tenant, id)
-
-        def cut() -> list[Any]:
-            return list(chunks(sections(text, kind), collection.chunk, collection.overlap))
-
-        pieces = await asyncio.to_thread(cut)
-        if not pieces:
-            raise InvalidRequest("text holds no text that could be found", field="text")
-        if len(pieces) > MAX_CHUNKS:
-            raise InvalidRequest(f"text has {len(pieces)} chunks; the limit is {MAX_CHUNKS}", field="text")
-        texts = [f"{piece.heading}\n{piece.text}" if piece.heading else piece.text for piece in pieces]
-        made = await embedder.made(texts, DOCUMENT_PROMPTS)
-        spec = embedder.service.spec
-        model = (embedder.service.name, spec.identity, len(made[0]))
-        return await asyncio.to_thread(
-            self.store.add, collection, document, name, kind, size, metadata, pieces, made, model
-        )
-
-    async def search(
-        self, tenant: str, id: str, embedder: Embedder, question: str, wanted: Mapping[str, Any]
+        question: str,
+        wanted: Search,
+        judge: Judge | None = None,
     ) -> list[Found]:
-        """The chunks that fit a question best. Conflict where their vectors are of another model."""
+        """The chunks that fit a question best; with a judge it takes them from more. Conflict where their vectors are
+        of another model."""
         collection = await asyncio.to_thread(self.store.collection, tenant, id)
         if not collection.chunks:
             return []
         _check_model(collection, embedder.service)
         (vector,) = await embedder.made([question], QUERY_PROMPTS)
-        return await asyncio.to_thread(self.store.search, collection, question, vector, wanted)
+        if judge is None:
+            return await asyncio.to_thread(self.store.search, collection, question, vector, wanted)
+        wider = msgspec.structs.replace(wanted, top_k=max(JUDGED, wanted.top_k))
+        found = await asyncio.to_thread(self.store.search, collection, question, vector, wider)
+        return await judge.best(question, found, wanted.top_k)
 
     async def ask(
         self,
@@ -132,6 +176,7 @@ class Collections:
         found: Sequence[Found],
         options: SamplingOptions,
         emit: Callable[[dict[str, Any]], object],
+        reranked_by: str | None = None,
     ) -> SourcedAnswer:
         """Answer a question from chunks that were found, with citations that name them.
 
@@ -142,7 +187,7 @@ class Collections:
         sources = [{"number": number, **one.plain(), "cited": False} for number, one in enumerate(ordered, 1)]
         emit({"type": "sources", "sources": sources})
         if not sources:
-            answer = SourcedAnswer(answer=NO_ANSWER, answered=False, sources=[])
+            answer = SourcedAnswer(answer=NO_ANSWER, answered=False, sources=[], reranked_by=reranked_by)
             emit({"type": "answer.done", **msgspec.to_builtins(answer)})
             return answer
         checked, said = CitationFilter(len(sources)), list[str]()
@@ -168,6 +213,7 @@ class Collections:
             cached_tokens=answered.cached_tokens,
             completion_tokens=answered.completion_tokens,
             finish_reason=answered.finish_reason,
+            reranked_by=reranked_by,
         )
         emit({"type": "answer.done", **msgspec.to_builtins(answer)})
         return answer

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
-from typing import NamedTuple
 
-from cairn.rag.definition import DocumentKind
+from cairn.rag.definition import BINARY, DocumentKind
+from cairn.rag.outline import Outline, Section
 
 _HEADING = re.compile(r" {0,3}(#{1,6})[ \t]+(.*?)[ \t]*#*[ \t]*$")
 _FENCE = re.compile(r" {0,3}(```+|~~~+)")
@@ -20,15 +20,9 @@ _SILENT = frozenset({"script", "style", "template", "noscript", "head"})
 _LEVELS = {f"h{level}": level for level in range(1, 7)}
 
 
-class Section(NamedTuple):
-    """A part of a document."""
-
-    heading: str
-    text: str
-
-
 def sections(text: str, kind: DocumentKind) -> list[Section]:
     """The sections of a document that hold text, in order."""
+    assert kind not in BINARY
     if kind == "md":
         return _markdown(text)
     if kind == "html":
@@ -40,27 +34,8 @@ def sections(text: str, kind: DocumentKind) -> list[Section]:
     return [Section("", text.strip())] if text.strip() else []
 
 
-class _Outline:
-    """Headings that are open, and the sections so far."""
-
-    def __init__(self) -> None:
-        self.sections: list[Section] = []
-        self._open: list[tuple[int, str]] = []
-
-    def head(self, level: int, title: str) -> None:
-        """A heading: those of its level and below end."""
-        self._open = [one for one in self._open if one[0] < level]
-        if title:
-            self._open.append((level, title))
-
-    def add(self, text: str) -> None:
-        """The text below the headings that are open."""
-        if text.strip():
-            self.sections.append(Section(" > ".join(title for _, title in self._open), text.strip()))
-
-
 def _markdown(text: str) -> list[Section]:
-    outline, lines, fence = _Outline(), list[str](), ""
+    outline, lines, fence = Outline(), list[str](), ""
     for line in text.splitlines():
         mark = _FENCE.match(line)
         if mark is not None and (not fence or mark[1].startswith(fence)):
@@ -79,7 +54,7 @@ def _markdown(text: str) -> list[Section]:
 class _HtmlReader(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
-        self.outline = _Outline()
+        self.outline = Outline()
         self._silent = self._verbatim = 0
         self._level = 0
         self._title: list[str] = []

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from cairn.config import Config
 from cairn.errors import ContextTooLong, InvalidRequest, Overloaded
+from cairn.sequence import check_prompt
 from cairn.service import wire
 from cairn.types import Request
 
@@ -17,6 +18,10 @@ _GUESS = 0.1
 """Seconds and requests that are assumed to have been measured already: a place a second."""
 _TOKEN_GUESS = 1.0
 """Seconds of the queue's own pace that count as much as what the worker says of its speed."""
+_ANSWER_GUESS = 256.0
+"""Tokens that an answer is taken to have before any has ended."""
+_ANSWER_WEIGHT = 0.05
+"""How much one answer counts in what they have on the whole."""
 LONGEST_RETRY = 600.0
 """Seconds that nobody is told to stay away for longer than."""
 
@@ -80,17 +85,36 @@ class Queue:
         """Requests and tokens of each tenant."""
         self._begun = [0, 0]
         """Requests and tokens that left to be computed since the worker's last step."""
+        self._needs: dict[int, int] = {}
+        """Tokens of KV that each request will come to need, as far as can be told."""
+        self._pools = config.max_queue_pools
+        self._answer = _ANSWER_GUESS
         self.requests = 0
         self.tokens = 0
         """Tokens of their prompts."""
+        self.needed = 0
+        """Tokens of KV that they will come to need."""
 
     def enter(self, request: Request) -> None:
         """A request was let in."""
+        self._needs[request.id] = need = self._need(request)
+        self.needed += need
         self._count(request, 1)
 
     def leave(self, request: Request) -> None:
         """It has ended."""
+        self.needed -= self._needs.pop(request.id, 0)
         self._count(request, -1)
+
+    def answered(self, tokens: int) -> None:
+        """An answer has ended that had so many tokens."""
+        self._answer += _ANSWER_WEIGHT * (tokens - self._answer)
+
+    def _need(self, request: Request) -> int:
+        """Its prompt, and as long an answer as it asks for or as answers are on the whole, whichever is less. What it
+        shares with others counts all the same."""
+        answer = min(request.sampling.max_tokens, round(self._answer))
+        return len(request.prompt) + max(answer, len(request.generated))
 
     def begin(self, request: Request) -> None:
         """It is computed now."""
@@ -115,8 +139,11 @@ class Queue:
         self._begun = [0, 0]
         self._pace.note(now, left, self._blocked, tokens)
 
-    def check(self, request: Request, running: int, rows: int, now: float) -> None:
-        """Raise Overloaded if there is no place. `running` requests are computed, `rows` could be."""
+    def check(self, request: Request, running: int, rows: int, now: float, pool: int = 0) -> None:
+        """Raise Overloaded if there is no place, or none before it would have to end. `running` requests are computed,
+        `rows` could be; `pool`: tokens of KV that there is room for, 0 for a model that keeps none."""
+        self._check_pool(request, pool, now)
+        self._check_time(request, now)
         free = 0
         if not self._blocked:  # the worker takes everybody: its free places are for those on the way to it
             free = max(0, min(self._max_running, rows) - running)
@@ -129,6 +156,31 @@ class Queue:
             f"(limits: {self._limit} and {self._limit_tokens}, half of that for one of several tenants)",
             retry_after=self.retry_after(now),
         )
+
+    def _check_pool(self, request: Request, pool: int, now: float) -> None:
+        """Whether the KV of all that waits would fill the pool too many times over: it is refused now, not once it has
+        waited for that."""
+        need = self._need(request)
+        if not pool or not self.requests or self.needed + need <= self._pools * pool:
+            return
+        raise Overloaded(
+            f"what waits will need KV of about {self.needed} tokens, and this request of {need}; the pool holds "
+            f"{pool}, and the limit is {self._pools:g} times that (max_queue_pools)",
+            retry_after=self.retry_after(now),
+        )
+
+    def _check_time(self, request: Request, now: float) -> None:
+        """Whether it would begin in time, as fast as the queue moves. Tenants take turns: as many of each are ahead of
+        it as of its own."""
+        if not self._blocked or not self.requests:
+            return
+        turns = (self._places[request.share] + 1) * len(self._places)
+        ahead = min(1.0, turns / self.requests) * self._pace.ahead(self.requests, self.tokens)
+        if request.timeout is not None and ahead > request.timeout:
+            raise Overloaded(
+                f"what waits takes about {ahead:.0f} s, and this request may take {request.timeout:.3g} s in all",
+                retry_after=self.retry_after(now),
+            )
 
     def _has_place(self, request: Request, free: int) -> bool:
         """Whether there is a place, or one of the tenant's half."""
@@ -188,12 +240,4 @@ def check_tokens(request: Request, info: wire.Info) -> None:
             prompt_tokens=prompt,
             context=info.context,
         )
-    if prompt + min(asked, 1) > info.pool_tokens:
-        raise InvalidRequest(
-            f"the prompt has {prompt} tokens and the whole KV pool holds {info.pool_tokens}; "
-            "a larger --kv-gb makes room",
-            field="prompt",
-        )
-    tokens = (*request.prompt, *request.generated) if request.generated else request.prompt
-    if min(tokens) < 0 or max(tokens) >= info.vocab:
-        raise InvalidRequest(f"token ids must be from 0 to {info.vocab - 1}", field="prompt")
+    check_prompt(request, info.context, info.pool_tokens, info.vocab)

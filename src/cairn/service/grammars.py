@@ -13,22 +13,27 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
+from cairn.engine.base import Pending
 from cairn.errors import CairnError, InvalidRequest
 from cairn.seams import Clock
 from cairn.sequence import Matcher
+from cairn.service.masks import Masks
 from cairn.types import Request, SamplingExtras
 
 KEPT = 64
 """Compiled grammars that are kept for the next request."""
 THREADS = 2
+CUT_TEXTS, CUT_BYTES = 4096, 256
+"""Texts of so many bytes whose tokens are remembered, and how many."""
 
 
 class Vocabulary(NamedTuple):
@@ -51,13 +56,18 @@ class Ready(NamedTuple):
 class Grammars:
     """Compiles, and hands requests back when they are ready. One thread calls all but `wake`."""
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary], wake: Callable[[], None], clock: Clock) -> None:
-        """`vocabulary` is read once, at the first grammar; `wake` is called by any thread when something is ready."""
+    def __init__(
+        self, vocabulary: Callable[[tuple[str, ...]], Vocabulary], wake: Callable[[], None], clock: Clock
+    ) -> None:
+        """`vocabulary` is read once, at the first grammar, and once more for a model whose form of calls is its own:
+        it is given the marks of that. `wake` is called by any thread when something is ready."""
         self._read, self._wake, self._clock = vocabulary, wake, clock
         self._pool: ThreadPoolExecutor | None = None
+        self._masks: Masks | None = None
         self._lock = threading.Lock()
-        self._vocabulary: Vocabulary | None = None
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._vocabularies: dict[tuple[str, ...], Vocabulary] = {}
+        """By the marks of a form that is the model's own: there is one such form, or none."""
+        self._compiled: OrderedDict[tuple[tuple[str, ...], str], Any] = OrderedDict()
         self._waiting: dict[int, tuple[Request, Future[Matcher], float]] = {}
 
     @property
@@ -69,6 +79,7 @@ class Grammars:
         """Take a request whose answer is held to something; it comes out of `ready`."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="cairn-grammar")
+            self._masks = Masks()
         future = self._pool.submit(self._matcher, request)
         self._waiting[request.id] = (request, future, self._clock.now())
         future.add_done_callback(lambda _: self._wake())
@@ -99,28 +110,33 @@ class Grammars:
         self._waiting.clear()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._masks is not None:
+            self._masks.close()
 
     def _matcher(self, request: Request) -> Matcher:
         """In a thread: what follows this request's answer, as far as it has come."""
-        assert self._pool is not None
+        from cairn.text.split import further_markers
+
+        assert self._masks is not None
         copy = None
         with self._lock:  # compiling takes a millisecond or two, or was bounded by who asked
-            if self._vocabulary is None:
-                self._vocabulary = self._read()
-            vocabulary = self._vocabulary
+            marks = further_markers(request.output)
+            vocabulary = self._vocabularies.get(marks)
+            if vocabulary is None:
+                vocabulary = self._vocabularies[marks] = self._read(marks)
             if request.grammar:
-                copy = self._compile(vocabulary, request.grammar).deep_copy()
+                copy = self._compile(vocabulary, marks, request.grammar).deep_copy()
         ends = [token for token in request.sampling.stop_token_ids if token in vocabulary.controls]
-        follower = None if copy is None else GrammarMatcher(copy, vocabulary, ends, self._pool)
+        follower = None if copy is None else GrammarMatcher(copy, vocabulary, ends, self._masks)
         matcher = _budgeted(follower, vocabulary, request)
         for token in request.generated:
             matcher.consume(token)
         return matcher
 
-    def _compile(self, vocabulary: Vocabulary, text: str) -> Any:
+    def _compile(self, vocabulary: Vocabulary, marks: tuple[str, ...], text: str) -> Any:
         """llguidance's matcher of a grammar, to be copied."""
-        compiled = self._compiled.pop(text, None) or compile_grammar(vocabulary, text)
-        self._compiled[text] = compiled
+        compiled = self._compiled.pop((marks, text), None) or compile_grammar(vocabulary, text)
+        self._compiled[marks, text] = compiled
         while len(self._compiled) > KEPT:
             self._compiled.popitem(last=False)
         return compiled
@@ -166,54 +182,58 @@ def compile_grammar(vocabulary: Vocabulary, text: str) -> Any:
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class Later:
-    """A mask that a thread computes: an `engine.base.Pending`."""
-
-    future: Future[bytes]
-
-    def wait(self) -> bytes:
-        """The mask."""
-        return self.future.result()
-
-
 class GrammarMatcher:
     """`sequence.Matcher` by llguidance.
 
     Where the grammar may end, the tokens that end an answer may come, and only there; other control tokens never.
     """
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary, ends: Sequence[int], pool: ThreadPoolExecutor) -> None:
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, ends: Sequence[int], masks: Masks) -> None:
         """`ends`: the control tokens that end this answer."""
-        self._matcher, self._pool = matcher, pool
+        self.follower, self._masks = matcher, masks
         self._ends = frozenset(ends)
         self._others = [token for token in vocabulary.tokenizer.eos_tokens if token not in self._ends]
-        self._vocab = vocabulary.tokenizer.vocab_size
+        self.words = -(-vocabulary.tokenizer.vocab_size // 32)
+        """`Masked.words`."""
+        self._run: list[int] = []
+        """Tokens that are perhaps the only ones that may come, the first of them next."""
 
     @property
     def over(self) -> bool:
         """`Matcher.over`."""
-        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+        return bool(self.follower.is_stopped()) and not self.follower.is_error()
 
-    def mask(self) -> Later:
+    def mask(self) -> Pending[bytes]:
         """`Matcher.mask`."""
-        return Later(self._pool.submit(self._mask))
+        return self._masks.ask(self)
 
     def consume(self, token: int) -> None:
         """`Matcher.consume`. A token that cannot come puts the grammar out of action: the next mask is empty."""
+        self._run = self._run[1:] if self._run[:1] == [token] else []
         if token not in self._ends:
-            self._matcher.consume_token(token)
+            self.follower.consume_token(token)
 
-    def _mask(self) -> bytes:
-        made = bytearray(self._matcher.compute_bitmask())
-        if self._matcher.is_error():
+    def forced(self) -> int | None:
+        """`Matcher.forced`. What llguidance would go on with is cut into tokens as a whole; each counts only where the
+        mask says the same, which then looks at no other token."""
+        self._run = self._run or self.follower.compute_ff_tokens()
+        if not self._run:
+            return None
+        mask = self.fit(np.frombuffer(bytearray(self.follower.compute_bitmask()), np.uint8))
+        token = self._run[0]
+        only = bool(mask) and mask[token >> 3] == 1 << (token & 7) and mask.count(0) == len(mask) - 1
+        return token if only else None
+
+    def fit(self, bits: NDArray[np.uint8]) -> bytes:
+        """`Masked.fit`."""
+        if self.follower.is_error():
             return b""
         for token in self._others:
-            made[token >> 3] &= ~(1 << (token & 7))
-        if self._matcher.is_accepting():
+            bits[token >> 3] &= ~(1 << (token & 7)) & 255
+        if self._ends and self.follower.is_accepting():
             for token in self._ends:
-                made[token >> 3] |= 1 << (token & 7)
-        return bytes(made)
+                bits[token >> 3] |= 1 << (token & 7)
+        return bits.tobytes()
 
 
 class Tokens:
@@ -232,9 +252,16 @@ class Tokens:
         controls = frozenset(special)
         self._ids = {token: i for i, token in enumerate(tokens) if token and i not in controls}
         self._longest = max(map(len, self._ids), default=1)
+        self._known = lru_cache(CUT_TEXTS)(self._cut)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens that are exactly these bytes: the tokenizer's own, or else the longest at each place."""
+        """Tokens that are exactly these bytes: the tokenizer's own, or else the longest at each place.
+
+        Every answer of one form asks for the same few texts, at each token anew.
+        """
+        return [*(self._known(text) if len(text) <= CUT_BYTES else self._cut(text))]
+
+    def _cut(self, text: bytes) -> list[int]:
         found = list(self._encode(text.decode("utf-8", "replace")))
         if b"".join(self.tokens[i] for i in found) == text:
             return found
@@ -249,11 +276,13 @@ class Tokens:
         return found
 
 
-def read_vocabulary(folder: Path, given: str | None, vocab: int, ends: Sequence[int]) -> Vocabulary:
+def read_vocabulary(
+    folder: Path, given: str | None, vocab: int, ends: Sequence[int], marks: tuple[str, ...] = ()
+) -> Vocabulary:
     """The tokens of a model: control tokens that stand for no text may only end an answer.
 
     `given`: a tokenizer in place of the model's own; `vocab`: how many tokens the model has; `ends`: those that end an
-    answer. Raises ModelError.
+    answer; `marks`: what else is text, of the model's own form of calls. Raises ModelError.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -262,7 +291,7 @@ def read_vocabulary(folder: Path, given: str | None, vocab: int, ends: Sequence[
     from cairn.text.thoughts import THOUGHTS
 
     tokenizer, _ = load_text(folder, given)
-    shown = {tokenizer.token_id(marker) for marker in all_markers(tokenizer.token_id)}
+    shown = {tokenizer.token_id(marker) for marker in (*all_markers(tokenizer.token_id), *marks)}
     controls = (tokenizer.special_ids | tokenizer.control_ids | tokenizer.end_ids) - shown
     largest = tokenizer.largest_id
     tokens = [tokenizer.token_bytes(i) if i <= largest else b"" for i in range(vocab)]

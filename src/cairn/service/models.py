@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from cairn import deadline
 from cairn.config import Config, ModelOptions
 from cairn.errors import CairnError, Conflict, InvalidRequest, ModelError, Unavailable, UnknownModel, trace
 from cairn.seams import Clock
@@ -28,7 +29,8 @@ from cairn.service.served_model import Loaded, ServedModel, check_names, first_o
 from cairn.service.service import SHUTTING_DOWN, Service
 from cairn.service.services import RequestIds, Services
 from cairn.service.stores import GB
-from cairn.service.worker_connection import Patience
+from cairn.service.watchdog import Patience
+from cairn.spans import PRESENT
 from cairn.system import SystemClock
 
 log = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ LOOK_SECONDS = 0.02
 TTL_SECONDS = 1.0
 """How often to look for models that nobody has asked for."""
 LOAD_GUESS = 10.0
-"""Seconds that a load takes before one was measured."""
+"""Seconds that a load takes before any was measured."""
 SHOWN_NAMES = 20
 """How many names a refusal lists."""
 
@@ -193,7 +195,12 @@ class Models:
         """
         loaded = model.loaded
         if loaded is None or loaded.closing:
-            loaded = await self._wait(model)
+            began = self._clock.now()
+            try:
+                loaded = await self._wait(model)
+            finally:
+                if (spans := PRESENT.get()) is not None:
+                    spans.add("load", began, self._clock.now(), what="model", model=model.name)
         loaded.users += 1
         try:
             yield loaded.service
@@ -203,7 +210,8 @@ class Models:
 
     async def _wait(self, model: ServedModel) -> Loaded:
         """Until the model is loaded."""
-        end = self._clock.now() + self.config.load_timeout
+        now = self._clock.now()
+        end = now + deadline.left(now, self.config.load_timeout)
         model.waiting += 1
         try:
             while True:
@@ -211,16 +219,23 @@ class Models:
                     raise Unavailable(SHUTTING_DOWN, retry_after=self.config.shutdown_grace)
                 if model.loaded is not None and not model.loaded.closing:
                     return model.loaded
-                if model.failure and self._clock.now() - model.failed_at < FAILED_SECONDS:
-                    raise Unavailable(f"{model.name} cannot be loaded: {model.failure}", retry_after=FAILED_SECONDS)
+                pause = model.failed_at + FAILED_SECONDS - self._clock.now()
+                if model.failure and pause > 0:
+                    raise Unavailable(f"{model.name} cannot be loaded: {model.failure}", retry_after=pause)
                 task = self._loading(model)
                 left = end - self._clock.now()
                 done, _ = await asyncio.wait({task}, timeout=max(0.0, left))
                 if not done:
                     why = model.delay or f"{model.name} is being loaded; ask again shortly"
-                    raise Unavailable(why, retry_after=model.load_seconds or LOAD_GUESS)
+                    raise Unavailable(why, retry_after=self._load_left(model))
         finally:
             model.waiting -= 1
+
+    def _load_left(self, model: ServedModel) -> float:
+        """Seconds until a model that is being loaded will be there: as its last load took, else as others' did."""
+        others = [one.load_seconds for one in self.models if one.load_seconds]
+        usual = model.load_seconds or (sum(others) / len(others) if others else LOAD_GUESS)
+        return max(1.0, usual - (self._clock.now() - model.asked_at))
 
     def _want(self, name: str) -> bool:
         """Begin to load a model for work that no call waits for; whether there is one of this name."""
@@ -231,6 +246,7 @@ class Models:
 
     def _loading(self, model: ServedModel) -> asyncio.Task[None]:
         if model.loading is None:
+            model.asked_at = self._clock.now()
             model.loading = self._later(self._load_quietly(model))
         return model.loading
 
@@ -417,7 +433,8 @@ class Models:
                 )
             if not await self._unload(victim, max(0.0, end - self._clock.now()), surely=False):
                 raise Unavailable(
-                    f"{victim.name} would have to make room for {model.name}, and is in use", retry_after=FAILED_SECONDS
+                    f"{victim.name} would have to make room for {model.name}, and is in use",
+                    retry_after=victim.loaded.service.metrics.mean_seconds if victim.loaded is not None else 1.0,
                 )
             log.info("%s was unloaded to make room for %s", victim.name, model.name)
 
@@ -565,6 +582,12 @@ class Models:
         if self.draining and SHUTTING_DOWN not in found:
             found.append(SHUTTING_DOWN)
         return found
+
+    @property
+    def stalled(self) -> bool:
+        """Whether no worker gets on; of several models one that does not is a trouble."""
+        workers = [bool(loaded.service.stalled) for _, loaded in self.loaded()]
+        return bool(workers) and all(workers)
 
     def _reasons(self) -> dict[str, list[str]]:
         """Why each loaded model is not ready, by its name."""

@@ -63,6 +63,12 @@ class BudgetMatcher:
         made[token >> 3] |= 1 << (token & 7)
         return Known(bytes(made))
 
+    def forced(self) -> int | None:
+        """`Matcher.forced`."""
+        if self._state == "closing":
+            return self._forced[0]
+        return None if self._inner is None else self._inner.forced()
+
     def consume(self, token: int) -> None:
         """`Matcher.consume`."""
         if self._inner is not None:

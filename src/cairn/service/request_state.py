@@ -15,6 +15,7 @@ import msgspec
 
 from cairn.errors import CairnError
 from cairn.service.miss_explainer import PromptOrigin
+from cairn.spans import Spans
 from cairn.stats import CacheReport
 from cairn.text.stream import TextStream
 from cairn.types import Delta, Done, Event, FinishReason, Output, Request, Timing, TokenLogprob, Usage
@@ -128,6 +129,7 @@ class RequestState:
         "reason",
         "request",
         "skip",
+        "spans",
         "started_at",
         "survived",
         "text",
@@ -166,6 +168,8 @@ class RequestState:
         self.vector = b""
         """What a request has got that wants a hidden state."""
         self.waker: Waker | None = None
+        self.spans: Spans | None = None
+        """Where it is noted what its time went to, if anybody wants to know."""
         self._unread: list[int] = []
         self._logprobs = PackedLogprobs()
         """Logprobs of the tokens that the consumer has not read: a delta gets its own when it is taken."""

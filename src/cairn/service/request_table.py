@@ -277,6 +277,7 @@ class RequestTable:
     def _remember(self, flight: RequestState, reason: FinishReason, timing: Timing, now: float) -> None:
         """What is left of a request that has ended."""
         request = flight.request
+        _note_spans(flight, flight.reason or reason, timing, now)
         self.metrics.record_end(
             flight.reason or reason,
             timing,
@@ -285,6 +286,8 @@ class RequestTable:
             generated=flight.text.completion_tokens,
             limit=request.sampling.max_tokens,
         )
+        if flight.first_at is not None and request.want == "token":
+            self.queue.answered(flight.text.completion_tokens)
         if flight.first_at is not None and flight.told.store:
             context = [*request.prompt, *flight.tokens]
             self.recent.note(request.salt, context, len(request.prompt), flight.told.messages)
@@ -335,3 +338,25 @@ def _timing(flight: RequestState, now: float) -> Timing:
     started = now if flight.started_at is None else flight.started_at
     first = now if flight.first_at is None else flight.first_at
     return Timing(queue=started - flight.arrived, prefill=max(0.0, first - started), decode=now - first)
+
+
+def _note_spans(flight: RequestState, reason: FinishReason, timing: Timing, now: float) -> None:
+    """What the time of a request that has ended went to, counted back from its end: what came before its last worker
+    began with it was waiting."""
+    spans, request = flight.spans, flight.request
+    if spans is None:
+        return
+    named: dict[str, str | int | float] = {"request": f"{request.id:016x}", "choice": request.choice}
+    first = max(flight.arrived, now - timing.decode)
+    started = max(flight.arrived, first - timing.prefill)
+    cache = flight.cache
+    spans.add("queue", flight.arrived, started, **named)
+    if cache is not None and cache.load > 0:
+        began = max(flight.arrived, started - cache.load)
+        spans.add("load", began, started, **named, what="kv", tokens=cache.ram + cache.disk)
+    if started < now:
+        found = {} if cache is None else {"computed": cache.computed, "cached": cache.cached}
+        spans.add("prefill", started, first, **named, prompt_tokens=len(request.prompt), **found)
+    if flight.first_at is not None and request.want == "token":
+        count = flight.text.completion_tokens
+        spans.add("decode", first, now, **named, completion_tokens=count, finish_reason=reason.value)

@@ -82,6 +82,8 @@ class ServedModel:
         self.failure = ""
         """Why it could not be loaded the last time."""
         self.failed_at = 0.0
+        self.asked_at = 0.0
+        """When the load that is under way was asked for."""
         self.delay = ""
         """Why there was no room for it the last time."""
         self.loads = self.failures = self.swaps = 0

@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 
 from cairn.config import Config
-from cairn.errors import Cancelled, Conflict, InvalidRequest, Unavailable, trace
+from cairn.deadline import left
+from cairn.errors import Cancelled, Conflict, DeadlineExceeded, InvalidRequest, Unavailable, trace
 from cairn.metrics import Metrics
 from cairn.models.hub import locate
 from cairn.models.tokenizer_files import check_fits
@@ -29,7 +30,8 @@ from cairn.service.request_table import RequestTable
 from cairn.service.services import RequestIds
 from cairn.service.stream import Stream
 from cairn.service.supervisor import Supervisor
-from cairn.service.worker_connection import Patience
+from cairn.service.watchdog import Patience
+from cairn.spans import PRESENT
 from cairn.stats import KvStats, Placed, Swept
 from cairn.system import SystemClock
 from cairn.text.chat import Chat
@@ -186,13 +188,19 @@ class Service:
 
         `told`: what helps to say why a part of the prompt was not found.
 
-        Raises here, before anything is computed: ContextTooLong, InvalidRequest, Overloaded and Unavailable (both with
-        `retry_after`). A request without a timeout gets the configured one.
+        Raises here, before anything is computed: ContextTooLong, InvalidRequest, DeadlineExceeded, Overloaded and
+        Unavailable (both with `retry_after`). A request without a timeout gets the configured one, or what is left of
+        its call's.
         """
+        now = self._clock.now()
+        most = self._config.request_timeout if request.timeout is None else request.timeout
+        if not (timeout := left(now, most)):
+            raise DeadlineExceeded("the request reached its time limit before it was begun")
+        if request.timeout != timeout:
+            request = msgspec.structs.replace(request, timeout=timeout)
         self._admit(request)
-        if request.timeout is None:
-            request = msgspec.structs.replace(request, timeout=self._config.request_timeout)
-        flight = RequestState(request, TextStream(self.tokenizer, request), self._clock.now(), told or PLAIN)
+        flight = RequestState(request, TextStream(self.tokenizer, request), now, told or PLAIN)
+        flight.spans = PRESENT.get()
         stream = Stream(flight, self.abort)
         try:
             self._traffic.enter(flight)
@@ -242,11 +250,18 @@ class Service:
             reasons.append("the model is being loaded")
         elif not self._supervisor.up:
             reasons.append("the worker is being replaced")
+        elif self.stalled:
+            reasons.append(self.stalled)
         if self._draining:
             reasons.append(SHUTTING_DOWN)
         if self._stats.kv_usage > FULL:
             reasons.append(f"requests hold {self._stats.kv_usage:.0%} of the KV pool")
         return reasons
+
+    @property
+    def stalled(self) -> str:
+        """Why the worker, which has work, does not get on; empty where it does."""
+        return self._supervisor.stalled
 
     def troubles(self) -> list[str]:
         """What does not work now although requests are served: stores of KV, a sentence each."""
@@ -345,7 +360,8 @@ class Service:
         if request.want == "token":
             self.check_generates()
         check_tokens(request, self.info)
-        self._queue.check(request, self._traffic.running, self.info.max_rows, self._clock.now())
+        pool = self.info.pool_tokens if request.want == "token" else 0
+        self._queue.check(request, self._traffic.running, self.info.max_rows, self._clock.now(), pool)
 
     # --------------------------------------------------------------------------------------- what the worker says
 
@@ -361,6 +377,7 @@ class Service:
             self.metrics = self._traffic.metrics = Metrics(self._config.metrics_prefix, self.name)
         self.metrics.worker_restarts = self._supervisor.restarts
         self.metrics.worker_failures = lambda: self._supervisor.failures
+        self.metrics.worker_still = lambda: self._supervisor.still
 
     def _with_ends(self, spec: ModelSpec) -> ModelSpec:
         """The spec with all that ends an answer: with what the tokenizer and the chat template know, once loaded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import shlex
@@ -14,6 +15,7 @@ from cairn.errors import ConfigError, Conflict
 from cairn.kv.codec import Codec, open_codec, state_groups
 from cairn.kv.codec_check import recall
 from cairn.kv.disk import DiskStore
+from cairn.kv.model_folders import places
 from cairn.kv.prefix import numerics
 from cairn.kv.ram import RamStore
 from cairn.kv.sequence_kv import TierName
@@ -24,10 +26,8 @@ from cairn.seams import Clock, FileSystem
 from cairn.types import ModelSpec
 
 GB = 10**9
-NAME_DIGITS = 32
-"""Of a model's identity, in the name of its folder below the one that several share."""
-TWINS = ("", "-2", "-3", "-4")
-"""What is added to it where the same model is loaded more than once."""
+PATIENCE = 5.0
+"""Seconds that a process on its way out may hold a folder."""
 MOST_AHEAD = 1 << 30
 """Bytes of the KV pool whose memory is taken while the model loads, at most."""
 
@@ -37,10 +37,17 @@ def stored_bytes(config: Config, files: FileSystem) -> int:
     and 0 in any doubt."""
     if config.kv_dir is None or not config.kv_disk or config.kv_load == "never":
         return 0
+    home, size = expanded(config.kv_dir).absolute(), 0
+    stores = [home]
     try:
-        return held(files, expanded(config.kv_dir).absolute(), MOST_AHEAD)
+        with contextlib.suppress(FileNotFoundError):
+            stores += [home / OF_MODELS / entry.name for entry in files.list(home / OF_MODELS)]
+        for store in stores:
+            with contextlib.suppress(FileNotFoundError):
+                size += held(files, store, MOST_AHEAD - size)
     except OSError:
         return 0
+    return size
 
 
 def keyed(info: EngineInfo, codec: str) -> EngineInfo:
@@ -80,8 +87,8 @@ def open_stores(
         except OSError as error:
             return stores, f"no KV is kept on the disk: what check-codec found cannot be read: {error}"
         try:
-            places = _places(folder, spec, part)
-            for place in places:
+            possible = places(folder, spec.identity)
+            for place in possible:
                 try:
                     stores["disk"] = DiskStore(
                         files,
@@ -90,26 +97,22 @@ def open_stores(
                         model=config.served_name or spec.name,
                         codec=codec,
                         clock=clock,
-                        budget=None if config.kv_disk_gb is None else int((part or 1.0) * config.kv_disk_gb * GB),
+                        budget=None if config.kv_disk_gb is None else int(config.kv_disk_gb * GB),
                         share=part or 1.0,
                         ttl=config.kv_ttl or math.inf,
                         fresh=config.kv_fresh,
+                        home=folder,
+                        patience=PATIENCE,
                     )
                     break
-                except Conflict:  # the same model twice: each has a folder
-                    if place == places[-1]:
+                except Conflict:  # the same model twice: the next to open the usual place takes in the other one
+                    if place == possible[-1]:
                         raise
         except (ConfigError, Conflict) as error:
             if folder != users_folder(env).absolute():
                 raise
             trouble = f"no KV is kept on the disk: {error}"
     return stores, trouble
-
-
-def _places(folder: Path, spec: ModelSpec, part: float) -> list[Path]:
-    """Where the store of a model may be: the folder itself, or for one of several models a folder below it."""
-    own = folder / OF_MODELS / spec.identity.hex()[:NAME_DIGITS]
-    return [own.with_name(own.name + twin) for twin in TWINS] if part else [folder]
 
 
 def _codec(config: Config, spec: ModelSpec, info: EngineInfo, files: FileSystem, folder: Path) -> Codec:

@@ -26,7 +26,8 @@ from cairn.service import launch as launching
 from cairn.service import wire
 from cairn.service.launch import CODE_CHANGED, First, launch
 from cairn.service.request_state import RequestState
-from cairn.service.worker_connection import Patience, WorkerConnection
+from cairn.service.watchdog import Patience
+from cairn.service.worker_connection import WorkerConnection
 from cairn.types import FinishReason, Request
 
 
@@ -163,6 +164,20 @@ class Supervisor:
             f"the worker died {self._failures} times in a row ({self._why}); another is tried, at the latest in "
             f"{self._backoff():g} s"
         )
+
+    @property
+    def stalled(self) -> str:
+        """Why the worker that is up does not get on; empty where it does, or has nothing to do."""
+        if self._link is None or not self.up or not (self._sent or self._questions):
+            return ""
+        return self._link.watchdog.stalled(self._patience)
+
+    @property
+    def still(self) -> float:
+        """For how many seconds it has made no progress although it has work."""
+        if self._link is None or not self.up or not self._sent:
+            return 0.0
+        return self._link.watchdog.seconds
 
     @property
     def pause(self) -> float:

@@ -122,6 +122,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     """Set when it has changed."""
     token_seconds: float = 0.0
     """How long a token of a prompt takes, as measured; 0 before any was."""
+    progress: int = 0
+    """Grows whenever something gets further: a token is computed, a request ends, KV arrives, a grammar is there."""
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):

@@ -113,6 +113,10 @@ class Loop:
         """When the stores were asked for their numbers."""
         self._told_at = -math.inf
         """When the front was last told of a step, if only one that had nothing to compute."""
+        self._progress = 0
+        """As in `wire.Stats`."""
+        self._brought = 0
+        """Tokens that the stores had brought up, and loads that had ended, when they were last asked."""
 
     def run(self) -> None:
         """Serve. Raises `EOFError` or `OSError` when the front is gone, `WireError` when it sends nonsense."""
@@ -137,8 +141,10 @@ class Loop:
         self._told_at = self._clock.now()
 
     def _overdue(self) -> bool:
-        """Whether the front, which waits, should hear that this loop lives although a disk or a grammar is slow."""
-        return (self._answers.owed > 0 or self._grammars.pending) and self._clock.now() - self._told_at >= BEAT_SECONDS
+        """Whether the front, which waits, should hear that this loop lives although a disk or a grammar is slow, or
+        that it finds nothing to do."""
+        waited = self._answers.owed > 0 or self._grammars.pending or not self._scheduler.idle
+        return waited and self._clock.now() - self._told_at >= BEAT_SECONDS
 
     def _tend(self, idle: bool) -> float | None:
         """Between two steps: what the tiers have to do; returns how long to wait for messages then."""
@@ -170,6 +176,7 @@ class Loop:
     def _take_ready(self) -> None:
         """Requests whose grammar can be followed now."""
         for request, matcher, error in self._grammars.ready() if self._grammars.pending else ():
+            self._progress += 1
             if error is None:
                 self._add(request, matcher)
             else:
@@ -189,7 +196,11 @@ class Loop:
         if self._tiers is None or self._clock.now() - self._kv_at < _NEWS_SECONDS:
             return None
         self._kv_at = self._clock.now()
-        return self._tiers.news()
+        news = self._tiers.news()
+        if news is not None and news.loaded + news.abandoned != self._brought:
+            self._brought = news.loaded + news.abandoned
+            self._progress += 1
+        return news
 
     def _step(self, plan: Plan, kv: KvStats | None) -> wire.Step:
         began = self._clock.now()
@@ -205,7 +216,9 @@ class Loop:
             self._failures = 0
             if self._tiers is not None and (counted := plan.prompt_tokens):
                 self._tiers.load_policy.computed(counted, seconds)
+            self._progress += plan.singles + plan.chunked
         outputs = self._scheduler.commit(plan, results, seconds)
+        self._progress += sum(output.finish is not None for output in outputs)
         ids, tokens, others = _columns(outputs)
         return wire.Step(stats=self._stats(kv), ids=ids, tokens=tokens, outputs=others, started=tuple(plan.started))
 
@@ -221,6 +234,7 @@ class Loop:
             preemptions=stats.preemptions,
             kv=kv,
             token_seconds=stats.token_seconds,
+            progress=self._progress,
         )
 
 
@@ -252,7 +266,7 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
         if not isinstance(first, wire.Load) or rest:
             raise wire.WireError("the first frame must say what to load, and nothing may follow before the answer")
         if process:
-            log_to_stderr(first.config.log_level)
+            log_to_stderr(first.config.log_level, first.config.log_format)
             loaded = _load_visibly(channel, first)
         else:
             loaded = _load(channel, first)
@@ -330,13 +344,10 @@ def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
         written = WriteLimits(day_bytes=config.kv_write_gb * GB)
         tiers = Tiers(cache, engine, clock, stores, load=config.kv_load, limits=written, wake=channel.wake)
         tiers.start()
-    # The front keeps the queue's bounds; here everything in flight must fit, also when it is all sent again.
     limits = Limits(
         max_running=config.max_running,
         step_tokens=config.step_tokens,
         step_seconds=config.step_seconds,
-        max_queue=1 << 62,
-        max_queue_tokens=1 << 62,
         weights=load.weights,
     )
     scheduler: Planner = Scheduler(cache, limits, clock) if generates else TextQueue(known, limits, clock)

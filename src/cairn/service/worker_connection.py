@@ -8,39 +8,18 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from cairn.errors import trace
 from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.launch import KILL_SECONDS, Worker
+from cairn.service.watchdog import Patience, Watchdog
 
 log = logging.getLogger(__name__)
 
 _RECEIVE = 1 << 16  # more would be a fresh mapping from the kernel for each call
-_COMPUTING = 0.1
-"""CPU seconds that show that a step computes; the pulse alone uses far less."""
 _WELL_SECONDS = 60.0
 """How long a worker must have served or been idle for its death to be the first in a row."""
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a worker may stay silent, in seconds, and how soon another takes its place."""
-
-    load: float = 60.0
-    """Without a sign of life while it loads (one is sent every second)."""
-    silence: float = 6.0
-    """Without a sign of life while it has work: a request, or a question to answer."""
-    stall: float = 120.0
-    """How long one step may take without using the CPU: a step may take long, but not by waiting. While an answer
-    waits for a disk the worker steps, and says so every second."""
-    step: float = 1800.0
-    """How long one step may take at all."""
-    restarts: int = 8
-    """Deaths in a row without progress before the requests in flight end. Another worker is tried all the same."""
-    backoff: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0)
-    """Pause before each restart in such a row; the last holds for all further ones, for ever."""
 
 
 class WorkerConnection:
@@ -48,7 +27,6 @@ class WorkerConnection:
 
     def __init__(self, worker: Worker, clock: Clock, receive: Callable[[wire.ToFront], None]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._clock = clock
         self._receive = receive
         self._frames = wire.front_frames()
         self._backlog = bytearray()
@@ -57,8 +35,7 @@ class WorkerConnection:
         self.progressed = False
         """Whether it was of use: a request got further in it, a question was answered, or it was well for long."""
         self._ready_at: float | None = None
-        self._heard = self._stepped = self._computed = clock.now()
-        self._cpu = 0.0
+        self.watchdog = Watchdog(clock)
         self._process, self._thread, self._sock = worker.process, worker.thread, worker.sock
         self._sock.setblocking(False)
         self._loop.add_reader(self._sock, self._on_readable)
@@ -75,7 +52,7 @@ class WorkerConnection:
 
     def welcome(self) -> None:
         """It has loaded the right model."""
-        self._ready_at = self._stepped
+        self._ready_at = self.watchdog.stepped_at
 
     def send(self, message: wire.ToWorker) -> None:
         """Send a frame now or as soon as the worker reads. A worker that is gone is noticed by the reader."""
@@ -97,25 +74,17 @@ class WorkerConnection:
 
     def overdue(self, patience: Patience, working: bool) -> str:
         """Why it has to be taken for dead; empty if it is well. `working`: whether it has a request or a question."""
-        now = self._clock.now()
-        if self._process is None or self.ended.done():
+        if self.ended.done() or (self._process is None and not self.ready):
             return ""
         if not self.ready:
-            silent = now - self._heard > patience.load
-            return f"no sign of life for {patience.load:g} s while loading" if silent else ""
+            return self.watchdog.loading(patience)
         if not working:
             self.rest()
-        elif now - self._heard > patience.silence:
-            return f"no sign of life for {patience.silence:g} s"
-        elif now - max(self._stepped, self._computed) > patience.stall:
-            return f"a step stood still for {patience.stall:g} s"
-        elif now - self._stepped > patience.step:
-            return f"a step took more than {patience.step:g} s"
-        return ""
+        return self.watchdog.overdue(patience) if self._process is not None else ""
 
     def rest(self) -> None:
         """Forget how long it has been silent: it had nothing to do, or nobody could have heard it."""
-        self._heard = self._stepped = self._computed = self._clock.now()
+        self.watchdog.rest()
 
     def kill(self, reason: str) -> None:
         """End the process at once."""
@@ -133,7 +102,7 @@ class WorkerConnection:
         with contextlib.suppress(OSError):  # the worker sees the end also where a fork of this process has the socket
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
-        if self._ready_at is not None and self._stepped - self._ready_at > _WELL_SECONDS:
+        if self._ready_at is not None and self.watchdog.stepped_at - self._ready_at > _WELL_SECONDS:
             self.progressed = True
         self.ended.set_result(reason)
 
@@ -183,7 +152,7 @@ class WorkerConnection:
         if not data:
             self.end("it closed the connection")
             return
-        self._heard = self._clock.now()
+        self.watchdog.heard()
         try:
             messages = self._frames.feed(data)
         except wire.WireError as error:
@@ -191,9 +160,9 @@ class WorkerConnection:
             return
         for message in messages:
             if isinstance(message, wire.Beat):
-                self._note_cpu(message.cpu)
+                self.watchdog.beat(message.cpu)
                 continue
-            self._stepped = self._heard
+            self.watchdog.stepped(message.stats if isinstance(message, wire.Step) else None)
             try:
                 self._receive(message)
             except Exception as error:  # what it said is lost, but not the tokens before: another worker goes on
@@ -211,7 +180,3 @@ class WorkerConnection:
         del self._backlog[:sent]
         if not self._backlog:
             self._loop.remove_writer(self._sock)
-
-    def _note_cpu(self, cpu: float) -> None:
-        if cpu - self._cpu > _COMPUTING:
-            self._cpu, self._computed = cpu, self._heard

@@ -13,7 +13,7 @@ from cairn.text.tokenizer import valid_text
 from cairn.text.tools import Call
 
 MAX_DEPTH = 64
-_HEAD = re.compile(r"\s*call:([^\s{}<>:]{1,256})\s*(?=\{)")
+_NAME = re.compile(r"([^\s{}<>:]{1,256})\s*(?=\{)")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _KEY = re.compile(r"[^\s:,{}\[\]<>\"]{1,256}")
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]{1,400}")
@@ -23,9 +23,11 @@ class _NoCall(Exception):
     """This is not how a call is written."""
 
 
-def brace_call(text: str, mark: str) -> Call | None:
-    """The call that a text is; None if it is anything else. `mark`: what stands around texts in it."""
-    found = _HEAD.match(text)
+def brace_call(text: str, mark: str, before: str = "call:") -> Call | None:
+    """The call that a text is; None if it is anything else. `mark`: what stands around texts in it; `before`: what
+    stands before its name."""
+    start = len(text) - len(text.lstrip())
+    found = _NAME.match(text, start + len(before)) if text.startswith(before, start) else None
     if found is None:
         return None
     reader = _Reader(text, found.end(), mark)

@@ -10,21 +10,27 @@ What stands between those two is of one of six kinds:
     braces    {x:1,y:<|"|>a<|"|>}, with marks around texts
     channel   the arguments alone, in a message on a channel (`harmony`)
 
-Which form a model uses is seen in its chat template. `hermes`, `qwen_xml` and `llama` are read by `tools`, whatever the
-template, `harmony` by the module of its name; the others by `call_section`, where the template shows them.
+Which form a model uses is said by what comes with it (`declared_form`), or seen in its chat template: by signs, for the
+forms of the table below, or in how it writes calls (`derived_form`). `hermes`, `qwen_xml` and `llama` are read by
+`tools`, whatever the template, `harmony` by the module of its name; the others by `call_section`, where the template
+shows them.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 Kind = Literal["object", "named", "tagged", "python", "braces", "channel"]
 
-_CONTROL = re.compile(r"<[^<>\s=\"]+>|\[[A-Z_]+\]")
+CONTROL = re.compile(r"<[^<>\s=\"]+>|\[[A-Z_]+\]")
 """What in a form may be one token of the model."""
+_LAST_KEY = re.compile(r'"([^"]+)"\s*:\s*\Z')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +46,10 @@ class CallFormat:
     end: str = ""
     """After the last one; "" where the answer ends there."""
     open: str = ""
-    """Before a call, with {name} where its name stands, and {index} for a number; of objects and of Python nothing."""
+    """Before a call, with {name} where its name stands, {index} for a number, {id} for letters and digits; of objects
+    and of Python nothing."""
     close: str = ""
+    """Behind it; of objects and of Python nothing."""
     joint: str = ""
     """Between two calls."""
     apart: str = "\n"
@@ -54,18 +62,29 @@ class CallFormat:
     """What an object holds before the name of its tool, with {index} for a number."""
     arguments: str = "arguments"
     """What an object calls its arguments."""
+    tail: str = "}"
+    """Behind the arguments of an object."""
     key: tuple[str, str] = ("", "")
-    """Before and behind the name of an argument in tags."""
+    """Before and behind the name of an argument in tags; {kind} where the second says whether it is a text."""
+    words: tuple[str, str] = ("", "")
+    """What stands there of a text and of anything else."""
     value_end: str = ""
     """Behind its value; in braces what stands around a text."""
     plain: bool = False
     """`tools` reads it."""
 
     @property
+    def named(self) -> str:
+        """What an object calls the name of its tool."""
+        found = _LAST_KEY.search(self.head)
+        return found[1] if found else "name"
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """Parts of it that may be control tokens of a model, and must be read as text."""
-        parts = (self.begin, self.end, self.open, self.close, self.joint, *self.key, self.value_end)
-        found = [one for part in parts for one in _CONTROL.findall(part)]
+        written = (self.begin, self.end, self.open, self.close, self.joint, *self.key, self.value_end)
+        parts = [part.replace("{name}", "").replace("{id}", "") for part in written]
+        found = [one for part in parts for one in CONTROL.findall(part)]
         return tuple(dict.fromkeys([*found, self.value_end] if self.kind == "braces" else found))
 
 
@@ -77,6 +96,7 @@ FORMATS: tuple[CallFormat, ...] = (
         kind="braces",
         begin="<|tool_call>",
         end="<tool_call|>",
+        open="call:{name}",
         value_end='<|"|>',
         apart="",
         single=True,
@@ -87,6 +107,7 @@ FORMATS: tuple[CallFormat, ...] = (
         kind="braces",
         begin="<start_function_call>",
         end="<end_function_call>",
+        open="call:{name}",
         value_end="<escape>",
         apart="",
         single=True,
@@ -245,6 +266,22 @@ def format_of(template: str) -> CallFormat | None:
         if one.signs and all(sign in template for sign in one.signs):
             return one
     return BY_NAME["llama"] if _BARE.search(template) else None
+
+
+@functools.lru_cache(maxsize=256)
+def form_by(name: str) -> CallFormat | None:
+    """The form that `name_of` tells; None for "" and for what is none."""
+    if not name.startswith("{"):
+        return BY_NAME.get(name)
+    try:
+        return msgspec.json.decode(name, type=CallFormat)
+    except msgspec.DecodeError:  # of another version
+        return None
+
+
+def name_of(form: CallFormat) -> str:
+    """What a form is told by: its name in the table, or all of it."""
+    return form.name if BY_NAME.get(form.name) is form else msgspec.json.encode(form).decode()
 
 
 def markers_of(formats: Iterable[CallFormat]) -> tuple[str, ...]:

@@ -95,13 +95,14 @@ class _Grammar:
         form, name = self._form, self._new("f")
         if form.kind == "object":
             start = f'{{{form.head}{json.dumps(tool.name)}, "{form.arguments}": '
-            self.rule(name, f"{_numbered(start)} {_json(tool.schema)} {_literal('}')}")
+            self.rule(name, f"{_numbered(start)} {_json(tool.schema)} {_literal(form.tail)}")
         elif form.kind == "python":
             given = self._keywords(tool.schema, "=", ", ", _json)
             self.rule(name, f"{_literal(tool.name + '(')} {given} {_literal(')')}")
         elif form.kind == "braces":
             given = self._keywords(tool.schema, ":", ",", self._braced)
-            self.rule(name, f"{_literal(f'call:{tool.name}{{')} {given} {_literal('}')}")
+            start = form.open.replace("{name}", tool.name) + "{"
+            self.rule(name, f"{_literal(start)} {given} {_literal('}')}")
         elif form.kind == "channel":
             header = f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>"
             self.rule(name, f"{_literal(header)} {_json(tool.schema)}")
@@ -121,7 +122,8 @@ class _Grammar:
         parts = []
         for key, value, required in _arguments(schema):
             name = self._new("a")
-            before = _literal(form.key[0] + key + form.key[1])
+            told = form.words[0 if is_text(value) else 1]
+            before = _literal(form.key[0] + key + form.key[1].replace("{kind}", told))
             self.rule(name, f"{before} {self._value(value)}")
             parts.append(name if required else f"{name}?")
         return " ".join(parts)
@@ -273,9 +275,12 @@ def _kinds(kind: Any) -> list[str]:
 
 
 def _numbered(text: str) -> str:
-    """A text with {index} for a number, at most once."""
-    before, index, behind = text.partition("{index}")
-    return f"{_literal(before)} /[0-9]{{1,3}}/ {_literal(behind)}" if index else _literal(before)
+    """A text with {index} for a number or {id} for letters and digits, at most once."""
+    for made_up, pattern in (("{index}", "[0-9]{1,3}"), ("{id}", "[0-9A-Za-z]{9}")):
+        before, found, behind = text.partition(made_up)
+        if found:
+            return f"{_literal(before)} /{pattern}/ {_literal(behind)}"
+    return _literal(text)
 
 
 def _literal(text: str) -> str:

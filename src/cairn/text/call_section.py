@@ -6,33 +6,25 @@ a text is looked at again only behind a mark that begins another section, and Py
 
 from __future__ import annotations
 
-import ast
 import enum
 import json
 import re
-import warnings
 from typing import ClassVar
 
 from cairn.text.brace_calls import brace_call
 from cairn.text.call_formats import CallFormat
 from cairn.text.json_scan import JsonScanner
+from cairn.text.python_calls import literal, python_calls
 from cairn.text.tokenizer import valid_text
 from cairn.text.tools import Call, call_of
 from cairn.types import OutputFormat
 
 MAX_NAME = 256
-MAX_LITERAL = 4096
-"""Characters of a value that is no JSON and may be Python's."""
 MAX_ENDS = 32
 """How often the end of Python's calls may turn out to stand in a text."""
 _BLANK = re.compile(r"\s{0,64}")
-_NUMBER = re.compile(r"[0-9]{0,9}")
-_COMMA = re.compile(r"\s*,\s*")
-_CLOSING = re.compile(r"\s*\)")
-_BEHIND = re.compile(r"\s*[,)]")
-_BEHIND_ANY = re.compile(r"[,)]")
-_KEYWORD = re.compile(r"""\s*([^\s=,(){}\[\]'"]{1,128})\s*=\s*""")
-_PYTHON_NAME = re.compile(r"\s*([\w.-]{1,256})\s*\(")
+_MADE_UP = {"{index}": re.compile(r"[0-9]{0,9}"), "{id}": re.compile(r"[0-9A-Za-z]{0,64}")}
+"""What a model makes up where a form has these."""
 
 
 class _At(enum.Enum):
@@ -80,6 +72,7 @@ class SectionReader:
         self._in_list = False
         self._pending: Call | None = None
         self._name = self._key = ""
+        self._is_text = False
         self._members: dict[str, str] = {}
         self._scanner = JsonScanner()
         self._calls: list[Call] = []
@@ -164,14 +157,16 @@ class SectionReader:
             self._at = _At.OBJECT
             return
         before, _, behind = form.open.partition("{name}")
-        behind, numbered, after = behind.partition("{index}")
+        kind = "{id}" if "{id}" in behind else "{index}"
+        behind, numbered, after = behind.partition(kind)
         stops = [part.strip() for part in (behind, form.key[0], form.end) if part.strip()]
         stops += ["\n"] if behind and not behind.strip() else []
+        stops += ["{"] if form.kind == "named" and not stops else []
         if not self._take(before) or (name := self._until(*stops)) is None or not name.strip():
             self._fail()
             return
         self._take(behind)
-        if numbered and not (self._number() and self._take(after)):
+        if numbered and not (self._word(_MADE_UP[kind]) and self._take(after)):
             self._fail()
             return
         self._name, self._members = name.strip(), {}
@@ -186,8 +181,22 @@ class SectionReader:
             raise _Wait
         text = self._scanner.text.strip()
         own = self._at is _At.OBJECT
-        call = call_of(self._scanner.members) if own else Call(self._name, text) if text.startswith("{") else None
+        call = (
+            call_of(self._usual(self._scanner.members))
+            if own
+            else Call(self._name, text)
+            if text.startswith("{")
+            else None
+        )
         self._end_call(call)
+
+    def _usual(self, members: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """The members of a call by the names that `tools` knows."""
+        names = {self._form.named: "name", self._form.arguments: "arguments"}
+        taken = {key for key, _ in members}
+        return [
+            (new if (new := names.get(key, key)) == key or new not in taken else key, value) for key, value in members
+        ]
 
     def _end_call(self, call: Call | None) -> None:
         self._pending, self._at = call, _At.FAILED if call is None else _At.CLOSE
@@ -195,7 +204,7 @@ class SectionReader:
     def _tag(self) -> None:
         """The next argument, or the end of the call."""
         if self._take(self._form.key[0]):
-            key = self._until(self._form.key[1].partition("\n")[0])
+            key = self._until(self._form.key[1].partition("{kind}")[0].partition("\n")[0])
             if key is None or not key.strip() or key.strip() in self._members:
                 self._fail()
                 return
@@ -209,7 +218,19 @@ class SectionReader:
 
     def _value(self) -> None:
         """Behind the name of an argument: what else stands before its value."""
-        if not self._take(self._form.key[1]):
+        before, told, behind = self._form.key[1].partition("{kind}")
+        text, other = self._form.words
+        known = self._key not in self._values.get(self._name, ())
+        if told and not self._take(before):
+            self._fail()
+            return
+        if told:
+            word = text if self._begins(text) is not None else other
+            known = word == text
+            if not self._take(word):
+                self._fail()
+                return
+        if not self._take(behind if told else before):
             self._fail()
             return
         if self._form.key[1].endswith("\n"):
@@ -217,7 +238,8 @@ class SectionReader:
             self._next += self._text[self._next] == "\n"
         self._scanner = JsonScanner()
         self._from = self._searched = self._next
-        self._at = _At.JSON_VALUE if self._key in self._values.get(self._name, ()) else _At.TEXT_VALUE
+        self._is_text = known
+        self._at = _At.TEXT_VALUE if known else _At.JSON_VALUE
 
     def _json_value(self) -> None:
         """What should be JSON and is none stays a text."""
@@ -238,7 +260,8 @@ class SectionReader:
             raise _Wait
         value = self._text[self._next : end]
         value = value.removesuffix("\n") if self._form.value_end.startswith("\n") else value
-        self._members[self._key] = json.dumps(valid_text(value), ensure_ascii=False)
+        written = None if self._is_text else literal(value.strip())
+        self._members[self._key] = written or json.dumps(valid_text(value), ensure_ascii=False)
         self._next, self._at = end + len(tag), _At.KEY
 
     def _close(self) -> None:
@@ -281,7 +304,7 @@ class SectionReader:
     def _python(self, end: int) -> bool:
         text = self._text[self._next : end]
         if self._form.kind == "braces":
-            call = brace_call(text, self._form.value_end)
+            call = brace_call(text, self._form.value_end, self._form.open.partition("{name}")[0])
             calls = None if call is None else [call]
         else:
             calls = python_calls(text)
@@ -324,9 +347,9 @@ class SectionReader:
         self._next = at
         return True
 
-    def _number(self) -> bool:
-        """Go behind a number."""
-        found = _NUMBER.match(self._text, self._next)
+    def _word(self, pattern: re.Pattern[str]) -> bool:
+        """Go behind a number or the like."""
+        found = pattern.match(self._text, self._next)
         assert found is not None
         if found.end() == len(self._text):
             raise _Wait
@@ -358,57 +381,3 @@ class SectionReader:
         _At.JOINT: _joint,
         _At.PYTHON: _find_end,
     }
-
-
-def python_calls(text: str) -> list[Call] | None:
-    """The calls that a list in Python's syntax makes, with keyword arguments alone; None if it is anything else."""
-    text = text.strip()
-    at, end = (1, len(text) - 1) if text[:1] == "[" and text[-1:] == "]" else (0, len(text))
-    calls: list[Call] = []
-    while at < end:
-        found = _PYTHON_NAME.match(text, at, end)
-        if found is None:
-            return None
-        arguments = _keywords(text, found.end(), end)
-        if arguments is None:
-            return None
-        written, at = arguments
-        calls.append(Call(found[1], written))
-        comma = _COMMA.match(text, at, end)
-        if comma is None:
-            return calls if not text[at:end].strip() else None
-        at = comma.end()
-    return calls or None
-
-
-def _keywords(text: str, at: int, end: int) -> tuple[str, int] | None:
-    """Keyword arguments from behind a bracket as a JSON object, and the place behind the closing one."""
-    found: dict[str, str] = {}
-    while not (close := _CLOSING.match(text, at, end)):
-        keyword = _KEYWORD.match(text, at, end)
-        value = None if keyword is None else _python_value(text, keyword.end(), end)
-        if keyword is None or value is None or keyword[1] in found:
-            return None
-        found[keyword[1]], at = value
-        comma = _COMMA.match(text, at, end)
-        if comma is None and not _CLOSING.match(text, at, end):
-            return None
-        at = comma.end() if comma else at
-    written = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in found.items())
-    return f"{{{written}}}", close.end()
-
-
-def _python_value(text: str, at: int, end: int) -> tuple[str, int] | None:
-    """A value as JSON, and the place behind it: one that is JSON already, or Python's own."""
-    scanner = JsonScanner()
-    stop = scanner.feed(text[:end] + " ", at)
-    if scanner.done and _BEHIND.match(text, stop, end):
-        return scanner.text.strip(), stop
-    for found in _BEHIND_ANY.finditer(text, at, min(end, at + MAX_LITERAL)):
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                value = ast.literal_eval(text[at : found.start()].strip())
-            return json.dumps(value, ensure_ascii=False, allow_nan=False), found.start()
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            continue
-    return None

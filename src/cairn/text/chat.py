@@ -22,7 +22,8 @@ from cairn.config import Config
 from cairn.errors import CairnError, ConfigError, InvalidRequest, ModelFileError, Unsupported
 from cairn.seams import Clock
 from cairn.system import SystemClock
-from cairn.text.call_formats import BY_NAME, CallFormat, format_of
+from cairn.text.call_formats import BY_NAME, CallFormat, format_of, name_of
+from cairn.text.chosen_form import chosen_form
 from cairn.text.compiler import Compiler
 from cairn.text.grammar import ANYTHING, Structure, Wanted
 from cairn.text.length import check_length
@@ -32,7 +33,15 @@ from cairn.text.renderer import Renderer, launch
 from cairn.text.replay import Answer, Prefix, ReplayTable, answer_of, assemble
 from cairn.text.sampled import offered_by, opener, visible_ids
 from cairn.text.shared_time import LongTexts
-from cairn.text.templates import ANSWERED, defaults, given_template, load_text, turn_ends, unusable
+from cairn.text.templates import (
+    ANSWERED,
+    defaults,
+    given_template,
+    load_text,
+    response_template,
+    turn_ends,
+    unusable,
+)
 from cairn.text.thoughts import HARMONY, thinks, thoughts_of
 from cairn.text.tokenizer import INLINE, Tokenizer, valid_text
 from cairn.text.tools import FUNCTION, offered_tools
@@ -134,6 +143,7 @@ class Chat:
         process = launch()
         try:
             tokenizer, templates = await asyncio.to_thread(load_text, folder, config.tokenizer)
+            declared = None if given is not None else await asyncio.to_thread(response_template, folder)
             chat = cls(tokenizer, templates if given is None else {"default": given}, config, clock)
         except BaseException:
             process.end()
@@ -153,14 +163,15 @@ class Chat:
             log.warning("%s: %s; %s", folder, chat._refusal, ELSE)
             return chat
         try:
-            await chat._look_at_templates()
+            await chat._look_at_templates(declared)
         except BaseException:
             await chat._renderer.close()
             raise
         return chat
 
-    async def _look_at_templates(self) -> None:
-        """Find out what each template shows of messages, and what it ends the assistant's turns with."""
+    async def _look_at_templates(self, declared: Any) -> None:
+        """Find out what each template shows of messages, what it ends the assistant's turns with, and how it calls
+        tools. `declared`: the model's response template."""
         assert self._renderer is not None
         renderer = self._renderer
 
@@ -186,6 +197,14 @@ class Chat:
             text = None
         if text is not None and self._thought is not HARMONY:  # there messages end, and answers go on
             self.tokenizer.end_ids |= turn_ends(text, self.tokenizer)
+        ends = {text for text, i in self.tokenizer.controls.ids.items() if i in self.tokenizer.end_ids}
+        for name, text in self._templates.items():
+            try:
+                self._forms[name] = await chosen_form(
+                    text, partial(render, name), self._traits[name][True], declared, ends
+                )
+            except CairnError as error:
+                log.warning("how the chat template calls tools is known by its signs alone: %s", error)
         await renderer.settled()
 
     @property
@@ -506,8 +525,8 @@ class Chat:
 
 
 def _read_apart(form: CallFormat | None) -> str:
-    """The name of a form that has a reader of its own."""
-    return form.name if form is not None and not form.plain else ""
+    """What a form that has a reader of its own is told by."""
+    return name_of(form) if form is not None and not form.plain else ""
 
 
 def _json(value: Any) -> bytes:

@@ -14,7 +14,7 @@ import copy
 import re
 from collections.abc import Callable
 
-from cairn.text.call_formats import BY_NAME, FORMATS, markers_of
+from cairn.text.call_formats import FORMATS, form_by, markers_of
 from cairn.text.call_section import SectionReader
 from cairn.text.harmony import HarmonySplitter
 from cairn.text.pieces import Piece
@@ -35,9 +35,15 @@ def markers(output: OutputFormat) -> tuple[str, ...]:
     """Those of a format."""
     if not (output.reasoning or output.tools):
         return ()
-    form = BY_NAME.get(output.calls)
+    form = form_by(output.calls)
     found = (*TAGS, *thoughts(output).markers)
     return found if form is None else (*found, *form.markers)
+
+
+def further_markers(output: OutputFormat) -> tuple[str, ...]:
+    """Those of a form that is no other model's: `all_markers` lacks them."""
+    form = form_by(output.calls)
+    return () if form is None or form in FORMATS else form.markers
 
 
 MOST_LEAD = 16
@@ -64,7 +70,7 @@ class Splitter:
         """Reasoning may begin here."""
         self._lead = True
         """No content has come yet."""
-        self._form = BY_NAME.get(output.calls) if output.tools else None
+        self._form = form_by(output.calls) if output.tools else None
         self._sign = self._form.begin.strip() if self._form is not None else ""
         marks = dict.fromkeys([OPEN, self._sign] if self._sign else [OPEN])
         self._tags = {"text": list(marks) if output.tools else [], "reasoning": [self._thought.close]}

@@ -92,7 +92,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
         output = request.output
         formats = output.reasoning or output.tools
-        spelt = all_markers(tokenizer.token_id) if request.grammar else markers(output)
+        spelt = {*markers(output), *(all_markers(tokenizer.token_id) if request.grammar else ())}
         kept = {i for tag in spelt if (i := tokenizer.token_id(tag)) is not None}
         ends = tokenizer.control_ids.intersection(request.sampling.stop_token_ids)
         skip = (tokenizer.special_ids | ends) - kept

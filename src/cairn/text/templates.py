@@ -87,6 +87,11 @@ def _templates_of(folder: Path) -> dict[str, str]:
     return templates
 
 
+def response_template(folder: Path) -> Any:
+    """What a model declares of how its answers are read (`declared_form`); None where it says nothing of it."""
+    return None if is_gguf(folder) else read_optional_json(folder / "tokenizer_config.json").get("response_template")
+
+
 def given_template(given: str) -> str:
     """A template by name or from a file. Raises ConfigError."""
     if given in NAMED:

@@ -24,8 +24,8 @@ _CALL: Message = {
 }
 _CALLS: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 _RESULT: Message = {"role": "tool", "content": RESULT, "tool_call_id": "probe0001", "name": NAME}
-_ASKED: Message = {"role": "user", "content": USER}
-_OFFERED: Message = {
+ASKED: Message = {"role": "user", "content": USER}
+OFFERED: Message = {
     "type": "function",
     "function": {
         "name": TOOL,
@@ -59,18 +59,18 @@ class Traits(NamedTuple):
 async def find_traits(render: Render) -> tuple[Traits, Traits]:
     """A template's traits without tools and with them."""
     nothing: dict[str, Any] = {"tools": None, "documents": None}
-    with_none, without = await render([_ASKED], nothing), await render([_ASKED], {})
+    with_none, without = await render([ASKED], nothing), await render([ASKED], {})
     absent = without is not None and (with_none is None or len(without) < len(with_none))
     given = {} if absent else nothing
     parts: frozenset[str] = frozenset()
     plain = Traits(absent=absent)
     if with_none is not None or without is not None:
         parts = await _find_parts(render, given)
-        late = await render(in_parts([_ASKED, {"role": "system", "content": SYSTEM}], parts), given)
+        late = await render(in_parts([ASKED, {"role": "system", "content": SYSTEM}], parts), given)
         middle = late is not None and -1 < late.find(USER) < late.find(SYSTEM)
         plain = await _find_calls(render, Traits(absent=absent, parts=parts, middle=middle), given)
-    offered = {**given, "tools": [_OFFERED]}
-    shown = await render(in_parts([_ASKED], parts), offered)
+    offered = {**given, "tools": [OFFERED]}
+    shown = await render(in_parts([ASKED], parts), offered)
     if not (_shows(shown, TOOL) or _shows(shown, KEY)):
         return plain, plain
     return plain, await _find_calls(render, plain._replace(offers=True), offered)
@@ -79,9 +79,9 @@ async def find_traits(render: Render) -> tuple[Traits, Traits]:
 async def _find_parts(render: Render, given: dict[str, Any]) -> frozenset[str]:
     parts: set[str] = set()
     for role, probe, conversation in (
-        ("user", USER, [_ASKED]),
-        ("system", SYSTEM, [{"role": "system", "content": SYSTEM}, _ASKED]),
-        ("assistant", SAID, [_ASKED, _said(SAID), {"role": "user", "content": MORE}]),
+        ("user", USER, [ASKED]),
+        ("system", SYSTEM, [{"role": "system", "content": SYSTEM}, ASKED]),
+        ("assistant", SAID, [ASKED, _said(SAID), {"role": "user", "content": MORE}]),
     ):
         if not _shows(await render(in_parts(conversation, parts), given), probe) and _shows(
             await render(in_parts(conversation, {*parts, role}), given), probe
@@ -96,13 +96,13 @@ async def _find_calls(render: Render, traits: Traits, given: dict[str, Any]) -> 
     async def shows(conversation: list[Message], *probes: str) -> bool:
         return _shows(await render(in_parts(conversation, traits.parts), given), *probes)
 
-    whole = [_ASKED, _CALLS, _RESULT]
+    whole = [ASKED, _CALLS, _RESULT]
     both = await shows(whole, NAME, VALUE, RESULT)
-    calls = both or await shows([_ASKED, _CALLS], NAME, VALUE) or await shows(whole, NAME, VALUE)
-    results = both or await shows([_ASKED, _CALLS if calls else _said(SAID), _RESULT], RESULT)
+    calls = both or await shows([ASKED, _CALLS], NAME, VALUE) or await shows(whole, NAME, VALUE)
+    results = both or await shows([ASKED, _CALLS if calls else _said(SAID), _RESULT], RESULT)
     tail = [_RESULT] if results else []
-    beside = not calls or await shows([_ASKED, {**_CALLS, "content": SAID}, *tail], SAID, NAME)
-    apart = not beside and await shows([_ASKED, _said(SAID), _CALLS, *tail], SAID, NAME)
+    beside = not calls or await shows([ASKED, {**_CALLS, "content": SAID}, *tail], SAID, NAME)
+    apart = not beside and await shows([ASKED, _said(SAID), _CALLS, *tail], SAID, NAME)
     return traits._replace(calls=calls, results=results, beside=beside, apart=apart)
 
 

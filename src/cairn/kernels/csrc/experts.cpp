@@ -213,6 +213,21 @@ void Program::run_experts(Buckets& b, const Sizes& sizes) {
     }
 }
 
+void Program::scale_shares(float* shares, const std::int32_t* chosen, Index each_token, const float* factors) {
+    calls_.push_back([=](const Sizes& sizes) {
+        for (Index i = 0; i < sizes.tokens * each_token; i++) shares[i] *= factors[chosen[i]];
+    });
+}
+
+void Program::scale_tokens(const float* x, Index size, float* shares, float* out) {
+    calls_.push_back([=, this](const Sizes& sizes) {
+        each(sizes.tokens, size, [=](Index row, int) {
+            for (Index i = row * size; i < (row + 1) * size; i++) out[i] = x[i] * shares[row];
+            shares[row] = 1.0f;
+        });
+    });
+}
+
 void Program::add_gated(const float* x, const float* gate, Index size, float* hidden) {
     calls_.push_back([=, this](const Sizes& sizes) {
         each(sizes.tokens, size, [=](Index row, int) {

@@ -241,7 +241,10 @@ struct Attend {
     Index next_count, next_head;
 
     // The first position that one at `at` sees.
-    Index low(Index at) const { return window && at >= window ? at - window + 1 : 0; }
+    Index low(Index at) const {
+        if (window < 0) return at - at % -window;  // positions in pieces of that size, each for itself
+        return window && at >= window ? at - window + 1 : 0;
+    }
     // Behind the last position that it sees.
     Index high(Index at) const { return !both ? at + 1 : window && at + window < length ? at + window : length; }
 };

@@ -361,10 +361,11 @@ void Program::scale_logits(float* logits, Index size, float factor) {
     });
 }
 
-void Program::scale_queries(float* query, Index size, const std::int32_t* positions, float beta, float original) {
+void Program::scale_queries(float* query, Index size, const std::int32_t* positions, float beta, float original,
+                            int ahead) {
     calls_.push_back([=, this](const Sizes& sizes) {
         each(sizes.tokens, size, [=](Index row, int) {
-            const float turns = std::floor(static_cast<float>(positions[row]) / original);
+            const float turns = std::floor(static_cast<float>(positions[row] + ahead) / original);
             const float factor = 1.0f + beta * std::log(1.0f + turns);
             for (Index i = row * size; i < (row + 1) * size; i++) query[i] *= factor;
         });

@@ -77,7 +77,7 @@ class Program {
 
     void softcap(float* logits, Index size, float cap);
     void scale_logits(float* logits, Index size, float factor);
-    void scale_queries(float* query, Index size, const std::int32_t* positions, float beta, float original);
+    void scale_queries(float* query, Index size, const std::int32_t* positions, float beta, float original, int ahead);
     void latent_write(const LatentWrite& job);
     // Queries of `wide` numbers, of which the last are turned, through their heads' keys; `kept` numbers of each.
     void latent_queries(const float* x, Index wide, const std::vector<MatrixView>& keys, const float* angles,
@@ -94,6 +94,16 @@ class Program {
     // activation(x) times `size` numbers of rows of `wide`.
     void gate_with(const float* x, Index size, Activation activation, const float* by, Index wide, Index from,
                    float* out);
+    // Streams x[M, count, size] of a hidden state, in streams.cpp.
+    void mix_streams(const float* x, Index count, Index size, const float* parts, float* out);
+    void correct_streams(const float* given, const float* parts, Index count, Index size, Index active, float* x);
+    void take_stream(const float* x, Index count, Index size, Index place, float* out);
+    void put_stream(const float* x, Index count, Index size, Index place, float* out);
+    void add_streams(const float* x, Index count, Index size, Index first, float* out);
+    void match_magnitude(const float* like, Index size, float* x);
+    // The first half of gates[M, 2 width].
+    void sparsify(float* gates, Index width, float factor);
+    void scale_columns(const float* x, Index size, const float* weight, float* out);
     // Each head's x, of `wide` numbers, through its matrix.
     void heads_product(const float* x, Index wide, const std::vector<MatrixView>& matrices, float* out, Index out_wide,
                        Index most);
@@ -103,6 +113,10 @@ class Program {
     void experts(const float* x, const std::int32_t* chosen, const float* shares, Index each,
                  const std::vector<MatrixView>& gate_up, Activation activation, const std::vector<MatrixView>& down,
                  float* out, Index most);
+    // Each of them times the factor of its expert.
+    void scale_shares(float* shares, const std::int32_t* chosen, Index each_token, const float* factors);
+    // out[M, size] = x times each token's one share, which becomes 1.
+    void scale_tokens(const float* x, Index size, float* shares, float* out);
     void add_gated(const float* x, const float* gate, Index size, float* hidden);
     void convolve(const Convolution& job, Index most);
     void scan(const Scan& job);

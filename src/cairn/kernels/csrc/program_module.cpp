@@ -11,6 +11,7 @@
 #include "matrix.h"
 #include "program.h"
 #include "recurrent_module.h"
+#include "streams_module.h"
 #include "team.h"
 
 namespace nb = nanobind;
@@ -198,10 +199,11 @@ void scale_logits(Program& program, const Floats& logits, double factor) {
     program.scale_logits(logits.data(), static_cast<Index>(logits.shape(1)), static_cast<float>(factor));
 }
 
-void scale_queries(Program& program, const Floats& query, const Ints& positions, double beta, double original) {
+void scale_queries(Program& program, const Floats& query, const Ints& positions, double beta, double original,
+                   int ahead) {
     check(query.ndim() == 3 && original > 0, "a query is [M, Q, D], and a context more than 0");
     program.scale_queries(query.data(), static_cast<Index>(query.shape(1) * query.shape(2)), positions.data(),
-                          static_cast<float>(beta), static_cast<float>(original));
+                          static_cast<float>(beta), static_cast<float>(original), ahead);
 }
 
 void route(Program& program, const ConstFloats& scores, const std::optional<ConstFloats>& bias, const std::string& kind,
@@ -241,6 +243,18 @@ void experts(Program& program, const ConstFloats& x, const Ints& chosen, const C
                     static_cast<Index>(x.shape(0)));
 }
 
+void scale_shares(Program& program, const Floats& shares, const Choices& chosen, const ConstFloats& factors) {
+    check(shares.ndim() == 2 && chosen.ndim() == 2 && shares.shape(1) == chosen.shape(1), "there is a share for each choice");
+    check(factors.ndim() == 1, "there is a factor for each expert");
+    program.scale_shares(shares.data(), chosen.data(), static_cast<Index>(shares.shape(1)), factors.data());
+}
+
+void scale_tokens(Program& program, const ConstFloats& x, const Floats& shares, const Floats& out) {
+    check(x.ndim() == 2 && out.ndim() == 2 && x.shape(1) == out.shape(1), "an output has its input's width");
+    check(shares.ndim() == 2 && shares.shape(1) == 1, "there is one share for each token");
+    program.scale_tokens(x.data(), static_cast<Index>(x.shape(1)), shares.data(), out.data());
+}
+
 void add_gated(Program& program, const ConstFloats& x, const ConstFloats& gate, const Floats& hidden) {
     check(x.ndim() == 2 && hidden.ndim() == 2 && x.shape(1) == hidden.shape(1), "what is added has hidden's width");
     check(gate.ndim() == 2 && gate.shape(1) == 1, "a gate is [M, 1]");
@@ -257,6 +271,7 @@ void bind_program(nb::module_& module, const Variant& (*find)(const std::string&
     bind_recurrent(program);
     bind_latent(program);
     bind_heads(program);
+    bind_streams(program);
     program
         .def("__init__", [find](Program* self, const std::string& variant,
                             std::shared_ptr<Team> team) { new (self) Program(find(variant), std::move(team)); })
@@ -282,9 +297,11 @@ void bind_program(nb::module_& module, const Variant& (*find)(const std::string&
         .def("logits", &logits, array, array, array, nb::arg(), nb::arg(), array)
         .def("softcap", &softcap, array, nb::arg())
         .def("scale_logits", &scale_logits, array, nb::arg())
-        .def("scale_queries", &scale_queries, array, array, nb::arg(), nb::arg())
+        .def("scale_queries", &scale_queries, array, array, nb::arg(), nb::arg(), nb::arg("ahead") = 0)
         .def("route", &route, array, maybe, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), array, array)
         .def("experts", &experts, array, array, array, nb::arg(), nb::arg(), nb::arg(), array)
+        .def("scale_shares", &scale_shares, array, array, array)
+        .def("scale_tokens", &scale_tokens, array, array, array)
         .def("add_gated", &add_gated, array, array, array)
         .def("run", [](Program& self, Index tokens, Index rows, Index wanted) { self.run({tokens, rows, wanted}); },
              nb::call_guard<nb::gil_scoped_release>());

@@ -1,0 +1,61 @@
+"""A SQLite file of one's own: opened, brought to its newest form, and used by one thread at a time.
+
+Whatever is erased is overwritten (`secure_delete`). A change is durable when it is over, or did not happen.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from cairn.errors import Unavailable
+
+
+class Database:
+    """One file. Every use may raise Unavailable where the disk refuses it."""
+
+    def __init__(self, path: Path, forms: Sequence[str]) -> None:
+        """`forms`: SQL that makes the first form of the file, and of each form the next; how many of them were applied
+        is the file's version. Unavailable where it cannot be opened, or a newer Cairn has written it."""
+        self._lock = threading.Lock()
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            path.chmod(0o600)
+            self._db.executescript("PRAGMA journal_mode=TRUNCATE; PRAGMA synchronous=FULL; PRAGMA secure_delete=ON;")
+            (version,) = self._db.execute("PRAGMA user_version").fetchone()
+            if version > len(forms):
+                raise Unavailable(f"{path}: written by a newer Cairn (format {version})")
+            for number, form in enumerate(forms[version:], version + 1):
+                self._db.executescript(f"BEGIN; {form} PRAGMA user_version={number}; COMMIT;")
+        except (sqlite3.Error, OSError) as error:
+            raise Unavailable(f"{path}: the collections cannot be opened: {error}") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._db.close()
+
+    @contextmanager
+    def change(self) -> Iterator[sqlite3.Connection]:
+        """A transaction: all of it is durable on return, or nothing of it is there."""
+        with self.read() as db:
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                yield db
+                db.execute("COMMIT")
+            except BaseException:
+                db.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def read(self) -> Iterator[sqlite3.Connection]:
+        """The file, for this thread alone."""
+        with self._lock:
+            try:
+                yield self._db
+            except sqlite3.Error as error:
+                raise Unavailable(f"the collections cannot be used: {error}", retry_after=10.0) from error

@@ -1,0 +1,85 @@
+"""The parent's side of `cairn.rag.extraction`: a process for each document, killed when it overruns."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from typing import BinaryIO
+
+import msgspec
+
+from cairn.errors import InvalidRequest, Unavailable
+from cairn.rag.definition import MAX_BYTES, DocumentKind
+from cairn.rag.extraction import MEMORY, SECONDS, Extracted
+from cairn.rag.outline import Section
+from cairn.system import without_secrets
+
+AT_ONCE = 2
+"""Documents that are read at once: each may take a core and a gigabyte."""
+STALLED = 4.0 * SECONDS
+"""Seconds after which a process is killed that has not used up its own processor time: the machine is busy, or it
+waits for something."""
+MOST_READ = 2 * MAX_BYTES + (16 << 20)
+"""Bytes that a process may answer: text of the longest document, and headings."""
+
+
+class Extractor:
+    """Reads documents, a few at once."""
+
+    def __init__(self) -> None:
+        self._room = asyncio.Semaphore(AT_ONCE)
+
+    async def read(self, kind: DocumentKind, file: BinaryIO, field: str) -> list[Section]:
+        """The sections of a document in a real file, from where it stands.
+
+        InvalidRequest naming `field` for what cannot be read, or not within the limits; Unavailable where no process
+        can be started. The process is gone on return, also when the caller was cancelled.
+        """
+        async with self._room:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-P", "-m", "cairn.rag.extraction", kind),  # -P: nothing from the working folder
+                    stdin=file,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.DEVNULL,
+                    env=without_secrets(),
+                    process_group=0,  # Ctrl-C in a terminal is for the parent
+                )
+            except OSError as error:
+                raise Unavailable(f"the document cannot be read now: {error}", retry_after=5.0) from error
+            try:
+                async with asyncio.timeout(STALLED):
+                    data = await _all(process)
+                    ended = await process.wait()
+            except TimeoutError:
+                raise Unavailable(f"the document was not read in {STALLED:g} s; try again", retry_after=30.0) from None
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+        return _read(data, ended, field)
+
+
+async def _all(process: asyncio.subprocess.Process) -> bytes:
+    assert process.stdout is not None
+    data = bytearray()
+    while piece := await process.stdout.read(1 << 20):
+        data += piece
+        if len(data) > MOST_READ:
+            process.kill()
+            return b""
+    return bytes(data)
+
+
+def _read(data: bytes, ended: int, field: str) -> list[Section]:
+    if ended == -signal.SIGXCPU:
+        raise InvalidRequest(f"{field}: reading the document takes more than {SECONDS} s, the limit", field=field)
+    try:
+        found = msgspec.msgpack.decode(data, type=Extracted)
+    except msgspec.MsgspecError:
+        why = f"broke down over it; it may take {SECONDS} s and {MEMORY >> 20} MiB"
+        raise InvalidRequest(f"{field}: what reads documents {why}", field=field) from None
+    if found.error:
+        raise InvalidRequest(f"{field}: {found.error}", field=field)
+    return found.sections

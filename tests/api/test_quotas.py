@@ -1,0 +1,87 @@
+"""What tenants may keep: agents, and bytes on the disk; and that one's limits are nothing to another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from homes import home
+from tests.agents.house import talking_model
+
+from cairn.api import quotas
+from cairn.config import Config, Secret, TenantKeys, TenantLimits, limits_of
+
+TURN = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 4, "ignore_eos": True}
+LIMITS = {
+    "ada": TenantLimits(max_agents=2),
+    "bob": TenantLimits(max_disk_mib=1, input_tokens_per_minute=100_000, output_tokens_per_minute=30),
+}
+TENANTS = tuple(TenantKeys(name, (Secret(f"key-of-{name}"),), one) for name, one in LIMITS.items())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return talking_model(tmp_path_factory.mktemp("quotas") / "tiny")
+
+
+def key(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer key-of-{name}"}
+
+
+def refused(answer: httpx.Response, limit: str) -> bool:
+    error = answer.json()["error"]
+    return (answer.status_code, error["code"], error["param"]) == (403, "quota_exceeded", limit)
+
+
+async def test_two_tenants_have_their_own_limits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with home(folder, tenants=TENANTS) as (house, http):
+        house.agents.bound(limits_of(Config(tenants=TENANTS)))
+
+        async def post(name: str, path: str, **body: Any) -> httpx.Response:
+            return await http.post(path, json=body, headers=key(name))
+
+        # agents: ada may have two, however they are made; bob as many as he likes
+        assert (await post("ada", "/v1/agents", id="one")).status_code == 201
+        assert (await post("ada", "/v1/agents", id="two")).status_code == 201
+        assert refused(await post("ada", "/v1/agents", id="three"), "max_agents")
+        assert refused(await post("ada", "/v1/agents/one/fork", id="three"), "max_agents")
+        for number in range(3):
+            assert (await post("bob", "/v1/agents", id=f"b{number}")).status_code == 201
+        assert (await http.delete("/v1/agents/one", headers=key("ada"))).status_code == 200
+        assert (await post("ada", "/v1/agents", id="three")).status_code == 201
+        chat = await http.post("/v1/chat/completions", json=TURN, headers={**key("ada"), "x-cairn-agent": "four"})
+        assert chat.status_code == 200  # it is answered, and no account is opened for it
+
+        # bytes on the disk: bob may keep one MiB
+        assert 0 < await house.agents.bytes_of("bob") < 10_000
+        monkeypatch.setattr(quotas, "FRESH_SECONDS", 0.0)
+        monkeypatch.setattr(quotas, "MIB", 2000)
+        long = {**TURN, "messages": [{"role": "user", "content": "many words " * 100}]}
+        answers = [await post("bob", "/v1/agents/b0/turns", **long) for _ in range(3)]
+        assert answers[0].status_code == 200 and refused(answers[-1], "max_disk_mib")
+        assert refused(await post("bob", "/v1/teams", id="t", members=[{"name": "a"}]), "max_disk_mib")
+        assert (await post("ada", "/v1/agents/two/turns", **long)).status_code == 200
+        held = await house.agents.bytes_of("bob")
+        assert held > 2000 > await house.agents.bytes_of("nobody") == 0
+        assert (await post("bob", "/v1/chat/completions", **TURN)).status_code == 200  # it keeps nothing of his
+        assert (await http.get("/v1/agents/b0/turns", headers=key("bob"))).status_code == 200
+        for number in range(3):
+            assert (await http.delete(f"/v1/agents/b{number}", headers=key("bob"))).status_code == 200
+        assert await house.agents.bytes_of("bob") == 0
+        assert (await post("bob", "/v1/agents", id="again")).status_code == 201
+
+
+async def test_tokens_in_and_out_have_limits_of_their_own(folder: Path) -> None:
+    async with home(folder, tenants=TENANTS) as (_, http):
+        for _ in range(8):
+            last = await http.post("/v1/chat/completions", json={**TURN, "max_tokens": 8}, headers=key("bob"))
+        assert last.status_code == 429 and "output tokens of a minute (output_tokens_per_minute)" in last.text
+        assert last.headers["x-ratelimit-remaining-output-tokens"] == "0"
+        assert last.headers["x-ratelimit-limit-input-tokens"] == "100000" and int(last.headers["retry-after"]) >= 1
+        message = {**TURN, "model": "m"}
+        del message["ignore_eos"]
+        other = await http.post("/v1/messages", json=message, headers=key("bob"))
+        assert other.headers["anthropic-ratelimit-output-tokens-limit"] == "30"
+        assert (await http.post("/v1/chat/completions", json=TURN, headers=key("ada"))).status_code == 200

@@ -1,0 +1,229 @@
+"""Tokens that a grammar leaves no choice about are appended without sampling: the same answer, in fewer steps."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+from tests.test_scheduler import Rig
+
+from cairn.engine.base import Pending
+from cairn.sequence import MOST_FORCED, Matcher
+from cairn.service.grammars import GrammarMatcher, Tokens, Vocabulary, compile_grammar
+from cairn.service.masks import Masks
+from cairn.service.reasoning_budget import BudgetMatcher
+from cairn.text.grammar import Shape, Structure, checked
+from cairn.types import FinishReason, OutputFormat, Request, SamplingExtras, SamplingParams
+
+PIECES = (b"name", b"na", b"am", b"me", b'":', b'"', b"ab", b"abc", b"bc", b"the", b"th", b"he", b'{"', b'"}', b', "')
+END = 63
+GRAMMARS = (
+    '"name(ab|th)e(na)?me"',
+    "abc(d|e)thethe(-[a-c]{1,3}){2}name",
+    "(abc|abd)(name)*",
+    '\\{"name": "(the|ab)", "(e|f)": "abcabc"\\}',
+    "thename",
+    "[a-e]{2}namename[a-e]{2}the",
+)
+LONG = "([a-f]{2}-name){3}[a-f]{20}"
+
+
+@cache
+def vocabulary() -> Vocabulary:
+    """64 tokens, as the rig's engine has: letters, some pieces of words, and one that ends an answer."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    tokens = [bytes([97 + i]) for i in range(26)] + [bytes([byte]) for byte in b'-{}:," '] + list(PIECES)
+    tokens = list(dict.fromkeys(tokens))
+    tokens += [b"\xff<|%d|>" % i for i in range(len(tokens), END)] + [b"\xff<|end|>"]
+    special = [i for i, token in enumerate(tokens) if token.startswith(b"\xff")]
+    wrapper = TokenizerWrapper(Tokens(tokens, special, END, lambda text: []))
+    made = Vocabulary(LLTokenizer(wrapper, eos_token=[END], slices=[]), frozenset(special))
+    return made._replace(closes={"": tuple(tokens.index(bytes([byte])) for byte in b"the")})
+
+
+@cache
+def compiled(pattern: str) -> Any:
+    return compile_grammar(vocabulary(), checked(Shape(structure=Structure(kind="regex", text=pattern))))
+
+
+class OneByOne:
+    """A matcher that knows of nothing that is forced."""
+
+    def __init__(self, inner: Matcher) -> None:
+        self.inner = inner
+
+    @property
+    def over(self) -> bool:
+        return self.inner.over
+
+    def mask(self) -> Pending[bytes] | None:
+        return self.inner.mask()
+
+    def consume(self, token: int) -> None:
+        self.inner.consume(token)
+
+    def forced(self) -> int | None:
+        return None
+
+
+MASKS = Masks()
+
+
+def follows(request: Request, pattern: str, *, appended: bool, budget: int | None = None) -> Matcher:
+    matcher: Matcher = GrammarMatcher(compiled(pattern).deep_copy(), vocabulary(), (END,), MASKS)
+    if budget is not None:
+        matcher = BudgetMatcher(matcher, vocabulary(), budget, OutputFormat(reasoning=True, reasoning_open=True))
+    for token in request.generated:
+        matcher.consume(token)
+    return matcher if appended else OneByOne(matcher)
+
+
+def made(id: int, **fields: Any) -> Request:
+    sampling = SamplingParams(
+        **{"max_tokens": 60, "temperature": 1.0, "seed": id, "stop_token_ids": (END,)} | fields.pop("sampling", {})
+    )
+    return Request(id=id, prompt=(id, 3, 4), sampling=sampling, grammar="is followed", **fields)
+
+
+def answers(
+    requests: Sequence[Request], patterns: Sequence[str], *, appended: bool, **limits: Any
+) -> tuple[list[tuple[list[int], FinishReason | None]], Rig]:
+    rig = Rig(**limits)
+    for request, pattern in zip(requests, patterns, strict=True):
+        rig.scheduler.add(request, follows(request, pattern, appended=appended))
+    rig.run()
+    assert rig.nothing_held()
+    return [(rig.tokens(request.id), rig.finish(request.id)) for request in requests], rig
+
+
+def some(count: int, chance: random.Random) -> tuple[list[Request], list[str]]:
+    """Requests with all kinds of options, and what each is held to."""
+    requests = [
+        made(
+            id,
+            choice=chance.randrange(3),
+            sampling={
+                "max_tokens": chance.choice((1, 2, 5, 9, 60, 60)),
+                "temperature": chance.choice((0.0, 1.0)),
+                "repetition_penalty": chance.choice((1.0, 1.4)),
+                "presence_penalty": chance.choice((0.0, 0.5)),
+                "min_tokens": chance.choice((0, 0, 4)),
+                "logit_bias": chance.choice(((), ((7, 3.0),))),
+                "logprobs": chance.random() < 0.1,
+                "seed": chance.randrange(100),
+            },
+        )
+        for id in range(1, count + 1)
+    ]
+    return requests, [chance.choice((*GRAMMARS, LONG, LONG, LONG)) for _ in requests]
+
+
+def test_the_answer_is_the_same_in_fewer_steps() -> None:
+    """In company, with too few blocks for all, in small steps and large ones, over groups with windows and states."""
+    preemptions = 0
+    for seed in range(9):
+        chance = random.Random(seed)
+        requests, patterns = some(12, chance)
+        limits: dict[str, Any] = {"windows": ((0,), (0, 7), (0, -1))[seed % 3]}
+        plain, rig = answers(requests, patterns, appended=False, **limits)
+        pairs = zip(requests, patterns, strict=True)
+        alone = [answers([one], [held], appended=True, **limits)[0][0] for one, held in pairs]
+        tight = limits | {"blocks": 11, "step_tokens": (12, 64)[seed % 2]}
+        together, crowded = answers(requests, patterns, appended=True, **tight)
+        roomy, quick = answers(requests, patterns, appended=True, **limits)
+        assert plain == alone == together == roomy
+        assert sum(len(plan.rows) for plan in quick.plans) < sum(len(plan.rows) for plan in rig.plans)
+        preemptions += crowded.scheduler.stats().preemptions
+    assert preemptions > 5
+
+
+@pytest.mark.parametrize("pattern", GRAMMARS)
+def test_a_death_anywhere_changes_nothing(pattern: str) -> None:
+    """In the middle of a run too: what was told goes on as if nothing had happened."""
+    request = made(1)
+    ((whole, finish),), _ = answers([request], [pattern], appended=False)
+    for count in range(len(whole)):
+        again = made(1, generated=tuple(whole[:count]))
+        ((rest, ended),), _ = answers([again], [pattern], appended=True)
+        assert (whole[:count] + rest, ended) == (whole, finish)
+
+
+@pytest.mark.parametrize("pattern", GRAMMARS)
+def test_a_limit_within_a_run_cuts_it_there(pattern: str) -> None:
+    ((whole, _),), _ = answers([made(1)], [pattern], appended=False)
+    for most in range(1, len(whole) + 1):
+        cut, _ = answers([made(1, sampling={"max_tokens": most})], [pattern], appended=True)
+        assert cut == answers([made(1, sampling={"max_tokens": most})], [pattern], appended=False)[0]
+        assert len(cut[0][0]) == most
+
+
+def test_the_context_ends_within_a_run() -> None:
+    for context in range(4, 9):
+        cut, _ = answers([made(1)], ["thenamethenamethename"], appended=True, context=context)
+        plain, _ = answers([made(1)], ["thenamethenamethename"], appended=False, context=context)
+        assert cut == plain and cut[0][1] is FinishReason.LENGTH
+
+
+def test_an_answer_without_any_choice_takes_no_step() -> None:
+    ((tokens, finish),), rig = answers([made(1)], ["thename"], appended=True)
+    assert finish is FinishReason.STOP and not any(plan.rows for plan in rig.plans)
+    assert [tokens] == [answers([made(1)], ["thename"], appended=False)[0][0][0]]
+
+
+def test_a_long_run_holds_nobody_up_for_long() -> None:
+    """It is looked at in parts."""
+    text = "abcdefghij" * 12
+    (one,), rig = answers([made(1, sampling={"max_tokens": 300})], [text], appended=True)
+    assert (one,) == tuple(answers([made(1, sampling={"max_tokens": 300})], [text], appended=False)[0])
+    added = [len(output.tokens) for output in rig.outputs[1]]
+    assert max(added) <= 2 * MOST_FORCED + 1 and len(rig.plans) < 6
+
+
+def test_log_probabilities_are_those_of_every_token() -> None:
+    request = made(1, sampling={"logprobs": True, "top_logprobs": 2})
+    found = [answers([request], [GRAMMARS[0]], appended=appended)[1].outputs[1] for appended in (False, True)]
+    scores = [[score for output in outputs for score in output.logprobs] for outputs in found]
+    tokens = [[token for output in outputs for token in output.tokens] for outputs in found]
+    assert scores[0] == scores[1] and [score.token for score in scores[0]] == tokens[0] == tokens[1]
+
+
+def test_what_a_ban_leaves_nothing_of_is_refused_as_before() -> None:
+    """The sampler says so, not the grammar."""
+    extras = SamplingExtras(allowed_token_ids=(1, 2, 3))
+    request = made(1, sampling={"extras": extras})
+    found = [answers([request], ["thename"], appended=appended)[0] for appended in (False, True)]
+    assert found[0] == found[1] and found[0][0][1] is FinishReason.ERROR
+
+
+def test_the_end_of_a_budget_is_appended() -> None:
+    """The tag that ends reasoning is the only thing that may come."""
+    found = []
+    for appended in (False, True):
+        rig = Rig()
+        request = made(1)
+        matcher = follows(request, "[a-z]{3,12}(the)?namename", appended=appended, budget=2)
+        rig.scheduler.add(request, matcher)
+        rig.run()
+        found.append((rig.tokens(1), rig.finish(1), len(rig.plans)))
+    assert found[0][:2] == found[1][:2] and found[1][2] < found[0][2]
+
+
+def test_a_run_is_what_the_masks_say_one_by_one() -> None:
+    """What is cut into tokens as a whole may not be what is cut anew after each: then that counts."""
+    for pattern, seed in itertools.product(GRAMMARS, range(4)):
+        chance = random.Random(seed)
+        matcher = GrammarMatcher(compiled(pattern).deep_copy(), vocabulary(), (END,), MASKS)
+        while not matcher.over:
+            forced = matcher.forced()
+            mask = matcher.mask().wait()
+            may = [token for token in range(64) if mask[token >> 3] >> (token & 7) & 1]
+            assert forced is None or may == [forced]
+            token = chance.choice(may)
+            if token == END:
+                break
+            matcher.consume(token)
