@@ -411,13 +411,13 @@ def test_a_forked_child_ends_and_is_told_that_the_model_is_not_its_own():
             for target, given in ((child, (llm, stream)), (print, ("idle",))):
                 fork = multiprocessing.get_context("fork").Process(target=target, args=given)
                 fork.start()
-                fork.join(20)
+                fork.join(60)
                 print(fork.exitcode, flush=True)
                 fork.kill()
             print(sum(len(piece.tokens) for piece in stream))
         """
     )
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=180)
     told = "the model belongs to the process that loaded it\n"
     assert (process.returncode, out, err) == (0, told * 2 + "0\nidle\n0\n9\n", "")
 
