@@ -31,10 +31,11 @@ class InThread:
 
     def __init__(self, home: Path) -> None:
         self.config = Config(engine="fake", kv_gb=0.01)
-        self.starts = 0
+        self.starts = self.kills = 0
         self.start()
 
     def start(self) -> None:
+        assert self.kills == self.starts, "it was killed before it is started again"
         self.start_seconds = 1.0
         self.starts += 1
         ready: Future[str] = Future()
@@ -58,6 +59,7 @@ class InThread:
 
     def kill(self) -> None:
         if self.thread.is_alive():
+            self.kills += 1
             self.loop.call_soon_threadsafe(self.told.set)
             self.thread.join()
 
@@ -72,7 +74,7 @@ def test_a_tiny_day_is_played_to_its_end(script: Any, tmp_path: Path) -> None:
 
     day = script.drawn(1, *TINY)
     found = script.play({"cairn": start}, day, script.MODES, 1, 5)
-    assert [server.starts for server in servers] == [2, 2]
+    assert [(server.starts, server.kills) for server in servers] == [(2, 2)] * 2
     assert not any(server.thread.is_alive() for server in servers)
     half = AGENTS * TURNS // 2
     for one in found["days"]:
