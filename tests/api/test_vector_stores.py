@@ -15,6 +15,8 @@ from tests.agents.house import talking_model
 from tests.api.homes import home
 from tests.rag.document_files import pdf
 
+from cairn.api import quotas
+from cairn.config import Secret, TenantKeys, TenantLimits
 from cairn.errors import InvalidRequest
 from cairn.rag import vector_stores
 from cairn.rag.attachments import Attachments
@@ -61,6 +63,21 @@ async def test_files_are_kept_as_they_were_uploaded(folder: Path, tmp_path: Path
             await ai.files.create(
                 file=("a", b"x"), purpose="vision", expires_after={"anchor": "created_at", "seconds": 3600}
             )
+
+
+async def test_what_files_take_counts_against_a_tenants_disk(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quotas, "FRESH_SECONDS", 0.0)
+    tenants = (TenantKeys("bob", (Secret("key"),), TenantLimits(max_disk_mib=1)),)
+    async with client(folder, tmp_path, tenants=tenants) as ai:
+        made = await ai.files.create(file=("a.bin", bytes(1 << 20)), purpose="user_data")
+        with pytest.raises(openai.APIStatusError, match="max_disk_mib"):
+            await ai.files.create(file=("b.bin", b"x"), purpose="user_data")
+        with pytest.raises(openai.APIStatusError, match="max_disk_mib"):
+            await ai.vector_stores.create(name="more")
+        await ai.files.delete(made.id)
+        await ai.files.create(file=("b.bin", b"x"), purpose="user_data")
 
 
 async def test_a_vector_store_from_creation_to_deletion(folder: Path, tmp_path: Path) -> None:

@@ -42,7 +42,15 @@ from cairn.api.schemas import (
     TextsBody,
     TokenizeBody,
 )
-from cairn.api.team_schemas import PostBody, RoundsBody, TeamBody, TeamForkBody, TeamRollbackBody, VoteBody
+from cairn.api.team_schemas import (
+    PostBody,
+    RoundsBody,
+    TeamBody,
+    TeamForkBody,
+    TeamRollbackBody,
+    ToolResultsBody,
+    VoteBody,
+)
 from cairn.api.vector_store_schemas import (
     AttachBody,
     AttributesBody,
@@ -112,6 +120,7 @@ ROUTES: Mapping[str, type[Body] | None] = {
     "/v1/teams/{id}/rounds": RoundsBody,
     "/v1/teams/{id}/messages": PostBody,
     "/v1/teams/{id}/votes": VoteBody,
+    "/v1/teams/{id}/tool_results": ToolResultsBody,
     "/v1/teams/{id}/interrupt": NoBody,
     "/v1/teams/{id}/transcript": None,
     "/v1/teams/{id}/fork": TeamForkBody,
@@ -151,6 +160,7 @@ ROUTES: Mapping[str, type[Body] | None] = {
     "/v1/admin/models/unload": UnloadBody,
     "/v1/admin/models/swap": SwapBody,
     "/v1/admin/drain": DrainBody,
+    "/v1/admin/reload": NoBody,
     "/v1/models/load": LoadBody,
     "/v1/models/unload": UnloadBody,
     "/v1/cache": None,
@@ -192,7 +202,8 @@ ROUTES: Mapping[str, type[Body] | None] = {
 """Every route that is no file, and the body of what is sent to it."""
 QUERIES: Mapping[str, tuple[str, ...]] = {
     "/v1/agents": ("limit", "after"),
-    "/v1/agents/import": ("id",),
+    "/v1/agents/import": ("id", "kv"),
+    "/v1/agents/{id}/export": ("kv",),
     "/v1/agents/{id}/turns": ("limit", "after"),
     "/v1/requests/{id}/events": ("after",),
     "/v1/collections": ("limit", "after"),
@@ -249,6 +260,7 @@ SUMMARIES: Mapping[str, str] = {
     "POST /v1/teams/{id}/rounds": "A round, or several.",
     "POST /v1/teams/{id}/messages": "A message to all members, or with `to` a whisper.",
     "POST /v1/teams/{id}/votes": "A vote beside the rounds.",
+    "POST /v1/teams/{id}/tool_results": "What members' tools returned.",
     "POST /v1/teams/{id}/interrupt": "Cut off what runs.",
     "GET /v1/teams/{id}/transcript": "What was said.",
     "POST /v1/teams/{id}/fork": "A new team that shares the history up to a round.",
