@@ -56,7 +56,7 @@ def test_the_page_shows_the_table() -> None:
 
 
 def test_what_was_tried_is_what_is_installed_to_try() -> None:
-    """The versions that the page names are those of the extra `clients` and of npm in the Makefile, none is left out."""
+    """The versions that the page names are those of the extra `clients` and of npm in the Makefile, all of them."""
     root = PAGE.parents[1]
     text = PAGE.read_text().partition("## What was tried")[2].partition("\n## ")[0]
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
