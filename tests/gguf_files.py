@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file
-from tests import gguf_recurrent
+from tests import gguf_recurrent, gguf_uneven
 
 from cairn.models.spec import load_spec
 from cairn.models.weights import open_weights
@@ -27,10 +27,12 @@ NAMES |= {"SeedOssForCausalLM": "seed_oss", "Phi3ForCausalLM": "phi3", "Glm4MoeF
 NAMES |= {"HunYuanDenseV1ForCausalLM": "hunyuan-dense"}
 NAMES |= {"Ministral3ForCausalLM": "mistral3", "DeepseekV2ForCausalLM": "deepseek2"}
 NAMES |= {"DeepseekV3ForCausalLM": "deepseek2", "Glm4MoeLiteForCausalLM": "deepseek2"}
-INTERLEAVED = ("llama", "granite", "granitehybrid", "smollm3", "mistral3")
+NAMES |= {"Mistral4ForCausalLM": "mistral4", "Llama4ForCausalLM": "llama4", "ApertusForCausalLM": "apertus"}
+NAMES |= {"Gemma4ForCausalLM": "gemma4", "Gemma3nForCausalLM": "gemma3n"}
+INTERLEAVED = ("llama4", "llama", "granite", "granitehybrid", "smollm3", "mistral3")
 NAMES |= {"Qwen3_5ForCausalLM": "qwen35", "Qwen3_5MoeForCausalLM": "qwen35moe", "Qwen3NextForCausalLM": "qwen3next"}
 NAMES |= {"Lfm2ForCausalLM": "lfm2", "Lfm2MoeForCausalLM": "lfm2moe", "GraniteMoeHybridForCausalLM": "granitehybrid"}
-NAMES |= {"NemotronHForCausalLM": "nemotron_h"}
+NAMES |= {"NemotronHForCausalLM": "nemotron_h", "Mamba2ForCausalLM": "mamba2"}
 PLAIN = 1
 
 Choose = Callable[[str, np.ndarray], Type]
@@ -60,8 +62,12 @@ def write_gguf(
     arch = arch or own
     per_part = -(-len(tensors := hub_tensors(folder, config) | dict(more or {})) // parts)
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=per_part if parts > 1 else 0)
-    kept = {f"{own}.{key}": value for key, value in gguf_recurrent.keys(config, load_spec(folder), own).items()}
+    spec = load_spec(folder)
+    beside = gguf_recurrent.keys(config, spec, own) | gguf_uneven.keys(config, spec, own)
+    kept = {f"{own}.{key}": value for key, value in beside.items()}
     known = {key.replace(f"{own}.", f"{arch}.", 1): value for key, value in (metadata(config) | kept).items()}
+    if own == "apertus":
+        known |= gguf_uneven.constants(open_weights(folder, spec), own)
     found = known | (tokenizer(folder, config, pre) if (folder / "tokenizer.json").exists() else {})
     put(writer, {key: value for key, value in (found | dict(extra or {})).items() if key not in without})
     for name, array in tensors.items():
@@ -164,7 +170,7 @@ def others(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
     count = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
     if config.get("n_routed_experts"):
         found |= {
-            "expert_gating_func": 1 if config["architectures"] == ["DeepseekV2ForCausalLM"] else 2,
+            "expert_gating_func": 1 if config["architectures"][0].startswith(("DeepseekV2", "Mistral4")) else 2,
             "expert_shared_count": config["n_shared_experts"],
             "expert_weights_scale": config["routed_scaling_factor"],
             "expert_weights_norm": config.get("norm_topk_prob", True),
@@ -174,7 +180,7 @@ def others(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
         if arch != "nemotron_h_moe":
             found["leading_dense_block_count"] = config.get("first_k_dense_replace", 1)
     if count:
-        found |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
+        found |= {"expert_count": count, "expert_used_count": config.get("num_experts_per_tok", 1)}
         found["expert_feed_forward_length"] = config.get("moe_intermediate_size") or config["intermediate_size"]
         if config.get("shared_expert_intermediate_size"):
             found["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
@@ -187,7 +193,7 @@ def positions(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
     if arch == "mistral3":
         found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
         found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
-    if arch == "deepseek2":
+    if arch in ("deepseek2", "mistral4"):
         turned = config["qk_rope_head_dim"]
         found |= {
             "attention.head_count_kv": 1,
@@ -231,8 +237,12 @@ def hub_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[arch], config["num_hidden_layers"])
     found, spec = {}, load_spec(folder)
-    every = tensors_of(folder, config, own=spec.recurrence is not None)
+    every = tensors_of(folder, config, own=spec.recurrence is not None or arch in gguf_uneven.OWN)
+    every = gguf_uneven.together(every, arch)
     for name, array in every.items():
+        if (other := gguf_uneven.named(name)) is not None:
+            found[other] = array
+            continue
         if ".mixer." in name:
             found |= gguf_recurrent.tensor(spec, arch, name, every)
             continue
@@ -246,6 +256,7 @@ def hub_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray
         if arch.startswith("lfm2"):
             name = name.replace("model.norm.", "model.embedding_norm.")
         found[names.get_name(name, (".weight", ".bias")) + (".weight" if name.endswith("sinks") else "")] = array
+    found |= gguf_uneven.more(spec, arch)
     rope = scaling(config)
     if rope.get("rope_type") == "llama3":
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -263,7 +274,7 @@ def tensors_of(folder: Path, config: Mapping[str, Any], *, own: bool = False) ->
         return load_file(folder / "model.safetensors")
     found: dict[str, Any] = {}
     for name, array in open_weights(folder, load_spec(folder)).items():
-        merged = re.sub(r"\.(experts|k_b_proj|v_b_proj)\.\d+\.", r".\1.", name)
+        merged = re.sub(r"\.(experts|[kv]_b_proj|altup\w*_projections)\.\d+\.", r".\1.", name)
         if merged != name:
             found.setdefault(merged, []).append(array)
         else:

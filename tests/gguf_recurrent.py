@@ -41,12 +41,14 @@ def keys(config: Mapping[str, Any], spec: ModelSpec, arch: str) -> dict[str, Any
         found["attention.head_count_kv"] = [
             0 if layer in facts.layers else spec.kv_heads for layer in range(spec.layers)
         ]
-    if spec.mlp_layers is not None:
+    if spec.mlp_layers:
         width = spec.experts.ffn if spec.experts else spec.ffn
         found["feed_forward_length"] = [width if layer in spec.mlp_layers else 0 for layer in range(spec.layers)]
         found |= {"rope.scaling.finetuned": False, "attention.layer_norm_epsilon": spec.norm_eps}
         found["attention.head_count_kv"] = [spec.kv_heads if spec.attends(layer) else 0 for layer in range(spec.layers)]
-    if arch == "nemotron_h_moe":
+    if arch == "mamba2":
+        found |= dict.fromkeys(("feed_forward_length", "attention.head_count", "attention.head_count_kv"), 0)
+    elif arch == "nemotron_h_moe":
         assert spec.experts is not None
         found |= {"expert_shared_feed_forward_length": spec.experts.shared, "expert_feed_forward_length": width}
     if facts.kind == "conv":

@@ -80,6 +80,11 @@ RECURRENT: dict[str, dict[str, Any]] = {
         **{"hybrid_override_pattern": "M-M*M-", "num_hidden_layers": 6, "head_dim": 16, "layer_norm_epsilon": 1e-5},
         **{"mamba_num_heads": 6, "mamba_head_dim": 10, "ssm_state_size": 12, "n_groups": 2},
     },
+    "mamba 2": {
+        "architecture": "Mamba2ForCausalLM",
+        **{"num_hidden_layers": 3, "num_heads": 6, "head_dim": 16, "state_size": 12, "n_groups": 2, "expand": 2},
+        **{"conv_kernel": 4, "use_bias": True, "layer_norm_epsilon": 1e-5, "time_step_limit": [0.01, 2.0]},
+    },
     "nemotron h moe": {
         "architecture": "NemotronHForCausalLM",
         "layers_block_type": ["mamba", "moe", "attention", "moe", "mamba"],
@@ -94,7 +99,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
 def as_stored(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The tensors under the names and in the shapes that the family's own files have."""
     assert spec.recurrence is not None
-    if spec.architecture == "NemotronHForCausalLM":
+    if spec.architecture in ("NemotronHForCausalLM", "Mamba2ForCausalLM"):
         return dict(nemotron(spec.recurrence, name, array) for name, array in tensors.items())
     tensors = dict(recurrent(spec.recurrence, name, array) for name, array in tensors.items())
     if spec.architecture == "Qwen3NextForCausalLM":

@@ -352,6 +352,7 @@ def write_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields:
         **{"Qwen3_5": "qwen3_5_text", "Qwen3_5Moe": "qwen3_5_moe_text", "Qwen3Next": "qwen3_next"},
         **{"Lfm2": "lfm2", "Lfm2Moe": "lfm2_moe", "GraniteMoeHybrid": "granitemoehybrid"},
         "NemotronH": "nemotron_h",
+        "Mamba2": "mamba2",
         "Phi3": "phi3",
         "Apertus": "apertus",
         "HunYuanDenseV1": "hunyuan_v1_dense",
@@ -489,7 +490,9 @@ def fused_rows(tensors: dict[str, np.ndarray], name: str, parts: Sequence[str]) 
     return found
 
 
-def stacked_experts(spec: ModelSpec, tensors: dict[str, np.ndarray], place: str = "mlp.experts") -> dict[str, np.ndarray]:
+def stacked_experts(
+    spec: ModelSpec, tensors: dict[str, np.ndarray], place: str = "mlp.experts"
+) -> dict[str, np.ndarray]:
     """All experts in two tensors [E, out, in] a layer, gates above what they let through."""
     assert spec.experts is not None
     found = {name: array for name, array in tensors.items() if ".experts." not in name}

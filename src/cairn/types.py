@@ -292,6 +292,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     timing: Timing = Timing()
     vector: bytes = b""
     """float32, of a request that wants a hidden state."""
+    unread_call: bool = False
+    """Something in the text began as a call of a tool does and could not be read as one."""
 
 
 Event = Delta | Done
@@ -348,6 +350,9 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
         return -self.window if self.pieces else self.window
 
 
+NEVER = 1e30
+"""A frequency that is divided by this turns nothing, at any position."""
+
 MAX_CONTEXT = 1 << 24
 MAX_VOCAB = 1 << 22
 MAX_HEAD_DIM = 1 << 10
@@ -387,8 +392,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Streams(msgspec.Struct, frozen=True, kw_only=True):
-    """A hidden state that is kept several times over, of which each layer computes one and corrects all (AltUp), what is
-    learnt beside attention (LAuReL), and gates of which only the largest are let through (Gemma 3n)."""
+    """Gemma 3n: a hidden state that is kept several times over, of which each layer computes one and corrects all
+    (AltUp); what is learnt beside attention (LAuReL); gates of which only the largest are let through."""
 
     count: int
     active: int

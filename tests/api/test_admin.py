@@ -296,7 +296,7 @@ async def test_routes_of_other_servers_get_a_sentence() -> None:
             ("/v1/audio/transcriptions", "speech"),
             ("/v1/responses/x", "/v1/responses"),
             ("/pooling", "/v1/rerank"),
-            ("/v1/files/file-1/content", "keeps no files"),
+            ("/v1/batches/batch-1", "runs no batches"),
             ("/slots/0", "kept without being asked"),
         ):
             message = (await http.post(path, json={})).json()["error"]["message"]

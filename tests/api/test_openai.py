@@ -246,7 +246,8 @@ async def test_messages_as_the_chat_gets_them() -> None:
             messages=messages, tools=[tool], tool_choice="auto", chat_template_kwargs={"enable_thinking": False}
         )
         assert (await post(at, body)).status_code == 200
-        assert (await post(at, body | {"tool_choice": "none"})).status_code == 200
+        for choice in ("none", {"type": "none"}, {"mode": "none"}, {"type": "auto"}):
+            assert (await post(at, body | {"tool_choice": choice})).status_code == 200
     got, tools, tenant, args = service.prompts[0]
     assert got == [
         {"role": "developer", "content": "Be brief."},
@@ -256,7 +257,7 @@ async def test_messages_as_the_chat_gets_them() -> None:
     ]
     assert tools == [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
     assert (tenant, args) == ("default", {"enable_thinking": False})
-    assert service.prompts[1][1] is None
+    assert [prompt[1] for prompt in service.prompts[1:4]] == [None] * 3 and service.prompts[4][1] == tools
 
 
 async def test_every_sampling_option_reaches_the_request() -> None:
@@ -575,9 +576,9 @@ async def test_an_error_before_the_answer_is_a_status(stream: bool) -> None:
 
 @pytest.mark.parametrize("marked", [{}, {"X-Cairn-Resumable": "1"}])
 async def test_a_queued_stream_has_its_headers_at_once_and_can_be_cancelled_by_its_id(marked: dict[str, str]) -> None:
-    """Who waits in the queue must be able to give up, and to say which request that is."""
+    """Who waits in the queue must be able to give up, and to say which request that is. No heartbeat helps here."""
     service = ScriptedService(lambda request: [600.0])
-    async with site(service) as at, at.http() as http:
+    async with asyncio.timeout(60), site(service, Config(heartbeat=500.0)) as at, at.http() as http:
         own = marked | {"X-Request-ID": "job-7"}
         async with http.stream("POST", "/v1/chat/completions", json=chat(stream=True), headers=own) as waiting:
             assert waiting.status_code == 200 and waiting.headers["x-request-id"] == "job-7"

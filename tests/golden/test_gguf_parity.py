@@ -27,8 +27,8 @@ LENGTH = 70
 
 # Windows that limit some layers, and gelu, are not in the files that converters write for these architectures.
 FAMILIES = {name: fields for name, fields in MODELS.items() if "window" not in name or name == "mistral"}
-for _name in ("gemma 4", "gemma 4 e", "apertus"):  # whose files are not read yet
-    del FAMILIES[_name]
+FAMILIES["llama 4"] = FAMILIES["llama 4"] | {"no_rope_layer_interval": 4, "attention_chunk_size": 8192}
+FAMILIES["llama 4"] |= {"floor_scale": 8192}  # whose files do not say how long pieces are, nor how queries are scaled
 for _name in ("gemma 3, new fields", "qwen 3 moe, not normed, some layers dense"):
     del FAMILIES[_name]
 for _name in ("olmo 3", "gpt-oss"):  # whose files do not say which layers have a window
@@ -38,6 +38,7 @@ for _name in ("mixtral", "olmo 3", "gpt-oss", "smollm 3"):  # whose usual positi
     FAMILIES[_name] = FAMILIES[_name] | {"rope_theta": 5e5}
 FAMILIES["smollm 3"] = FAMILIES["smollm 3"] | {"no_rope_layer_interval": 4}
 del FAMILIES["lfm 2, biases"]
+FAMILIES["mamba 2"] = FAMILIES["mamba 2"] | {"use_bias": False, "time_step_limit": [0.0, float("inf")]}
 FAMILIES["lfm 2 moe"] = FAMILIES["lfm 2 moe"] | {"routed_scaling_factor": 1.0}
 FAMILIES["qwen 3 next"] = FAMILIES["qwen 3 next"] | {"mlp_only_layers": []}
 FAMILIES["granite 4 hybrid, dense"] = FAMILIES["granite 4 hybrid, dense"] | {

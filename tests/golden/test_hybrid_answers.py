@@ -25,7 +25,7 @@ def model(folder: Path, name: str) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("name", ["qwen 3.5", "granite 4 hybrid"])
+@pytest.mark.parametrize("name", ["qwen 3.5", "granite 4 hybrid", "mamba 2"])
 def test_a_cached_answer_is_the_cold_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two turns and a branch with one beginning; alone, one after the other, together, and after a restart."""
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -194,7 +194,7 @@ KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "architecture": (
         {"general.architecture": "mamba"},
         (),
-        "the architecture 'mamba' is not supported; supported are bert, deepseek2, gemma-embedding, gemma2, gemma3",
+        "the architecture 'mamba' is not supported; supported are apertus, bert, deepseek2, gemma-embedding, gemma2",
     ),
     "experts": ({"llama.expert_count": 8}, (), r"llama\.expert_used_count must be a whole number from 1 to 8"),
     "softcap": ({"llama.attn_logit_softcapping": 30.0}, (), "attn_logit_softcapping is set"),

@@ -19,7 +19,7 @@ from cairn.errors import ModelError, ModelFileError
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.quantized import dequantized
 from cairn.kernels.reference import ReferenceKernels, gated
-from cairn.models import packed_file
+from cairn.models import packed_file, packed_matrices
 from cairn.models.decoder import Attention, build
 from cairn.models.gguf_writer import write_gguf as write_again
 from cairn.models.mixture import Mixture
@@ -45,7 +45,7 @@ OSS = MODELS["gpt-oss"]
         (GLM | {"num_experts_per_tok": 5}, "5 experts are more than the chosen groups have"),
         (OSS | {"swiglu_limit": 5.0}, "swiglu_limit other than 7"),
         (OSS | {"rope_scaling": None}, "rope_scaling is missing"),
-        (OSS | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        (OSS | {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config"),
         (MODELS["smollm 3"] | {"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers must be a list of 4 entries"),
     ],
 )
@@ -184,6 +184,6 @@ def test_packed_experts_are_read_back_from_their_file(tmp_path: Path, monkeypatc
         found.append(driver.logits(tokens, [50], driver.tables(50)).tobytes())
         engine.close()
         if len(found) == 2:  # the third start must not pack
-            monkeypatch.setattr(packed_file._Writing, "matrix", None)
+            monkeypatch.setattr(packed_matrices.Writing, "matrix", None)
     assert len(list((tmp_path / "packed").glob("*.packed"))) == 1
     assert found[0] == found[1] == found[2]

@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.service.tiny import make_model
 from tests.tiny_models import KERNELS, MODELS, Driver, load, prompt, random_tensors, write_config, write_model
 
+from cairn.config import Config
 from cairn.engine.cpu import CpuEngine
 from cairn.models.reach import HALF, ROUNDING, fits_half, reach
 from cairn.models.spec import load_spec
 from cairn.models.weights import open_weights
+from cairn.service.service import Service
 
 
 def written(folder: Path, factors: dict[str, float], **fields: Any) -> Path:
@@ -77,6 +80,18 @@ def test_a_model_that_may_leave_f16_is_held_in_bf16(end: str, tmp_path: Path, mo
     usual = load(write_model(tmp_path / "usual"), kv_dtype="f16")
     assert (usual.info.kv_dtype, usual.info.note) == ("float16", "")
     assert largest(usual, monkeypatch) < HALF
+
+
+async def test_the_start_says_that_kv_is_held_in_bf16(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever asked for f16 by its word hears of it where the server says what it loads."""
+    for factor, told in ((50_000.0, True), (1.0, False)):
+        folder = written(make_model(tmp_path / str(factor)), {"v_proj.weight": factor})
+        with caplog.at_level("INFO", "cairn.service.service"):
+            config = Config(model=str(folder), kv_dtype="f16", kv_gb=0.05, kv_disk=False, threads=1)
+            service = await Service.start(config, in_process=True)
+            await service.close()
+        assert any("KV is held in bf16: keys or values may reach" in said for said in caplog.messages) is told
+        caplog.clear()
 
 
 @pytest.mark.parametrize("broken", [np.inf, np.nan, 1e30])

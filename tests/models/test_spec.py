@@ -247,7 +247,7 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], words: list[str], tmp_pa
         ({"hidden_act": "relu"}, "relu"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(fields: dict[str, Any], word: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from cairn.errors import Conflict, NotFound
 from cairn.rag.chunking import Piece
-from cairn.rag.definition import Collection, NewDocument
+from cairn.rag.definition import Collection, NewDocument, Search
 from cairn.rag.document_store import DocumentStore
 
 MODEL = ("m", b"1", 3)
@@ -40,8 +40,7 @@ class Shelf:
         self.store.add(collection, new(id, **metadata), pieces, made, MODEL)
 
     def found(self, collection: Collection, question: str, asked: Any, **wanted: Any) -> list[str]:
-        given = {"top_k": 5, "min_score": -1.0, **wanted}
-        return [one.chunk.text for one in self.store.search(collection, question, asked, given)]
+        return [one.chunk.text for one in self.store.search(collection, question, asked, Search(**wanted))]
 
 
 @pytest.fixture
@@ -66,9 +65,9 @@ def test_filters_let_documents_through(shelf: Shelf) -> None:
     shelf.add(one, "a", "old stones", year="1")
     shelf.add(one, "b", "new stones", year="2")
     asked = vector(1, 0, 0)
-    assert shelf.found(one, "stones", asked, documents=["b"]) == ["new stones"]
+    assert shelf.found(one, "stones", asked, documents=("b",)) == ["new stones"]
     assert shelf.found(one, "stones", asked, metadata={"year": "1"}) == ["old stones"]
-    assert shelf.found(one, "stones", asked, metadata={"year": "1"}, documents=["b"]) == []
+    assert shelf.found(one, "stones", asked, metadata={"year": "1"}, documents=("b",)) == []
 
 
 def test_collections_are_a_tenants_own_and_survive(shelf: Shelf) -> None:

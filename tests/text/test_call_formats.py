@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
 from typing import Any
 
 import pytest
+from tests.text.call_templates import FURTHER, derived
+from tests.text.test_declared_form import DECLARED
 from tests.text.walks import accepts, walk
 
-from cairn.text.call_formats import BY_NAME, FORMATS, CallFormat, format_of
+from cairn.text.call_formats import BY_NAME, FORMATS, CallFormat, format_of, name_of
 from cairn.text.call_grammar import callable_tools, lark_of_calls
+from cairn.text.declared_form import declared_form
 from cairn.text.grammar import Shape, checked
 from cairn.text.split import splitter
 from cairn.text.tools import offered_tools
@@ -22,7 +26,7 @@ def output_of(form: CallFormat, tools: list[dict[str, Any]]) -> OutputFormat:
     return OutputFormat(
         tools=True,
         xml=form.name == "qwen_xml",
-        calls="" if form.plain else form.name,
+        calls="" if form.plain else name_of(form),
         thoughts="harmony" if form.name == "harmony" else "",
         offered=offered_tools(tools, xml=form.kind == "tagged"),
     )
@@ -73,12 +77,25 @@ def random_tools(rng: random.Random) -> list[dict[str, Any]]:
     return [tool(name, random_object(rng)) for name in names]
 
 
+@pytest.fixture(scope="module")
+def forms() -> list[CallFormat]:
+    """The table's, those that are told of a template's renderings, and those that models declare."""
+
+    async def told() -> list[CallFormat | None]:
+        return [await derived(section) for section in FURTHER.values()]
+
+    said = [declared_form(template, {"<|eot|>"}) for template, _, _ in DECLARED.values()]
+    found = [form for form in [*asyncio.run(told()), *said] if form is not None]
+    assert len(found) == len(FURTHER) + len(DECLARED)
+    return [*FORMATS, *found]
+
+
 @pytest.mark.parametrize("part", range(10))
-def test_what_a_grammar_allows_is_read_as_calls(part: int, prove: bool) -> None:
+def test_what_a_grammar_allows_is_read_as_calls(part: int, prove: bool, forms: list[CallFormat]) -> None:
     whole, sets = 0, 10_000 if prove else 300
     for seed in range(part, sets, 10):
         rng = random.Random(seed)
-        form, tools = rng.choice(FORMATS), random_tools(rng)
+        form, tools = rng.choice(forms), random_tools(rng)
         calls = lark_of_calls(form, callable_tools(tools, None, None), required=True, parallel=rng.random() < 0.5)
         grammar = checked(Shape(calls=calls))
         text = walk(grammar, rng)

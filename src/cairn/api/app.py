@@ -9,7 +9,7 @@ Routes (POST bodies are JSON):
     POST /api/embed             POST /api/embeddings         ollama_embeddings.py
     /api/tags, show, ps, version, pull, delete, copy         ollama_models.py
     GET  /v1/models             GET  /v1/models/{id}         admin.py
-    /v1/admin and below, POST /v1/models/load, unload        model_admin.py
+    /v1/admin and below, POST /v1/models/load, unload        model_admin.py; where admin_port says so only there
     POST /v1/embeddings|rerank|score    POST /embed          embeddings.py; the first three also without /v1
     POST /tokenize              POST /detokenize             tokens.py
     POST /completion, /infill, /apply-template, GET /slots, /lora-adapters   llama.py; and a chat's input_tokens
@@ -18,6 +18,7 @@ Routes (POST bodies are JSON):
     /v1/agents and below                                     agents.py
     /v1/teams and below, /v1/workflows and below             teams.py, workflows.py
     /v1/collections and below                                collections.py
+    /v1/files, /v1/vector_stores and below                   files.py, vector_stores.py
     GET  /v1/cache              POST /v1/cache/flush|scrub|prune    admin.py
     GET  /health and below      GET  /version                health.py
     GET  /  GET /web/{file}     GET  /docs  /openapi.json    page.py, openapi.py
@@ -44,14 +45,16 @@ from cairn.api.admin import Admin, Props, StoredRoutes
 from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.agents import AgentRoutes
 from cairn.api.anthropic import Anthropic
-from cairn.api.auth import Access, has_tenants, preflight
+from cairn.api.auth import Access, has_tenants, is_admin, preflight, salts
 from cairn.api.body_budget import BodyBudget
 from cairn.api.call_table import CallTable
 from cairn.api.changes import ChangeFeeds, SavingsRoutes
 from cairn.api.collections import CollectionRoutes
 from cairn.api.embeddings import Embeddings
 from cairn.api.exchange import Exchanges
+from cairn.api.files import FileRoutes
 from cairn.api.folders import agents_folder, named
+from cairn.api.library import Library
 from cairn.api.llama import Llama
 from cairn.api.model_admin import ModelAdmin
 from cairn.api.ollama import Ollama
@@ -61,6 +64,7 @@ from cairn.api.openai import OpenAI
 from cairn.api.page import Page
 from cairn.api.quotas import Quotas
 from cairn.api.rate_limits import RateLimits
+from cairn.api.reload import Reload
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
 from cairn.api.request_deadline import deadline_of
 from cairn.api.responses import Responses
@@ -70,6 +74,7 @@ from cairn.api.teams import TeamRoutes
 from cairn.api.tokens import Tokens
 from cairn.api.tracing import Tracing
 from cairn.api.unserved import body_of, canonical, no_route
+from cairn.api.vector_stores import VectorStoreRoutes
 from cairn.api.workflows import WorkflowRoutes
 from cairn.config import Config, limits_of
 from cairn.deadline import DEADLINE
@@ -86,6 +91,8 @@ access = logging.getLogger("cairn.access")
 Endpoint = Callable[[Call, Service], Awaitable[None]]
 PROBES = ("/health", "/metrics")
 """Routes, with all below them, that machines ask every few seconds: what they ask is logged only for debugging."""
+ADMIN_SIDE = "cairn.admin"
+"""Marks the scope of a call that came by the listener for admin routes."""
 LEFT = 499
 """The status in the log of a request whose client left before it was answered."""
 STARTING_RETRY = 2.0
@@ -100,6 +107,7 @@ class App:
         self.config = config
         self.draining = False
         self._rng = rng or SystemRng()
+        self.options = Reload(config)
         self._access, self._clock = Access(config), SystemClock()
         self.tracing = Tracing.of(config, self._clock)
         total = config.max_bodies_mib << 20
@@ -107,7 +115,7 @@ class App:
         calls = CallTable(SystemClock())
         self.attribution = AgentAttribution()
         self._folders = named(config, os.environ)
-        logs = EventLogs(config.reconnect_grace, config.max_resumable_mib << 20)
+        logs = EventLogs(config.reconnect_grace, config.max_resumable_mib << 20, calls)
         exchanges = Exchanges(config, calls, logs)
         openai = OpenAI(config, exchanges, self.attribution)
         anthropic = Anthropic(config, exchanges, self.attribution)
@@ -117,13 +125,18 @@ class App:
         tokens = Tokens(config)
         self._rates = RateLimits(config, self._clock)
         self._quotas = Quotas(self._clock, limits_of(config), self._kept_by)
-        self._model_admin, self._stored = ModelAdmin(config), StoredRoutes(config)
-        self._responses = Responses(config, exchanges, logs, self.attribution)
+        self._model_admin, self._stored = ModelAdmin(self.options), StoredRoutes(config)
         self._health = health.routes() | Page(config, self.described).routes()
         self._agent_routes = AgentRoutes(config, exchanges, self.attribution, agents_folder(config, os.environ))
         self._team_routes = TeamRoutes(config, logs, self.attribution)
         self._workflow_routes = WorkflowRoutes(config, logs, self.attribution)
-        self._collections = CollectionRoutes(config, logs, self.attribution, agents_folder(config, os.environ))
+        self._library = Library(config, self.attribution, agents_folder(config, os.environ))
+        self._responses = Responses(config, exchanges, logs, self.attribution, self._library)
+        self._documents = (
+            CollectionRoutes(config, logs, self._library),
+            FileRoutes(config, self._library),
+            VectorStoreRoutes(config, self._library),
+        )
         self._exact: dict[str, dict[str, Endpoint]] = {
             "/v1/chat/completions": {"POST": openai.chat},
             "/v1/completions": {"POST": openai.complete},
@@ -145,13 +158,25 @@ class App:
             **self._stored.routes(),
             **self._model_admin.routes(),
         }
+        self.options.watch(self._configure)
         if models is not None:
             self.open(models)
+
+    def _configure(self, config: Config) -> None:
+        """These options hold from now on, as far as they can change."""
+        self.config = config
+        self._access.configure(config)
+        total = config.max_bodies_mib << 20
+        self.bodies.share = total // 2 if has_tenants(config) else total
+        self._rates.configure(config)
+        self._quotas.limits = limits_of(config)
+        if (agents := self.attribution.agents) is not None:
+            agents.bound(limits_of(config), salts(config))
 
     def open(self, models: Models) -> None:
         """From now on requests are served, by these."""
         self.models, self._router = models, Router(models, self.attribution)
-        every = (self._admin, self._model_admin, self._ollama_models, self._stored, self._collections)
+        every = (self._admin, self._model_admin, self._ollama_models, self._stored, self._library)
         for routes in every:
             routes.registry = models
 
@@ -204,7 +229,7 @@ class App:
         self._access.check_host(call)
         call.path = canonical(call.path)
         answering = self._health.get(call.path)
-        if answering is None and self._methods(call.path) is None:
+        if answering is None and (self._methods(call.path) is None or not self._is_here(call)):
             host = (call.header(b"host") or b"").decode("latin-1")
             raise no_route(call.path, host, self._served)
         self._access.check(call)
@@ -223,11 +248,17 @@ class App:
             async with self._router.chosen(call) as service:
                 await endpoint(call, service)
 
+    def _is_here(self, call: Call) -> bool:
+        """Whether a route answers on the listener that a call came by: admin routes have one of their own, if any."""
+        if self.config.admin_port is None:
+            return True
+        return is_admin(call.path) == (ADMIN_SIDE in call.scope)
+
     async def _kept_by(self, tenant: str) -> int:
         """Bytes on the disk that are a tenant's."""
         agents = self.attribution.agents
         kept = 0 if agents is None else await agents.bytes_of(tenant)
-        return kept + await self._collections.bytes_of(tenant)
+        return kept + await self._library.bytes_of(tenant)
 
     def _changes(self) -> ChangeFeeds:
         return ChangeFeeds(
@@ -256,7 +287,7 @@ class App:
 
     def _more(self, path: str) -> dict[str, Endpoint] | None:
         """The methods of routes that have an id in their path."""
-        rooms = (self._agent_routes, self._team_routes, self._workflow_routes, self._collections, self._responses)
+        rooms = (self._agent_routes, self._team_routes, self._workflow_routes, *self._documents, self._responses)
         return next((found for room in rooms if (found := room.routes(path)) is not None), None)
 
     def _served(self, path: str) -> bool:
@@ -276,6 +307,17 @@ class App:
             headers.append((b"allow", str(error.field).encode()))
             error.field = None
         await call.fail(error, headers, body_of(call.path, error, call.id))
+
+
+class AdminSide:
+    """The same application on the listener for admin routes."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI 3."""
+        await self._app({**scope, ADMIN_SIDE: True}, receive, send)
 
 
 def build_app(service: Service | None, config: Config) -> App:

@@ -18,6 +18,7 @@ from cairn.rag.definition import (
     OVERLAP,
     Collection,
     DocumentKind,
+    Search,
     StoredDocument,
     kind_of,
 )
@@ -113,11 +114,14 @@ class SearchBody(Body):
     min_score: Number = None
     filters: SearchFilters | None = None
     embedding_model: str | None = None
+    rerank: bool | None = None
+    """Default: where a model for that is loaded."""
+    rerank_model: str | None = None
 
     least: ClassVar[float] = -1.0
     """The score that a chunk has to reach unless the body says otherwise."""
 
-    def wanted(self) -> dict[str, Any]:
+    def wanted(self) -> Search:
         """What is searched for beside the question."""
         top_k = 5 if self.top_k is None else self.top_k
         if not 1 <= top_k <= MAX_FOUND:
@@ -128,12 +132,12 @@ class SearchBody(Body):
         if not self.query.strip():
             raise InvalidRequest("query is empty", field="query")
         filters = self.filters or SearchFilters()
-        return {
-            "top_k": top_k,
-            "min_score": least,
-            "documents": filters.documents or [],
-            "metadata": filters.metadata or {},
-        }
+        return Search(
+            top_k=top_k,
+            min_score=least,
+            documents=tuple(filters.documents or ()),
+            metadata=filters.metadata or {},
+        )
 
 
 class AskCollectionBody(SearchBody):
@@ -173,6 +177,7 @@ def collection_object(found: Collection) -> dict[str, Any]:
     return {
         "id": found.id,
         "object": "collection",
+        "name": found.name or None,
         "created": found.created,
         "chunk": found.chunk,
         "overlap": found.overlap,

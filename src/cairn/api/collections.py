@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, BinaryIO
 
 import msgspec
 
-from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.agent_schemas import check_metadata
 from cairn.api.collection_schemas import (
     PATH,
@@ -33,6 +32,7 @@ from cairn.api.collection_schemas import (
 )
 from cairn.api.generation import check_model
 from cairn.api.json_body import read_json, read_nothing
+from cairn.api.library import Library
 from cairn.api.lists import LISTED, MOST_LISTED, page, parameters
 from cairn.api.multipart import is_form, upload
 from cairn.api.parse import parse
@@ -40,29 +40,20 @@ from cairn.api.reply import Call
 from cairn.api.resumable import EventLogs
 from cairn.api.work_events import Emit, answer
 from cairn.config import Config
-from cairn.errors import InvalidRequest, Unavailable
-from cairn.rag.collections import Collections, Embedder, SourcedAnswer
-from cairn.rag.definition import MAX_BYTES, NewDocument, check_name
-from cairn.rag.document_store import DocumentStore
-from cairn.service.embeddings import AT_ONCE, Asking, check_embeds
-from cairn.service.models import Models
+from cairn.errors import InvalidRequest
+from cairn.rag.collections import SourcedAnswer
+from cairn.rag.definition import MAX_BYTES, Found, NewDocument, check_name
 from cairn.service.service import Service
-from cairn.workflows.answerer import Asker, ServiceAnswerer
+from cairn.workflows.answerer import Asker
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
-FILE = "collections.sqlite"
 
 
 class CollectionRoutes:
-    """The routes of collections. `registry` are the models of the server, once there are any."""
+    """The routes of collections."""
 
-    def __init__(self, config: Config, logs: EventLogs, attribution: AgentAttribution, folder: Path) -> None:
-        """`folder`: the one of the token log; the collections lie beside it, and whoever holds the one has both."""
-        self._config, self._logs, self._attribution = config, logs, attribution
-        self._file = folder.with_name(folder.name + "-collections") / FILE
-        self.registry: Models | None = None
-        self._opened: Collections | None = None
-        self._opening = asyncio.Lock()
+    def __init__(self, config: Config, logs: EventLogs, library: Library) -> None:
+        self._config, self._logs, self._library = config, logs, library
 
     def routes(self, path: str) -> dict[str, Endpoint] | None:
         """The methods of a path, or None."""
@@ -84,7 +75,7 @@ class CollectionRoutes:
 
     async def create(self, call: Call, service: Service) -> None:
         """POST /v1/collections: {"id", "chunk", "overlap", "metadata"}, all optional."""
-        store = (await self._open()).store
+        store = (await self._library.open()).store
         body = parse(CollectionBody, await read_nothing(call, self._config), self._config, call)
         check_metadata(body.metadata)
         id = f"collection-{call.id}" if body.id is None else check_name(body.id, "a collection's id")
@@ -93,17 +84,17 @@ class CollectionRoutes:
 
     async def list(self, call: Call, service: Service) -> None:
         """GET /v1/collections, most recently created first."""
-        found = await asyncio.to_thread((await self._open()).store.collections, call.tenant)
+        found = await asyncio.to_thread((await self._library.open()).store.collections, call.tenant)
         await call.json(_page(call, [collection_object(one) for one in found]))
 
     async def show(self, call: Call, service: Service) -> None:
         """GET /v1/collections/{id}: how much it holds."""
-        store = (await self._open()).store
+        store = (await self._library.open()).store
         await call.json(collection_object(await asyncio.to_thread(store.collection, call.tenant, collection_of(call))))
 
     async def delete(self, call: Call, service: Service) -> None:
         """DELETE /v1/collections/{id}: answered when its text is overwritten on the disk."""
-        store, id = (await self._open()).store, collection_of(call)
+        store, id = (await self._library.open()).store, collection_of(call)
         await asyncio.to_thread(store.delete, call.tenant, id)
         await call.json({"id": id, "object": "collection.deleted", "deleted": True})
 
@@ -111,7 +102,7 @@ class CollectionRoutes:
         """POST /v1/collections/{id}/documents: {"name", "text" or "data", "type", "id", "metadata", "embedding_model",
         "stream"}, or a form with a `file`."""
         if is_form(call):
-            async with upload(call, self._config, self._file.parent, MAX_BYTES) as form:
+            async with upload(call, self._config, self._library.folder, MAX_BYTES) as form:
                 body = parse(CollectionDocumentBody, document_of_form(form), self._config, call)
                 await self._add(call, body, form.file, form.size)
             return
@@ -126,28 +117,33 @@ class CollectionRoutes:
             await self._add(call, body, file, len(content))
 
     async def _add(self, call: Call, body: CollectionDocumentBody, content: str | BinaryIO, size: int) -> None:
-        collections, id = await self._open(), collection_of(call)
+        collections, id = await self._library.open(), collection_of(call)
         check_metadata(body.metadata)
+        await asyncio.to_thread(collections.store.collection, call.tenant, id)
         if not 1 <= len(body.name) <= 256:
             raise InvalidRequest("name must have 1 to 256 characters", field="name")
+        document = f"document-{call.id}" if body.id is None else check_name(body.id, "a document's id")
+        kind = body.kind()
+        if body.stream and not isinstance(content, str):  # the work may outlive its call, which closes the file
+            content = os.fdopen(os.dup(content.fileno()), "rb")
         new = NewDocument(
-            id=f"document-{call.id}" if body.id is None else check_name(body.id, "a document's id"),
+            id=document,
             name=body.name,
-            kind=body.kind(),
+            kind=kind,
             content=content,
             size=size,
             metadata=dict(body.metadata or {}),
             field="file" if is_form(call) else "data" if body.text is None else "text",
         )
-        await asyncio.to_thread(collections.store.collection, call.tenant, id)
         added: list[dict[str, Any]] = []
 
         async def work(emit: Emit) -> None:
             def heard(done: int, all: int) -> None:
                 emit({"type": "document.embedding", "embedded": done, "chunks": all})
 
-            async with self.embedder(call.salt, call.share, body.embedding_model, new.field) as embedder:
-                made = await collections.add(call.tenant, id, embedder, new, heard)
+            with contextlib.nullcontext() if isinstance(content, str) else content:
+                async with self._library.embedder(call.salt, call.share, body.embedding_model, new.field) as embedder:
+                    made = await collections.add(call.tenant, id, embedder, new, heard)
             added.append(document_object(made))
             emit({"type": "document.done", "document": added[0]})
 
@@ -159,7 +155,7 @@ class CollectionRoutes:
 
     async def documents(self, call: Call, service: Service) -> None:
         """GET /v1/collections/{id}/documents, in the order in which they were added."""
-        store = (await self._open()).store
+        store = (await self._library.open()).store
 
         def found() -> list[dict[str, Any]]:
             collection = store.collection(call.tenant, collection_of(call))
@@ -169,7 +165,7 @@ class CollectionRoutes:
 
     async def show_document(self, call: Call, service: Service) -> None:
         """GET /v1/collections/{id}/documents/{document}: a document, without its text."""
-        store = (await self._open()).store
+        store = (await self._library.open()).store
 
         def found() -> dict[str, Any]:
             collection = store.collection(call.tenant, collection_of(call))
@@ -179,78 +175,48 @@ class CollectionRoutes:
 
     async def delete_document(self, call: Call, service: Service) -> None:
         """DELETE /v1/collections/{id}/documents/{document}: answered when its text is overwritten on the disk."""
-        store, id = (await self._open()).store, _document_of(call)
+        store, id = (await self._library.open()).store, _document_of(call)
         await asyncio.to_thread(lambda: store.remove(store.collection(call.tenant, collection_of(call)), id))
         await call.json({"id": id, "object": "collection.document.deleted", "deleted": True})
 
     async def search(self, call: Call, service: Service) -> None:
-        """POST /v1/collections/{id}/search: {"query", "top_k", "min_score", "filters", "embedding_model"}."""
-        collections = await self._open()
+        """POST /v1/collections/{id}/search: {"query", "top_k", "min_score", "filters", "embedding_model", "rerank",
+        "rerank_model"}."""
         body = parse(SearchBody, await read_json(call, self._config), self._config, call)
-        wanted = body.wanted()
-        async with self.embedder(call.salt, call.share, body.embedding_model, "query") as embedder:
-            found = await collections.search(call.tenant, collection_of(call), embedder, body.query, wanted)
-        await call.json({"object": "list", "data": [one.plain() for one in found]})
+        found, reranked_by = await self._search(call, body)
+        await call.json({"object": "list", "data": [one.plain() for one in found], "reranked_by": reranked_by})
+
+    async def _search(self, call: Call, body: SearchBody) -> tuple[Sequence[Found], str | None]:
+        """What was found, and the model that put it in order, if one did."""
+        collections, wanted, asked = await self._library.open(), body.wanted(), (call.salt, call.share)
+        async with (
+            self._library.embedder(*asked, body.embedding_model, "query") as embedder,
+            self._library.judge(*asked, body.rerank, body.rerank_model) as judge,
+        ):
+            found = await collections.search(call.tenant, collection_of(call), embedder, body.query, wanted, judge)
+            return found, None if judge is None else judge.service.name
 
     async def ask(self, call: Call, service: Service) -> None:
-        """POST /v1/collections/{id}/ask: {"query", "top_k", "min_score", "filters", "model", "stream"} and sampling.
+        """POST /v1/collections/{id}/ask: as a search, with "model", "stream" and sampling.
 
         The answer's citations are checked; nothing near enough to the question is an answer that says so.
         """
-        collections = await self._open()
+        collections = await self._library.open()
         body = parse(AskCollectionBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
         service.check_generates()
-        wanted = body.wanted()
-        async with self.embedder(call.salt, call.share, body.embedding_model, "query") as embedder:
-            found = await collections.search(call.tenant, collection_of(call), embedder, body.query, wanted)
+        found, reranked_by = await self._search(call, body)
         asker = Asker(call.tenant, call.salt, call.share, service)
         answers: list[SourcedAnswer] = []
 
         async def work(emit: Emit) -> None:
-            answers.append(await collections.ask(asker, body.query, found, body.options(), emit))
+            answers.append(await collections.ask(asker, body.query, found, body.options(), emit, reranked_by))
 
         def whole() -> dict[str, Any]:
             said = msgspec.to_builtins(answers[0]) if answers else {}
             return {"object": "collection.answer", "model": service.name, **said}
 
         await answer(call, self._logs, self._config, work, stream=bool(body.stream), whole=whole)
-
-    # -------------------------------------------------------------------------------------------------------- within
-
-    async def bytes_of(self, tenant: str) -> int:
-        """How many bytes a tenant's collections take; those that nobody has asked for since the start are not looked
-        at."""
-        return 0 if self._opened is None else await asyncio.to_thread(self._opened.store.bytes_of, tenant)
-
-    async def _open(self) -> Collections:
-        """The collections, once the folder beside them is this server's."""
-        self._attribution.open()
-        async with self._opening:
-            if self._opened is None:
-                agents = self._attribution.open()
-                store = await asyncio.to_thread(DocumentStore, self._file, agents.journals.now)
-                self._opened = Collections(store, ServiceAnswerer(self._config))
-            return self._opened
-
-    @contextlib.asynccontextmanager
-    async def embedder(self, salt: bytes, share: str, name: str | None, field: str) -> AsyncIterator[Embedder]:
-        """The model that makes vectors: the one that is named, else the first of those for embeddings; on a server
-        with one model that one."""
-        if self.registry is None:
-            raise Unavailable("the model is still being loaded; ask again shortly", retry_after=2.0)
-        async with self.registry.using(self.registry.find(name, "embed")) as service:
-            check_model(name, service)
-            check_embeds(service)
-            asking = Asking(
-                salt=salt,
-                share=share,
-                timeout=self._config.request_timeout,
-                at_once=max(1, min(AT_ONCE, self._config.max_queue // 2)),
-                truncate=True,
-                field=field,
-            )
-            yield Embedder(service, asking)
 
 
 def _document_of(call: Call) -> str:

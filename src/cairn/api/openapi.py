@@ -29,6 +29,7 @@ from cairn.api.ollama_schemas import (
     OllamaEmbeddingsBody,
     OllamaGenerateBody,
 )
+from cairn.api.openapi_answers import ERRORS, REF, responses
 from cairn.api.responses_schemas import ResponseBody
 from cairn.api.schemas import (
     Body,
@@ -41,11 +42,42 @@ from cairn.api.schemas import (
     TextsBody,
     TokenizeBody,
 )
-from cairn.api.team_schemas import PostBody, RoundsBody, TeamBody, TeamForkBody, TeamRollbackBody, VoteBody
+from cairn.api.team_schemas import (
+    PostBody,
+    RoundsBody,
+    TeamBody,
+    TeamForkBody,
+    TeamRollbackBody,
+    ToolResultsBody,
+    VoteBody,
+)
+from cairn.api.vector_store_schemas import (
+    AttachBody,
+    AttributesBody,
+    BatchBody,
+    StoreSearchBody,
+    VectorStoreBody,
+    VectorStoreChangeBody,
+)
 from cairn.api.workflow_schemas import RunResumeBody, WorkflowBody, WorkflowRunBody
 
-REF = "#/components/schemas/{model}"
 FILE = "application/octet-stream"
+FORMS: Mapping[str, Mapping[str, Any]] = {
+    "/v1/files": {
+        "type": "object",
+        "required": ["file", "purpose"],
+        "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"type": "string"}},
+    },
+    "/v1/collections/{id}/documents": {
+        "type": "object",
+        "required": ["file"],
+        "properties": {
+            "file": {"type": "string", "format": "binary"},
+            **{name: {"type": "string"} for name in ("id", "name", "type", "metadata", "embedding_model", "stream")},
+        },
+    },
+}
+"""Forms with a file that routes take, beside JSON or in its place."""
 _SAMPLES = {"/v1/responses/": "resp_0", "/v1/conversations/": "conv_0"}
 """An id of a form that these routes know."""
 
@@ -88,6 +120,7 @@ ROUTES: Mapping[str, type[Body] | None] = {
     "/v1/teams/{id}/rounds": RoundsBody,
     "/v1/teams/{id}/messages": PostBody,
     "/v1/teams/{id}/votes": VoteBody,
+    "/v1/teams/{id}/tool_results": ToolResultsBody,
     "/v1/teams/{id}/interrupt": NoBody,
     "/v1/teams/{id}/transcript": None,
     "/v1/teams/{id}/fork": TeamForkBody,
@@ -104,6 +137,19 @@ ROUTES: Mapping[str, type[Body] | None] = {
     "/v1/collections/{id}/documents/{document}": None,
     "/v1/collections/{id}/search": SearchBody,
     "/v1/collections/{id}/ask": AskCollectionBody,
+    "/v1/files": None,
+    "/v1/files/{id}": None,
+    "/v1/files/{id}/content": None,
+    "/v1/vector_stores": VectorStoreBody,
+    "/v1/vector_stores/{id}": VectorStoreChangeBody,
+    "/v1/vector_stores/{id}/search": StoreSearchBody,
+    "/v1/vector_stores/{id}/files": AttachBody,
+    "/v1/vector_stores/{id}/files/{file}": AttributesBody,
+    "/v1/vector_stores/{id}/files/{file}/content": None,
+    "/v1/vector_stores/{id}/file_batches": BatchBody,
+    "/v1/vector_stores/{id}/file_batches/{batch}": None,
+    "/v1/vector_stores/{id}/file_batches/{batch}/cancel": NoBody,
+    "/v1/vector_stores/{id}/file_batches/{batch}/files": None,
     "/v1/requests/{id}": None,
     "/v1/requests/{id}/cancel": NoBody,
     "/v1/requests/{id}/events": None,
@@ -114,6 +160,7 @@ ROUTES: Mapping[str, type[Body] | None] = {
     "/v1/admin/models/unload": UnloadBody,
     "/v1/admin/models/swap": SwapBody,
     "/v1/admin/drain": DrainBody,
+    "/v1/admin/reload": NoBody,
     "/v1/models/load": LoadBody,
     "/v1/models/unload": UnloadBody,
     "/v1/cache": None,
@@ -155,11 +202,16 @@ ROUTES: Mapping[str, type[Body] | None] = {
 """Every route that is no file, and the body of what is sent to it."""
 QUERIES: Mapping[str, tuple[str, ...]] = {
     "/v1/agents": ("limit", "after"),
-    "/v1/agents/import": ("id",),
+    "/v1/agents/import": ("id", "kv"),
+    "/v1/agents/{id}/export": ("kv",),
     "/v1/agents/{id}/turns": ("limit", "after"),
     "/v1/requests/{id}/events": ("after",),
     "/v1/collections": ("limit", "after"),
     "/v1/collections/{id}/documents": ("limit", "after"),
+    "/v1/files": ("limit", "order", "after", "purpose"),
+    "/v1/vector_stores": ("limit", "order", "after"),
+    "/v1/vector_stores/{id}/files": ("limit", "order", "after", "filter"),
+    "/v1/vector_stores/{id}/file_batches/{batch}/files": ("limit", "order", "after", "filter"),
     "/v1/teams": ("limit", "after"),
     "/v1/teams/{id}/transcript": ("format", "member"),
     "/v1/workflows/runs": ("limit", "after"),
@@ -208,6 +260,7 @@ SUMMARIES: Mapping[str, str] = {
     "POST /v1/teams/{id}/rounds": "A round, or several.",
     "POST /v1/teams/{id}/messages": "A message to all members, or with `to` a whisper.",
     "POST /v1/teams/{id}/votes": "A vote beside the rounds.",
+    "POST /v1/teams/{id}/tool_results": "What members' tools returned.",
     "POST /v1/teams/{id}/interrupt": "Cut off what runs.",
     "GET /v1/teams/{id}/transcript": "What was said.",
     "POST /v1/teams/{id}/fork": "A new team that shares the history up to a round.",
@@ -230,6 +283,27 @@ SUMMARIES: Mapping[str, str] = {
     "DELETE /v1/collections/{id}/documents/{document}": "Delete a document, with its text.",
     "POST /v1/collections/{id}/search": "The passages that fit a query best.",
     "POST /v1/collections/{id}/ask": "An answer from the passages that fit a question best.",
+    "POST /v1/files": "Upload a file.",
+    "GET /v1/files": "The files, the newest first.",
+    "GET /v1/files/{id}": "One file.",
+    "GET /v1/files/{id}/content": "The bytes of a file.",
+    "DELETE /v1/files/{id}": "Delete a file, and what vector stores have of it.",
+    "POST /v1/vector_stores": "A new vector store, which is a collection.",
+    "GET /v1/vector_stores": "The vector stores, the newest first.",
+    "GET /v1/vector_stores/{id}": "One vector store.",
+    "POST /v1/vector_stores/{id}": "Give a vector store another name or other metadata.",
+    "DELETE /v1/vector_stores/{id}": "Delete a vector store, with its text; files stay.",
+    "POST /v1/vector_stores/{id}/search": "The passages that fit a query best.",
+    "POST /v1/vector_stores/{id}/files": "Put a file into a vector store.",
+    "GET /v1/vector_stores/{id}/files": "The files of a vector store.",
+    "GET /v1/vector_stores/{id}/files/{file}": "One file of a vector store.",
+    "POST /v1/vector_stores/{id}/files/{file}": "Give a file other attributes.",
+    "DELETE /v1/vector_stores/{id}/files/{file}": "Take a file out of a vector store.",
+    "GET /v1/vector_stores/{id}/files/{file}/content": "The text of a file.",
+    "POST /v1/vector_stores/{id}/file_batches": "Put several files into a vector store.",
+    "GET /v1/vector_stores/{id}/file_batches/{batch}": "How far several files are.",
+    "POST /v1/vector_stores/{id}/file_batches/{batch}/cancel": "Leave out what is not read yet.",
+    "GET /v1/vector_stores/{id}/file_batches/{batch}/files": "The files of a batch.",
     "GET /v1/admin/models": "All models, what they take and what is left.",
     "POST /v1/admin/models/load": "Load a model.",
     "POST /v1/admin/models/unload": "Unload a model.",
@@ -262,7 +336,6 @@ SUMMARIES: Mapping[str, str] = {
     "GET /version": "The version of this server.",
 }
 """What a method does in a few words, where its endpoint's docstring says something else, which is then told as well."""
-STREAMS = frozenset({"/v1/events", "/v1/requests/{id}/events"})
 
 
 def document(described: Callable[[str], Mapping[str, str]]) -> bytes:
@@ -279,13 +352,14 @@ def document(described: Callable[[str], Mapping[str, str]]) -> bytes:
         "info": {
             "title": "Cairn",
             "version": __version__,
-            "description": "An LLM server for agents. Errors are OpenAI's: {error: {message, type, param, code}}.",
+            "description": "An LLM server for agents. Errors are OpenAI's: {error: {message, type, param, code}}; "
+            "Anthropic's and Ollama's routes have their own.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "tags": [{"name": name} for name in dict.fromkeys(_tag(path) for path in paths)],
         "paths": paths,
         "components": {
-            "schemas": schemas["$defs"] | {"Error": _ERROR},
+            "schemas": schemas["$defs"] | dict(ERRORS),
             "securitySchemes": {
                 "key": {"type": "http", "scheme": "bearer", "description": "An API key, on a server with keys."},
                 "admin": {"type": "http", "scheme": "bearer", "description": "The admin key, on a server with keys."},
@@ -293,24 +367,6 @@ def document(described: Callable[[str], Mapping[str, str]]) -> bytes:
         },
     }
     return msgspec.json.encode(found)
-
-
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
 
 
 def _sample(path: str) -> str:
@@ -331,7 +387,7 @@ def _operation(path: str, method: str, text: str, kind: type[Body] | None) -> di
         "tags": [_tag(path)],
         "summary": summary,
         "security": _security(path),
-        "responses": _responses(path),
+        "responses": responses(method, path),
     }
     if said not in ("", summary):
         found["description"] = said
@@ -350,15 +406,10 @@ def _operation(path: str, method: str, text: str, kind: type[Body] | None) -> di
         schema = {"$ref": REF.format(model=kind.__name__)}
         required = any(field.is_required() for field in kind.model_fields.values())
         found["requestBody"] = {"required": required, "content": {"application/json": {"schema": schema}}}
+    if method == "POST" and path in FORMS:
+        content = found.setdefault("requestBody", {"required": True, "content": {}})["content"]
+        content["multipart/form-data"] = {"schema": FORMS[path]}
     return found
-
-
-def _responses(path: str) -> dict[str, Any]:
-    good: dict[str, Any] = {"description": "The answer."}
-    if path in STREAMS:
-        good["content"] = {"text/event-stream": {}}
-    error = {"schema": {"$ref": REF.format(model="Error")}}
-    return {"200": good, "default": {"description": "An error.", "content": {"application/json": error}}}
 
 
 def _security(path: str) -> list[dict[str, list[str]]]:

@@ -1,4 +1,4 @@
-"""How much a tenant may keep on the disk: what its agents, teams, runs and collections take there.
+"""How much a tenant may keep on the disk: what its agents, teams, runs, collections and files take there.
 
 What was written is looked at every few seconds, in the background of a call that would write more, so a tenant may get
 somewhat beyond its bound, and then writes nothing more until something is deleted. Stored KV is not counted: it has a
@@ -17,7 +17,7 @@ from cairn.seams import Clock
 
 WRITES = re.compile(
     r"/v1/(agents(/import|/[^/]+/(turns|fork))?|teams(/[^/]+/(rounds|messages|votes|fork))?|workflows/runs"
-    r"|collections(/[^/]+/documents)?|responses)"
+    r"|collections(/[^/]+/documents)?|files|vector_stores(/[^/]+/(files|file_batches))?|responses)"
 )
 """Routes whose POST keeps more than was there."""
 FRESH_SECONDS = 5.0
@@ -46,7 +46,7 @@ class Quotas:
         if held >= most * MIB:
             raise QuotaExceeded(
                 f"what you keep takes {held / MIB:.1f} MiB on the disk, the limit is {most} (max_disk_mib); delete "
-                "agents, teams, runs or collections",
+                "agents, teams, runs, collections or files",
                 field="max_disk_mib",
             )
 

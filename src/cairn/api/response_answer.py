@@ -13,6 +13,7 @@ from typing import Any
 
 from cairn.api.cache_diagnosis import Parting, response_diagnostics
 from cairn.api.exchange import Choice
+from cairn.api.file_search import CitedText, Searched
 from cairn.api.reasoning_text import pack
 from cairn.api.reply import encode
 from cairn.api.responses_items import Called, call_item, free_text
@@ -73,6 +74,9 @@ class _Item:
     call_id: str = ""
     text: list[str] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
+    cites: CitedText | None = None
+    """What checks the citations of a message, where there is something to cite."""
+    annotations: list[dict[str, Any]] = field(default_factory=list)
 
 
 class ResponseAnswer:
@@ -86,8 +90,10 @@ class ResponseAnswer:
         *,
         encrypted: bool = False,
         logprobs: bool = False,
+        searched: Searched | None = None,
     ) -> None:
-        """`head` says what was asked; `encrypted`, `logprobs`: items have these too."""
+        """`head` says what was asked; `encrypted`, `logprobs`: items have these too. `searched`: the search that the
+        answer is made from."""
         self._head = head
         self._called = called
         self._vocabulary = vocabulary
@@ -100,6 +106,16 @@ class ResponseAnswer:
         self._sequence = 0
         self._open: _Item | None = None
         self._output: list[dict[str, Any]] = []
+        self._searched: Searched | None = None
+        self._first = 0
+        """Items that were there before the model said anything."""
+        if searched is not None:
+            self.show(searched)
+
+    def show(self, searched: Searched) -> None:
+        """The answer begins with a search, and cites what it found."""
+        self._searched, self._output = searched, [searched.item]
+        self._first = len(self._output)
 
     def of(self, choices: Sequence[Choice]) -> ResponseAnswer:
         """The same, of what is generated."""
@@ -116,7 +132,19 @@ class ResponseAnswer:
         if self._head["status"] == "queued":
             data += self._event("response.queued", response=self._head)
             self._head = {**self._head, "status": "in_progress"}
-        return data + self.heartbeat()
+        return data + self.heartbeat() + self._search_events()
+
+    def _search_events(self) -> bytes:
+        """The search is told once it is over, all of it: the answer begins there."""
+        if self._searched is None:
+            return b""
+        item = self._searched.item
+        at = {"output_index": 0, "item_id": item["id"]}
+        begun = item | {"status": "in_progress", "results": None}
+        data = self._event("response.output_item.added", output_index=0, item=begun)
+        for state in ("in_progress", "searching", "completed"):
+            data += self._event(f"response.file_search_call.{state}", **at)
+        return data + self._event("response.output_item.done", output_index=0, item=item)
 
     def heartbeat(self) -> bytes:
         """That it is in progress is said again: clients measure silence by events, and all know this one."""
@@ -162,7 +190,7 @@ class ResponseAnswer:
 
     def items(self, said: MessageBuilder, logprobs: Sequence[TokenLogprob] = ()) -> list[dict[str, Any]]:
         """All that was said, as items: those that were streamed, or all at once."""
-        if not self._output and self._open is None and said:
+        if len(self._output) == self._first and self._open is None and said:
             calls = [
                 ToolCallDelta(index=index, id=id, name=name, arguments=arguments)
                 for index, (id, name, arguments) in enumerate(said.calls)
@@ -193,6 +221,8 @@ class ResponseAnswer:
         shown = self._shown(item, "in_progress")
         data += self._event("response.output_item.added", output_index=len(self._output), item=shown)
         if kind == "message":
+            if self._searched is not None:
+                item.cites = CitedText(self._searched.sources)
             data += self._event("response.content_part.added", **self._at(item), content_index=0, part=_part("", []))
         elif kind == "reasoning" and self._summary:
             part = {"type": "summary_text", "text": ""}
@@ -213,11 +243,23 @@ class ResponseAnswer:
     def _text(self, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
         item = self._open
         assert item is not None
-        item.text.append(text)
         scores = chat_logprobs(logprobs, self._vocabulary)["content"] if self._logprobs else []
         item.logprobs += scores
+        if item.cites is None:
+            return self._told(item, text, scores)
+        told, cited = item.cites.push(text)
+        return self._told(item, told, scores, cited) if told or scores else b""
+
+    def _told(self, item: _Item, text: str, scores: Sequence[Any] = (), cited: Sequence[dict[str, Any]] = ()) -> bytes:
+        """A piece of a message, and what it cites."""
+        item.text.append(text)
         at = self._at(item)
-        return self._event("response.output_text.delta", **at, content_index=0, delta=text, logprobs=scores)
+        data = self._event("response.output_text.delta", **at, content_index=0, delta=text, logprobs=scores)
+        for one in cited:
+            more = {"content_index": 0, "annotation_index": len(item.annotations), "annotation": one}
+            data += self._event("response.output_text.annotation.added", **at, **more)
+            item.annotations.append(one)
+        return data
 
     def _call(self, call: ToolCallDelta) -> bytes:
         data = b""
@@ -236,11 +278,17 @@ class ResponseAnswer:
         item, self._open = self._open, None
         if item is None:
             return b""
-        at, text, data = self._at(item), "".join(item.text), b""
+        data = b""
+        if item.cites is not None:
+            told, cited = item.cites.finish()
+            data += self._told(item, told, (), cited) if told else b""
+        at, text = self._at(item), "".join(item.text)
         if item.kind == "message":
             scores = item.logprobs
             data += self._event("response.output_text.done", **at, content_index=0, text=text, logprobs=scores)
-            data += self._event("response.content_part.done", **at, content_index=0, part=_part(text, scores))
+            data += self._event(
+                "response.content_part.done", **at, content_index=0, part=_part(text, scores, item.annotations)
+            )
         elif item.kind == "reasoning" and self._summary:
             data += self._event("response.reasoning_summary_text.done", **at, summary_index=0, text=text)
             part = {"type": "summary_text", "text": text}
@@ -266,7 +314,7 @@ class ResponseAnswer:
         text = "".join(item.text)
         head: dict[str, Any] = {"id": item.id, "status": status}
         if item.kind == "message":
-            content = [_part(text, item.logprobs)] if status == "completed" else []
+            content = [_part(text, item.logprobs, item.annotations)] if status == "completed" else []
             return head | {"type": "message", "role": "assistant", "content": content}
         if item.kind == "reasoning":
             return head | self._reasoned(text if status == "completed" else None)
@@ -284,8 +332,8 @@ class ResponseAnswer:
         return found
 
 
-def _part(text: str, logprobs: list[Any]) -> dict[str, Any]:
-    return {"type": "output_text", "annotations": [], "logprobs": logprobs, "text": text}
+def _part(text: str, logprobs: list[Any], annotations: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "annotations": list(annotations), "logprobs": logprobs, "text": text}
 
 
 def completed(

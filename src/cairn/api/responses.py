@@ -20,8 +20,10 @@ from cairn.api.cache_diagnosis import RecentPrompts
 from cairn.api.compaction import CompactedAnswer, compacting
 from cairn.api.conversations import Conversations, conversation_of
 from cairn.api.exchange import Choice, Exchange, Exchanges, spelled
+from cairn.api.file_search import RESULTS, FileSearch, Searched, wants_search
 from cairn.api.generation import chat_exchange, chat_prompt
 from cairn.api.json_body import read_json, read_nothing
+from cairn.api.library import Library
 from cairn.api.lists import page_of_items, parameters
 from cairn.api.parse import parse
 from cairn.api.reply import Call
@@ -45,13 +47,21 @@ CANCEL_SECONDS = 5.0
 class Responses:
     """The routes of responses."""
 
-    def __init__(self, config: Config, exchanges: Exchanges, logs: EventLogs, attribution: AgentAttribution) -> None:
+    def __init__(
+        self,
+        config: Config,
+        exchanges: Exchanges,
+        logs: EventLogs,
+        attribution: AgentAttribution,
+        library: Library,
+    ) -> None:
         self._config = config
         self._exchanges = exchanges
         self._logs = logs
         self._attribution = attribution
         self._stored = StoredResponses(config, attribution)
         self._recent = RecentPrompts()
+        self._search = FileSearch(config, library)
         self._conversations = Conversations(config, attribution, self._stored)
 
     def routes(self, path: str) -> dict[str, Endpoint] | None:
@@ -123,41 +133,52 @@ class Responses:
         kept: bool,
     ) -> Exchange:
         if not kept:
-            chat = await self._chat(call, body, tools)
+            history = await self._history(call, body, tools)
+            await self._searched(call, body, tools, answer, history)
+            chat = parse(ChatBody, history, self._config)
             exchange = await chat_exchange(
                 call, service, self._config, self._attribution, chat, answer.of, NAMES, allow_empty=body.prewarms
             )
         else:
-            running = await self._begin(call, service, body, tools, head)
+            running = await self._begin(call, service, body, tools, answer, head)
             choices = [Choice(running.request)]
             keep = self._stored.keeper(call, service, running)
             exchange = turn_exchange(running, choices, answer.of(choices), keep)
             exchange.names, exchange.unattended = NAMES, bool(body.background)
         exchange.numbered = True
-        prompt, parts = exchange.choices[0].request.prompt, body.parts
+        prompt, parts = exchange.choices[0].request.prompt, {"model_changed": service.name} | body.parts
         self._recent.note(call.tenant, str(head["id"]), parts, prompt)
         if body.compares is not None:
             answer.compare(self._recent.compare(call.tenant, body.compares, parts, prompt))
         return exchange
 
     async def _begin(
-        self, call: Call, service: Service, body: ResponseBody, tools: Tools, head: dict[str, Any]
+        self,
+        call: Call,
+        service: Service,
+        body: ResponseBody,
+        tools: Tools,
+        answer: ResponseAnswer,
+        head: dict[str, Any],
     ) -> RunningTurn:
         """Begin the turn of a response that is kept."""
         chat = chat_of(body, tools, call)
+        searched = await self._searched(call, body, tools, answer, chat)
         include = ENCRYPTED if body.includes(ENCRYPTED) else ""
         said = head | {"instructed": bool(body.instructions)}
         named = conversation_of(body.conversation)
         if named is None:
             asked = parse(ChatBody, chat, self._config)
             previous = body.previous_response_id
-            return await self._stored.begin(call, service, asked, said, tools.called, include, previous)
+            return await self._stored.begin(call, service, asked, said, tools.called, include, previous, searched)
         with self._conversations.locked(call.tenant, named):
             state = await self._conversations.state(call.tenant, named)
             at = len(instructed(body.instructions))
             chat["messages"][at:at] = state.more
             asked = parse(ChatBody, chat, self._config)
-            running = await self._stored.begin(call, service, asked, said, tools.called, include, state.head or None)
+            running = await self._stored.begin(
+                call, service, asked, said, tools.called, include, state.head or None, searched
+            )
             try:
                 await self._conversations.move(call.tenant, named, state, str(head["id"]))
             except BaseException:
@@ -165,6 +186,17 @@ class Responses:
                 await running.close()
                 raise
             return running
+
+    async def _searched(
+        self, call: Call, body: ResponseBody, tools: Tools, answer: ResponseAnswer, chat: dict[str, Any]
+    ) -> Searched | None:
+        """The search of files that a response begins with, if one was asked for; its passages are in the chat then."""
+        if not tools.searches or body.prewarms or not wants_search(body.tool_choice):
+            return None
+        searched = await self._search.run(call, tools.searches, chat, results=body.includes(RESULTS))
+        if searched is not None:
+            answer.show(searched)
+        return searched
 
     async def _chat(self, call: Call, body: ResponseBody, tools: Tools) -> ChatBody:
         """The whole chat that a body asks for, what it follows included."""
@@ -185,10 +217,11 @@ class Responses:
     async def input_tokens(self, call: Call, service: Service) -> None:
         """POST /v1/responses/input_tokens."""
         body = parse(ResponseBody, await read_json(call, self._config), self._config, call)
+        tools = Tools(body.tools, call)
+        if tools.searches:
+            call.warn("tools: files are not searched to count tokens, so what a search would find is not counted")
         with spelled(NAMES):
-            prompt = await chat_prompt(
-                call, service, self._config, await self._chat(call, body, Tools(body.tools, call))
-            )
+            prompt = await chat_prompt(call, service, self._config, await self._chat(call, body, tools))
         await call.json({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
     async def compact(self, call: Call, service: Service) -> None:

@@ -10,6 +10,8 @@ from cairn.api.reasoning_text import unpack
 from cairn.api.reply import Call
 from cairn.errors import InvalidRequest, Unsupported
 
+SEARCHED = "Sources, found by a search of the files for what follows.\n\n"
+"""How the first part of a message begins that a search has put there; it is none of the client's."""
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 
 
@@ -58,6 +60,7 @@ class _Items:
             "function_call_output": self._output,
             "custom_tool_call_output": self._output,
             "compaction": self._compaction,
+            "file_search_call": lambda item, where: None,  # what it found stood in a message, and the answer follows
         }
 
     def add(self, item: Mapping[str, Any], where: str) -> None:
@@ -166,7 +169,9 @@ def items_of(messages: Sequence[Mapping[str, Any]], called: Mapping[str, Called]
     for message in messages:
         role, content = message["role"], message.get("content")
         if isinstance(content, list):
-            content = "\n".join(part["text"] for part in content)
+            parts = [part["text"] for part in content]
+            found = role == "user" and len(parts) > 1 and parts[0].startswith(SEARCHED)
+            content = "\n".join(parts[1:] if found else parts)
         if role == "tool":
             items.append(
                 {"type": "function_call_output", "call_id": message.get("tool_call_id", ""), "output": content or ""}

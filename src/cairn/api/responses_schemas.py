@@ -101,6 +101,8 @@ class Tools:
         self.functions: list[dict[str, Any]] = []
         self.called: dict[str, Called] = {}
         """By the name that the model uses."""
+        self.searches: list[tuple[str, dict[str, Any]]] = []
+        """Tools that search files, and where they stand in the body."""
         for index, tool in enumerate(tools or ()):
             self._add(tool, f"tools[{index}]", call, None)
 
@@ -114,8 +116,10 @@ class Tools:
                 self._add(one, f"{where}.tools[{index}]", call, _name(tool, where))
         elif kind in ("function", "custom"):
             self._add_function(tool, where, call, namespace)
+        elif kind == "file_search" and namespace is None:
+            self.searches.append((where, dict(tool)))
         else:
-            call.warn(f"{where} is passed over: a tool of type {kind!s:.40} runs on a server, and none runs here")
+            call.warn(f"{where} is passed over: a tool of type {kind!s:.40} runs on a server, and it is not built")
 
     def _add_function(self, tool: Mapping[str, Any], where: str, call: Call, namespace: str | None) -> None:
         name, custom = _name(tool, where), tool.get("type") == "custom"
@@ -181,7 +185,7 @@ def chat_of(body: ResponseBody, tools: Tools, call: Call) -> dict[str, Any]:
         "temperature": body.temperature,
         "top_p": body.top_p,
         "tools": tools.functions or None,
-        "tool_choice": None if body.tool_choice is None else _choice(body.tool_choice),
+        "tool_choice": _choice_of(body, tools),
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": None if effort is None else EFFORTS.get(effort, effort),
         "response_format": _format(text.get("format")),
@@ -229,6 +233,14 @@ def _format(given: Any) -> Any:
     return given
 
 
+def _choice_of(body: ResponseBody, tools: Tools) -> Any:
+    """The choice among the functions: of a tool that searches files the model chooses nothing."""
+    given = body.tool_choice
+    if given is None or (tools.searches and not tools.functions):
+        return None
+    return None if isinstance(given, dict) and given.get("type") == "file_search" else _choice(given)
+
+
 def _choice(given: Any) -> Any:
     """A choice as chat completions have it."""
     if not isinstance(given, dict):
@@ -240,7 +252,8 @@ def _choice(given: Any) -> Any:
         return {"type": "function", "function": {"name": f"{namespace}__{name}" if namespace else name}}
     if kind == "allowed_tools":
         listed = given.get("tools")
-        tools = [_choice(one) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else None
+        named = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else None
+        tools = None if named is None else [_choice(one) for one in named if one.get("type") != "file_search"]
         return {"type": "allowed_tools", "allowed_tools": {"mode": given.get("mode", "auto"), "tools": tools}}
     return given
 

@@ -24,6 +24,7 @@ from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.agent_schemas import MAX_OWN_METADATA
 from cairn.api.checks import check_chat
 from cairn.api.exchange import Choice
+from cairn.api.file_search import Searched
 from cairn.api.generation import check_length, check_model, shown_tools, warn_of_tools
 from cairn.api.reply import Call
 from cairn.api.response_answer import ResponseAnswer, code_of, completed, failed_with
@@ -75,6 +76,7 @@ class StoredResponses:
         called: Mapping[str, Called],
         include: str,
         previous: str | None,
+        searched: Searched | None = None,
     ) -> RunningTurn:
         """Begin the turn of a response. `chat` has the instructions and what is new since the `previous` one."""
         agents, id = self._attribution.open(), str(head["id"])
@@ -102,6 +104,8 @@ class StoredResponses:
             "called": json.dumps(called),
             "include": include,
         }
+        if searched is not None:
+            metadata["searched"] = msgspec.json.encode(searched).decode()
         await self._open(agents, call.tenant, id, previous, root, metadata, first, tools)
         try:
             return await agents.turn(
@@ -223,12 +227,18 @@ class StoredResponses:
         del head["instructed"]
         head["id"] = id  # it may have been imported under another
         _, tools = await agents.beginning(tenant, id)
+        searched = _searched(info)
         head |= {
-            "tools": tools_of([tool["function"] for tool in tools], _called(info)),
+            "tools": [
+                *(searched.tools if searched is not None else ()),
+                *tools_of([tool["function"] for tool in tools], _called(info)),
+            ],
             "instructions": await self._instructions(agents, tenant, info),
             "output": [],
         }
-        answer = ResponseAnswer(head, _called(info), service.tokenizer, encrypted=bool(info.metadata["include"]))
+        answer = ResponseAnswer(
+            head, _called(info), service.tokenizer, encrypted=bool(info.metadata["include"]), searched=searched
+        )
         said = _said_of(turn.answer)
         output = answer.items(said)
         if turn.state == "running":
@@ -296,7 +306,14 @@ def find_kept(
 def _is_response(metadata: Mapping[str, str]) -> bool:
     msgspec.convert(json.loads(metadata["head"]), _Head)
     msgspec.convert(json.loads(metadata["called"]), dict[str, Called])
+    if "searched" in metadata:
+        msgspec.json.decode(metadata["searched"], type=Searched)
     return {"root", "include"} <= metadata.keys()
+
+
+def _searched(info: AgentInfo) -> Searched | None:
+    given = info.metadata.get("searched")
+    return None if given is None else msgspec.json.decode(given, type=Searched)
 
 
 def _called(info: AgentInfo) -> dict[str, Called]:

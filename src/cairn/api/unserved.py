@@ -43,8 +43,8 @@ _ELSEWHERE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"/v1/moderations", "moderation is not built into this model"),
         (r"/pooling|/classify|/predict", _RANKING),
         (
-            r"/v1/(?:files|uploads|batches|fine_tuning|vector_stores|evals|containers)(?:/.*)?",
-            "this server keeps no files and runs no batches or training",
+            r"/v1/(?:uploads|batches|fine_tuning|evals|containers)(?:/.*)?",
+            "this server runs no batches and no training; whole files go to {base}/files",
         ),
         (
             r"/v1/(?:assistants|threads)(?:/.*)?",

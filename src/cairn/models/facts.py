@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from cairn.models.coded_weights import CodedWeights
 from cairn.models.files import is_gguf
 from cairn.models.gguf import read_gguf
 from cairn.models.weights import open_weights
@@ -20,6 +21,11 @@ def bytes_by_format(place: Path, spec: ModelSpec) -> Counter[str]:
         for tensor in read_gguf(place).tensors.values():
             found[tensor.kind.name] += tensor.size
     else:
-        for array in open_weights(place, spec).values():
+        weights = open_weights(place, spec)
+        if isinstance(weights, CodedWeights):
+            for kind, size in map(weights.stored, weights):
+                found[kind] += size
+            return found
+        for array in weights.values():
             found[_KINDS.get(array.dtype.name, array.dtype.name)] += array.nbytes
     return found

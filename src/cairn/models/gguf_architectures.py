@@ -46,6 +46,11 @@ class Router:
     """As `Experts.gated`."""
     shared: bool = False
     """Whether the file says how wide the shared expert is, which has no gate."""
+    beside: bool = False
+    weighs_input: bool = False
+    """As of `Experts`."""
+    grouped: bool = False
+    """Whether groups may be chosen of by the sums of their best two though scores are softmax's."""
     many: bool = False
     """Whether the file says how many shared experts there are, how scores are made and which groups are chosen of, and
     may have a bias for the choice."""
@@ -87,7 +92,7 @@ class Architecture:
     unturned: int = 0
     """Every so many-th layer has no positions; 0: none."""
     sinks: bool = False
-    activation: Literal["silu", "gelu_tanh", "clamped_silu", "relu2"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "clamped_silu", "relu2", "xielu"] = "silu"
     mixture: Router | None = None
     mixture_name: str = ""
     """transformers' name where there are experts, if it has another one then."""
@@ -113,12 +118,24 @@ class Architecture:
     """Whether yarn's ramp begins and ends between whole dimensions."""
     recurrence: Rule = ""
     """How the file says which layers keep a state in the place of attention."""
+    only_states: bool = False
+    """Whether all layers do, and there is nothing else."""
     tiled: bool = False
     """Whether neighbouring heads of these have keys of different heads."""
     output_gate: bool = False
     """As `families.Family.output_gate`."""
     mlp_gated: bool = True
     """As `families.Family.mlp_gated`."""
+    uneven: Literal["", "gemma4", "gemma3n"] = ""
+    """Whose layers, which are not alike, the file's are: see `gguf_uneven`."""
+    pieces: int = 0
+    """Into how long pieces layers that know positions cut the context, if the file does not say that they do not."""
+    unturned_scaling: tuple[float, float] | None = None
+    """As `ModelSpec.unturned_scaling`."""
+    plain_norm_but: int = 0
+    """Whether queries and keys are normed without a weight: all but those of a model with so many experts; 0: none."""
+    constants: tuple[str, ...] = ()
+    """Keys, named without their architecture, that hold what is a tensor of each layer here."""
     ignored: tuple[str, ...] = ()
     """Keys that say nothing of the text that comes next."""
 
@@ -142,6 +159,42 @@ _QWEN_3_5 = Architecture(
     tiled=True,
     output_gate=True,
     ignored=("rope.dimension_sections",),
+)
+
+_DEEPSEEK_2 = Architecture(
+    "DeepseekV2ForCausalLM",
+    latent=True,
+    rotary=True,
+    ahead=True,
+    log_multiplier=10.0,
+    query_scaling=True,
+    names={
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_k_b": f"{KEYS}.{{}}",
+        "attn_v_b": f"{VALUES}.{{}}",
+    },
+    mixture=Router(many=True),
+    keys=(
+        *MANY,
+        *("attention.q_lora_rank", "attention.kv_lora_rank", "attention.key_length_mla"),
+        *("attention.value_length_mla", "rope.scaling.yarn_log_multiplier"),
+        *("attention.temperature_scale", "attention.temperature_length"),
+    ),
+)
+_GEMMA_4 = Architecture(
+    "Gemma4ForCausalLM",
+    qk_norm=True,
+    names=_GEMMA_NORMS,
+    post_norms=True,
+    period=6,
+    local_rope=True,
+    uneven="gemma4",
+    mixture=Router(normed=True, beside=True),
+    mixture_name="Gemma4ForCausalLM",
 )
 
 ARCHITECTURES = {
@@ -209,6 +262,7 @@ ARCHITECTURES = {
         keys=MANY,
         ignored=("attention.layer_norm_epsilon",),
     ),
+    "mamba2": Architecture("Mamba2ForCausalLM", names=MAMBA2, recurrence="mamba2", only_states=True),
     "granitehybrid": Architecture(
         "GraniteMoeHybridForCausalLM",
         interleaved=True,
@@ -237,28 +291,23 @@ ARCHITECTURES = {
         mixture=Router(scores="sigmoid", normed=True, many=True),
         keys=MANY,
     ),
-    "deepseek2": Architecture(
-        "DeepseekV2ForCausalLM",
-        latent=True,
-        rotary=True,
-        ahead=True,
-        log_multiplier=10.0,
-        names={
-            "attn_q_a": "self_attn.q_a_proj",
-            "attn_q_a_norm": "self_attn.q_a_layernorm",
-            "attn_q_b": "self_attn.q_b_proj",
-            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-            "attn_k_b": f"{KEYS}.{{}}",
-            "attn_v_b": f"{VALUES}.{{}}",
-        },
-        mixture=Router(many=True),
-        keys=(
-            *MANY,
-            *("attention.q_lora_rank", "attention.kv_lora_rank", "attention.key_length_mla"),
-            *("attention.value_length_mla", "rope.scaling.yarn_log_multiplier"),
-        ),
+    "deepseek2": _DEEPSEEK_2,
+    "mistral4": replace(_DEEPSEEK_2, name="Mistral4ForCausalLM", mixture=Router(many=True, normed=True, grouped=True)),
+    "llama4": Architecture(
+        "Llama4ForCausalLM",
+        interleaved=True,
+        unturned=4,
+        pieces=8192,
+        unturned_scaling=(0.1, 8192.0),
+        plain_norm_but=128,
+        mixture=Router(scores="sigmoid", weighs_input=True),
+        keys=("interleave_moe_layer_step",),
     ),
+    "apertus": Architecture(
+        "ApertusForCausalLM", qk_norm=True, mlp_gated=False, activation="xielu", constants=("alpha_p", "alpha_n")
+    ),
+    "gemma4": _GEMMA_4,
+    "gemma3n": replace(_GEMMA_4, name="Gemma3nForCausalLM", period=5, uneven="gemma3n", mixture=None, mixture_name=""),
     "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM", qk_norm=True, late_norms=True),
     "mistral3": Architecture(
         "Ministral3ForCausalLM",
@@ -303,8 +352,11 @@ def experts(keys: Fields, family: Architecture, layers: int, corrected: bool) ->
         shared = own * keys.integer("expert_shared_count", 0, 1 << 10, 0)
         gate = keys.integer("expert_gating_func", 0, 3, 0)
         scores = _GATES.get(gate, "sigmoid" if corrected else scores)
-        if scores == "softmax" and keys.integer("expert_group_used_count", 0, count, 1) > 1:
+        if scores == "softmax" and not router.grouped and keys.integer("expert_group_used_count", 0, count, 1) > 1:
             raise ModelError(f"{keys.path}: {keys.prefix}expert_group_used_count with softmax is not supported")
+    if router.weighs_input:
+        shared = own
+        _one(keys, "expert_used_count")
     if router.shared:
         shared = keys.integer("expert_shared_feed_forward_length", 0, 1 << 22, 0)
     return checked(
@@ -313,7 +365,9 @@ def experts(keys: Fields, family: Architecture, layers: int, corrected: bool) ->
             count=count,
             chosen=keys.integer("expert_used_count", 1, count),
             ffn=own,
-            layers=alone or tuple(range(keys.integer("leading_dense_block_count", 0, layers, 0), layers)),
+            layers=alone or _layers(keys, layers),
+            beside=router.beside,
+            weighs_input=router.weighs_input,
             gated=router.gated,
             scores=scores,
             groups=keys.integer("expert_group_count", 0, count, 1) or 1,
@@ -326,3 +380,15 @@ def experts(keys: Fields, family: Architecture, layers: int, corrected: bool) ->
             shared_gate=router.shared_gate and shared > 0,
         ),
     )
+
+
+def _layers(keys: Fields, layers: int) -> tuple[int, ...]:
+    """Which layers have experts."""
+    step = keys.integer("interleave_moe_layer_step", 1, 1 << 12, 1)
+    first = keys.integer("leading_dense_block_count", 0, layers, 0)
+    return tuple(layer for layer in range(first, layers) if (layer + 1) % step == 0)
+
+
+def _one(keys: Fields, name: str) -> None:
+    if keys.integer(name, 1, MAX_EXPERTS, 1) != 1:
+        raise ModelError(f"{keys.path}: {keys.prefix}{name} other than 1 is not supported")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from cairn.errors import ModelFileError
 from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
-from cairn.types import MAX_CONTEXT, RopeScaling
+from cairn.types import MAX_CONTEXT, NEVER, RopeScaling
 
 FACTORS = "rope_freqs.weight"
 """The tensor that divides the rotary frequencies, as models with llama3's scaling have it."""
@@ -25,9 +26,10 @@ def factors(gguf: Gguf, turned: int, name: str = FACTORS) -> tuple[float, ...]:
     if tensor.kind.name != "F32" or tensor.shape != (turned // 2,):
         raise ModelFileError(f"{tensor.path}: {name} must be F32 of shape [{turned // 2}]")
     values = gguf.blocks(name).view("<f4").reshape(-1)
-    if not ((values >= 1e-3) & (values <= 1e6)).all():
+    # What is divided by the last is not turned at all.
+    if not (((values >= 1e-3) & (values <= 1e6)) | np.isclose(values, NEVER)).all():
         raise ModelFileError(f"{tensor.path}: {name} must hold numbers from 0.001 to 1e+06")
-    return tuple(values.tolist())
+    return tuple(NEVER if one > 1e6 else one for one in values.tolist())
 
 
 def long_rope(keys: Fields, gguf: Gguf, turned: int) -> dict[str, Any]:

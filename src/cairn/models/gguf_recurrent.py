@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -69,6 +69,16 @@ def by_heads(found: dict[str, Any], rule: Rule) -> None:
         _alike(found, "feed_forward_length", widths)
     _alike(found, "attention.head_count_kv", counts)
     found["attention.recurrent_layers"] = idle
+
+
+def only_states(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What the keys of a model that has nothing but states say in the words of others: there is one head, of which
+    nobody hears, and no MLP."""
+    layers = found.get("block_count")
+    idle = np.zeros(layers, np.bool_) if isinstance(layers, int) and 0 < layers < 1 << 12 else None
+    plain = {"attention.head_count": 1, "attention.head_count_kv": 1, "feed_forward_length": 1}
+    plain |= dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), 64)
+    return plain | {"attention.recurrent_layers": True} | ({} if idle is None else {MLP: idle})
 
 
 def _alike(found: dict[str, Any], name: str, counts: NDArray[Any]) -> None:

@@ -25,7 +25,9 @@ from cairn.models.gguf_positions import factors, long_rope
 from cairn.models.gguf_purpose import ENCODERS, purpose
 from cairn.models.gguf_purpose import KEYS as PURPOSE
 from cairn.models.gguf_recurrent import KEYS as RECURRENT
-from cairn.models.gguf_recurrent import by_heads, mlp_layers, recurrence
+from cairn.models.gguf_recurrent import by_heads, mlp_layers, only_states, recurrence
+from cairn.models.gguf_uneven import KEYS as UNEVEN
+from cairn.models.gguf_uneven import by_layer, head_length, uneven_spec
 from cairn.models.hub import model_name
 from cairn.models.latent_spec import spec_fields
 from cairn.models.recurrent_spec import with_state
@@ -105,9 +107,10 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
     hidden = keys.integer("embedding_length", 1, 1 << 20)
     heads = keys.integer("attention.head_count", 1, 1 << 14)
     layers = layers_of(keys, family)
-    length = "attention.key_length_mla" if family.latent else "attention.key_length"
-    head_dim = keys.integer(length, 2, MAX_HEAD_DIM, None if family.latent else hidden // heads)
+    head_dim = keys.integer(_head_length(family), 2, MAX_HEAD_DIM, None if family.latent else hidden // heads)
     turned = keys.integer("rope.dimension_count", 2, head_dim, head_dim) if family.rotary else head_dim
+    if family.uneven:  # the file's factors are those of layers without a window
+        turned = keys.integer("attention.key_length", 2, MAX_HEAD_DIM)
     long = long_rope(keys, gguf, turned) if family.long_rope else {}
     if long:
         rope, context = long["rope_scaling"], keys.integer("context_length", 2, MAX_CONTEXT)
@@ -136,6 +139,8 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
         **_multiplied(keys, family, hidden, heads, head_dim, layers),
         qk_norm="blk.0.attn_q_norm.weight" in gguf.tensors if family.qk_norm is None else family.qk_norm,
         query_scaling=_query_scaling(keys, family),
+        unturned_scaling=family.unturned_scaling,
+        plain_norm=bool(family.plain_norm_but) and (mixture is None or mixture.count != family.plain_norm_but),
         qk_norm_whole=family.qk_norm_whole,
         late_norms=family.late_norms,
         pre_norms=family.pre_norms,
@@ -159,6 +164,8 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
     )
     if family.latent:
         return _with_latents(keys, spec, turned)
+    if family.uneven:
+        return uneven_spec(keys, gguf, spec, family.uneven)
     if spec.heads % spec.kv_heads:
         raise keys.error("attention.head_count_kv", f"a divisor of the head count ({heads})")
     if spec.head_dim % 2 or turned % 2:
@@ -167,6 +174,13 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
         if keys.integer(name, 0, 1 << 20, expected) != expected:
             raise ModelError(f"{keys.path}: {keys.prefix}{name} other than the head size {expected} is not supported")
     return spec
+
+
+def _head_length(family: Architecture) -> str:
+    """The key of the size of a head."""
+    if family.uneven:
+        return head_length(family.uneven)
+    return "attention.key_length_mla" if family.latent else "attention.key_length"
 
 
 def _unturned(keys: Fields, family: Architecture, layers: int) -> tuple[int, ...]:
@@ -194,7 +208,7 @@ def _with_latents(keys: Fields, spec: ModelSpec, turned: int) -> ModelSpec:
 def _keys(gguf: Gguf, family: Architecture) -> Fields:
     """The keys below the architecture's name. A list with one value for every layer is that value."""
     done = _NEUTRAL | {"tensor_data_layout": "Meta AI original pth" if family.interleaved else "reference"}
-    prefix = gguf.metadata["general.architecture"] + "."
+    prefix, understood = gguf.metadata["general.architecture"] + ".", _understood(family)
     found: dict[str, Any] = {}
     others: dict[str, tuple[str, Any]] = {}
     for key, value in gguf.metadata.items():
@@ -205,15 +219,11 @@ def _keys(gguf: Gguf, family: Architecture) -> Fields:
             plain = value[0].item()
         if name in family.ignored:
             continue
-        if (
-            name in _KEYS | EXPERT_KEYS
-            or name in (*family.keys, *RECURRENT[family.recurrence])
-            or (family.gemma and name in _GEMMA_KEYS)
-        ):
+        if name in understood:
             found[name] = plain
         else:
             others[name] = key, plain
-    by_heads(found, family.recurrence)
+    _listed(found, family)
     keys = Fields(found, gguf.paths[0], prefix)
     if keys.has("embedding_length") and keys.has("attention.head_count"):
         heads = keys.integer("attention.head_count", 1, 1 << 14)
@@ -229,6 +239,21 @@ def _keys(gguf: Gguf, family: Architecture) -> Fields:
     if not family.both and not keys.flag("attention.causal", True):
         raise ModelError(f"{gguf.paths[0]}: {prefix}attention.causal is false; such a model does not generate text")
     return keys
+
+
+def _listed(found: dict[str, Any], family: Architecture) -> None:
+    """Say in the words of plain decoders what lists by layer say, and models that have no heads."""
+    by_heads(found, family.recurrence)
+    if family.uneven:
+        by_layer(found)
+    if family.only_states:
+        found |= only_states(found)
+
+
+def _understood(family: Architecture) -> frozenset[str]:
+    """The keys of an architecture that mean something here."""
+    own = (*(_GEMMA_KEYS if family.gemma else ()), *(UNEVEN if family.uneven else ()))
+    return frozenset((*_KEYS, *EXPERT_KEYS, *family.keys, *RECURRENT[family.recurrence], *own))
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -255,7 +280,11 @@ def vocab_rows(gguf: Gguf, hidden: int) -> int:
 def _query_scaling(keys: Fields, family: Architecture) -> tuple[float, float] | None:
     """`ModelSpec.query_scaling`."""
     beta = keys.number("attention.temperature_scale", 0.0, 1e3, 0.0) if family.query_scaling else 0.0
-    return (beta, float(keys.integer("rope.scaling.original_context_length", 1, MAX_CONTEXT))) if beta else None
+    if not beta:
+        return None
+    named = "attention.temperature_length"
+    place = named if keys.has(named) else "rope.scaling.original_context_length"
+    return beta, float(keys.integer(place, 1, MAX_CONTEXT))
 
 
 def _rope(keys: Fields, gguf: Gguf, head_dim: int, family: Architecture) -> tuple[RopeScaling, int]:
@@ -338,6 +367,11 @@ def _groups(
     keys: Fields, family: Architecture, layers: int, context: int, scaling: RopeScaling
 ) -> tuple[CacheGroup, ...]:
     window = keys.integer("attention.sliding_window", 0, MAX_CONTEXT, 0)
+    if family.pieces:
+        if keys.has("attention.sliding_window") and not window:
+            raise ModelError(f"{keys.path}: {keys.prefix}attention.sliding_window of 0 is not supported")
+        limited = [layer for layer in range(layers) if layer not in _unturned(keys, family, layers)]
+        return cache_groups(layers, limited, min(family.pieces, context), context, pieces=True)
     if family.window_period and window:
         own = RotaryPositions(theta=keys.number("rope.freq_base", 1.0, 1e15, 10000.0))
         limited = [layer for layer in range(layers) if (layer + 1) % family.window_period]
@@ -374,8 +408,10 @@ def cache_groups(
     *,
     pieces: bool = False,
 ) -> tuple[CacheGroup, ...]:
-    """Layers by cache kind; `limited` have the window, `rope` for positions, and `pieces` as `CacheGroup`. A window that
-    no context can outgrow is full attention."""
+    """Layers by cache kind; `limited` have the window, and `rope` for positions; `pieces` is as of `CacheGroup`.
+
+    A window that no context can outgrow is full attention.
+    """
     apart = set(limited) if rope is not None or window < context else set[int]()
     full = tuple(layer for layer in range(layers) if layer not in apart)
     groups = [CacheGroup(kind="full", layers=full)] if full else []

@@ -15,21 +15,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.errors import ModelFileError
+from cairn.errors import ModelError, ModelFileError
 from cairn.kernels.base import Quantized
 from cairn.models.dequant import Kind, dequantize
 from cairn.models.gguf import Gguf, Tensor
-from cairn.models.gguf_architectures import Architecture, layers
+from cairn.models.gguf_architectures import PER_LAYER, Architecture, layers
 from cairn.models.gguf_encoder import encoder_name, is_encoder
 from cairn.models.gguf_positions import FACTORS, LONG, SHORT
 from cairn.models.gguf_purpose import DENSE, JUDGE
 from cairn.models.gguf_recurrent import WHOLE, Change, Part, parts
 from cairn.models.gguf_spec import architecture
+from cairn.models.gguf_uneven import NAMES as UNEVEN_NAMES
+from cairn.models.gguf_uneven import WHOLE as UNEVEN_WHOLE
 from cairn.models.mixture_spec import CORRECTION, MAX_EXPERTS
 from cairn.models.quantize import unpack
 from cairn.models.tensor_meta import TensorMeta, codes
 from cairn.models.tensor_meta import blocks as super_blocks
-from cairn.models.tensor_names import turn_back
+from cairn.models.tensor_names import XIELU, turn_back
+from cairn.models.uneven_spec import INPUTS, INPUTS_NORM, INPUTS_PROJECTION, MERGES, STREAMS
 from cairn.types import ModelSpec
 
 _WHOLE = {
@@ -37,6 +40,11 @@ _WHOLE = {
     "output_norm": "model.norm",
     "token_embd_norm": "model.norm",
     "output": "lm_head",
+    PER_LAYER.removesuffix(".weight"): INPUTS.removesuffix(".weight"),
+    "per_layer_model_proj": INPUTS_PROJECTION.removesuffix(".weight"),
+    "per_layer_proj_norm": INPUTS_NORM.removesuffix(".weight"),
+    "altup_proj": f"{STREAMS}.{{}}",
+    "altup_unembd_proj": f"{MERGES}.{{}}",
 }
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -59,6 +67,14 @@ _LAYER = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+_FUSED = {"ffn_gate_up_exps": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")}
+"""Of a layer, tensors whose rows are those of several of ours."""
+_WHOLE_OF_LAYER = WHOLE | UNEVEN_WHOLE
+"""Of a layer, tensors whose ends differ too."""
+_UNREAD = re.compile(r"self_attn\.(k_proj|v_proj|k_norm)\.weight")
+"""Of layers that read the keys and values of an earlier one: some files have them."""
+_XIELU = {"beta": 0.5, "eps": -1e-6}
+"""Numbers of an activation that the kernels know."""
 """Of a layer; {} stands for the number of an expert, all of which are one tensor."""
 _WITHOUT_END = {"attn_sinks": "self_attn.sinks", "exp_probs_b": CORRECTION}
 """Tensors whose names here have no `.weight`."""
@@ -84,11 +100,11 @@ def hub_name(name: str, others: Mapping[str, str] | None = None) -> str | None:
     layer, part, end = match.groups()
     if layer is None:
         return f"{_WHOLE[part]}.{end}" if part in _WHOLE and end else None
-    if (whole := f"{part}.{end}" if end else part) in WHOLE:
-        return f"model.layers.{int(layer)}.{WHOLE[whole]}"
+    if (whole := f"{part}.{end}" if end else part) in _WHOLE_OF_LAYER:
+        return f"model.layers.{int(layer)}.{_WHOLE_OF_LAYER[whole]}"
     if not end:
         return None
-    names = {**_LAYER, **(others or {})}
+    names = {**_LAYER, **UNEVEN_NAMES, **(others or {})}
     if part in _WITHOUT_END:
         return f"model.layers.{int(layer)}.{_WITHOUT_END[part]}"
     return f"model.layers.{int(layer)}.{names[part]}.{end}" if part in names else None
@@ -97,8 +113,9 @@ def hub_name(name: str, others: Mapping[str, str] | None = None) -> str | None:
 def hub_names(name: str, own: Architecture) -> tuple[str, ...]:
     """The names of all of ours that a tensor holds; as `hub_name` each."""
     match = _NAME.fullmatch(name)
-    if match is not None and match[1] is not None and match[3] and match[2] in own.fused:
-        return tuple(f"model.layers.{int(match[1])}.{one}.{match[3]}" for one in own.fused[match[2]])
+    fused = {**_FUSED, **own.fused}
+    if match is not None and match[1] is not None and match[3] and match[2] in fused:
+        return tuple(f"model.layers.{int(match[1])}.{one}.{match[3]}" for one in fused[match[2]])
     found = hub_name(name, own.names)
     return () if found is None else (found,)
 
@@ -152,10 +169,15 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
                     self._change(part, tensor, expected)
             elif names and all(name.format(0) in expected for name in names):
                 self._put(names, tensor, expected)
-            elif not (_HARMLESS.fullmatch(tensor.name) or (behind and _set_aside(tensor.name, behind))):
+            elif not (
+                _HARMLESS.fullmatch(tensor.name)
+                or (behind and _set_aside(tensor.name, behind))
+                or (names and _unread(spec, names[0]))
+            ):
                 family = gguf.metadata["general.architecture"]
                 raise ModelFileError(f"{tensor.path}: the tensor {tensor.name[:120]!r} is not part of a {family}")
-        missing = next((name for name in expected if name not in self._found), None)
+        self._constants = {} if own is None else _constants(gguf, own, spec)
+        missing = next((name for name in expected if name not in self._found and name not in self._constants), None)
         if missing is not None:
             raise ModelFileError(
                 f"{gguf.paths[0]}: the tensor for {missing} of shape {list(expected[missing])} is missing"
@@ -163,7 +185,11 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
 
     def _put(self, names: Sequence[str], tensor: Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:
         every, shape = list(names), expected[names[0].format(0)]
-        if "{}" in names[0]:
+        if "{}" in names[0] and len(names) > 1:
+            count = next(one for one in range(MAX_EXPERTS + 1) if names[0].format(one) not in expected)
+            every = [name.format(number) for number in range(count) for name in names]
+            shape = (count, sum(expected[name.format(0)][0] for name in names), *shape[1:])
+        elif "{}" in names[0]:
             numbered = (names[0].format(number) for number in range(MAX_EXPERTS))
             every = [name for name in numbered if name in expected]
             shape = (len(every), *shape)
@@ -190,6 +216,8 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         self._found[part.name] = _Part(tensor, expected[part.name], change=part.change)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
+        if name in self._constants:
+            return self._constants[name]
         tensor = self._found[name]
         blocks = tensor.blocks(self._gguf)
         kind = tensor.kind
@@ -204,6 +232,8 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
 
     def outline(self, name: str) -> TensorMeta:
         """What `[name]` gives, and the bytes of memory that it makes on the way."""
+        if name in self._constants:
+            return TensorMeta(self._constants[name].shape, "float32", 0)
         tensor = self._found[name]
         dtype = tensor.kind.dtype if tensor.kind.dtype is not None else np.dtype(np.float32)
         size = math.prod(tensor.shape) * dtype.itemsize
@@ -212,6 +242,8 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
 
     def packed_outline(self, name: str) -> TensorMeta | None:
         """What `packed` gives; None for a vector, and for a tensor of single numbers."""
+        if name in self._constants:
+            return None
         tensor = self._found[name]
         kind = tensor.kind
         if kind.dtype is not None or len(tensor.shape) != 2 or tensor.change is not None:
@@ -232,6 +264,8 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
 
     def kind(self, name: str) -> tuple[str, bool]:
         """A tensor's number format in the file, and whether `packed` has to round it."""
+        if name in self._constants:
+            return "F32", False
         kind = self._found[name].kind
         return kind.name, kind.dtype is None and kind.split is None
 
@@ -240,13 +274,40 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         return self._interleaved and _TURNED.fullmatch(name) is not None
 
     def __contains__(self, name: object) -> bool:
-        return name in self._found  # a mapping's own would make the tensor
+        return name in self._found or name in self._constants  # a mapping's own would make the tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
+        return iter([*self._found, *self._constants])
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._found) + len(self._constants)
+
+
+def _constants(gguf: Gguf, own: Architecture, spec: ModelSpec) -> dict[str, NDArray[Any]]:
+    """What the metadata hold of each layer that is a tensor here: the two numbers of an activation."""
+    found: dict[str, NDArray[Any]] = {}
+    if not own.constants:
+        return found
+    for name in (*own.constants, *_XIELU):
+        listed = np.asarray(gguf.metadata.get(f"xielu.{name}", np.nan), np.float32)
+        numbers = np.full(spec.layers, listed) if listed.ndim == 0 else listed
+        if numbers.shape != (spec.layers,) or not np.isfinite(numbers).all():
+            raise gguf.fields.error(f"xielu.{name}", f"a number, or a list of {spec.layers}")
+        if name in _XIELU:
+            if not np.allclose(numbers, _XIELU[name], rtol=1e-2, atol=0):
+                raise ModelError(f"{gguf.paths[0]}: xielu.{name} other than {_XIELU[name]} is not supported")
+            continue
+        for layer in range(spec.layers):
+            found[f"model.layers.{layer}.{XIELU}.{name}"] = numbers[layer : layer + 1]
+    return found
+
+
+def _unread(spec: ModelSpec, name: str) -> bool:
+    """Whether a tensor is a key's or a value's of a layer that reads those of an earlier one."""
+    match = re.fullmatch(r"model\.layers\.(\d{1,5})\.(.+)", name)
+    if match is None or spec.uneven is None or int(match[1]) >= spec.layers:
+        return False
+    return spec.kv_layer(int(match[1])) != int(match[1]) and _UNREAD.fullmatch(match[2]) is not None
 
 
 def _set_aside(name: str, layers: int) -> bool:

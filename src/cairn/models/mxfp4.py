@@ -6,8 +6,7 @@ put into the order of GGUF's MXFP4, so that one decoder serves both.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from cairn.errors import ModelFileError
 from cairn.kernels.base import GROUP, Quantized
-from cairn.models import tensor_meta as known
+from cairn.models.coded_weights import Coded
 from cairn.models.dequant import KINDS, dequantize
 from cairn.models.quantize import unpack
 from cairn.models.tensor_meta import TensorMeta, codes
@@ -44,14 +43,34 @@ class Mxfp4:
         order = np.stack([self.blocks & 15, self.blocks >> 4], axis=-1).reshape(-1, 2, 16)
         return np.concatenate([self.scales.reshape(-1, 1), order[:, 0] | order[:, 1] << 4], axis=1)
 
+    @property
+    def kind(self) -> tuple[str, bool]:
+        """MXFP4, of which nothing is rounded."""
+        return _KIND.name, False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in its file."""
+        return self.blocks.nbytes + self.scales.nbytes
+
+    def values(self) -> NDArray[np.float32]:
+        """Its numbers [out, in]."""
+        return dequantize(_KIND, self.rows()).reshape(self.shape)
+
+    def packed_outline(self) -> TensorMeta:
+        """What `packed` gives."""
+        return codes(self.shape, _KIND.bits, *_KIND.scaled)
+
+    def packed(self) -> tuple[Quantized, float]:
+        """The matrix as codes of kernels; no error."""
+        return unpack(_KIND, self.rows(), self.shape)
+
 
 def joined(
-    path: Path, found: dict[str, NDArray[Any]], parts: Mapping[str, NDArray[Any]], expected: Mapping[str, Any]
-) -> Mapping[str, NDArray[Any]]:
-    """The tensors that were found, with those that stand in two parts, whose names end in one of `PARTS`."""
-    if not parts:
-        return found
-    packed = {}
+    path: Path, found: Mapping[str, Any], parts: Mapping[str, NDArray[Any]], expected: Mapping[str, Any]
+) -> dict[str, Coded]:
+    """The tensors that stand in two parts, whose names end in one of `PARTS`."""
+    packed: dict[str, Coded] = {}
     for name in dict.fromkeys(one.rpartition(".")[0] for one in parts):
         out, inner = expected[name]
         wanted = {".blocks": (out, inner // GROUP, GROUP // 2), ".scales": (out, inner // GROUP)}
@@ -63,48 +82,4 @@ def joined(
         if name in found:
             raise ModelFileError(f"{path}: the tensor {name[:120]!r} is there under two names")
         packed[name] = Mxfp4(parts[f"{name}.blocks"], parts[f"{name}.scales"])
-    return Mxfp4Weights(found, packed)
-
-
-class Mxfp4Weights(Mapping[str, NDArray[Any]]):
-    """Weights some of which are in MXFP4. An array that was asked for is not kept: ask once."""
-
-    def __init__(self, plain: Mapping[str, NDArray[Any]], packed: Mapping[str, Mxfp4]) -> None:
-        self._plain, self._packed = plain, packed
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        if name not in self._packed:
-            return self._plain[name]
-        one = self._packed[name]
-        return dequantize(_KIND, one.rows()).reshape(one.shape)
-
-    def outline(self, name: str) -> TensorMeta:
-        """What `[name]` gives, and the bytes of memory that it makes."""
-        if name not in self._packed:
-            return known.outline(self._plain, name)
-        shape = self._packed[name].shape
-        return TensorMeta(shape, "float32", 4 * math.prod(shape))
-
-    def packed_outline(self, name: str) -> TensorMeta | None:
-        """What `packed` gives; None for a tensor of single numbers."""
-        return codes(self._packed[name].shape, _KIND.bits, *_KIND.scaled) if name in self._packed else None
-
-    def packed(self, name: str) -> tuple[Quantized, float]:
-        """A tensor that has a `packed_outline` as codes, and its relative error: none is lost."""
-        one = self._packed[name]
-        return unpack(_KIND, one.rows(), one.shape)
-
-    def kind(self, name: str) -> tuple[str, bool]:
-        """A tensor's number format in the file, and whether `packed` has to round it."""
-        if name in self._packed:
-            return _KIND.name, False
-        return {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[str(self._plain[name].dtype)], False
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._plain or name in self._packed
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*self._plain, *self._packed))
-
-    def __len__(self) -> int:
-        return len(self._plain) + len(self._packed)
+    return packed

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from cairn.errors import ModelError
-from cairn.models.families import Family
+from cairn.models.family import Family
 from cairn.models.files import Fields
 from cairn.models.mixture_spec import layer_kinds
 from cairn.types import MAX_HEAD_DIM, CacheGroup, ModelSpec, Recurrence
@@ -109,6 +109,26 @@ def _nemotron(config: Fields, layers: int, hidden: int) -> Recurrence | None:
     )
 
 
+def _mamba(config: Fields, layers: int, hidden: int) -> Recurrence:
+    """Of a model that has nothing else."""
+    heads = config.integer("num_heads", 1, MAX_HEADS)
+    size = config.integer("head_dim", 1, MAX_HEAD_DIM)
+    if heads * size != config.integer("expand", 1, 1 << 6, 2) * hidden:
+        raise ModelError(f"{config.path}: {heads} recurrent heads of {size} are not expand * hidden_size")
+    return Recurrence(
+        kind="mamba2",
+        layers=tuple(range(layers)),
+        reach=config.integer("conv_kernel", 2, MOST_REACH, 4),
+        heads=heads,
+        value_size=size,
+        key_heads=config.integer("n_groups", 1, heads, 8),
+        key_size=config.integer("state_size", 1, MAX_HEAD_DIM, 128),
+        conv_bias=config.flag("use_conv_bias", True),
+        bias=config.flag("use_bias", False),
+        step_limits=_limits(config),
+    )
+
+
 def mlp_layers(config: Fields, layers: int) -> tuple[int, ...]:
     """The layers that are an MLP, where a layer is one thing."""
     return tuple(layer for layer, kind in enumerate(layer_kinds(config, layers)) if kind in ("mlp", "moe"))
@@ -144,6 +164,7 @@ _RULES: dict[str, Callable[[Fields, int, int], Recurrence | None]] = {
     "mamba2": _mamba2,
     "conv": _conv,
     "nemotron": _nemotron,
+    "mamba": _mamba,
 }
 """`Family.recurrence` -> what reads its config."""
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.models import stored_recurrent
+from cairn.models.families import without_part
 from cairn.models.latent_spec import KEYS, VALUES
 from cairn.types import ModelSpec
 
@@ -46,11 +47,11 @@ def own_tensors(spec: ModelSpec, ahead: int, name: str, array: NDArray[Any]) -> 
     if behind and _UNREAD.fullmatch(rest):
         yield "", array
         return
-    if spec.architecture == "NemotronHForCausalLM":
+    if spec.architecture in ("NemotronHForCausalLM", "Mamba2ForCausalLM"):
         rest = _nemotron(spec, int(layer), rest)
     states = spec.recurrence
     for one, whole in [(rest, array)] if states is None else stored_recurrent.own(states, rest, array):
-        for own, part in _RULES.get(spec.architecture, _as_it_is)(one, whole, spec):
+        for own, part in _RULES.get(without_part(spec.architecture), _as_it_is)(one, whole, spec):
             # A shared expert is the MLP of a model without others.
             named = own.replace("shared.", "mlp.shared_expert." if spec.experts else "mlp.", 1)
             yield prefix + (named if own.startswith("shared.") else own) if own else "", part
@@ -137,7 +138,7 @@ def _fused(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
 
 def _gemma(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
     """Experts beside the MLP, which stand beside it by name too."""
-    place, dot, name = rest.partition(".")
+    place, _, name = rest.partition(".")
     if place == "experts":
         yield from _fused(f"mlp.{rest}", array, spec)
     elif place == "router":
@@ -198,13 +199,15 @@ _GRANITE_NAMES = {
     "output_linear.weight": "mlp.experts.down_proj",
 }
 _LFM_NORM = {"model.embedding_norm.weight": "model.norm.weight"}
+_BACKBONE = {
+    **{f"{before}.embeddings.weight": "model.embed_tokens.weight" for before in ("model", "backbone")},
+    **{f"{before}.norm_f.weight": "model.norm.weight" for before in ("model", "backbone")},
+}
 _OTHERS = {
     "Lfm2ForCausalLM": _LFM_NORM,
     "Lfm2MoeForCausalLM": _LFM_NORM,
-    "NemotronHForCausalLM": {
-        **{f"{before}.embeddings.weight": "model.embed_tokens.weight" for before in ("model", "backbone")},
-        **{f"{before}.norm_f.weight": "model.norm.weight" for before in ("model", "backbone")},
-    },
+    "NemotronHForCausalLM": _BACKBONE,
+    "Mamba2ForCausalLM": _BACKBONE,
 }
 """Tensors beside the layers that have another name."""
 

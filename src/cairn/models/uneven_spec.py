@@ -14,16 +14,14 @@ from typing import Any
 import msgspec
 
 from cairn.errors import ModelError
-from cairn.models.families import Family
+from cairn.models.family import Family
 from cairn.models.files import Fields
 from cairn.models.mixture_spec import mixture_tensors
-from cairn.types import MAX_CONTEXT, MAX_HEAD_DIM, CacheGroup, ModelSpec, RopeScaling, Streams, Uneven
+from cairn.types import MAX_CONTEXT, MAX_HEAD_DIM, NEVER, CacheGroup, ModelSpec, RopeScaling, Streams, Uneven
 
 INPUTS = "model.embed_tokens_per_layer.weight"
 INPUTS_PROJECTION = "model.per_layer_model_projection.weight"
 INPUTS_NORM = "model.per_layer_projection_norm.weight"
-_NEVER = 1e30
-"""A frequency that is divided by this turns nothing, at any position."""
 
 
 def proportional(config: Fields, family: Family) -> tuple[RopeScaling, float, int]:
@@ -41,7 +39,7 @@ def proportional(config: Fields, family: Family) -> tuple[RopeScaling, float, in
     part = rope.number("partial_rotary_factor", 0.0, 1.0, 1.0) if named == "proportional" else 1.0
     factor = rope.number("factor", 1e-3, 1e6, 1.0) if named == "proportional" else 1.0
     turned = int(part * size // 2)
-    factors = (factor,) * turned + (_NEVER,) * (pairs - turned)
+    factors = (factor,) * turned + (NEVER,) * (pairs - turned)
     scaling = RopeScaling() if set(factors) == {1.0} else RopeScaling(factors=factors)
     context = config.integer("max_position_embeddings", 2, MAX_CONTEXT)
     place = rope if rope.has("rope_theta") else config
@@ -60,8 +58,9 @@ def uneven_fields(config: Fields, family: Family, groups: tuple[CacheGroup, ...]
     rows = config.integer("vocab_size_per_layer_input", 1, 1 << 22, 262_144) if inputs else 0
     if inputs and rows < vocab and not family.streams:  # where what is beyond the table is its first row
         raise config.error("vocab_size_per_layer_input", f"at least vocab_size ({vocab})")
+    none_writes = config.error("num_kv_shared_layers", "so few that a layer of each kind has keys and values")
     uneven = Uneven(
-        kv_from=_sources(config, groups, layers - shared, layers),
+        kv_from=sources(groups, layers - shared, layers, none_writes),
         keys_as_values=whole if same else (),
         wide=tuple(range(layers - shared, layers)) if config.flag("use_double_wide_mlp", False) else (),
         inputs=inputs,
@@ -74,21 +73,27 @@ def uneven_fields(config: Fields, family: Family, groups: tuple[CacheGroup, ...]
     size = config.integer("head_dim" if family.streams else "global_head_dim", 2, MAX_HEAD_DIM, 512)
     if size % 2 or config.integer("num_attention_heads", 1, 1 << 14) % heads:
         raise ModelError(f"{config.path}: {heads} key-value heads of {size} numbers do not fit the query heads")
-    own = {"kv_heads": heads, "head_dim": size}
     return {
         "uneven": uneven,
         "embedding_scale": math.sqrt(hidden),
         "attention_scale": 1.0,
         "logit_softcap": config.number_or_zero("final_logit_softcapping", 1e-3, 1e6, 0.0),
-        "groups": tuple(
-            msgspec.structs.replace(
-                group,
-                layers=tuple(layer for layer in group.layers if layer < layers - shared),
-                **({} if group.rope is not None else own),
-            )
-            for group in groups
-        ),
+        "groups": shared_groups(groups, layers - shared, heads, size),
     }
+
+
+def shared_groups(groups: Sequence[CacheGroup], first: int, kv_heads: int, head_dim: int) -> tuple[CacheGroup, ...]:
+    """The groups of all layers without those from `first` on, which keep nothing; layers without a window have heads of
+    their own."""
+    own = {"kv_heads": kv_heads, "head_dim": head_dim}
+    return tuple(
+        msgspec.structs.replace(
+            group,
+            layers=tuple(layer for layer in group.layers if layer < first),
+            **({} if group.rope is not None else own),
+        )
+        for group in groups
+    )
 
 
 def one_width(config: Fields) -> int:
@@ -121,14 +126,15 @@ def _streams(config: Fields, layers: int) -> Streams:
     )
 
 
-def _sources(config: Fields, groups: Sequence[CacheGroup], first: int, layers: int) -> tuple[int, ...]:
-    """Of each layer from `first` on, the layer whose keys and values it reads: the last before them of its kind."""
+def sources(groups: Sequence[CacheGroup], first: int, layers: int, none_writes: ModelError) -> tuple[int, ...]:
+    """Of each layer from `first` on, the layer whose keys and values it reads: the last before them of its kind. Raises
+    `none_writes` where there is none."""
     found = []
     for layer in range(first, layers):
         alike = next(group.layers for group in groups if layer in group.layers)
         before = [one for one in alike if one < first]
         if not before:
-            raise config.error("num_kv_shared_layers", "so few that a layer of each kind has keys and values")
+            raise none_writes
         found.append(before[-1])
     return tuple(found)
 

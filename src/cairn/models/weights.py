@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -19,9 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.errors import ModelFileError
+from cairn.models.coded_weights import Coded, CodedWeights
 from cairn.models.encoder_spec import encoder_tensors
 from cairn.models.encoder_spec import own_name as encoder_name
-from cairn.models.families import AHEAD, FAMILIES, Family
+from cairn.models.families import AHEAD, FAMILIES
+from cairn.models.family import Family
 from cairn.models.files import (
     INDEX,
     MAX_NAME_BYTES,
@@ -39,7 +41,10 @@ from cairn.models.gguf_weights import GgufWeights
 from cairn.models.latent_spec import latent_tensors
 from cairn.models.mixture_spec import mixture_tensors
 from cairn.models.mxfp4 import PARTS, joined
+from cairn.models.quantized_config import Scheme, scheme_of
+from cairn.models.quantized_files import ENDS, Stored, modules
 from cairn.models.recurrent_spec import MIXER, recurrent_tensors
+from cairn.models.stored_codes import Picked, Source, picked
 from cairn.models.tensor_names import XIELU, own_tensors
 from cairn.models.uneven_spec import uneven_tensors
 from cairn.types import ModelSpec
@@ -50,8 +55,12 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 
-_WHOLE: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "U8": np.dtype("u1")}
-"""Types of places that old checkpoints list beside the weights, and of the halves of MXFP4; no weight has them."""
+_WHOLE: dict[str, np.dtype[Any]] = {
+    **{"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "I8": np.dtype("i1"), "U8": np.dtype("u1")},
+    **{"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu)},
+}
+"""Types of places that old checkpoints list beside the weights, of the halves of MXFP4, and of the parts of quantised
+modules; no weight that is whole has them."""
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own bound."""
@@ -202,28 +211,69 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
     family = None if spec.encoder is not None else FAMILIES[spec.architecture]
     found: dict[str, NDArray[Any]] = {}
     halves: dict[str, NDArray[Any]] = {}
-    for path in files:
-        for stored, array in _tensors(path):
-            if homes is not None and homes.get(stored) != path.name:
-                place = homes.get(stored, "no file")
-                raise ModelFileError(f"{path}: holds the tensor {stored[:120]!r}, which {INDEX} puts in {place}")
-            for name, part in _parts(spec, stored, array):
-                if name in found:
-                    raise ModelFileError(f"{path}: the tensor {name[:120]!r} is there under two names")
-                if name in expected:
-                    _check(path, name, part, expected[name])
-                    found[name] = 1 + part.astype(np.float32) if family and _moved(family, name) else part
-                elif name.endswith(PARTS) and name.rpartition(".")[0] in expected and name not in halves:
-                    halves[name] = part
-                elif not (_HARMLESS.fullmatch(name) or (spec.tied and name == "lm_head.weight") or not name):
-                    raise ModelFileError(f"{path}: the tensor {name[:120]!r} is not part of a {spec.architecture}")
-    whole = joined(folder, found, halves, expected)
+    coded: dict[str, Coded] = {}
+    scheme = stored_scheme(folder, spec)
+    stored = _stored(files, homes)
+    for one in stored if scheme is None else modules(scheme, stored):
+        path = one.path
+        for name, part in _parts(spec, one.name, one.array):
+            if name in found or name in coded:
+                raise ModelFileError(f"{path}: the tensor {name[:120]!r} is there under two names")
+            if name in expected and one.source is not None:
+                coded[name] = _picked(path, name, one.source, part, expected[name])
+            elif name in expected:
+                _check(path, name, part, expected[name])
+                found[name] = 1 + part.astype(np.float32) if family and _moved(family, name) else part
+            elif name.endswith(PARTS) and name.rpartition(".")[0] in expected and name not in halves:
+                halves[name] = part
+            elif not (_HARMLESS.fullmatch(name) or (spec.tied and name == "lm_head.weight") or not name):
+                raise _unknown(path, name, spec, scheme)
+    coded |= joined(folder, found, halves, expected)
+    whole: Mapping[str, Any] = CodedWeights(found, coded) if coded else found
     missing = next((name for name in expected if name not in whole), None)
     if missing is not None:
         named = {own_name(name, spec): home for name, home in (homes or {}).items()}
         home = WEIGHTS if homes is None else named.get(missing, INDEX)
         raise ModelFileError(f"{folder / home}: the tensor {missing} of shape {list(expected[missing])} is missing")
     return whole
+
+
+def _unknown(path: Path, name: str, spec: ModelSpec, scheme: Scheme | None) -> ModelFileError:
+    if scheme is None and name.rpartition(".")[2] in ENDS:
+        return ModelFileError(
+            f"{path}: the tensor {name[:120]!r} is of quantised weights, of which config.json does not say how"
+        )
+    return ModelFileError(f"{path}: the tensor {name[:120]!r} is not part of a {spec.architecture}")
+
+
+def stored_scheme(folder: Path, spec: ModelSpec) -> Scheme | None:
+    """How the folder's config says that its weights are quantised; None for plain numbers, and for a GGUF file."""
+    path = folder / "config.json"
+    if spec.encoder is not None or is_gguf(folder) or not path.is_file():
+        return None
+    return scheme_of(Fields(read_json(path), path), FAMILIES[spec.architecture].packed)
+
+
+def _stored(files: Sequence[Path], homes: Mapping[str, str] | None) -> Iterator[Stored]:
+    """The tensors of all files, each where the index puts it."""
+    for path in files:
+        for name, array in _tensors(path):
+            if homes is not None and homes.get(name) != path.name:
+                place = homes.get(name, "no file")
+                raise ModelFileError(f"{path}: holds the tensor {name[:120]!r}, which {INDEX} puts in {place}")
+            yield Stored(path, name, array)
+
+
+def _picked(path: Path, name: str, source: Source, part: NDArray[Any], shape: tuple[int, ...]) -> Picked:
+    """A part of a quantised module as one of ours."""
+    found = picked(source, part)
+    if found is None:
+        raise ModelFileError(f"{path}: the tensor {name} is quantised, where only plain numbers are supported")
+    if found.shape != shape:
+        raise ModelFileError(
+            f"{path}: the tensor {name} has the shape {list(found.shape)}, expected {list(shape)} from config.json"
+        )
+    return found
 
 
 def _parts(spec: ModelSpec, stored: str, array: NDArray[Any]) -> Iterator[tuple[str, NDArray[Any]]]:

@@ -13,12 +13,12 @@ import msgspec
 from cairn.errors import Conflict, InvalidRequest, TooLarge
 from cairn.rag.chunking import chunks
 from cairn.rag.citations import CitationFilter
-from cairn.rag.definition import BINARY, MAX_BYTES, MAX_CHUNKS, Collection, Found, NewDocument, StoredDocument
+from cairn.rag.definition import BINARY, MAX_BYTES, MAX_CHUNKS, Collection, Found, NewDocument, Search, StoredDocument
 from cairn.rag.document_store import DocumentStore
 from cairn.rag.extractor import Extractor
 from cairn.rag.outline import Section
 from cairn.rag.reading import sections
-from cairn.service.embeddings import Asking, finished, vectors
+from cairn.service.embeddings import Asking, finished, scores, vectors
 from cairn.service.requests import SamplingOptions
 from cairn.service.service import Service
 from cairn.text.grammar import ANYTHING
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 AT_ONCE = 64
 """Chunks that are embedded in one go."""
+JUDGED = 20
+"""Chunks that a model for reranking judges at least: it finds among them what the vectors put further down."""
 QUERY_PROMPTS, DOCUMENT_PROMPTS = ("query", "search_query"), ("document", "passage", "search_document")
 """What models call the words that they put before questions and before documents."""
 NO_ANSWER = "There is no answer in the documents."
@@ -37,8 +39,8 @@ TOLD = (
     "Answer from the sources below and from nothing else, and name the source of each statement by its number in "
     "brackets, such as [1]. If they do not answer the question, say so."
 )
-
-
+REMINDED = "Name the sources of your answer by their numbers, such as [1]."
+"""Stands behind the question: small models have forgotten by then what stands before the sources."""
 Heard = Callable[[int, int], object]
 
 
@@ -68,6 +70,22 @@ def _named(asking: Asking, prompt: str) -> Asking:
     return replace(asking, prompt_name=prompt)
 
 
+class Judge(NamedTuple):
+    """A model that judges how well a text answers a question, and for whom."""
+
+    service: Service
+    asking: Asking
+
+    async def best(self, question: str, found: Sequence[Found], count: int) -> list[Found]:
+        """The best of what was found, by this model's scores."""
+        if not found:
+            return []
+        texts = [f"{one.chunk.heading}\n{one.chunk.text}".strip() for one in found]
+        judged, _ = await scores(self.service, [(question, text) for text in texts], self.asking)
+        told = [msgspec.structs.replace(one, judged=score) for one, score in zip(found, judged, strict=True)]
+        return sorted(told, key=lambda one: (-(one.judged or 0.0), one.chunk.key))[:count]
+
+
 class SourcedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """An answer with its sources."""
 
@@ -82,6 +100,8 @@ class SourcedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     completion_tokens: int = 0
     finish_reason: str = "stop"
+    reranked_by: str | None = None
+    """The model that has put the sources in order before the best were taken; None for none."""
 
 
 class Collections:
@@ -128,15 +148,26 @@ class Collections:
             return await self._extractor.read(new.kind, file, new.field)
 
     async def search(
-        self, tenant: str, id: str, embedder: Embedder, question: str, wanted: Mapping[str, Any]
+        self,
+        tenant: str,
+        id: str,
+        embedder: Embedder,
+        question: str,
+        wanted: Search,
+        judge: Judge | None = None,
     ) -> list[Found]:
-        """The chunks that fit a question best. Conflict where their vectors are of another model."""
+        """The chunks that fit a question best; with a judge it takes them from more. Conflict where their vectors are
+        of another model."""
         collection = await asyncio.to_thread(self.store.collection, tenant, id)
         if not collection.chunks:
             return []
         _check_model(collection, embedder.service)
         (vector,) = await embedder.made([question], QUERY_PROMPTS)
-        return await asyncio.to_thread(self.store.search, collection, question, vector, wanted)
+        if judge is None:
+            return await asyncio.to_thread(self.store.search, collection, question, vector, wanted)
+        wider = msgspec.structs.replace(wanted, top_k=max(JUDGED, wanted.top_k))
+        found = await asyncio.to_thread(self.store.search, collection, question, vector, wider)
+        return await judge.best(question, found, wanted.top_k)
 
     async def ask(
         self,
@@ -145,6 +176,7 @@ class Collections:
         found: Sequence[Found],
         options: SamplingOptions,
         emit: Callable[[dict[str, Any]], object],
+        reranked_by: str | None = None,
     ) -> SourcedAnswer:
         """Answer a question from chunks that were found, with citations that name them.
 
@@ -155,7 +187,7 @@ class Collections:
         sources = [{"number": number, **one.plain(), "cited": False} for number, one in enumerate(ordered, 1)]
         emit({"type": "sources", "sources": sources})
         if not sources:
-            answer = SourcedAnswer(answer=NO_ANSWER, answered=False, sources=[])
+            answer = SourcedAnswer(answer=NO_ANSWER, answered=False, sources=[], reranked_by=reranked_by)
             emit({"type": "answer.done", **msgspec.to_builtins(answer)})
             return answer
         checked, said = CitationFilter(len(sources)), list[str]()
@@ -181,6 +213,7 @@ class Collections:
             cached_tokens=answered.cached_tokens,
             completion_tokens=answered.completion_tokens,
             finish_reason=answered.finish_reason,
+            reranked_by=reranked_by,
         )
         emit({"type": "answer.done", **msgspec.to_builtins(answer)})
         return answer
@@ -191,7 +224,7 @@ def _messages(question: str, sources: Sequence[Mapping[str, Any]]) -> list[dict[
     for one in sources:
         where = f"{one['name']}: {one['heading']}" if one["heading"] else one["name"]
         told.append(f"[{one['number']}] ({where})\n{one['text']}")
-    return [{"role": "system", "content": "\n\n".join(told)}, {"role": "user", "content": question}]
+    return [{"role": "system", "content": "\n\n".join(told)}, {"role": "user", "content": f"{question}\n\n{REMINDED}"}]
 
 
 def _check_model(collection: Collection, service: Service) -> None:

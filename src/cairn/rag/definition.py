@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
@@ -64,9 +64,9 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str]
     name: str = ""
     """What it is called beside its id."""
-    used: float = 0.0
-    """When it was last changed or searched; 0 for never."""
     documents: int = 0
+    size: int = 0
+    """Bytes of all documents."""
     chunks: int = 0
 
 
@@ -113,6 +113,23 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     heading: str
     """The headings above it, the highest first."""
     text: str
+    metadata: dict[str, Attribute]
+    """The document's."""
+
+
+class Search(msgspec.Struct, frozen=True, kw_only=True):
+    """What is searched for beside the question."""
+
+    top_k: int = 5
+    min_score: float = -1.0
+    documents: tuple[str, ...] = ()
+    """Only in these; none named: in all."""
+    metadata: dict[str, str] = {}
+    """Only in documents of which this is noted."""
+    fits: Callable[[Mapping[str, Attribute]], bool] | None = None
+    """Only in documents of which what is noted fits."""
+    weights: tuple[float, float] = (1.0, 1.0)
+    """How much the list by vectors counts, and that by words."""
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,10 +140,13 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     """The cosine of its vector and the question's."""
     rank: float
     """By both lists, that of vectors and that of words: reciprocal rank fusion."""
+    judged: float | None = None
+    """The score that a model for reranking gives it; None where none was asked."""
 
     def plain(self) -> dict[str, Any]:
         """As it is told."""
         one = self.chunk
+        judged = {} if self.judged is None else {"rerank_score": round(self.judged, 6)}
         return {
             "document": one.document,
             "name": one.name,
@@ -135,6 +155,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
             "text": one.text,
             "score": round(self.score, 6),
             "rank": round(self.rank, 6),
+            **judged,
         }
 
 

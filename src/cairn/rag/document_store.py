@@ -26,6 +26,7 @@ from cairn.rag.definition import (
     Collection,
     Found,
     NewDocument,
+    Search,
     StoredDocument,
 )
 
@@ -57,7 +58,6 @@ CREATE VIRTUAL TABLE words USING fts5(heading, text);
 """,
     """
 ALTER TABLE collections ADD COLUMN name TEXT NOT NULL DEFAULT '';
-ALTER TABLE collections ADD COLUMN used REAL NOT NULL DEFAULT 0;
 CREATE TABLE attachments (collection INTEGER NOT NULL, file TEXT NOT NULL, batch TEXT NOT NULL, created REAL NOT NULL,
   state TEXT NOT NULL, code TEXT NOT NULL DEFAULT '', why TEXT NOT NULL DEFAULT '', attributes BLOB NOT NULL,
   chunk INTEGER NOT NULL DEFAULT 0, overlap INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (collection, file));
@@ -82,7 +82,9 @@ class DocumentStore:
 
     # -------------------------------------------------------------------------------------------------- collections
 
-    def create(self, tenant: str, id: str, chunk: int, overlap: int, metadata: Mapping[str, str]) -> Collection:
+    def create(
+        self, tenant: str, id: str, chunk: int, overlap: int, metadata: Mapping[str, str], name: str = ""
+    ) -> Collection:
         """A new collection. Conflict if its id is taken, Overloaded if there are too many."""
         with self._change() as db:
             (count,) = db.execute("SELECT count(*) FROM collections WHERE tenant=?", (tenant,)).fetchone()
@@ -90,8 +92,9 @@ class DocumentStore:
                 raise Overloaded(f"there are {MAX_COLLECTIONS} collections, the limit; delete some", retry_after=60.0)
             try:
                 db.execute(
-                    "INSERT INTO collections (tenant, id, created, chunk, overlap, metadata) VALUES (?,?,?,?,?,?)",
-                    (tenant, id, self._now(), chunk, overlap, msgspec.json.encode(metadata)),
+                    "INSERT INTO collections (tenant, id, created, chunk, overlap, metadata, name) "
+                    "VALUES (?,?,?,?,?,?,?)",
+                    (tenant, id, self._now(), chunk, overlap, msgspec.json.encode(metadata), name),
                 )
             except sqlite3.IntegrityError:
                 raise Conflict(f"there is a collection {id} already", field="id") from None
@@ -122,18 +125,29 @@ class DocumentStore:
 
     def _collection(self, db: sqlite3.Connection, tenant: str, id: str) -> Collection:
         row = db.execute(
-            "SELECT key, id, created, chunk, overlap, model, identity, width, metadata FROM collections "
+            "SELECT key, id, created, chunk, overlap, model, identity, width, name, metadata FROM collections "
             "WHERE tenant=? AND id=?",
             (tenant, id),
         ).fetchone()
         if row is None:
             raise NotFound(f"there is no collection {id[:64]}", field="id")
-        (documents,) = db.execute("SELECT count(*) FROM documents WHERE collection=?", row[:1]).fetchone()
+        documents, size = db.execute(
+            "SELECT count(*), coalesce(sum(size), 0) FROM documents WHERE collection=?", row[:1]
+        ).fetchone()
         (chunks,) = db.execute("SELECT count(*) FROM chunks WHERE collection=?", row[:1]).fetchone()
-        names = ("key", "id", "created", "chunk", "overlap", "model", "identity", "width")
+        names = ("key", "id", "created", "chunk", "overlap", "model", "identity", "width", "name")
         given = dict(zip(names, row, strict=False))
-        metadata = msgspec.json.decode(row[8], type=dict[str, str])
-        return Collection(**given, metadata=metadata, documents=documents, chunks=chunks)
+        metadata = msgspec.json.decode(row[9], type=dict[str, str])
+        return Collection(**given, metadata=metadata, documents=documents, size=size, chunks=chunks)
+
+    def change(self, tenant: str, id: str, name: str | None, metadata: Mapping[str, str] | None) -> Collection:
+        """Give a collection another name or other metadata; None: as it is."""
+        with self._change() as db:
+            found = self._collection(db, tenant, id)
+            name = found.name if name is None else name
+            data = msgspec.json.encode(found.metadata if metadata is None else metadata)
+            db.execute("UPDATE collections SET name=?, metadata=? WHERE key=?", (name, data, found.key))
+            return self._collection(db, tenant, id)
 
     def delete(self, tenant: str, id: str) -> None:
         """Erase a collection with all that it holds."""
@@ -141,6 +155,7 @@ class DocumentStore:
             found = self._collection(db, tenant, id)
             self._erase_chunks(db, "collection", found.key)
             db.execute("DELETE FROM documents WHERE collection=?", (found.key,))
+            db.execute("DELETE FROM attachments WHERE collection=?", (found.key,))
             db.execute("DELETE FROM collections WHERE key=?", (found.key,))
             self._matrices.pop(found.key, None)
 
@@ -206,19 +221,27 @@ class DocumentStore:
     def documents(self, collection: Collection) -> list[StoredDocument]:
         """All documents, in the order in which they were added."""
         with self._read() as db:
-            rows = db.execute("SELECT id FROM documents WHERE collection=? ORDER BY key", (collection.key,)).fetchall()
-            return [self._document(db, collection, id) for (id,) in rows]
+            rows = db.execute(f"{_DOCUMENTS} ORDER BY key", (collection.key,)).fetchall()
+            return [_read_document(row) for row in rows]
 
     def _document(self, db: sqlite3.Connection, collection: Collection, id: str) -> StoredDocument:
-        row = db.execute(
-            "SELECT key, id, name, kind, created, size, metadata FROM documents WHERE collection=? AND id=?",
-            (collection.key, id),
-        ).fetchone()
+        row = db.execute(f"{_DOCUMENTS} AND id=?", (collection.key, id)).fetchone()
         if row is None:
             raise NotFound(f"collection {collection.id} has no document {id[:64]}", field="id")
-        (chunks,) = db.execute("SELECT count(*) FROM chunks WHERE document=?", row[:1]).fetchone()
-        given = dict(zip(("key", "id", "name", "kind", "created", "size"), row, strict=False))
-        return StoredDocument(**given, chunks=chunks, metadata=_attributes(row[6]))
+        return _read_document(row)
+
+    def note(self, collection: Collection, id: str, metadata: Mapping[str, Attribute]) -> None:
+        """Give a document other metadata."""
+        with self._change() as db:
+            found = self._document(db, collection, id)
+            db.execute("UPDATE documents SET metadata=? WHERE key=?", (msgspec.json.encode(metadata), found.key))
+
+    def texts(self, collection: Collection, id: str) -> list[str]:
+        """The chunks of a document, in order."""
+        with self._read() as db:
+            found = self._document(db, collection, id)
+            rows = db.execute("SELECT text FROM chunks WHERE document=? ORDER BY number", (found.key,)).fetchall()
+            return [text for (text,) in rows]
 
     def remove(self, collection: Collection, id: str) -> None:
         """Erase a document with its chunks."""
@@ -226,6 +249,7 @@ class DocumentStore:
             found = self._document(db, collection, id)
             self._erase_chunks(db, "document", found.key)
             db.execute("DELETE FROM documents WHERE key=?", (found.key,))
+            db.execute("DELETE FROM attachments WHERE collection=? AND file=?", (collection.key, id))
             self._matrices.pop(collection.key, None)
 
     def _erase_chunks(self, db: sqlite3.Connection, of: str, key: int) -> None:
@@ -235,8 +259,8 @@ class DocumentStore:
 
     # ------------------------------------------------------------------------------------------------------- search
 
-    def search(self, collection: Collection, question: str, vector: Vector, wanted: Mapping[str, Any]) -> list[Found]:
-        """The chunks that fit best. `wanted`: `top_k`, `min_score`, and as filters `documents` and `metadata`."""
+    def search(self, collection: Collection, question: str, vector: Vector, wanted: Search) -> list[Found]:
+        """The chunks that fit best."""
         with self._read() as db:
             allowed = self._allowed(db, collection, wanted)
             keys, scores = self._scores(db, collection, vector)
@@ -247,24 +271,25 @@ class DocumentStore:
                 by_vector = [key for key in by_vector if key in allowed]
                 by_words = [key for key in by_words if key in allowed]
             ranks: dict[int, float] = {}
-            for listed in (by_vector, by_words):
+            for listed, weight in zip((by_vector, by_words), wanted.weights, strict=True):
                 for place, key in enumerate(listed[:CANDIDATES], 1):
-                    ranks[key] = ranks.get(key, 0.0) + 1 / (SHARE + place)
-            good = [key for key in ranks if score_of[key] >= wanted["min_score"]]
-            best = sorted(good, key=lambda key: (-ranks[key], key))[: wanted["top_k"]]
+                    ranks[key] = ranks.get(key, 0.0) + weight / (SHARE + place)
+            good = [key for key in ranks if score_of[key] >= wanted.min_score]
+            best = sorted(good, key=lambda key: (-ranks[key], key))[: wanted.top_k]
             return [Found(chunk=self._chunk(db, key), score=score_of[key], rank=ranks[key]) for key in best]
 
-    def _allowed(self, db: sqlite3.Connection, collection: Collection, wanted: Mapping[str, Any]) -> set[int] | None:
+    def _allowed(self, db: sqlite3.Connection, collection: Collection, wanted: Search) -> set[int] | None:
         """The chunks that the filters let through; None for all."""
-        if not wanted.get("documents") and not wanted.get("metadata"):
+        if not wanted.documents and not wanted.metadata and wanted.fits is None:
             return None
         found: set[int] = set()
         for key, id, metadata in db.execute(
             "SELECT key, id, metadata FROM documents WHERE collection=?", (collection.key,)
         ).fetchall():
             given = _attributes(metadata)
-            fits = all(given.get(name) == value for name, value in (wanted.get("metadata") or {}).items())
-            if fits and id in (wanted.get("documents") or [id]):
+            fits = all(given.get(name) == value for name, value in wanted.metadata.items())
+            fits = fits and (wanted.fits is None or wanted.fits(given))
+            if fits and id in (wanted.documents or (id,)):
                 found |= {one for (one,) in db.execute("SELECT key FROM chunks WHERE document=?", (key,))}
         return found
 
@@ -296,11 +321,24 @@ class DocumentStore:
 
     def _chunk(self, db: sqlite3.Connection, key: int) -> Chunk:
         row = db.execute(
-            "SELECT chunks.key, documents.id, documents.name, chunks.number, chunks.heading, chunks.text FROM chunks "
+            "SELECT chunks.key, documents.id, documents.name, chunks.number, chunks.heading, chunks.text, "
+            "documents.metadata FROM chunks "
             "JOIN documents ON documents.key = chunks.document WHERE chunks.key=?",
             (key,),
         ).fetchone()
-        return Chunk(**dict(zip(("key", "document", "name", "number", "heading", "text"), row, strict=True)))
+        given = dict(zip(("key", "document", "name", "number", "heading", "text"), row, strict=False))
+        return Chunk(**given, metadata=_attributes(row[6]))
+
+
+_DOCUMENTS = (
+    "SELECT key, id, name, kind, created, size, metadata, "
+    "(SELECT count(*) FROM chunks WHERE document=documents.key) FROM documents WHERE collection=?"
+)
+
+
+def _read_document(row: Sequence[Any]) -> StoredDocument:
+    given = dict(zip(("key", "id", "name", "kind", "created", "size"), row, strict=False))
+    return StoredDocument(**given, metadata=_attributes(row[6]), chunks=row[7])
 
 
 def _attributes(data: bytes) -> dict[str, Attribute]:

@@ -240,7 +240,14 @@ class RequestState:
         self.done = True
         if error is None:
             cache = self.cache or CacheReport()
-            end = Done(reason=self.reason, usage=self.usage, cache=cache, timing=timing or Timing(), vector=self.vector)
+            end = Done(
+                reason=self.reason,
+                usage=self.usage,
+                cache=cache,
+                timing=timing or Timing(),
+                vector=self.vector,
+                unread_call=self.text.unread_call,
+            )
             self._events.append(end)
 
     def fail(self, error: CairnError) -> None:

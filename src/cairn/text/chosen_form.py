@@ -25,13 +25,13 @@ async def chosen_form(
     has one; `ends`: the texts of the tokens that end an answer.
     """
     known = format_of(text)
-    if not (traits.offers and traits.calls):
-        return known
     given: dict[str, Any] = {} if traits.absent else {"tools": None, "documents": None}
     given["tools"] = [OFFERED]
     said = declared_form(declared, ends)
     if said is not None and not (known is said if said.kind == "channel" else sound(said)):
         said = None
+    if not (traits.offers and traits.calls):
+        return known if said is None else known_form(said)
     if known is not None and (said is None or known_form(said) is known):
         if known.kind == "channel":
             return known

@@ -19,6 +19,7 @@ _BLANK = re.compile(r"(?:\\s|\\n|\n)[*+?]?\??")
 _PLAIN = re.compile(r"[^\\.^$*+?{}\[\]()|]")
 _ESCAPED = re.compile(r"\\([^\w])")
 _PLACE = re.compile(r"\{(\w+(?:\.\w+)*)\}")
+_OPEN_TAG = re.compile(r"<(\w+)[= ][^<>]*\{name\}[^<>]*>")
 MOST = 512
 """Characters of a pattern."""
 
@@ -111,6 +112,8 @@ def _tagged(begin: str, open: str, several: Mapping[str, Any], arguments: Mappin
     middle, _, after = rest.partition("{value}")
     if not before.strip() or not after.strip():
         raise _Unknown
+    tag = _OPEN_TAG.search(open)  # what closes it is no field of its own, and is not declared
+    close = f"</{tag[1]}>\n" if tag is not None and f"</{tag[1]}>" not in several["end"] else ""
     return CallFormat(
         name="declared",
         signs=(),
@@ -118,7 +121,8 @@ def _tagged(begin: str, open: str, several: Mapping[str, Any], arguments: Mappin
         begin=begin,
         open=open,
         key=(before, middle),
-        value_end=after,
+        value_end=after + "\n",
+        close=close,
         **several,
     )
 

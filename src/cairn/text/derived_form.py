@@ -75,6 +75,8 @@ def reads(form: CallFormat, written: Written) -> bool:
         )
         reader = splitter(output, 0, 0)
         pieces = reader.push(text) + reader.finish(by_model=True)
+        if form.begin.strip() not in text:
+            return False  # read by other marks, which every model may write
         made = [(one.name, json.loads(one.arguments)) for one in pieces if isinstance(one, ToolCallDelta)]
         left = "".join(one[1] for one in pieces if not isinstance(one, ToolCallDelta))
         if left.strip() or made != [(name, dict(arguments)) for name, arguments in calls]:

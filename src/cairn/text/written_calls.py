@@ -24,6 +24,7 @@ CHECKS: Mapping[str, Calls] = {
     TWO: ((FIRST, {KEY: VALUE}), (SECOND, {KEY: VALUE})),
     MORE: ((FIRST, {KEY: VALUE, NEXT: LAST}),),
     NONE: ((FIRST, {}),),
+    "three": ((FIRST, {KEY: VALUE}), (SECOND, {NEXT: LAST}), (FIRST, {})),
     "number": ((FIRST, {KEY: 1728}),),
     "flag and list": ((FIRST, {KEY: True, NEXT: [1, "two"]}),),
     "nested": ((FIRST, {KEY: {"probe_deep": [1.5, None, {"x": "y"}]}, NEXT: VALUE}),),
@@ -52,7 +53,7 @@ async def written_by(
         calls = CHECKS[check]
         text = await render(in_parts([ASKED, _message(calls)], traits.parts), variables)
         if text is not None and all(name in text for name, _ in calls):
-            found[check] = _ended(_place(text, head, tail), ends)
+            found[check] = _ended(_place(text, head, tail), ends, calls[-1][0])
     return found
 
 
@@ -76,9 +77,9 @@ def _place(text: str, head: str, tail: str) -> str:
     return _without_thought(rest[: _cut_on(rest, len(rest) - same)])
 
 
-def _ended(text: str, ends: Collection[str]) -> str:
-    """A text up to what ends an answer."""
-    places = [at for end in ends if end and (at := text.find(end, text.find(FIRST))) >= 0]
+def _ended(text: str, ends: Collection[str], name: str) -> str:
+    """A text up to what ends an answer, behind the name of its last call."""
+    places = [at for end in ends if end and (at := text.find(end, text.rfind(name))) >= 0]
     return text[: min(places, default=len(text))].rstrip()
 
 

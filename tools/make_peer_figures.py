@@ -1,8 +1,9 @@
-"""llama.cpp's log-probabilities of tiny models that keep states: `python -m tools.make_state_figures SERVER`.
+"""llama.cpp's log-probabilities of a tiny model of each architecture: `python -m tools.make_peer_figures SERVER`.
 
-Run from the project's folder; SERVER is a llama-server. The models are those of `tests.recurrent_models`, written as
-F32 GGUF in sizes that llama.cpp takes. For each it writes `NAME.npy` in `tests/models/state_figures`: float32
-[prompts, vocabulary], the log-probabilities of the token after each of `prompts()`.
+Run from the project's folder; SERVER is a llama-server, and with names of models behind it only their figures are made.
+The models are those of `tests.models.test_peer_figures`, written as F32 GGUF in sizes that llama.cpp takes. For each
+it writes `NAME.npy` in `tests/models/peer_figures`: float32 [prompts, vocabulary], the log-probabilities of the token
+after each of `prompts()`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,18 @@ from typing import Any
 
 import numpy as np
 from tests.gguf_files import write_gguf
-from tests.models.test_state_figures import FOLDER, MODELS, VOCAB, prompts
-from tests.text.text_models import KINDS, QWEN_CONFIG, QWEN_TEMPLATE
-from tests.text.text_models import write_model as write_text
+from tests.models.test_peer_figures import FOLDER, MODELS, VOCAB, figures_of, prompts
 from tests.tiny_models import write_model
 
 PORT = 18_899
+TOKENS: dict[str, Any] = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "qwen2",
+    "tokenizer.ggml.tokens": [f"t{number}" for number in range(VOCAB)],
+    "tokenizer.ggml.token_type": [1] * VOCAB,
+    "tokenizer.ggml.merges": ["t 1"],
+}
+"""A vocabulary, which llama.cpp wants of a file; it is asked with ids."""
 
 
 @contextmanager
@@ -68,17 +75,18 @@ def asked(address: str, prompt: list[int]) -> np.ndarray:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("server", metavar="SERVER")
-    server = parser.parse_args().server
+    parser.add_argument("names", metavar="NAME", nargs="*")
+    asked_for = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     for name, fields in MODELS.items():
+        if asked_for.names and name not in asked_for.names:
+            continue
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch) / "model"
-            config: dict[str, Any] = {**QWEN_CONFIG}
-            write_text(folder, KINDS["byte-level"](), config, QWEN_TEMPLATE)
-            path = write_gguf(write_model(folder, **fields), Path(scratch) / "m.gguf")
-            with serving(server, path) as address:
+            path = write_gguf(write_model(folder, **fields), Path(scratch) / "m.gguf", extra=TOKENS)
+            with serving(asked_for.server, path) as address:
                 figures = np.stack([asked(address, one) for one in prompts()])
-        np.save(FOLDER / f"{name.replace(' ', '-')}.npy", figures)
+        np.save(figures_of(name), figures)
 
 
 if __name__ == "__main__":

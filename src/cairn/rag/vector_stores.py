@@ -1,0 +1,152 @@
+"""Collections as OpenAI's vector stores: uploaded files are put into them while their callers do something else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+
+from cairn.errors import CairnError, NotFound, trace
+from cairn.rag.attachments import Attachment, Attachments, Wanted
+from cairn.rag.collections import Collections, Embedder
+from cairn.rag.definition import Attribute, Collection, NewDocument, kind_of
+from cairn.rag.file_store import FileStore, StoredFile
+
+log = logging.getLogger("cairn.api")
+
+AT_ONCE = 2
+"""Files that are read and embedded at once."""
+FIELD = "file"
+
+Embedders = Callable[[], AbstractAsyncContextManager[Embedder]]
+"""What makes vectors for a caller; the model is loaded while it is entered."""
+
+
+class VectorStores:
+    """The files of collections. Every method runs on the event loop."""
+
+    def __init__(self, collections: Collections, files: FileStore, attachments: Attachments) -> None:
+        self._collections, self._store = collections, collections.store
+        self.files, self.attachments = files, attachments
+        self._tasks: dict[tuple[int, str], asyncio.Task[None]] = {}
+        """What puts a file in, by its collection's key and its id."""
+        self._room = asyncio.Semaphore(AT_ONCE)
+
+    async def attach(
+        self, tenant: str, id: str, wanted: Sequence[Wanted], embedders: Embedders, batch: str = ""
+    ) -> list[Attachment]:
+        """Begin to put files into a collection; how far they are. NotFound for a file that is not there."""
+        collection = await asyncio.to_thread(self._store.collection, tenant, id)
+        files = {one.file: await asyncio.to_thread(self.files.get, tenant, one.file) for one in wanted}
+        for one in await asyncio.to_thread(self.attachments.begin, collection, wanted, batch):
+            key = collection.key, one.file
+            task = asyncio.create_task(self._put(tenant, collection, files[one.file], one, embedders))
+            self._tasks[key] = task
+            task.add_done_callback(lambda done, key=key: self._forget(key, done))  # type: ignore[misc]
+        return [await asyncio.to_thread(self.attachments.get, collection, one.file) for one in wanted]
+
+    def _forget(self, key: tuple[int, str], task: asyncio.Task[None]) -> None:
+        if self._tasks.get(key) is task:
+            del self._tasks[key]
+
+    async def _put(
+        self, tenant: str, collection: Collection, file: StoredFile, one: Attachment, embedders: Embedders
+    ) -> None:
+        """Read and embed a file. How it ended is noted; what a cancellation leaves is noted by whoever cancels."""
+        code = why = ""
+        try:
+            async with self._room:
+                with tempfile.TemporaryFile() as copy:
+                    await asyncio.to_thread(self.files.copy, file, copy)
+                    copy.seek(0)
+                    sizes = (one.chunk, one.overlap) if one.chunk else None
+                    new = NewDocument(
+                        file.id, file.name, kind_of(file.name), copy, file.size, one.attributes, FIELD, sizes
+                    )
+                    async with embedders() as embedder:
+                        await self._collections.add(tenant, collection.id, embedder, new)
+        except CairnError as error:
+            code, why = "invalid_file" if error.status < 429 else "server_error", str(error)
+        except OSError as error:
+            code, why = "server_error", f"the file cannot be read: {error.strerror or error}"
+        except Exception as error:
+            log.error("file %s: %s", file.id, trace(error))
+            code, why = "server_error", "an internal error; the server's log names the file"
+        with contextlib.suppress(CairnError):
+            await asyncio.to_thread(
+                self.attachments.end, collection, file.id, "failed" if code else "completed", code, why
+            )
+
+    async def cancel(self, tenant: str, id: str, batch: str) -> None:
+        """End what is still to be read of the files that were put in together."""
+        collection = await asyncio.to_thread(self._store.collection, tenant, id)
+        for one in await asyncio.to_thread(self.attachments.all, collection, batch):
+            if one.state == "in_progress":
+                await self._end(collection, one.file)
+                await asyncio.to_thread(self.attachments.end, collection, one.file, "cancelled")
+
+    async def _end(self, collection: Collection, file: str) -> None:
+        task = self._tasks.get((collection.key, file))
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def listed(self, tenant: str, id: str, batch: str = "") -> tuple[Collection, list[Attachment]]:
+        """A collection, and its files however far they are, the oldest first; documents that were added without a file
+        are among them."""
+        collection = await asyncio.to_thread(self._store.collection, tenant, id)
+        found = await asyncio.to_thread(self.attachments.all, collection, batch)
+        if not batch:
+            known = {one.file for one in found}
+            documents = await asyncio.to_thread(self._store.documents, collection)
+            found += [
+                Attachment(
+                    file=one.id,
+                    batch="",
+                    created=one.created,
+                    state="completed",
+                    code="",
+                    why="",
+                    attributes=one.metadata,
+                    chunk=0,
+                    overlap=0,
+                )
+                for one in documents
+                if one.id not in known
+            ]
+            found.sort(key=lambda one: one.created)
+        return collection, found
+
+    async def one(self, tenant: str, id: str, file: str) -> tuple[Collection, Attachment]:
+        """One file of a collection."""
+        collection, found = await self.listed(tenant, id)
+        for one in found:
+            if one.file == file:
+                return collection, one
+        raise NotFound(f"{id[:64]} has no file {file[:64]}", field="file_id")
+
+    async def note(self, tenant: str, id: str, file: str, attributes: Mapping[str, Attribute]) -> None:
+        """Other attributes for a file of a collection."""
+        collection, _ = await self.one(tenant, id, file)
+        await asyncio.to_thread(self.attachments.note, collection, file, attributes)
+        with contextlib.suppress(NotFound):  # it is still being read, or could not be
+            await asyncio.to_thread(self._store.note, collection, file, attributes)
+
+    async def detach(self, tenant: str, id: str, file: str) -> None:
+        """Take a file out of a collection; the file itself stays."""
+        collection, _ = await self.one(tenant, id, file)
+        await self._end(collection, file)
+        await asyncio.to_thread(self.attachments.remove, collection, file)
+        with contextlib.suppress(NotFound):
+            await asyncio.to_thread(self._store.remove, collection, file)
+
+    async def delete_file(self, tenant: str, file: str) -> None:
+        """Erase a file, and what collections hold of it."""
+        await asyncio.to_thread(self.files.get, tenant, file)
+        for id in await asyncio.to_thread(self.attachments.of_file, tenant, file):
+            with contextlib.suppress(NotFound):
+                await self.detach(tenant, id, file)
+        await asyncio.to_thread(self.files.delete, tenant, file)

@@ -1,0 +1,103 @@
+"""Models whose form of calls is in no table, over real arithmetic: told, held to, and replayed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sockets import events, site
+from tests.scripted_model import write_scripted
+from tests.text.call_templates import FURTHER, template
+
+from cairn.config import Config
+from cairn.service.service import Service
+
+CONTROL = 3
+F = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {"type": "object", "properties": {"x": {"enum": [1]}}, "required": ["x"]},
+    },
+}
+SCRIPTS = {
+    "other names": ["<|do|>", '[{"tool": "f", "with": {"x": 1}}]', "<|done|>"],
+    "numbered": ["<|uses|>", "<|use|>", "f:0", "<|with|>", '{"x": 1}', "<|done|>"],
+}
+
+
+BROKEN = {
+    "other names": ["<|do|>", '[{"tool": "f", "with": {"x": 1}]', "<|done|>"],
+    "numbered": ["<|uses|>", "<|use|>", "f:0", "<|with|>", "x is 1", "<|done|>"],
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", BROKEN)
+async def test_a_malformed_call_is_text_with_a_note_and_history_goes_on(
+    name: str, stream: bool, tmp_path: Path
+) -> None:
+    pieces = BROKEN[name]
+    kinds = {piece: CONTROL for piece in pieces if piece.startswith("<|")}
+    model = write_scripted(tmp_path / "m.gguf", pieces, template=template(FURTHER[name]), kinds=kinds)
+    service = await Service.start(Config(model=str(model), kv_gb=0.05, kv_disk=False), in_process=True)
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    body = {"temperature": 0, "max_tokens": 40, "tools": [F]}
+    try:
+        async with site(service) as at, at.http() as http:
+            found = await http.post("/v1/chat/completions", json=body | {"messages": asked, "stream": stream})
+            assert found.status_code == 200
+            if stream:
+                chunks = events(found.text)[:-1]
+                said = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+                reason, told = chunks[-1]["choices"][0]["finish_reason"], chunks[-1]["warnings"]
+            else:
+                choice = found.json()["choices"][0]
+                assert "tool_calls" not in choice["message"]
+                said, reason, told = choice["message"]["content"], choice["finish_reason"], found.json()["warnings"]
+            assert (said, reason) == ("".join(pieces), "stop"), "nothing of it is lost"
+            assert len(told) == 1 and "cannot be read as one" in told[0]
+            answer = {"role": "assistant", "content": said}
+            more = [*asked, answer, {"role": "user", "content": "and?"}]
+            again = await http.post("/v1/chat/completions", json=body | {"messages": more})
+            assert again.status_code == 200, again.text
+    finally:
+        await service.close()
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("name", SCRIPTS)
+async def test_calls_in_a_form_of_its_own(name: str, choice: str, tmp_path: Path) -> None:
+    pieces = SCRIPTS[name]
+    kinds = {piece: CONTROL for piece in pieces if piece.startswith("<|")}
+    model = write_scripted(tmp_path / "m.gguf", pieces, template=template(FURTHER[name]), kinds=kinds)
+    service = await Service.start(Config(model=str(model), kv_gb=0.05, kv_disk=False), in_process=True)
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "temperature": 0,
+        "max_tokens": 400,  # off its script the model writes as many blanks as the grammar allows
+        "tools": [F],
+        "tool_choice": choice,
+        "parallel_tool_calls": choice == "auto",
+    }
+    try:
+        async with site(service) as at, at.http() as http:
+            found = await http.post("/v1/chat/completions", json=body)
+            assert found.status_code == 200 and "X-Cairn-Warning" not in found.headers, found.text
+            (one,) = found.json()["choices"]
+            assert one["finish_reason"] == "tool_calls" and one["message"]["content"] is None
+            (call,) = one["message"]["tool_calls"]
+            assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("f", {"x": 1})
+            stream = await http.post("/v1/chat/completions", json=body | {"stream": True})
+            deltas = [chunk["choices"][0]["delta"] for chunk in events(stream.text)[:-1] if chunk["choices"]]
+            assert sum(len(delta.get("tool_calls") or []) for delta in deltas) == 1
+            assert not any(delta.get("content") for delta in deltas)
+            told = [*body["messages"], one["message"], {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
+            again = await http.post("/v1/chat/completions", json=body | {"messages": told, "max_tokens": 1})
+            usage, before = again.json()["usage"], found.json()["usage"]
+            assert usage["prompt_tokens"] > before["total_tokens"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= before["total_tokens"] // 16 * 16 - 16
+    finally:
+        await service.close()

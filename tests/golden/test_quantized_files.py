@@ -1,0 +1,135 @@
+"""Quantised safetensors against the same numbers written out: bit for bit, and those in transformers within 1e-4."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.golden.test_families import check
+from tests.quantized_models import BFLOAT16, Pack, awq, compressed, eight, float8, gptq, write_quantized
+from tests.tiny_models import MODELS, Driver, load, prompt
+
+from cairn.kernels.base import Quantized
+from cairn.kernels.quantized import dequantized
+from cairn.models.coded_weights import CodedWeights
+from cairn.models.spec import load_spec
+from cairn.models.tensor_meta import outlines
+from cairn.models.weight_format import HeldWeights
+from cairn.models.weights import open_weights
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+DEEPSEEK = {k: v for k, v in MODELS["deepseek 3"].items() if k not in ("hidden_size", "intermediate_size", "head_dim")}
+
+
+def ct(form: str, bits: int, kind: str = "int", **weights: Any) -> dict[str, Any]:
+    own = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": "group", **weights}
+    groups = {"group_0": {"targets": ["Linear"], "weights": own, "input_activations": None}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+CASES: dict[str, tuple[Pack, dict[str, Any], str]] = {
+    "fp8 in blocks": (float8(32, 32), FP8, "FP8"),
+    "fp8 of outputs": (float8(1, 0, "weight_scale", BFLOAT16), ct("float-quantized", 8, "float"), "FP8"),
+    "fp8 with one scale": (float8(0, 0, "weight_scale"), FP8 | {"weight_block_size": None}, "FP8"),
+    "int4, groups of 32": (compressed(4, 32), ct("pack-quantized", 4), ""),
+    "int4 of outputs, zero points": (compressed(4, 0, zeros=True), ct("pack-quantized", 4), ""),
+    "int4, groups that are no neighbours": (compressed(4, 32, order=True), ct("pack-quantized", 4), "INT4"),
+    "int4, groups of 16": (compressed(4, 16), ct("pack-quantized", 4), "INT4"),
+    "int8 in words": (compressed(8, 64, np.float16), ct("pack-quantized", 8), ""),
+    "int8 of outputs": (eight(0), ct("int-quantized", 8), ""),
+    "int8, groups with zero points": (eight(32, zeros=True), ct("int-quantized", 8), ""),
+    "awq": (awq(32), AWQ, ""),
+    "gptq": (gptq(4, 32), GPTQ, ""),
+    "gptq 2, zero points": (
+        gptq(4, 64, shift=0, symmetric=False),
+        GPTQ | {"checkpoint_format": "gptq_v2", "sym": False},
+        "",
+    ),
+    "gptq of 8 bits": (gptq(8, 32, symmetric=False), GPTQ | {"bits": 8, "sym": False}, ""),
+    "gptq with desc_act": (gptq(4, 32, order=True), GPTQ | {"desc_act": True}, "GPTQ"),
+}
+"""How modules are packed, what the config says, and what of it is rounded."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_are_those_of_the_format(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 bit for bit; as stored exactly where groups allow it, and otherwise with the error that is told."""
+    pack, config, rounds = CASES[name]
+    plain, packed = write_quantized(tmp_path, pack, config, ignore=("lm_head", "layers.0.mlp.down_proj"))
+    tokens, logits = prompt(40, 160), []
+    for model in (plain, packed):
+        engine = load(model, weights="f32", kernels="reference")
+        driver = Driver(engine, monkeypatch)
+        logits.append(driver.logits(tokens, [40], driver.tables(40)))
+        engine.close()
+    np.testing.assert_array_equal(logits[0], logits[1])
+
+    spec = load_spec(packed)
+    want, held = open_weights(plain, spec), HeldWeights(open_weights(packed, spec), "stored")
+    said = f"stored, {rounds} rounded to 8 bits with an error below 1 %" if rounds else "stored"
+    assert held.note() == said
+    known = outlines(held)
+    coded = 0
+    for tensor in want:
+        one = held[tensor]
+        if not isinstance(one, Quantized):
+            np.testing.assert_array_equal(np.asarray(one, np.float32), want[tensor])
+            continue
+        coded += 1
+        assert known[tensor].bits == one.bits and one.nbytes <= known[tensor].made
+        if rounds:
+            error = np.linalg.norm(dequantized(one) - want[tensor]) / np.linalg.norm(want[tensor])
+            assert 0 < error < 0.01 and held.errors[tensor] == pytest.approx(error, rel=1e-3)
+        else:
+            np.testing.assert_array_equal(dequantized(one), want[tensor])
+    assert coded == 13, "seven modules in each of two layers, but for the one that is ignored"
+
+
+RULES = (
+    *("llama 4", "gemma 3n", "gemma 4 e", "gemma 4 moe", "mixtral", "glm 4.5", "deepseek 2 lite", "phi 4", "hunyuan"),
+    *("apertus", "qwen 3.5 moe", "qwen 3 next", "lfm 2 moe", "granite 4 hybrid", "nemotron h moe"),
+)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_families_with_rules_of_their_own_find_their_tensors_in_quantised_modules(name: str, tmp_path: Path) -> None:
+    """However one splits, turns or puts in order what it stores."""
+    config = FP8 | {"weight_block_size": [8, 8]}
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "head_dim": 16}  # as in tiny models
+    plain, packed = write_quantized(tmp_path, float8(8, 8), config, **{**sizes, **MODELS[name]})
+    spec = load_spec(packed)
+    want, found = open_weights(plain, spec), open_weights(packed, spec)
+    assert isinstance(found, CodedWeights) and sum(found.kind(one)[0] == "FP8" for one in found) >= 7
+    for tensor in want:
+        np.testing.assert_array_equal(np.asarray(found[tensor], np.float32), np.asarray(want[tensor], np.float32))
+
+
+FAMILIES: dict[str, tuple[Pack, dict[str, Any], dict[str, Any]]] = {
+    "qwen 3": (awq(64), AWQ, {"architecture": "Qwen3ForCausalLM"}),
+    "experts": (float8(32, 32), FP8, {"architecture": "Qwen3MoeForCausalLM", "moe_intermediate_size": 64}),
+    "fused": (compressed(4, 32), ct("pack-quantized", 4), {"architecture": "Phi3ForCausalLM", "pad_token_id": 0}),
+    "latents": (float8(8, 16), FP8 | {"weight_block_size": [8, 16]}, DEEPSEEK),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_that_split_and_turn_what_is_stored(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack, config, fields = FAMILIES[name]
+    fields = {**MODELS["qwen 3 moe"], "head_dim": 16, **fields} if name == "experts" else fields
+    plain, packed = write_quantized(tmp_path, pack, config, **{**fields, "hidden_size": 64, "intermediate_size": 128})
+    check(plain, monkeypatch)
+    spec = load_spec(packed)
+    want, found = open_weights(plain, spec), open_weights(packed, spec)
+    for tensor in want:
+        np.testing.assert_array_equal(np.asarray(found[tensor], np.float32), want[tensor])
+    engine = load(packed, weights="stored")
+    driver = Driver(engine, monkeypatch)
+    logits = driver.logits(prompt(40, 160), [17, 23], driver.tables(40))
+    engine.close()
+    assert np.isfinite(logits).all()
