@@ -128,6 +128,11 @@ def build_beside(matrix: Pack, vector: Callable[[str], Array], experts: Experts 
     )
 
 
+def is_expert(name: str) -> bool:
+    """Whether a tensor is of one of many experts, of which a step reads those that its tokens chose."""
+    return ".mlp.experts." in name
+
+
 def _first(experts: Experts, name: str) -> list[str]:
     """The matrices that an expert's input goes through."""
     return [f"{name}.gate_proj", f"{name}.up_proj"] if experts.gated else [f"{name}.up_proj"]

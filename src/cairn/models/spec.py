@@ -43,7 +43,7 @@ from cairn.models.positions_spec import (
 )
 from cairn.models.recurrent_spec import mlp_layers, recurrence, with_state
 from cairn.models.uneven_spec import one_width, proportional, uneven_fields
-from cairn.models.weights import weight_files
+from cairn.models.weights import stored_scheme, weight_files
 from cairn.types import (
     MAX_CONTEXT,
     MAX_HEAD_DIM,
@@ -465,4 +465,6 @@ def identity_of(spec: ModelSpec, folder: Path) -> bytes:
         # The index only says which file holds a tensor, so the files themselves say everything.
         name = str(number) if is_gguf(folder) else path.name
         digest.update(name.encode() + b"\0" + file_digest(path))
+    if (scheme := stored_scheme(folder, spec)) is not None:  # what the same bytes mean
+        digest.update(repr(scheme).encode())
     return digest.digest()
