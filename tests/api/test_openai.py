@@ -310,8 +310,9 @@ async def test_the_servers_order_of_samplers_and_a_requests_own() -> None:
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "samplers"
         late = await post(at, chat(samplers=["top_k", "dry"], top_k=5, dry_multiplier=0.8))
         assert late.status_code == 400 and late.json()["error"]["param"] == "samplers"
-        unknown = await post(at, chat(samplers=["top_k"], mirostat=2))
-        assert unknown.status_code == 400 and unknown.json()["error"]["param"] == "mirostat"
+        for name, value in (("mirostat", 3), ("mirostat_eta", 2), ("adaptive_target", 0.5)):
+            unknown = await post(at, chat(samplers=["top_k"], **{name: value}))
+            assert unknown.status_code == 400 and unknown.json()["error"]["param"] == name
         wrong = await post(at, chat(samplers={"top_k": 1}))
         assert wrong.json()["error"]["message"].startswith("samplers must be a list of names")
         assert (await post(at, chat(samplers=["top_k", "dry", "xtc"], dry_multiplier=0))).status_code == 200

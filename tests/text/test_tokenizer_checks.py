@@ -75,7 +75,9 @@ def test_a_pattern_that_backtracks_for_ever_is_refused_by_name(tmp_path: Path, p
     assert repr(pattern) in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["llama-bpe", "qwen2", "smollm", "tekken"])
+@pytest.mark.parametrize(
+    "name", ["llama-bpe", "qwen2", "smollm", "tekken", "gpt-4o", "qwen35", "seed-coder", "deepseek-v3"]
+)
 def test_patterns_of_models_in_circulation_pass(name: str) -> None:
     assert fault({"type": "NFC"}, many("pretokenizers", *SPLITS[name])) is None
 

@@ -166,7 +166,7 @@ def mixture_numbers(experts: Experts | None, hidden: int) -> int:
 def run_beside(
     k: Kernels, own: Beside, activation: str, eps: float, hidden: Any, b: MixtureBuffers, normed: Any, out: Any
 ) -> None:
-    """out[M, H], what the MLP gives of hidden[M, H], becomes the sum of its norm and of that of what the experts give."""
+    """out[M, H], what the MLP gives of hidden[M, H], becomes its norm and that of what the experts give together."""
     layer, how = own.mixture, own.mixture.facts
     k.norm(out, own.mlp_post_norm, eps, out)
     k.norm(hidden, own.router_norm, eps, normed)

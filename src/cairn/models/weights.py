@@ -22,7 +22,8 @@ from cairn.errors import ModelFileError
 from cairn.models.coded_weights import Coded, CodedWeights
 from cairn.models.encoder_spec import encoder_tensors
 from cairn.models.encoder_spec import own_name as encoder_name
-from cairn.models.families import AHEAD, FAMILIES, Family
+from cairn.models.families import AHEAD, FAMILIES
+from cairn.models.family import Family
 from cairn.models.files import (
     INDEX,
     MAX_NAME_BYTES,
