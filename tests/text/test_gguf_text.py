@@ -369,6 +369,15 @@ def test_merges_that_nothing_can_use_are_left_out(tmp_path: Path) -> None:
         assert ours.encode(text) == theirs.encode(text)
 
 
+def test_of_a_merge_that_stands_twice_the_first_counts(tmp_path: Path) -> None:
+    folder = text_models.write_model(tmp_path / "model", published("qwen2"), QWEN_CONFIG)
+    merges = [" ".join(pair) for pair in json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]]
+    ours = Ours.load(write_tokenizer(folder, tmp_path / "m.gguf", ggml__merges=[*merges, *merges[:200]]))
+    theirs = Ours.load(folder)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+
+
 def test_named_tokens_that_are_none_are_left_out_and_of_several_the_first_is_named(tmp_path: Path) -> None:
     folder = text_models.write_model(tmp_path / "model", published("qwen2"), QWEN_CONFIG)
     ends = [Ours.load(folder).token_id(text) for text in ("<|im_end|>", "<|endoftext|>")]
