@@ -38,6 +38,12 @@ class AgentRegistry:
         """Turns, and what is before them, that are in the log and not here, by the key of the agent that made them."""
         self.savings = SavingsTotals()
 
+    def know(self, salts: Mapping[str, bytes]) -> None:
+        """These tenants may call from now on, and no others."""
+        self._salts = salts
+        for agent in self:
+            agent.salt = salts.get(agent.tenant, NOBODY)
+
     def __iter__(self) -> Iterator[Agent]:
         for agents in tuple(self._agents.values()):
             yield from tuple(agents.values())

@@ -218,9 +218,11 @@ class Agents:
         keys |= self.journals.keys_of(tenant)
         return await asyncio.to_thread(self.writer.bytes_of, keys)
 
-    def bound(self, limits: Callable[[str], TenantLimits]) -> None:
-        """What each tenant may keep from now on."""
+    def bound(self, limits: Callable[[str], TenantLimits], salts: Mapping[str, bytes] | None = None) -> None:
+        """What each tenant may keep from now on; `salts`: of those that may call, by name, where they are others."""
         self._agents.limits = limits
+        if salts is not None:
+            self._agents.registry.know(salts)
 
     def model_of(self, tenant: str, id: str) -> tuple[bytes, str]:
         """The identity of the model that answered at the agent's head, and the name of the one that it was made for, or
