@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tiny import Answer, collect, config, request
 
-from cairn.service.miss_explainer import CHUNK, CONTEXTS, SHOWN, TENANTS, TOKENS, PromptOrigin, RecentContexts, told_of
+from cairn.service.miss_explainer import CONTEXTS, SHOWN, TENANTS, TOKENS, PromptOrigin, RecentContexts, told_of
 from cairn.service.service import Service
 from cairn.stats import Differs, Miss, MissReason
-from cairn.types import BLOCK_TOKENS
+from cairn.types import BLOCK_TOKENS, CHUNK_TOKENS
 
 MINE, THEIRS = b"mine", b"theirs"
 KNOWN = list(range(1000, 1200))
@@ -85,12 +85,12 @@ def test_new_tokens_behind_a_known_context_were_never_seen(recent: RecentContext
 def test_what_was_computed_and_is_gone(recent: RecentContexts) -> None:
     """A worker that has just begun does not remember; the front does."""
     assert why(recent, [*KNOWN, 1, 2, 3], 0) == Miss(position=0, reason="evicted")
-    assert why(recent, [*KNOWN[:130], 1], CHUNK).reason == "evicted"
+    assert why(recent, [*KNOWN[:130], 1], CHUNK_TOKENS).reason == "evicted"
     recent.note(MINE, [*range(60), *KNOWN], 30)
-    whole = CHUNK * 3 + BLOCK_TOKENS + 4  # its last chunk was never whole
-    assert why(recent, [*range(60), *KNOWN, 1, 2, 3], whole - whole % CHUNK).reason == "evicted"
-    recent.note(THEIRS, KNOWN[: CHUNK + 40], 30)
-    assert why(recent, [*KNOWN[: CHUNK + 40], 1, 2, 3], CHUNK, salt=THEIRS).reason == "not stored yet"
+    whole = CHUNK_TOKENS * 3 + BLOCK_TOKENS + 4  # its last chunk was never whole
+    assert why(recent, [*range(60), *KNOWN, 1, 2, 3], whole - whole % CHUNK_TOKENS).reason == "evicted"
+    recent.note(THEIRS, KNOWN[: CHUNK_TOKENS + 40], 30)
+    assert why(recent, [*KNOWN[: CHUNK_TOKENS + 40], 1, 2, 3], CHUNK_TOKENS, salt=THEIRS).reason == "not stored yet"
 
 
 def test_the_same_messages_that_became_other_tokens() -> None:

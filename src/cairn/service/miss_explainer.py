@@ -17,15 +17,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cairn.stats import Differs, Miss, MissReason
-from cairn.types import BLOCK_TOKENS
+from cairn.types import BLOCK_TOKENS, CHUNK_TOKENS
 
 CONTEXTS = 32
 """Kept of one tenant."""
 TOKENS = 1 << 18
 """Kept of one tenant: 1 MB."""
 TENANTS = 64
-CHUNK = 4 * BLOCK_TOKENS
-"""Tokens that stores keep together."""
 SHOWN_TOKENS = 16
 SHOWN = 48
 """Characters of each side's text."""
@@ -107,7 +105,7 @@ class RecentContexts:
                 at, known, again = same, context, told_so
         if known is None or at < miss.position:
             return miss
-        size, end = len(known.ids) // _ID, (miss.position // CHUNK + 1) * CHUNK
+        size, end = len(known.ids) // _ID, (miss.position // CHUNK_TOKENS + 1) * CHUNK_TOKENS
         if at >= end and size > end:
             return msgspec.structs.replace(miss, reason="evicted")
         if at < size and at < len(ids):
