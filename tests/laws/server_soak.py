@@ -41,6 +41,9 @@ SWAPS, KILLS = 24, 16
 LEAST_SECONDS = 12.0
 """Between two of them."""
 WORDS = ("stone", "path", "sea", "wind", "tree", "moon", "river", "house", "bread", "night", "song", "glass", "fire")
+TEXTS = 200
+"""How many different texts are sent: what is kept of answers, to find their tokens again, is bounded by millions of
+tokens, and would fill all the time that a run takes."""
 CANARY = {"messages": [{"role": "user", "content": "What is a cairn?"}], "temperature": 0, "max_tokens": 24}
 
 
@@ -87,6 +90,8 @@ class Soak:
     def __init__(self, server: Served, places: dict[str, str], minutes: float, seed: int) -> None:
         self.server, self.places, self.seconds = server, places, minutes * 60
         self.chance = random.Random(seed)
+        sizes = (5, 20, 20, 40, 200)
+        self.texts = [" ".join(self.chance.choices(WORDS, k=self.chance.choice(sizes))) for _ in range(TEXTS)]
         limits = httpx.Limits(max_connections=40, max_keepalive_connections=40)
         self.http = httpx.AsyncClient(base_url=server.url, limits=limits, timeout=180, trust_env=False)
         self.began = time.monotonic()
@@ -107,8 +112,8 @@ class Soak:
     def over(self) -> bool:
         return self.now >= self.seconds
 
-    def text(self, words: int) -> str:
-        return " ".join(self.chance.choice(WORDS) for _ in range(words))
+    def text(self, most: int = TEXTS) -> str:
+        return self.texts[self.chance.randrange(most)]
 
     # ------------------------------------------------------------------------------------------------- what is asked
 
@@ -155,8 +160,9 @@ class Soak:
     async def chat(self) -> None:
         body = {
             "model": self.chance.choice([name for name in ("chat", "chat", "real") if name in self.places]),
-            "messages": [{"role": "user", "content": self.text(self.chance.choice((5, 40, 200)))}],
-            "max_tokens": self.chance.randrange(4, 40),
+            "messages": [{"role": "user", "content": self.text()}],
+            "temperature": 0,
+            "max_tokens": self.chance.choice((4, 16, 40)),
         }
         if self.chance.random() < 0.6:
             await self.stream(body)
@@ -168,8 +174,10 @@ class Soak:
         id = f"soak-{self.chance.getrandbits(40):x}"
         if await self.post("agent made", "/v1/agents", {"id": id}) is None:
             return
-        for _ in range(self.chance.randrange(1, 6)):
-            body = {"model": "chat", "messages": [{"role": "user", "content": self.text(20)}], "max_tokens": 16}
+        at = self.chance.randrange(TEXTS)
+        for turn in range(self.chance.randrange(1, 6)):
+            said = [{"role": "user", "content": self.texts[(at + turn) % TEXTS]}]
+            body = {"model": "chat", "messages": said, "max_tokens": 16, "temperature": 0}
             await self.post("turn of an agent", f"/v1/agents/{id}/turns", body)
         forked = None
         if self.chance.random() < 0.3:
@@ -183,12 +191,12 @@ class Soak:
         if "embed" not in self.places:
             await asyncio.sleep(1)
             return
-        texts = [self.text(self.chance.randrange(3, 60)) for _ in range(self.chance.randrange(1, 8))]
+        texts = [self.text() for _ in range(self.chance.randrange(1, 8))]
         await self.post("embeddings", "/v1/embeddings", {"model": "embed", "input": texts})
         await asyncio.sleep(0.2)
 
     async def cancel(self) -> None:
-        body = {"model": "chat", "messages": [{"role": "user", "content": self.text(30)}], "max_tokens": 400}
+        body = {"model": "chat", "messages": [{"role": "user", "content": self.text()}], "max_tokens": 400}
         if await self.stream(body, self.chance.randrange(1, 12)):
             self.counts["streams let go of"] += 1
         await asyncio.sleep(0.3)
