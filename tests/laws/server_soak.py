@@ -112,8 +112,8 @@ class Soak:
     def over(self) -> bool:
         return self.now >= self.seconds
 
-    def text(self, most: int = TEXTS) -> str:
-        return self.texts[self.chance.randrange(most)]
+    def text(self) -> str:
+        return self.chance.choice(self.texts)
 
     # ------------------------------------------------------------------------------------------------- what is asked
 
