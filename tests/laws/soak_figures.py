@@ -18,7 +18,8 @@ MOST_SLOPE = 5.0
 NOISE = 4 << 20
 """Bytes that memory may differ by at any time: a short run tells less than that."""
 JUDGED = 600.0
-"""Seconds of a run from which on memory is judged by its slope: what is shorter fills tables and pools."""
+"""Seconds of a run from which on slopes are judged: what is shorter fills tables and pools, and shares the machine with
+who knows what."""
 FILLING = 32 << 20
 """Bytes that the tables of the front may take in a shorter run."""
 SETTLED = 20.0
@@ -142,7 +143,9 @@ def use_rows(samples: Sequence[Sample]) -> list[Row]:
         worst = 0
         for pid in {pid for one in warm for pid in one.workers}:
             life = [getattr(one.workers[pid], what) for one in warm if pid in one.workers]
-            worst = max(worst, life[-1] - life[len(life) // 3]) if len(life) > 10 else worst
+            third = len(life) // 3
+            if third > 3:
+                worst = max(worst, round(statistics.median(life[-third:]) - statistics.median(life[:third])))
         name = "descriptors" if what == "fds" else "threads"
         rows.append(Row(f"{name} of a worker, most growth", f"{worst:+d}", "grew" if worst > FEW else ""))
     return rows
@@ -156,6 +159,6 @@ def pace_row(what: str, done: Sequence[tuple[float, float]]) -> Row:
     warm = [pair for pair in done if pair[0] >= WARM * end]
     third = max(1, len(warm) // 3)
     first, last = (statistics.median(one for _, one in part) for part in (warm[:third], warm[-third:]))
-    slower = len(warm) >= ENOUGH and last > 2 * first + 0.25
+    slower = len(warm) >= ENOUGH and end >= JUDGED and last > 2 * first + 0.25
     fault = f"the median rose from {first * 1000:.0f} to {last * 1000:.0f} ms" if slower else ""
     return Row(what, f"{percentiles([one for _, one in warm])}; median {first * 1000:.0f} to {last * 1000:.0f}", fault)
