@@ -490,7 +490,9 @@ def fused_rows(tensors: dict[str, np.ndarray], name: str, parts: Sequence[str]) 
     return found
 
 
-def stacked_experts(spec: ModelSpec, tensors: dict[str, np.ndarray], place: str = "mlp.experts") -> dict[str, np.ndarray]:
+def stacked_experts(
+    spec: ModelSpec, tensors: dict[str, np.ndarray], place: str = "mlp.experts"
+) -> dict[str, np.ndarray]:
     """All experts in two tensors [E, out, in] a layer, gates above what they let through."""
     assert spec.experts is not None
     found = {name: array for name, array in tensors.items() if ".experts." not in name}

@@ -162,6 +162,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "free or they hold, at most 50. Those that no start has used for longest go first."
         ),
     ] = None
+    experts: Annotated[
+        Literal["auto", "memory", "mapped"],
+        Meta(
+            description="Where a model's experts are: in 'memory', or 'mapped' from their packed copy on the disk, of "
+            "which the system reads what is used; 'auto': mapped where memory has no room for them."
+        ),
+    ] = "auto"
     threads: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None, Meta(description="CPU threads; default: all cores.")
     ] = None

@@ -252,9 +252,9 @@ def _limits(given: _Given, written: object) -> dict[str, TenantLimits]:
 
 
 OF_A_MODEL = (
-    "tokenizer", "kind", "engine", "kernels", "weights", "keep_packed", "threads", "context", "kv_gb", "kv_dtype",
-    "max_running", "step_tokens", "kv_disk", "kv_codec", "kv_load", "reasoning_history", "tool_instructions",
-    "chat_template",
+    "tokenizer", "kind", "engine", "kernels", "weights", "keep_packed", "experts", "threads", "context", "kv_gb",
+    "kv_dtype", "max_running", "step_tokens", "kv_disk", "kv_codec", "kv_load", "reasoning_history",
+    "tool_instructions", "chat_template",
 )  # fmt: skip
 """The options that a table of [[models]] may give otherwise than the server's."""
 _OWN = ("model", "name", "aliases", "kv_share", "pin", "ttl", "load")

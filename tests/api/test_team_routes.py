@@ -111,6 +111,64 @@ WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
 )
 
 
+SCHEMA = {"properties": {"n": {"type": "integer"}}, "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+
+
+async def test_members_have_tools_of_their_own_and_share_their_beginning(folder: Path) -> None:
+    long = {"name": "facts", "text": "Every member knows this. " * 40}
+    members = [one | {"tools": [TOOL]} for one in MEMBERS[:2]] + MEMBERS[2:]
+    async with home(folder) as (_, http):
+        made = await http.post("/v1/teams", json=TEAM | {"members": members, "documents": [long]})
+        assert [one["tools"] for one in made.json()["members"]] == [["look"], ["look"], []]
+        calls = 0
+        for _ in range(12):
+            body = (await http.post("/v1/teams/t/rounds", json={})).json()
+            if body["state"] != "waiting":
+                if body["rounds"] >= 2 and calls:
+                    break
+                continue
+            assert all(json.loads(one["arguments"]).keys() <= {"n"} and one["tool"] == "look" for one in body["calls"])
+            calls += len(body["calls"])
+            results = [{"call_id": one["call_id"], "content": "A stone."} for one in body["calls"]]
+            given = (await http.post("/v1/teams/t/tool_results", json={"results": results})).json()
+            assert given["calls"] == [] and given["state"] == "interrupted"
+        assert calls and body["rounds"] >= 2
+        shown = (await http.get("/v1/teams/t")).json()
+        assert shown["report"]["shared_tokens"] > 200, "what a member's tools are stands behind what all share"
+        for name, sees in (("ada", True), ("cy", False)):
+            told = await http.get("/v1/teams/t/transcript", params={"member": name, "format": "markdown"})
+            assert ("A stone." in told.text) <= sees
+        lost = {"results": [{"call_id": "call-9", "content": ""}]}
+        answer = await http.post("/v1/teams/t/tool_results", json=lost)
+        assert answer.status_code == 404 and "waits for no result" in answer.text
+        bad = {"type": "function", "function": {"name": "look", "parameters": {"type": "nonsense"}}}
+        answer = await http.post("/v1/teams", json=TEAM | {"id": "u", "members": [MEMBERS[0] | {"tools": [bad]}]})
+        assert answer.status_code == 400 and "members[0].tools[0].function.parameters" in answer.text
+
+
+async def test_rounds_are_cancelled_by_the_id_of_their_request(folder: Path) -> None:
+    async with home(folder) as (_, http):
+        await http.post("/v1/teams", json=TEAM | {"members": [one | {"max_tokens": 200} for one in MEMBERS]})
+        name = {"X-Request-ID": "my-rounds"}
+        body = {"rounds": 500, "stream": True}
+        async with http.stream("POST", "/v1/teams/t/rounds", json=body, headers=name) as answer:
+            id = answer.headers["x-cairn-request-id"]
+            lines = answer.aiter_lines()
+            async for line in lines:
+                if "round.done" in line:
+                    break
+            assert (await http.get(f"/v1/requests/{id}")).json()["state"] == "running"
+            ended = (await http.post("/v1/requests/my-rounds/cancel")).json()
+            assert ended["cancelled"] is True and ended["id"] == id
+            rest = [line async for line in lines if line.startswith("data")]
+        assert '"interrupted"' in rest[-2] and rest[-1] == "data: [DONE]"
+        assert (await http.get(f"/v1/requests/{id}")).json()["state"] == "cancelled"
+        assert (await http.post(f"/v1/requests/{id}/cancel")).json()["cancelled"] is False
+        shown = (await http.get("/v1/teams/t")).json()
+        assert shown["state"] in ("interrupted", "idle") and 1 <= shown["rounds"] < 500
+
+
 async def test_what_is_wrong_is_named(folder: Path) -> None:
     async with home(folder) as (_, http):
         await http.post("/v1/teams", json=TEAM)

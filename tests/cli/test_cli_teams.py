@@ -100,8 +100,11 @@ def test_a_workflow_is_drawn_and_run(server: Served, tmp_path: Path) -> None:
     assert code == 1 and "is finished" in err
 
 
-def test_the_examples_are_drawn() -> None:
+def test_the_examples_are_drawn(tmp_path: Path) -> None:
     assert "n_test" in run_alone("workflow", "show", str(EXAMPLES / "workflow.yaml"))
+    for name, begins in (("g.png", b"\x89PNG"), ("g.svg", b"<svg"), ("g.mmd", b"flowchart")):
+        assert run_alone("workflow", "show", str(EXAMPLES / "workflow.yaml"), "-o", str(tmp_path / name)) == ""
+        assert (tmp_path / name).read_bytes().startswith(begins)
 
 
 def run_alone(*arguments: str) -> str:

@@ -5,15 +5,17 @@ It takes longer than others because a real model reads the pages, all of them wi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.real_models import minilm
+import pytest
+from tests.real_models import minilm, smollm2
 
 from cairn.config import Config
 from cairn.rag.citations import CitationFilter
-from cairn.rag.collections import Collections, Embedder
+from cairn.rag.collections import NO_ANSWER, Collections, Embedder
 from cairn.rag.definition import MIN_SCORE, NewDocument, Search
 from cairn.rag.document_store import DocumentStore
 from cairn.service.embeddings import Asking
@@ -21,8 +23,9 @@ from cairn.service.requests import SamplingOptions
 from cairn.service.service import Service
 from cairn.text.grammar import Wanted
 from cairn.types import Delta
-from cairn.workflows.answerer import Answered, Asker, Heard
+from cairn.workflows.answerer import Answered, Asker, Heard, ServiceAnswerer
 
+CITED = re.compile(r"\[([\d, ]+)\]")
 DOCS = Path(__file__).parents[2] / "docs"
 SOME = ("agents", "teams", "workflows", "structured", "sampling", "embeddings")
 """The pages that the questions are about."""
@@ -127,6 +130,52 @@ async def test_the_right_chunk_is_found_and_nothing_where_there_is_none(
     finally:
         store.close()
         await service.close()
+
+
+async def test_a_chat_model_answers_and_its_citations_are_valid(
+    tmp_path: Path, prove: bool, figure: Callable[[str, str], None]
+) -> None:
+    """All questions to a real chat model over the pages; in a few minutes, so with `make prove` alone. What a model of
+    this size says is no matter: that it names chunks that were given, and is not asked where there are none, is."""
+    if not prove:
+        pytest.skip("in make prove: a real chat model answers 40 questions")
+    encoder = await Service.start(Config(model=str(minilm()), threads=1, kv_disk=False), in_process=True)
+    config = Config(model=str(smollm2()), threads=2, kv_disk=False, kv_gb=1.0)
+    service = await Service.start(config, in_process=True)
+    store = DocumentStore(tmp_path / "c" / "collections.sqlite", lambda: 0.0)
+    collections = Collections(store, ServiceAnswerer(config))
+    embedder, asker = Embedder(encoder, Asking(truncate=True)), Asker("me", service=service)
+    options, wanted = SamplingOptions(temperature=0, max_tokens=64), Search(min_score=MIN_SCORE)
+    found_there = cited = removed = cached = prompts = 0
+    try:
+        store.create("me", "docs", 700, 100, {})
+        for page in sorted(path.stem for path in DOCS.glob("*.md")):
+            text = (DOCS / f"{page}.md").read_text()
+            await collections.add("me", "docs", embedder, NewDocument(page, page, "md", text, len(text), {}))
+        for question, page, needle in QUESTIONS:
+            found = await collections.search("me", "docs", embedder, question, wanted)
+            found_there += any(one.chunk.document == page and needle.lower() in _text(one) for one in found)
+            events: list[dict[str, Any]] = []
+            answer = await collections.ask(asker, question, found, options, events.append)
+            assert answer.answered and answer.answer.strip(), question
+            numbers = {int(one) for group in CITED.findall(answer.answer) for one in group.split(",")}
+            assert numbers <= {one["number"] for one in answer.sources}, answer.answer
+            assert numbers == {one["number"] for one in answer.sources if one["cited"]}
+            assert "".join(one["content"] for one in events if one["type"] == "answer.delta") == answer.answer
+            cited, removed = cited + bool(numbers), removed + answer.citations_removed
+            cached, prompts = cached + answer.cached_tokens, prompts + answer.prompt_tokens
+        for question in FOREIGN:
+            found = await collections.search("me", "docs", embedder, question, wanted)
+            answer = await collections.ask(asker, question, found, options, lambda event: None)
+            assert not answer.answered and answer.answer == NO_ANSWER and answer.completion_tokens == 0, question
+    finally:
+        store.close()
+        await service.close()
+        await encoder.close()
+    recall = found_there / len(QUESTIONS)
+    told = f"{cited} of {len(QUESTIONS)} answers cite, {removed} citations of nothing taken out"
+    figure("answers of a 135M model from the pages", f"recall {recall:.0%}, {told}, {cached / prompts:.0%} cached")
+    assert recall >= 0.85
 
 
 def _text(found: Any) -> str:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import struct
+import sys
 from xml.etree import ElementTree
 
+import pytest
 from tests.workflows.scripted_answerer import run
 from tests.workflows.test_checks import node
 from tests.workflows.test_runs import REPAIR, answers
 
+from cairn.errors import Unsupported
 from cairn.workflows.definition import workflow_of
-from cairn.workflows.drawing import COLOURS, mermaid, states_of, svg
+from cairn.workflows.drawing import COLOURS, mermaid, png, states_of, svg
 
 
 async def test_a_run_is_drawn_with_its_state() -> None:
@@ -38,3 +43,15 @@ def test_boxes_do_not_lie_on_each_other() -> None:
 def test_a_name_is_text() -> None:
     picture = svg(workflow_of({"name": "<script>", "nodes": [node("a", role='"><script>')]}))
     assert "<script>" not in picture and ElementTree.fromstring(picture) is not None
+
+
+def test_a_png_is_drawn_and_refused_by_name_where_nothing_draws_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    flow = workflow_of(REPAIR)
+    size = re.search(r'width="(\d+)" height="(\d+)"', svg(flow))
+    assert size is not None
+    drawn = png(flow)
+    assert drawn.startswith(b"\x89PNG\r\n\x1a\n")
+    assert struct.unpack(">II", drawn[16:24]) == (2 * int(size[1]), 2 * int(size[2]))
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
+    with pytest.raises(Unsupported, match="needs the package resvg-py"):
+        png(flow)

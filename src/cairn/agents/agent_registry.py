@@ -63,6 +63,10 @@ class AgentRegistry:
             written=written,
         )
 
+    def salt(self, tenant: str) -> bytes:
+        """The tenant's, or `NOBODY`."""
+        return self._salts.get(tenant, NOBODY)
+
     def of(self, tenant: str) -> list[Agent]:
         """A tenant's agents, most recently created first."""
         found = self._agents.get(tenant, {}).values()
@@ -102,7 +106,7 @@ class AgentRegistry:
     def add(self, agent: Agent) -> None:
         """Take in a new agent."""
         self._agents.setdefault(agent.tenant, {})[agent.id] = self._keyed[agent.key] = agent
-        agent.salt = self._salts.get(agent.tenant, NOBODY)
+        agent.salt = self.salt(agent.tenant)
         self._turns.setdefault(agent.root.key, agent.root)
         for turn in agent.own:
             self._turns.setdefault(turn.key, turn)

@@ -79,12 +79,19 @@ class Admin:
     async def request(self, call: Call, service: Service) -> None:
         """GET /v1/requests/{id}: the state, and of each choice the tokens and the text so far."""
         number = self._number(call, call.path.removeprefix("/v1/requests/"))
+        if (work := self._work(call, service, number)) is not None:
+            await call.json(work)
+            return
         await call.json(self._report(number, self._known(call, service, number)))
 
     async def cancel(self, call: Call, service: Service) -> None:
         """POST /v1/requests/{id}/cancel: end it; one that has ended already stays as it is. No body, or {}."""
         parse(NoBody, await read_nothing(call, self._config), self._config)
         number = self._number(call, call.path.removeprefix("/v1/requests/").removesuffix("/cancel"))
+        if self._work(call, service, number) is not None:
+            cancelled = self._logs.cancel(number)
+            await call.json((self._work(call, service, number) or {}) | {"cancelled": cancelled})
+            return
         self._known(call, service, number)
         ended = [(self.registry.with_request(id) or service).abort(id) for id in self._calls.ids(number)]
         report = self._report(number, self._known(call, service, number))
@@ -136,6 +143,14 @@ class Admin:
         if number is None:
             raise _unknown()
         return number
+
+    def _work(self, call: Call, service: Service, number: int) -> dict[str, Any] | None:
+        """A call that is work of several requests - rounds of a team, a run of a workflow; None for any other."""
+        ids = self._calls.ids(number)
+        if any((self.registry.with_request(id) or service).status(id) is not None for id in ids):
+            return None
+        state = self._logs.state(number, call.salt)
+        return None if state is None else {"id": f"{number:016x}", "object": "request", "state": state, "choices": []}
 
     def _known(self, call: Call, service: Service, number: int) -> dict[int, RequestStatus]:
         """The status of each choice that is remembered, by its index; NotFound also for another tenant's request."""

@@ -115,7 +115,7 @@ class App:
         calls = CallTable(SystemClock())
         self.attribution = AgentAttribution()
         self._folders = named(config, os.environ)
-        logs = EventLogs(config.reconnect_grace, config.max_resumable_mib << 20)
+        logs = EventLogs(config.reconnect_grace, config.max_resumable_mib << 20, calls)
         exchanges = Exchanges(config, calls, logs)
         openai = OpenAI(config, exchanges, self.attribution)
         anthropic = Anthropic(config, exchanges, self.attribution)

@@ -177,6 +177,7 @@ def collection_object(found: Collection) -> dict[str, Any]:
     return {
         "id": found.id,
         "object": "collection",
+        "name": found.name or None,
         "created": found.created,
         "chunk": found.chunk,
         "overlap": found.overlap,

@@ -10,6 +10,8 @@ POST /v1/collections/{id}/search            POST   /v1/collections/{id}/ask
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, BinaryIO
@@ -117,26 +119,31 @@ class CollectionRoutes:
     async def _add(self, call: Call, body: CollectionDocumentBody, content: str | BinaryIO, size: int) -> None:
         collections, id = await self._library.open(), collection_of(call)
         check_metadata(body.metadata)
+        await asyncio.to_thread(collections.store.collection, call.tenant, id)
         if not 1 <= len(body.name) <= 256:
             raise InvalidRequest("name must have 1 to 256 characters", field="name")
+        document = f"document-{call.id}" if body.id is None else check_name(body.id, "a document's id")
+        kind = body.kind()
+        if body.stream and not isinstance(content, str):  # the work may outlive its call, which closes the file
+            content = os.fdopen(os.dup(content.fileno()), "rb")
         new = NewDocument(
-            id=f"document-{call.id}" if body.id is None else check_name(body.id, "a document's id"),
+            id=document,
             name=body.name,
-            kind=body.kind(),
+            kind=kind,
             content=content,
             size=size,
             metadata=dict(body.metadata or {}),
             field="file" if is_form(call) else "data" if body.text is None else "text",
         )
-        await asyncio.to_thread(collections.store.collection, call.tenant, id)
         added: list[dict[str, Any]] = []
 
         async def work(emit: Emit) -> None:
             def heard(done: int, all: int) -> None:
                 emit({"type": "document.embedding", "embedded": done, "chunks": all})
 
-            async with self._library.embedder(call.salt, call.share, body.embedding_model, new.field) as embedder:
-                made = await collections.add(call.tenant, id, embedder, new, heard)
+            with contextlib.nullcontext() if isinstance(content, str) else content:
+                async with self._library.embedder(call.salt, call.share, body.embedding_model, new.field) as embedder:
+                    made = await collections.add(call.tenant, id, embedder, new, heard)
             added.append(document_object(made))
             emit({"type": "document.done", "document": added[0]})
 

@@ -34,6 +34,7 @@ class EventLog:
         "_pages",
         "begun",
         "cancel",
+        "cancelled",
         "error",
         "failure",
         "last",
@@ -54,6 +55,8 @@ class EventLog:
         self.over = False
         self.begun = False
         """Whether its request was let in: what fails from then on is an event."""
+        self.cancelled = False
+        """Somebody has ended it by its id."""
         self.failure: CairnError | None = None
         """Why it ended early."""
         self.last = 0

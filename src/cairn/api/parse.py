@@ -24,6 +24,8 @@ MAX_METADATA = 16
 """How many pairs of metadata a request may have, as in the OpenAI API."""
 MAX_ATTACHED = 2_000
 """How many files of one call may be put into a vector store, as in the OpenAI API."""
+MAX_RESULTS = 128
+"""How many results of tools one call may give to a team: of all members as many as they can call."""
 SPARE_FIELDS = 16
 """Unknown fields of an object that are told by name."""
 _UNIONS = frozenset({"content", "prompt", "stop", "samplers", "logit_bias", "input", "inputs", "text_1", "text_2"})
@@ -125,6 +127,7 @@ def _check_lengths(fields: dict[str, Any], config: Config) -> None:
         "attributes": MAX_METADATA,
         "file_ids": MAX_ATTACHED,
         "files": MAX_ATTACHED,
+        "results": MAX_RESULTS,
     }
     filters = fields.get("filters")
     if isinstance(filters, dict):

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
+from cairn.api.call_table import CallTable
 from cairn.api.event_log import EventLog
 from cairn.api.reply import Call, Disconnected, Watch, internal
 from cairn.api.sse import EVENT_STREAM, HEARTBEAT, error_event
@@ -28,8 +29,9 @@ HEADER = b"x-cairn-resumable"
 class EventLogs:
     """The logs of one server: as many bytes as allowed, each for the time of grace after its last reader."""
 
-    def __init__(self, grace: float, limit: int) -> None:
-        """`grace` in seconds; `limit`: bytes of memory of all logs together."""
+    def __init__(self, grace: float, limit: int, calls: CallTable | None = None) -> None:
+        """`grace` in seconds; `limit`: bytes of memory of all logs together; `calls`: by what clients call them."""
+        self.calls = calls
         self._grace = grace
         self._limit = limit
         self._logs: dict[int, EventLog] = {}
@@ -61,6 +63,24 @@ class EventLogs:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return follower
+
+    def state(self, number: int, salt: bytes) -> str | None:
+        """What became of the work of a log of the same tenant; None for any other number."""
+        log = self._logs.get(number)
+        if log is None or log.salt != salt:
+            return None
+        if not log.over:
+            return "running"
+        return "cancelled" if log.cancelled else "finished" if log.failure is None else "failed"
+
+    def cancel(self, number: int) -> bool:
+        """End the work of a log; whether it still went on."""
+        log = self._logs[number]
+        if log.over:
+            return False
+        log.cancelled = True
+        log.cancel()
+        return True
 
     def find(self, number: int, salt: bytes, heartbeat: float) -> Follower:
         """A reader of a log of the same tenant; NotFound for any other number."""

@@ -39,7 +39,7 @@ TURNS = re.compile(r"/v1/agents/([^/]+)/(turns|resume|prefetch)")
 WORK = re.compile(r"/v1/(teams|workflows/runs)/([^/]+)/(rounds|votes|resume)")
 """Routes that need the model of a team or a run to be loaded."""
 BESIDE = re.compile(
-    r"/v1/(?:teams/[^/]+/(?:messages|fork|rollback|interrupt)|workflows/(?:check|runs/[^/]+/interrupt)"
+    r"/v1/(?:teams/[^/]+/(?:messages|tool_results|fork|rollback|interrupt)|workflows/(?:check|runs/[^/]+/interrupt)"
     r"|collections(?:/[^/]+(?:/documents|/search))?|files|vector_stores(?:/.+)?)"
 )
 """Routes of them that need none, and of collections: these find what makes vectors themselves."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, ClassVar
 
 from cairn.api.agent_schemas import check_metadata
 from cairn.api.reply import Call, shown
 from cairn.api.schemas import Body, Count, Number, Several, Stop
+from cairn.api.schemas import Tool as ToolBody
 from cairn.errors import InvalidRequest
-from cairn.teams.definition import USER, Member, Rule, Team, TeamDocument, Topology, TopologyKind
+from cairn.teams.definition import USER, Member, Rule, Team, TeamDocument, Tool, Topology, TopologyKind
 from cairn.teams.entries import Ask
+from cairn.text.grammar import Structure
 
 PATH = "/v1/teams"
 _SAMPLING = (
@@ -30,6 +33,8 @@ _SAMPLING = (
 class MemberBody(Body):
     """A member of a team."""
 
+    within: ClassVar[dict[str, type[Body]]] = {"tools": ToolBody}
+
     name: str
     role: str = ""
     weight: Number = None
@@ -44,12 +49,24 @@ class MemberBody(Body):
     stop: Stop | None = None
     seed: Count = None
     reasoning_budget: Count = None
+    tools: Several[ToolBody] | None = None
+    """What it may call before it speaks; whoever made the team gives back what they return."""
 
     def member(self) -> Member:
         """The member as its team has it."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         weight = 1.0 if self.weight is None else float(self.weight)
-        return Member(name=self.name, role=self.role, weight=weight, sampling=given)
+        return Member(name=self.name, role=self.role, weight=weight, sampling=given, tools=self._tools())
+
+    def _tools(self) -> tuple[Tool, ...]:
+        return tuple(
+            Tool(
+                name=one.function.name,
+                description=one.function.description or "",
+                parameters=json.dumps({"type": "object"} | (one.function.parameters or {}), ensure_ascii=False),
+            )
+            for one in self.tools or ()
+        )
 
 
 class TeamDocumentBody(Body):
@@ -127,6 +144,14 @@ class TeamBody(Body):
         found = [self.system or "", *(one.text for one in self.documents or ())]
         return [*found, *(member.role for member in self.members)]
 
+    def schemas(self) -> list[Structure]:
+        """What the arguments of members' tools are held to."""
+        return [
+            Structure(kind="json", text=tool.parameters, field=f"members[{at}].tools[{number}].function.parameters")
+            for at, member in enumerate(self.members)
+            for number, tool in enumerate(member.member().tools)
+        ]
+
 
 class AskBody(Body):
     """A vote: within a round, or POST /v1/teams/{id}/votes."""
@@ -186,6 +211,21 @@ class PostBody(Body):
     """The member in whose name it is said; or `user`."""
 
 
+class ToolResultBody(Body):
+    """What one call returned."""
+
+    call_id: str
+    content: str
+
+
+class ToolResultsBody(Body):
+    """POST /v1/teams/{id}/tool_results."""
+
+    within: ClassVar[dict[str, type[Body]]] = {"results": ToolResultBody}
+
+    results: Several[ToolResultBody]
+
+
 class TeamForkBody(Body):
     """POST /v1/teams/{id}/fork."""
 
@@ -219,7 +259,14 @@ def without_texts(team: Team) -> dict[str, Any]:
         "system": team.system,
         "documents": [{"name": one.name, "characters": len(one.text)} for one in team.documents],
         "members": [
-            {"name": one.name, "role": one.role, "weight": one.weight, "agent": team.agent(one.name), **one.sampling}
+            {
+                "name": one.name,
+                "role": one.role,
+                "weight": one.weight,
+                "agent": team.agent(one.name),
+                "tools": [tool.name for tool in one.tools],
+                **one.sampling,
+            }
             for one in team.members
         ],
         "topology": {

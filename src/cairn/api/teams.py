@@ -3,6 +3,7 @@
 POST /v1/teams                      GET  /v1/teams?limit=&after=
 GET  /v1/teams/{id}                 DELETE /v1/teams/{id}
 POST /v1/teams/{id}/rounds          POST /v1/teams/{id}/messages    POST /v1/teams/{id}/votes
+POST /v1/teams/{id}/tool_results
 POST /v1/teams/{id}/interrupt       POST /v1/teams/{id}/fork        POST /v1/teams/{id}/rollback
 GET  /v1/teams/{id}/transcript?format=&member=
 """
@@ -30,6 +31,7 @@ from cairn.api.team_schemas import (
     TeamBody,
     TeamForkBody,
     TeamRollbackBody,
+    ToolResultsBody,
     VoteBody,
     one_of,
     team_of,
@@ -43,6 +45,7 @@ from cairn.teams.entries import Voted
 from cairn.teams.teams import Teams, TeamState
 from cairn.teams.transcript import listed, markdown
 from cairn.teams.voice import Caller
+from cairn.types import OutputFormat
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
 
@@ -66,6 +69,7 @@ class TeamRoutes:
             "rounds": {"POST": self.rounds},
             "messages": {"POST": self.post},
             "votes": {"POST": self.vote},
+            "tool_results": {"POST": self.tool_results},
             "interrupt": {"POST": self.interrupt},
             "transcript": {"GET": self.transcript},
             "fork": {"POST": self.fork},
@@ -80,6 +84,8 @@ class TeamRoutes:
         check_model(body.model, service)
         service.check_generates()
         await check_length(call, service, body.texts(), "documents")
+        for schema in body.schemas():
+            await service.chat.grammar(schema, OutputFormat(), share=call.share)
         made = await teams.create(call.tenant, body.team(), service.name)
         await call.json(team_object(made), 201)
 
@@ -148,6 +154,16 @@ class TeamRoutes:
         await check_length(call, service, [body.content], "content")
         entry = await teams.post(call.tenant, id, body.content, body.to or (), body.sender)
         await call.json({"object": "team.message", **listed(teams.get(call.tenant, id).team, [entry])[0]}, 201)
+
+    async def tool_results(self, call: Call, service: Service) -> None:
+        """POST /v1/teams/{id}/tool_results: {"results": [{"call_id", "content"}]}; the next rounds go on with them."""
+        teams, id = self._teams(), team_of(call)
+        body = parse(ToolResultsBody, await read_json(call, self._config), self._config, call)
+        await check_length(call, service, [one.content for one in body.results], "results")
+        for one in body.results:
+            await teams.answer_call(call.tenant, id, one.call_id, one.content)
+        state = teams.get(call.tenant, id)
+        await call.json({"id": id, "object": "team.tool_results", "state": state.state, "calls": state.calls})
 
     async def vote(self, call: Call, service: Service) -> None:
         """POST /v1/teams/{id}/votes: {"question", "options", "rule", "coordinator", "voters", "stream"}."""
@@ -221,5 +237,6 @@ def team_object(state: TeamState) -> dict[str, Any]:
         "rounds": state.rounds,
         "state": state.state,
         "decision": state.decision,
+        "calls": state.calls,
         "report": dict(state.report),
     }

@@ -4,13 +4,15 @@
     data: [DONE]
 
 The events are kept as those of a turn are (`resumable.py`): `/v1/requests/{id}/events` follows them from any on, where
-`{id}` is the X-Request-ID of the answer. Without a reader for the time of grace the work is interrupted.
+`{id}` is the X-Request-ID of the answer, and `/v1/requests/{id}/cancel` interrupts the work. Without a reader for the
+time of grace it is interrupted too.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from cairn.api.reply import Call, encode
@@ -25,8 +27,9 @@ Work = Callable[[Emit], Awaitable[Any]]
 class EventedWork:
     """One piece of work. It begins when its events are read."""
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
+    def __init__(self, work: Work, over: Callable[[], object] | None = None) -> None:
+        """`over` is called at its end."""
+        self._work, self._over = work, over
         self._queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self._task: asyncio.Task[Any] | None = None
         self.interrupted = False
@@ -53,6 +56,8 @@ class EventedWork:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            if self._over is not None:
+                self._over()
 
     async def _run(self) -> None:
         try:
@@ -65,7 +70,10 @@ async def answer(
     call: Call, logs: EventLogs, config: Config, work: Work, *, stream: bool, whole: Callable[[], dict[str, Any]]
 ) -> None:
     """Do the work and answer the call: with its events, or once it is over with what `whole` makes of it."""
-    evented = EventedWork(work)
+    calls = logs.calls
+    if calls is not None:
+        calls.open(call.number, [call.number], name=call.name, salt=call.salt)
+    evented = EventedWork(work, None if calls is None else partial(calls.close, call.number))
     follower = logs.start(call, evented.events(), evented.cancel, config.heartbeat)
     if stream:
         await follower.run(call)

@@ -4,11 +4,12 @@ POST /v1/workflows/check                    what is wrong with a workflow, and i
 POST /v1/workflows/runs                     GET    /v1/workflows/runs?limit=&after=
 GET  /v1/workflows/runs/{id}                DELETE /v1/workflows/runs/{id}
 POST /v1/workflows/runs/{id}/resume         POST   /v1/workflows/runs/{id}/interrupt
-GET  /v1/workflows/runs/{id}/graph?format=  mermaid or svg, coloured by the run's state
+GET  /v1/workflows/runs/{id}/graph?format=  mermaid, svg or png, coloured by the run's state
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 from cairn.agents.agents import Agents
@@ -37,7 +38,7 @@ from cairn.service.service import Service
 from cairn.workflows.answerer import Asker, ServiceAnswerer
 from cairn.workflows.checks import check_workflow
 from cairn.workflows.definition import workflow_of
-from cairn.workflows.drawing import mermaid, states_of, svg
+from cairn.workflows.drawing import mermaid, png, states_of, svg
 from cairn.workflows.runs import Runs
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
@@ -138,14 +139,18 @@ class WorkflowRoutes:
         )
 
     async def graph(self, call: Call, service: Service) -> None:
-        """GET /v1/workflows/runs/{id}/graph: `format` mermaid or svg."""
+        """GET /v1/workflows/runs/{id}/graph: `format` mermaid, svg or png."""
         state = self._runs().get(call.tenant, run_of(call))
-        form = one_of(parameters(call, ("format",)), "format", ("mermaid", "svg"))
+        form = one_of(parameters(call, ("format",)), "format", ("mermaid", "svg", "png"))
         workflow = state.run.workflow
         states = states_of(workflow, state.nodes, running=state.state == "running")
-        kind = b"image/svg+xml" if form == "svg" else b"text/plain; charset=utf-8"
-        text = svg(workflow, states) if form == "svg" else mermaid(workflow, states)
-        await call.respond(200, text.encode(), [(b"content-type", kind)])
+        if form == "png":
+            drawn, kind = await asyncio.to_thread(png, workflow, states), b"image/png"
+        elif form == "svg":
+            drawn, kind = svg(workflow, states).encode(), b"image/svg+xml"
+        else:
+            drawn, kind = mermaid(workflow, states).encode(), b"text/plain; charset=utf-8"
+        await call.respond(200, drawn, [(b"content-type", kind)])
 
     def _runs(self) -> Runs:
         """The runs in the token log that is open now."""

@@ -88,6 +88,10 @@ class Client:
         """GET text."""
         return self._whole("GET", path, admin=admin).text
 
+    def bytes(self, path: str) -> bytes:
+        """GET what is perhaps no text."""
+        return self._whole("GET", path).content
+
     def post(self, path: str, body: Mapping[str, Any], *, admin: bool = False, patient: bool = False) -> dict[str, Any]:
         """POST JSON, get JSON. `patient`: however long the server says nothing."""
         return self._read(self._whole("POST", path, body, admin=admin, patient=patient))
@@ -138,6 +142,17 @@ class Client:
         """POST JSON, and what is told of the work as it goes."""
         with closing(self._begin("POST", path, body, patient=True)) as response:
             yield from read_events(response, self.url)
+
+    def send_form(self, path: str, source: Path, fields: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+        """POST a form with a file, and what is told of the work as it goes. CairnError if the file cannot be read."""
+        try:
+            with (
+                source.open("rb") as file,
+                closing(self._begin("POST", path, form=(source.name, file, fields), patient=True)) as response,
+            ):
+                yield from read_events(response, self.url)
+        except OSError as error:
+            raise CairnError(f"it cannot be read: {error.strerror or error}") from error
 
     def model(self) -> str:
         """The name of the model to ask."""
@@ -194,6 +209,7 @@ class Client:
         body: Mapping[str, Any] | None = None,
         *,
         file: BinaryIO | None = None,
+        form: tuple[str, BinaryIO, Mapping[str, str]] | None = None,
         admin: bool = False,
         patient: bool = False,
         fine: int = 200,
@@ -209,6 +225,8 @@ class Client:
                 (self._admin_url if admin else self.url) + path,
                 json=body,
                 content=file,
+                files=None if form is None else {"file": form[:2]},
+                data=None if form is None else form[2],
                 headers=headers,
                 timeout=_PATIENT if patient else _TIMEOUT,
             )

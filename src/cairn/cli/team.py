@@ -142,6 +142,19 @@ def _register_changes(team: typer.Typer) -> None:
 
     @team.command()
     @configured(_SERVER, model=False)
+    def result(
+        resolved: Resolved,
+        id: _Id,
+        call: Annotated[str, typer.Argument(metavar="CALL", help="The call, as the round told it.")],
+        content: Annotated[str, typer.Argument(metavar="TEXT")],
+        host: Host = None,
+    ) -> None:
+        """Give a member what the tool that it called returned; the next rounds go on with it."""
+        with server(resolved, host) as client:
+            client.post(path(id, "tool_results"), {"results": [{"call_id": call, "content": content}]})
+
+    @team.command()
+    @configured(_SERVER, model=False)
     def rollback(
         resolved: Resolved,
         id: _Id,
@@ -177,6 +190,10 @@ class ServerStage:
     def round(self, id: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """As `Stage.round`."""
         return self._client.events(path(id, "rounds"), body)
+
+    def answer(self, id: str, body: Mapping[str, Any]) -> None:
+        """As `Stage.answer`."""
+        self._client.post(path(id, "tool_results"), body)
 
     def show(self, id: str) -> dict[str, Any]:
         """As `Stage.show`."""

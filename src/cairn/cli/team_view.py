@@ -41,6 +41,13 @@ def line_of(event: Mapping[str, Any]) -> str | None:
             return f"{_one(event['sender'])}{to}: {_one(event['content'])}"
         case "turn" | "turn.done":
             return f"{_one(event['member'])}: {_one(event['content'])}"
+        case "tool.call":
+            return f"({_one(event['member'])} calls {_one(event['tool'])} with {_one(event['arguments'])})"
+        case "tool.result":
+            return f"(returned to {_one(event['member'])}: {_one(event['content'])})"
+        case "round.waiting":
+            waits = ", ".join(f"{_one(one['call_id'])} ({_one(one['tool'])})" for one in event["calls"])
+            return f"waits for results: {waits}"
         case "choice":
             return f"({_one(event['member'])}, {_one(event['about'])}: {_one(event['choice'])})"
         case "vote" | "vote.decided":

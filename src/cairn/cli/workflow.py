@@ -15,7 +15,8 @@ from cairn.errors import CairnError, ConfigError
 from cairn.resolve import Resolved
 
 _SERVER = ("api_key",)
-_Format = Annotated[str, typer.Option("--format", metavar="mermaid|svg", help="How the graph is drawn.")]
+_Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it into this file.")]
+_Format = Annotated[str, typer.Option("--format", metavar="mermaid|svg|png", help="How the graph is drawn.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -76,22 +77,28 @@ def _register_looks(workflow: typer.Typer) -> None:
     def show(
         resolved: Resolved,
         what: Annotated[str, typer.Argument(metavar="FILE|ID", help="A workflow's file, or a run of the server.")],
-        form: _Format = "mermaid",
+        form: _Format = "",
+        output: _Output = None,
         host: Host = None,
     ) -> None:
-        """Draw the graph of a workflow, or of a run with its state."""
-        if form not in ("mermaid", "svg"):
-            raise ConfigError("--format must be mermaid or svg")
+        """Draw the graph of a workflow, or of a run with its state; as the ending of the output file says."""
+        form = form or (output.suffix.removeprefix(".") if output is not None else "") or "mermaid"
+        form = {"mmd": "mermaid", "md": "mermaid", "txt": "mermaid"}.get(form, form)
+        if form not in ("mermaid", "svg", "png"):
+            raise ConfigError("--format must be mermaid, svg or png")
+        if form == "png" and output is None:
+            raise ConfigError("a PNG is no text: name a file with --output")
         if not Path(what).is_file():
             with server(resolved, host) as client:
-                print(client.text(f"/v1/workflows/runs/{quote(what, safe='')}/graph?format={form}"), end="")
-            return
-        from cairn.cli.yaml_files import load_yaml
-        from cairn.workflows.definition import workflow_of
-        from cairn.workflows.drawing import mermaid, svg
+                drawn = client.bytes(f"/v1/workflows/runs/{quote(what, safe='')}/graph?format={form}")
+        else:
+            from cairn.cli.yaml_files import load_yaml
+            from cairn.workflows.definition import workflow_of
+            from cairn.workflows.drawing import mermaid, png, svg
 
-        draw = svg if form == "svg" else mermaid
-        print(draw(workflow_of(load_yaml(Path(what)))), end="")
+            workflow = workflow_of(load_yaml(Path(what)))
+            drawn = png(workflow) if form == "png" else (svg if form == "svg" else mermaid)(workflow).encode()
+        _put(drawn, output)
 
     @workflow.command()
     @configured(_SERVER, model=False)
@@ -101,6 +108,17 @@ def _register_looks(workflow: typer.Typer) -> None:
         """Delete a run with all that it holds."""
         with server(resolved, host) as client:
             client.delete(f"/v1/workflows/runs/{quote(id, safe='')}")
+
+
+def _put(drawn: bytes, output: Path | None) -> None:
+    """Write a picture into a file, or to stdout."""
+    if output is None:
+        print(drawn.decode(), end="")
+        return
+    try:
+        output.write_bytes(drawn)
+    except OSError as error:
+        raise CairnError(f"{output} cannot be written: {error.strerror or error}") from error
 
 
 def _inputs(given: Sequence[str]) -> dict[str, Any]:

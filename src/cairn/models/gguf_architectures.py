@@ -307,9 +307,7 @@ ARCHITECTURES = {
         "ApertusForCausalLM", qk_norm=True, mlp_gated=False, activation="xielu", constants=("alpha_p", "alpha_n")
     ),
     "gemma4": _GEMMA_4,
-    "gemma3n": replace(
-        _GEMMA_4, name="Gemma3nForCausalLM", period=5, uneven="gemma3n", mixture=None, mixture_name=""
-    ),
+    "gemma3n": replace(_GEMMA_4, name="Gemma3nForCausalLM", period=5, uneven="gemma3n", mixture=None, mixture_name=""),
     "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM", qk_norm=True, late_norms=True),
     "mistral3": Architecture(
         "Ministral3ForCausalLM",

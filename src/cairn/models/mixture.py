@@ -113,9 +113,7 @@ def build_mixture(matrix: Pack, vector: Callable[[str], Array], experts: Experts
     )
 
 
-def build_beside(
-    matrix: Pack, vector: Callable[[str], Array], experts: Experts | None, hidden: int
-) -> Beside | None:
+def build_beside(matrix: Pack, vector: Callable[[str], Array], experts: Experts | None, hidden: int) -> Beside | None:
     """Pack one layer's experts beside its MLP; None where there are none."""
     if experts is None or not experts.beside:
         return None
@@ -128,6 +126,11 @@ def build_beside(
         mlp_post_norm=vector(MLP_POST_NORM),
         post_norm=vector(BESIDE_POST_NORM),
     )
+
+
+def is_expert(name: str) -> bool:
+    """Whether a tensor is of one of many experts, of which a step reads those that its tokens chose."""
+    return ".mlp.experts." in name
 
 
 def _first(experts: Experts, name: str) -> list[str]:
@@ -163,7 +166,7 @@ def mixture_numbers(experts: Experts | None, hidden: int) -> int:
 def run_beside(
     k: Kernels, own: Beside, activation: str, eps: float, hidden: Any, b: MixtureBuffers, normed: Any, out: Any
 ) -> None:
-    """out[M, H], what the MLP gives of hidden[M, H], becomes the sum of its norm and of that of what the experts give."""
+    """out[M, H], what the MLP gives of hidden[M, H], becomes its norm and that of what the experts give together."""
     layer, how = own.mixture, own.mixture.facts
     k.norm(out, own.mlp_post_norm, eps, out)
     k.norm(hidden, own.router_norm, eps, normed)

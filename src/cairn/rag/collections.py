@@ -39,8 +39,8 @@ TOLD = (
     "Answer from the sources below and from nothing else, and name the source of each statement by its number in "
     "brackets, such as [1]. If they do not answer the question, say so."
 )
-
-
+REMINDED = "Name the sources of your answer by their numbers, such as [1]."
+"""Stands behind the question: small models have forgotten by then what stands before the sources."""
 Heard = Callable[[int, int], object]
 
 
@@ -224,7 +224,7 @@ def _messages(question: str, sources: Sequence[Mapping[str, Any]]) -> list[dict[
     for one in sources:
         where = f"{one['name']}: {one['heading']}" if one["heading"] else one["name"]
         told.append(f"[{one['number']}] ({where})\n{one['text']}")
-    return [{"role": "system", "content": "\n\n".join(told)}, {"role": "user", "content": question}]
+    return [{"role": "system", "content": "\n\n".join(told)}, {"role": "user", "content": f"{question}\n\n{REMINDED}"}]
 
 
 def _check_model(collection: Collection, service: Service) -> None:

@@ -44,7 +44,7 @@ class Extractor:
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.DEVNULL,
                     env=without_secrets(),
-                    process_group=0,  # Ctrl-C in a terminal is for the parent
+                    start_new_session=True,  # Ctrl-C in a terminal is for the parent
                 )
             except OSError as error:
                 raise Unavailable(f"the document cannot be read now: {error}", retry_after=5.0) from error

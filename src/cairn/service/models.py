@@ -339,6 +339,8 @@ class Models:
     async def _started(
         self, config: Config, part: float, first: First | None, fit: Fit | None, place: Path | None
     ) -> Service:
+        if fit is not None and fit.mapped:  # whatever memory the machine has beyond what models may take
+            config = msgspec.structs.replace(config, experts="mapped")
         if first is None:
             blocks = fit.blocks if fit is not None else ()
             launching = asyncio.ensure_future(

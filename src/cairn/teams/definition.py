@@ -23,6 +23,10 @@ MAX_DOCUMENTS = 64
 MAX_OPTIONS = 32
 MAX_RANKED = 6
 """Options of a ranked vote: a ballot is one of their orders, 720 of six."""
+MAX_TOOLS = 16
+"""Tools of one member."""
+MAX_CALLS = 4
+"""Calls of a member before it speaks."""
 MAX_TEXT = 1 << 18
 """Characters of one text: a role, a question, a message."""
 STATEMENT_TOKENS = 400
@@ -31,9 +35,20 @@ TEAM_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,30}")
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
 NOBODY = "nobody"
 """What a member says who gives the floor to none."""
+SPEAKS = "none"
+"""What a member says who calls no tool."""
 USER = "user"
 """Who posts messages, unless another is named."""
 RESERVED = frozenset({NOBODY, USER, "team", "all", "everybody"})
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A tool of a member, which the team's owner runs."""
+
+    name: str
+    description: str = ""
+    parameters: str = "{}"
+    """The JSON schema of its arguments, as JSON."""
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -45,6 +60,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of its vote, in a weighted vote."""
     sampling: dict[str, Any] = {}
     """Its options of `SamplingOptions`."""
+    tools: tuple[Tool, ...] = ()
+    """What it may call before it speaks."""
 
 
 class TeamDocument(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,10 +178,26 @@ def _check_members(members: Sequence[Member]) -> None:
             raise InvalidRequest(f"{field}.name: there are two members {member.name}", field=f"{field}.name")
         seen.add(member.name)
         check_text(member.role, f"{field}.role")
+        _check_tools(member, field)
         if not 0 < member.weight <= 1e6:
             raise InvalidRequest(
                 f"{field}.weight must be above 0 and at most 1,000,000, got {member.weight:g}", field=f"{field}.weight"
             )
+
+
+def _check_tools(member: Member, field: str) -> None:
+    if len(member.tools) > MAX_TOOLS:
+        raise InvalidRequest(
+            f"{field}.tools holds {len(member.tools)} tools; the limit is {MAX_TOOLS}", field=f"{field}.tools"
+        )
+    names = [tool.name for tool in member.tools]
+    for at, tool in enumerate(member.tools):
+        where = f"{field}.tools[{at}].function"
+        if names.count(tool.name) > 1 or tool.name == SPEAKS:
+            why = "is what a member says who calls none" if tool.name == SPEAKS else "stands there twice"
+            raise InvalidRequest(f"{where}.name: {tool.name} {why}", field=f"{where}.name")
+        check_text(tool.description, f"{where}.description", 1 << 12)
+        check_text(tool.parameters, f"{where}.parameters", 1 << 14)
 
 
 _USES: dict[str, tuple[str, ...]] = {

@@ -56,6 +56,35 @@ class StepOpened(_Item, frozen=True, kw_only=True, tag="step"):
     """The number of the last entry that it takes notice of."""
 
 
+class ToolCalled(_Item, frozen=True, kw_only=True, tag="tool.call"):
+    """A member has called a tool of its own before it spoke, or has decided to speak."""
+
+    step: int
+    member: str
+    number: int
+    """Of its calls in this step, from 0."""
+    tool: str
+    """Empty: it speaks now."""
+    arguments: str
+    """JSON."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def id(self) -> str:
+        """By what its result is given back."""
+        return f"call-{self.round}-{self.step}-{self.member}-{self.number}"
+
+
+class ToolAnswered(_Item, frozen=True, kw_only=True, tag="tool.result"):
+    """What a tool has returned; the member that called it is told, and nobody else."""
+
+    step: int
+    member: str
+    number: int
+    content: str
+
+
 class Stated(_Item, frozen=True, kw_only=True, tag="turn"):
     """A member has spoken."""
 
@@ -115,4 +144,16 @@ class RoundDone(_Item, frozen=True, kw_only=True, tag="round.done"):
     """What its last vote or verdict decided."""
 
 
-Item = Posted | RoundBegan | VoteCalled | StepOpened | Stated | Chose | Ballot | Voted | RoundDone
+Item = (
+    Posted
+    | RoundBegan
+    | VoteCalled
+    | StepOpened
+    | ToolCalled
+    | ToolAnswered
+    | Stated
+    | Chose
+    | Ballot
+    | Voted
+    | RoundDone
+)

@@ -14,7 +14,7 @@ from typing import Any
 
 from cairn.agents.journals import Entry
 from cairn.teams.definition import Member, Team
-from cairn.teams.entries import Ballot, Chose, Posted, Stated, StepOpened, Voted
+from cairn.teams.entries import Ballot, Chose, Posted, Stated, StepOpened, ToolAnswered, ToolCalled, Voted
 
 
 def beginning(team: Team) -> list[dict[str, Any]]:
@@ -29,7 +29,14 @@ def beginning(team: Team) -> list[dict[str, Any]]:
 def introduction(member: Member) -> str:
     """What a member is told once, before anything else."""
     role = f" {member.role.strip()}" if member.role.strip() else ""
-    return f"You are {member.name}.{role}"
+    tools = [f"{tool.name}: {tool.description}\n{tool.parameters}".strip() for tool in member.tools]
+    told = "\n\nYou have these tools:\n" + "\n".join(tools) if tools else ""
+    return f"You are {member.name}.{role}{told}"
+
+
+def called(calls: Sequence[tuple[ToolCalled, ToolAnswered]]) -> list[str]:
+    """What a member is told of its calls in a step; others never are."""
+    return [f"You called {call.tool} with {call.arguments}. It returned: {result.content}" for call, result in calls]
 
 
 def visible(entry: Entry, member: str) -> str | None:
@@ -103,9 +110,11 @@ def has_spoken(entries: Sequence[Entry], member: str, told: int) -> bool:
     return any(isinstance(one.value, Stated) and one.value.member == member for one in said)
 
 
-def message(team: Team, member: str, entries: Sequence[Entry], told: int, instruction: str) -> list[dict[str, Any]]:
-    """The new messages of a member's turn, or of a question to it."""
+def message(
+    team: Team, member: str, entries: Sequence[Entry], told: int, instruction: str, calls: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """The new messages of a member's turn, or of a question to it; `calls`: what it is told of its own."""
     parts = [] if has_spoken(entries, member, told) else [introduction(team.member(member))]
     parts += since(entries, team.names, member, told)
-    parts.append(instruction)
+    parts += [*calls, instruction]
     return [{"role": "user", "content": "\n\n".join(parts)}]

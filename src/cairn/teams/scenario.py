@@ -70,6 +70,8 @@ class Scenario(_Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stop_at: str = ""
     """The stop rule: no more rounds once one has decided this."""
     payoffs: tuple[Payoff, ...] = ()
+    results: dict[str, str] = {}
+    """What members' tools return, by their names; one that is not named returns nothing."""
     expect: tuple[Expectation, ...] = ()
 
 
@@ -86,6 +88,10 @@ class Stage(Protocol):
 
     def round(self, id: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """A round, event by event."""
+        ...
+
+    def answer(self, id: str, body: Mapping[str, Any]) -> None:
+        """What tools returned."""
         ...
 
     def show(self, id: str) -> dict[str, Any]:
@@ -152,7 +158,7 @@ def play(scenario: Scenario, stage: Stage, show: Callable[[dict[str, Any]], obje
                 show({"type": "message", "sender": one.sender, "content": one.content, "to": list(one.to)})
         vote = {"vote": scenario.vote} if scenario.vote is not None else {}
         statements = []
-        for event in stage.round(id, {"rounds": 1, "stream": True, **vote}):
+        for event in _whole_round(scenario, stage, id, {"rounds": 1, "stream": True, **vote}):
             show(event)
             if event["type"] == "turn.done":
                 statements.append((event["step"], event["member"], event["content"]))
@@ -168,6 +174,26 @@ def play(scenario: Scenario, stage: Stage, show: Callable[[dict[str, Any]], obje
     team = stage.show(id)
     met = [one for expected in scenario.expect for one in _met(expected, team, said)]
     return Outcome(id=id, rounds=len(said), decision=team["decision"], points=points, met=met)
+
+
+def _whole_round(scenario: Scenario, stage: Stage, id: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The events of a round, each once, however often it waits for what tools return."""
+    told: set[tuple[Any, ...]] = set()
+    waits = True
+    while waits:
+        waits = False
+        for event in stage.round(id, body):
+            if event["type"] == "round.waiting":
+                waits = True
+                results = [
+                    {"call_id": one["call_id"], "content": scenario.results.get(one["tool"], "nothing")}
+                    for one in event["calls"]
+                ]
+                stage.answer(id, {"results": results})
+            key = event["type"], event.get("step"), event.get("member"), event.get("call_id")
+            if event["type"] in ("turn.delta", "round.waiting") or key not in told:
+                told.add(key)
+                yield event
 
 
 def _score(

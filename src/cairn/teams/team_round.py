@@ -22,7 +22,7 @@ from cairn.errors import GenerationFailed
 from cairn.service.requests import SamplingOptions
 from cairn.teams import prompts
 from cairn.teams.ballots import count
-from cairn.teams.definition import STATEMENT_TOKENS, Rule, Team
+from cairn.teams.definition import SPEAKS, STATEMENT_TOKENS, Rule, Team
 from cairn.teams.entries import (
     Ask,
     Ballot,
@@ -32,9 +32,11 @@ from cairn.teams.entries import (
     RoundDone,
     Stated,
     StepOpened,
+    ToolCalled,
     VoteCalled,
     Voted,
 )
+from cairn.teams.tool_calls import ARGUMENT_TOKENS, CALL, WITH, ToolCalls, ToolsWaitError, whole_json
 from cairn.teams.topologies import CHOOSE, TOPOLOGIES
 from cairn.teams.voice import Caller, Spoken, Voice
 from cairn.text.grammar import ANYTHING, Structure, Wanted
@@ -97,7 +99,10 @@ class TeamRound:
         """As `Floor.say_all`."""
         step, told = self._open()
         stated = await in_step([partial(self._state, step, told, name, instruction, choices) for name in members])
-        return {one.member: one.content for one in stated}
+        said = [one for one in stated if one is not None]
+        if len(said) < len(stated):
+            raise ToolsWaitError
+        return {one.member: one.content for one in said}
 
     async def choose(self, members: Sequence[str], about: str, question: str, options: Sequence[str]) -> Sequence[str]:
         """As `Floor.choose`."""
@@ -161,16 +166,20 @@ class TeamRound:
 
     async def _state(
         self, step: int, told: int, name: str, instruction: str, choices: Sequence[str], runner: Runner
-    ) -> Stated:
+    ) -> Stated | None:
+        """One member speaks; None where it waits for what a tool of its own returns."""
         known = self._step(Stated, step, name)
         agent = self.team.agent(name)
         self._tell("turn.started", step=step, member=name, agent=agent)
+        calls = await self._calls(step, told, name, runner, known is not None)
+        if calls is None:
+            return None
         if known is None:
             spoken = await self._voice.speak(
                 self._caller,
                 agent,
                 self._before(name, step),
-                self._message(name, told, instruction, choices),
+                self._message(name, told, instruction, choices, calls),
                 self._options(step, name, held=bool(choices)),
                 _wanted(choices),
                 runner.ready,
@@ -192,17 +201,73 @@ class TeamRound:
         self._emit({**msgspec.to_builtins(known), "type": "turn.done", "agent": agent})
         return known
 
+    async def _calls(self, step: int, told: int, name: str, runner: Runner, over: bool) -> list[str] | None:
+        """What a member is told of the tools that it calls before it speaks; None where it waits for one. `over`: it
+        has spoken already."""
+        tools = ToolCalls(self.team.member(name), self._of_round(), step)
+        for call, result in tools.known:
+            self._tell_call(call)
+            if result is not None:
+                self._emit({**msgspec.to_builtins(result), "type": "tool.result", "call_id": call.id})
+        while not (over or tools.waits or tools.enough):
+            call = await self._call(step, told, name, runner, tools)
+            await self._journals.append(self._journal, call)
+            tools.add(call)
+            self._tell_call(call)
+        return None if tools.waits else prompts.called(tools.answered)
+
+    async def _call(self, step: int, told: int, name: str, runner: Runner, tools: ToolCalls) -> ToolCalled:
+        """Which tool a member calls, if any, and with what: both are held to by grammar."""
+        before = prompts.called(tools.answered)
+        texts = {option: option for option in tools.options}
+        spoken, tool = await self._ask(step, told, name, CALL, texts, runner, before, f"tool {tools.number}")
+        arguments, asked = "", [spoken]
+        if tool != SPEAKS:
+            spoken = await self._voice.ask(
+                self._caller,
+                self.team.agent(name),
+                self._before(name, step),
+                self._message(name, told, WITH.format(tool=tool), (), before),
+                self._options(step, name, held=True, more=f"arguments {tools.number}", most=ARGUMENT_TOKENS),
+                tools.wanted(tool),
+                runner.ready,
+            )
+            arguments = whole_json(spoken.content)
+            asked.append(spoken)
+        return ToolCalled(
+            round=self.number,
+            step=step,
+            member=name,
+            number=tools.number,
+            tool=tool if arguments else "",
+            arguments=arguments,
+            prompt_tokens=sum(one.prompt_tokens for one in asked),
+            cached_tokens=sum(one.cached_tokens for one in asked),
+        )
+
+    def _tell_call(self, call: ToolCalled) -> None:
+        if call.tool:
+            self._emit({**msgspec.to_builtins(call), "type": "tool.call", "call_id": call.id})
+
     async def _ask(
-        self, step: int, told: int, name: str, question: str, texts: Mapping[str, T], runner: Runner
+        self,
+        step: int,
+        told: int,
+        name: str,
+        question: str,
+        texts: Mapping[str, T],
+        runner: Runner,
+        calls: Sequence[str] = (),
+        more: str = "",
     ) -> tuple[Spoken, T]:
-        """One of the answers that `texts` has, by their text."""
+        """One of the answers that `texts` has, by their text; `more` tells questions of one step apart."""
         allowed = list(texts)
         spoken = await self._voice.ask(
             self._caller,
             self.team.agent(name),
             self._before(name, step),
-            self._message(name, told, f"{question} {CHOOSE}", allowed),
-            self._options(step, name, held=True),
+            self._message(name, told, f"{question} {CHOOSE}", allowed, calls),
+            self._options(step, name, held=True, more=more),
             _wanted(allowed),
             runner.ready,
         )
@@ -218,17 +283,20 @@ class TeamRound:
         self._journals.note(self._journal, StepOpened(round=self.number, step=step, told=told))
         return step, told
 
-    def _message(self, name: str, told: int, instruction: str, choices: Sequence[str]) -> list[dict[str, Any]]:
+    def _message(
+        self, name: str, told: int, instruction: str, choices: Sequence[str], calls: Sequence[str] = ()
+    ) -> list[dict[str, Any]]:
         shown = ", ".join(choices) if len(choices) <= _SHOWN else f"the orders of these, as {choices[0]}"
         instruction = instruction.replace("{name}", name).replace("{choices}", shown)
-        return prompts.message(self.team, name, self._journal.read(Item), told, instruction)
+        return prompts.message(self.team, name, self._journal.read(Item), told, instruction, calls)
 
-    def _options(self, step: int, name: str, *, held: bool) -> SamplingOptions:
-        """What a member's answer is sampled with; one that is `held` to a form ends with that, and not before."""
+    def _options(self, step: int, name: str, *, held: bool, more: str = "", most: int | None = None) -> SamplingOptions:
+        """What a member's answer is sampled with; one that is `held` to a form ends with that, and not before, or after
+        `most` tokens."""
         given = {"max_tokens": STATEMENT_TOKENS, **self.team.member(name).sampling}
         if held:
-            given = {"reasoning_budget": 0, **given, "max_tokens": None}
-        mixed = f"{self.team.seed} {given.pop('seed', '')} {self.number} {step} {name}"
+            given = {"reasoning_budget": 0, **given, "max_tokens": most}
+        mixed = f"{self.team.seed} {given.pop('seed', '')} {self.number} {step} {name}{more}"
         seed = int.from_bytes(hashlib.sha256(mixed.encode()).digest()[:7], "big")
         return SamplingOptions(**given, seed=seed)
 

@@ -29,8 +29,9 @@ from cairn.teams.definition import (
     check_team,
     check_text,
 )
-from cairn.teams.entries import Ask, Item, Posted, RoundBegan, RoundDone, Voted
+from cairn.teams.entries import Ask, Item, Posted, RoundBegan, RoundDone, ToolAnswered, ToolCalled, Voted
 from cairn.teams.team_round import Emit, TeamRound, last_turn
+from cairn.teams.tool_calls import ToolsWaitError, open_calls
 from cairn.teams.voice import AgentVoice, Caller, Voice
 
 ROOM = "team"
@@ -48,9 +49,11 @@ class TeamState(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     """Rounds that are done."""
     state: str
-    """`running`, `interrupted` where a round was cut off, or `idle`."""
+    """`running`, `waiting` for what tools return, `interrupted` where a round was cut off, or `idle`."""
     decision: str | None
     """What was decided last."""
+    calls: list[dict[str, Any]]
+    """Calls of tools whose results are waited for."""
     report: dict[str, Any]
     """Tokens of all prompts, and how many of them were computed."""
 
@@ -101,7 +104,9 @@ class Teams:
         asked = [one for one in values if hasattr(one, "prompt_tokens")]
         prompt, cached = sum(one.prompt_tokens for one in asked), sum(one.cached_tokens for one in asked)
         decided = [one.decision for one in values if isinstance(one, Voted | RoundDone) and one.decision is not None]
-        state = "running" if journal.key in self._running else "interrupted" if _cut_off(entries) else "idle"
+        calls = open_calls(entries)
+        cut = "waiting" if calls else "interrupted" if _cut_off(entries) else "idle"
+        state = "running" if journal.key in self._running else cut
         return TeamState(
             team=_team(journal),
             created=journal.record.created,
@@ -109,6 +114,7 @@ class Teams:
             rounds=_rounds(entries),
             state=state,
             decision=decided[-1] if decided else None,
+            calls=[call_object(one) for one in calls],
             report={"prompt_tokens": prompt, "computed_tokens": prompt - cached, "cached_tokens": cached},
         )
 
@@ -187,6 +193,20 @@ class Teams:
         posted = Posted(round=_rounds(journal.read(Item)), sender=sender, content=content, to=tuple(dict.fromkeys(to)))
         return await self._journals.append(journal, posted)
 
+    async def answer_call(self, tenant: str, id: str, call: str, content: str) -> None:
+        """What a tool has returned to a member. NotFound for a call that waits for nothing."""
+        journal = self._find(tenant, id)
+        check_text(content, "content")
+        check(content, "content")
+        for one in open_calls(journal.read(Item)):
+            if one.id == call:
+                result = ToolAnswered(
+                    round=one.round, step=one.step, member=one.member, number=one.number, content=content
+                )
+                await self._journals.append(journal, result)
+                return
+        raise NotFound(f"team {id} waits for no result of a call {call[:100]}", field="call_id")
+
     def check_vote(self, tenant: str, id: str, ask: Ask) -> None:
         """InvalidRequest for a vote that cannot be held."""
         team = _team(self._find(tenant, id))
@@ -218,7 +238,12 @@ class Teams:
             await self._make_agents(caller.tenant, _team(journal), journal.record.model)
             for _ in range(many):
                 number = 1 + _rounds(journal.read(Item))
-                decision = await self._round(journal, caller, number, emit).run(vote)
+                try:
+                    decision = await self._round(journal, caller, number, emit).run(vote)
+                except ToolsWaitError:
+                    calls = [call_object(one) for one in open_calls(journal.read(Item))]
+                    emit({"type": "round.waiting", "round": number, "calls": calls})
+                    break
                 if stop_at and decision == stop_at:
                     break
 
@@ -316,6 +341,11 @@ class Teams:
             yield
         finally:
             del self._running[journal.key]
+
+
+def call_object(call: ToolCalled) -> dict[str, Any]:
+    """A call that waits, as it is told."""
+    return {"call_id": call.id, "member": call.member, "tool": call.tool, "arguments": call.arguments}
 
 
 def _team(journal: Journal) -> Team:

@@ -9,10 +9,10 @@ import msgspec
 
 from cairn.agents.journals import Entry
 from cairn.teams.definition import Team
-from cairn.teams.entries import Chose, Posted, RoundBegan, RoundDone, Stated, Voted
+from cairn.teams.entries import Chose, Posted, RoundBegan, RoundDone, Stated, ToolAnswered, ToolCalled, Voted
 from cairn.teams.prompts import in_order
 
-SHOWN = (Posted, RoundBegan, Stated, Chose, Voted, RoundDone)
+SHOWN = (Posted, RoundBegan, ToolCalled, ToolAnswered, Stated, Chose, Voted, RoundDone)
 
 
 def listed(team: Team, entries: Iterable[Entry], member: str = "") -> list[dict[str, Any]]:
@@ -20,12 +20,20 @@ def listed(team: Team, entries: Iterable[Entry], member: str = "") -> list[dict[
     return [
         {"number": entry.number, **msgspec.to_builtins(entry.value)}
         for entry in in_order(entries, team.names)
-        if isinstance(entry.value, SHOWN) and not (member and _hidden(entry.value, member))
+        if _shown(entry.value, member)
     ]
 
 
 def _hidden(value: Any, member: str) -> bool:
+    if isinstance(value, ToolCalled | ToolAnswered):
+        return member != value.member
     return isinstance(value, Posted) and bool(value.to) and member not in (*value.to, value.sender)
+
+
+def _shown(value: Any, member: str) -> bool:
+    """Whether an entry is told; of a `member` what it was told itself."""
+    silent = isinstance(value, ToolCalled) and not value.tool
+    return isinstance(value, SHOWN) and not silent and not (member and _hidden(value, member))
 
 
 def markdown(team: Team, entries: Iterable[Entry], member: str = "") -> str:
@@ -35,7 +43,7 @@ def markdown(team: Team, entries: Iterable[Entry], member: str = "") -> str:
         lines += [f"- **{one.name}**: {' '.join(one.role.split()) or 'no role'}"]
     lines.append("")
     for entry in in_order(entries, team.names):
-        if isinstance(entry.value, SHOWN) and not (member and _hidden(entry.value, member)):
+        if _shown(entry.value, member):
             lines += _told(entry.value)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -49,6 +57,10 @@ def _told(value: Any) -> Iterator[str]:
             yield from (f"**{value.sender}**{to}", "", *_quoted(value.content), "")
         case Stated():
             yield from (f"**{value.member}**", "", *_quoted(value.content), "")
+        case ToolCalled():
+            yield from (f"*{value.member} calls {value.tool}*", "", *_quoted(value.arguments), "")
+        case ToolAnswered():
+            yield from (f"*returned to {value.member}*", "", *_quoted(value.content), "")
         case Chose():
             yield from (f"*{value.member} ({value.about}): {value.choice}*", "")
         case Voted():

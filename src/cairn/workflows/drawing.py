@@ -1,4 +1,5 @@
-"""A workflow as a picture: Mermaid text, and an SVG in columns. With a run's state its nodes are coloured by it."""
+"""A workflow as a picture: Mermaid text, an SVG in columns, and a PNG of that. With a run's state its nodes have its
+colours."""
 
 from __future__ import annotations
 
@@ -6,12 +7,19 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import NamedTuple
 
+from cairn.errors import Unsupported
 from cairn.workflows.checks import Graph, check_workflow
 from cairn.workflows.definition import Node, Workflow
 from cairn.workflows.records import NodeEnded
 
 COLOURS = {"done": "#b7e1c0", "skipped": "#e4e4e4", "failed": "#f3b8b8", "running": "#cfe2ff", "waiting": "#ffffff"}
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _PAD = 168, 48, 56, 20, 16
+
+
+_FONTS = "Helvetica, Arial, DejaVu Sans, Liberation Sans, Noto Sans, sans-serif"
+"""A browser knows what sans-serif is; what makes a PNG knows names alone."""
+_ZOOM = 2.0
+"""Pixels of a PNG for each unit of the SVG, so that it is sharp on any screen."""
 
 
 class _Box(NamedTuple):
@@ -81,7 +89,7 @@ def svg(workflow: Workflow, states: Mapping[str, str] | None = None) -> str:
     width, height = _PAD * 2 + columns * (_WIDTH + _GAP_X) - _GAP_X, _PAD * 2 + rows * (_HEIGHT + _GAP_Y) - _GAP_Y
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="13">',
+        f'font-family="{_FONTS}" font-size="13">',
         '<defs><marker id="to" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
         '<path d="M0,0 L8,4 L0,8 z" fill="#555"/></marker></defs>',
         f"<title>{escape(workflow.name or 'workflow')}</title>",
@@ -91,6 +99,19 @@ def svg(workflow: Workflow, states: Mapping[str, str] | None = None) -> str:
         parts.append(_arrow(boxes[source], boxes[target]))
     parts += [_drawn(box, states.get(box.node.id, "waiting")) for box in boxes.values()]
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def png(workflow: Workflow, states: Mapping[str, str] | None = None) -> bytes:
+    """The SVG as pixels. Unsupported, which names the package, where what draws it is not installed."""
+    try:
+        from resvg_py import svg_to_bytes
+    except ImportError:
+        raise Unsupported(
+            "format png needs the package resvg-py, which is not installed: pip install 'cairn-llm[drawing]'; svg and "
+            "mermaid need none",
+            field="format",
+        ) from None
+    return bytes(svg_to_bytes(svg_string=svg(workflow, states), zoom=_ZOOM))
 
 
 def _boxes(graph: Graph, first: int = 0, top: int = 0, loop: str = "") -> list[_Box]:

@@ -1,0 +1,66 @@
+"""`cairn collection` against a real server on the fake engine, whose chat model makes the vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.api.process import Served, served
+from tests.cli.test_cli_agents import rows, run
+from tests.rag.document_files import docx, paragraph, pdf
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served() as process:
+        yield process
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "docs" / "deep").mkdir(parents=True)
+    (tmp_path / "docs" / "cairns.md").write_text("# Cairns\n\nA cairn is a heap of stones.\n")
+    (tmp_path / "docs" / "deep" / "river.docx").write_bytes(docx(paragraph("A river flows.")))
+    (tmp_path / "docs" / "picture.png").write_bytes(b"\x89PNG")
+    (tmp_path / "docs" / ".hidden.md").write_text("no")
+    return tmp_path / "docs"
+
+
+def test_documents_are_added_searched_asked_and_deleted(server: Served, folder: Path) -> None:
+    assert run(server, "collection", "create", "mine", "--chunk", "400")[0] == 0
+    added = rows(server, "collection", "add", "mine", str(folder), "--metadata", "kind=test")
+    assert [(Path(name).name, chunks) for _, name, chunks in added] == [("cairns.md", "1"), ("river.docx", "1")]
+    listed = rows(server, "collection", "list")
+    assert [row[:3] for row in listed if row[0] == "mine"] == [["mine", "2", "2"]]
+    shown = rows(server, "collection", "show", "mine")
+    assert [row[1:3] for row in shown] == [["cairns.md", "md"], ["river.docx", "docx"]]
+    found = rows(server, "collection", "search", "mine", "What is a cairn?", "-k", "1", "--no-rerank")
+    assert len(found) == 1 and len(found[0]) == 3
+    code, out, _ = run(server, "collection", "ask", "mine", "Zebra?", "--min-score", "1")
+    assert (code, out) == (0, "There is no answer in the documents.\n")
+    code, out, err = run(server, "collection", "ask", "mine", "Zebra?", "--min-score", "-1")
+    assert code == 0 and out.strip(), err
+    assert run(server, "collection", "rm", "mine", shown[0][0])[0] == 0
+    assert [row[1] for row in rows(server, "collection", "show", "mine")] == ["river.docx"]
+    assert run(server, "collection", "rm", "mine")[0] == 0
+    assert run(server, "collection", "show", "mine")[0] == 1
+
+
+def test_what_cannot_be_added_is_told_and_the_rest_is(server: Served, tmp_path: Path) -> None:
+    assert run(server, "collection", "create", "some")[0] == 0
+    good, bad = tmp_path / "good.pdf", tmp_path / "bad.pdf"
+    good.write_bytes(pdf(["Bread"]))
+    bad.write_bytes(b"no pdf")
+    code, out, err = run(server, "collection", "add", "some", str(bad), str(good), str(tmp_path / "none.txt"))
+    assert code == 1 and str(good) in out
+    assert f"{bad}: file: the PDF cannot be read" in err and "none.txt: it cannot be read" in err
+    assert "2 of 3 documents were not added" in err
+    for arguments, said in (
+        (("add", "nowhere", str(good)), "no collection nowhere"),
+        (("add", "some", str(good), "--metadata", "x"), "should look like NAME=TEXT"),
+        (("search", "a b", "x"), "is no collection"),
+        (("search", "some", "x", "--rerank"), "no model for reranking"),
+    ):
+        code, _, err = run(server, "collection", *arguments)
+        assert code != 0 and said in err, err

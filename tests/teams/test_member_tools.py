@@ -1,0 +1,159 @@
+"""Tools of members: a round waits for what they return, tells it to nobody else, and goes on after a crash as it would
+have."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from tests.teams.floor import Floor, team
+from tests.teams.scripted_voice import KilledError, ScriptedVoice
+
+from cairn.agents.journals import Entry
+from cairn.errors import InvalidRequest
+from cairn.teams import prompts, transcript
+from cairn.teams.definition import MAX_CALLS, SPEAKS, Team, Tool, Topology, check_team
+from cairn.teams.entries import Item, RoundDone, Stated, ToolAnswered, ToolCalled
+from cairn.teams.tool_calls import ToolsWaitError, open_calls
+
+LOOK = Tool(name="look", description="Looks something up.", parameters='{"type": "object"}')
+ADD = Tool(name="add", parameters='{"type": "object", "properties": {"n": {"type": "integer"}}}')
+
+
+def armed(*tools: Tool, **more: Any) -> Team:
+    """Three members, of whom bob has tools."""
+    made = team("ada", "bob", "cy", **more)
+    members = tuple(msgspec.structs.replace(one, tools=tools if one.name == "bob" else ()) for one in made.members)
+    return msgspec.structs.replace(made, members=members)
+
+
+def script(member: str, told: str, choices: Sequence[str]) -> str:
+    """Bob looks twice, then speaks; with arguments that are cut he calls nothing."""
+    if "with its arguments as JSON" in told:
+        return json.dumps({"what": told.count("It returned")})
+    if "Do you call a tool" in told:
+        return "look" if told.count("It returned") < 2 else SPEAKS
+    return choices[0] if choices else f"{member} says {told.count('It returned')}"
+
+
+async def answer(at: Floor, content: str) -> list[str]:
+    """Give back what all open calls return; their ids."""
+    ids = []
+    for one in open_calls(at.journal.read(Item)):
+        result = ToolAnswered(round=one.round, step=one.step, member=one.member, number=one.number, content=content)
+        await at.journals.append(at.journal, result)
+        ids.append(one.id)
+    return ids
+
+
+async def test_a_round_waits_for_what_a_tool_returns() -> None:
+    at = Floor(armed(LOOK, ADD, topology=Topology(kind="broadcast")), ScriptedVoice(script))
+    await at.begin()
+    try:
+        with pytest.raises(ToolsWaitError):
+            await at.play()
+        assert {one.member for one in at.values(Stated)} == {"ada", "cy"}, "nobody else waits"
+        calls = [event for event in at.events if event["type"] == "tool.call"]
+        assert [(one["member"], one["tool"], one["arguments"]) for one in calls] == [("bob", "look", '{"what": 0}')]
+        assert await answer(at, "a secret!") == [calls[0]["call_id"]] == ["call-1-1-bob-0"]
+        at.events.clear()
+        with pytest.raises(ToolsWaitError):
+            await at.play()
+        kinds = [event["type"] for event in at.events if event.get("member") == "bob"]
+        assert kinds == ["turn.started", "tool.call", "tool.result", "tool.call"]
+        await answer(at, "another secret!")
+        await at.play()
+        assert [one.content for one in at.values(Stated) if one.member == "bob"] == ["bob says 2"]
+        assert len(at.values(RoundDone)) == 1
+        with pytest.raises(ToolsWaitError):
+            await at.play()
+        told = [text for member, text, _ in at.voice.asked if member == "bob"]
+        assert told[0].startswith("You are bob.") and "look: Looks something up." in told[0]
+        assert 'You called look with {"what": 0}. It returned: a secret!' in told[4]
+        assert "a secret!" not in told[-1], "what was told once is not told again"
+    finally:
+        await at.close()
+
+
+def leaks(at: Floor) -> list[str]:
+    told = [(member, text) for member, text, _ in at.voice.asked]
+    told += [(name, transcript.markdown(at.team, at.journal.read(Item), name)) for name in at.team.names]
+    return [member for member, text in told if "secret!" in text and member != "bob"]
+
+
+async def played(deaths: Sequence[int] = ()) -> tuple[list[Any], int, list[str]]:
+    """Two rounds with restarts: what was said, how much was asked, and who else was told of a result."""
+    at = Floor(armed(LOOK, ADD), ScriptedVoice(script))
+    await at.begin()
+    todo = list(deaths)
+    try:
+        while len(at.values(RoundDone)) < 2:
+            at.voice.die_at = todo.pop(0) if todo else None
+            try:
+                await at.play()
+            except KilledError:
+                await at.again()
+            except ToolsWaitError:
+                await answer(at, f"secret! {len(at.values(ToolCalled))}")
+        said = [one for one in at.values() if isinstance(one, Stated | ToolCalled | ToolAnswered)]
+        assert "secret!" in transcript.markdown(at.team, at.journal.read(Item), "bob")
+        return said, len(at.voice.asked), leaks(at)
+    finally:
+        await at.close()
+
+
+async def test_a_round_with_tools_goes_on_after_a_crash_and_tells_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, asked, leaked = await played()
+    assert not leaked and sum(isinstance(one, ToolCalled) and bool(one.tool) for one in expected) == 4
+    for death in random.Random(1).sample(range(asked), 6):
+        said, again, leaked = await played([death])
+        assert said == expected and not leaked
+        assert again <= asked + 1, "at most the question of arguments is asked twice"
+
+    visible = prompts.visible
+
+    def told(entry: Entry, member: str) -> str | None:
+        return entry.value.content if isinstance(entry.value, ToolAnswered) else visible(entry, member)
+
+    monkeypatch.setattr(prompts, "visible", told)
+    assert (await played())[2], "the planted bug is not found"
+
+
+async def test_calls_are_bounded_and_broken_ones_are_not_made() -> None:
+    def always(member: str, told: str, choices: Sequence[str]) -> str:
+        return "{}" if "with its arguments" in told else choices[0] if choices else "said"
+
+    def broken(member: str, told: str, choices: Sequence[str]) -> str:
+        return '{"n": 1' if "with its arguments" in told else choices[0] if choices else "said"
+
+    for say, calls in ((always, MAX_CALLS), (broken, 0)):
+        at = Floor(armed(LOOK), ScriptedVoice(say))
+        await at.begin()
+        try:
+            while not at.values(RoundDone):
+                try:
+                    await at.play()
+                except ToolsWaitError:
+                    await answer(at, "x")
+            assert len([one for one in at.values(ToolCalled) if one.tool]) == calls
+        finally:
+            await at.close()
+
+
+@pytest.mark.parametrize(
+    ("tools", "said"),
+    [
+        ([LOOK] * 2, "look stands there twice"),
+        ([Tool(name=SPEAKS)], "who calls none"),
+        ([Tool(name=f"t{at}") for at in range(17)], "17 tools; the limit is 16"),
+        ([Tool(name="a", description="x" * 5000)], "the limit is 4096"),
+    ],
+)
+def test_what_is_wrong_with_tools_is_named(tools: list[Tool], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said) as wrong:
+        check_team(armed(*tools))
+    assert "members[1].tools" in str(wrong.value)
