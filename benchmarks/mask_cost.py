@@ -1,10 +1,11 @@
-"""What do grammars cost a step? Milliseconds until the masks of all rows are there, while nothing else is computed
-(median, worst), by what the rows are held to. In a server that time runs beside the step's own arithmetic.
+"""What do grammars cost a step? Milliseconds that the masks of all rows take, until they are there while nothing else
+is computed, and of processor time; and of processor time alone, runs of forced tokens, and what the sampler does.
 
-    .venv/bin/python benchmarks/mask_cost.py [MODEL] [--rows 32] [--steps 100]
+    .venv/bin/python benchmarks/mask_cost.py [MODEL] [--rows 32] [--steps 100] [--step-ms 22]
 
 MODEL is a model's folder or file, for its vocabulary alone; without one it is the bundled model's. The goal is 5 % of a
-step of as many rows: give --step-ms what `cairn bench` says of one.
+step of as many rows: give --step-ms what `cairn bench` says of one. In a server masks are computed beside the step's
+own arithmetic, so what they hold up is less; forced tokens and the sampler are not.
 """
 
 from __future__ import annotations
@@ -14,15 +15,23 @@ import json
 import random
 import statistics
 import time
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from cairn.engine.base import Row
+from cairn.kernels.choose import load_kernels
+from cairn.kernels.vocabulary import Line
 from cairn.models.hub import locate
 from cairn.service.grammars import GrammarMatcher, Vocabulary, compile_grammar, read_vocabulary
 from cairn.service.masks import THREADS, Masks
 from cairn.text.call_formats import BY_NAME
 from cairn.text.call_grammar import callable_tools, lark_of_calls
 from cairn.text.grammar import Shape, Structure, checked
-from cairn.text.tokenizer import Tokenizer
+from cairn.text.templates import load_text
+from cairn.types import SamplingParams
 
 TEXT = {"type": "string"}
 EDIT = {"path": TEXT, "old": TEXT, "new": TEXT, "all": {"type": "boolean"}, "line": {"type": "integer"}}
@@ -58,8 +67,18 @@ def allowed(mask: bytes, vocab: int, rng: random.Random) -> int | None:
     return None
 
 
-def steps(vocabulary: Vocabulary, text: str, rows: int, count: int) -> list[float]:
-    """Seconds of each step until every row has its mask. A row that has come to its end begins again."""
+class Spent(NamedTuple):
+    """Seconds of a step."""
+
+    masks: float
+    """Until every row has its mask."""
+    masks_cpu: float
+    forced: float
+    """To find out what is forced: on the step's own thread."""
+
+
+def steps(vocabulary: Vocabulary, text: str, rows: int, count: int) -> tuple[list[Spent], list[bytes]]:
+    """What each step takes, and the masks of the last. A row that has come to its end begins again."""
     rng, computing = random.Random(1), Masks()
     compiled = compile_grammar(vocabulary, text)
     ends = sorted(vocabulary.tokenizer.eos_tokens)
@@ -67,21 +86,47 @@ def steps(vocabulary: Vocabulary, text: str, rows: int, count: int) -> list[floa
     def fresh() -> GrammarMatcher:
         return GrammarMatcher(compiled.deep_copy(), vocabulary, ends, computing)
 
-    matchers, found = [fresh() for _ in range(rows)], []
+    def advance(row: int, token: int | None) -> None:
+        if token is None or token in ends:
+            matchers[row] = fresh()
+        else:
+            matchers[row].consume(token)
+            matchers[row] = fresh() if matchers[row].over else matchers[row]
+
+    matchers, found, masks = [fresh() for _ in range(rows)], list[Spent](), list[bytes]()
     for _ in range(count):
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         pending = [matcher.mask() for matcher in matchers]
         masks = [one.wait() for one in pending]
-        found.append(time.perf_counter() - start)
+        masks_took, masks_cpu = time.perf_counter() - start, time.process_time() - cpu
         for row, mask in enumerate(masks):
-            token = allowed(mask, vocabulary.tokenizer.vocab_size, rng) if mask else None
-            if token is None or token in ends:
-                matchers[row] = fresh()
-            else:
-                matchers[row].consume(token)
-                matchers[row] = fresh() if matchers[row].over else matchers[row]
+            advance(row, allowed(mask, vocabulary.tokenizer.vocab_size, rng) if mask else None)
+        cpu = time.process_time()
+        runs = [matcher.forced() for matcher in matchers]
+        found.append(Spent(masks_took, masks_cpu, time.process_time() - cpu))
+        for row, token in enumerate(runs):
+            if token is not None:
+                advance(row, token)
     computing.close()
-    return found
+    return found, masks
+
+
+def applied(masks: Sequence[bytes], vocab: int, count: int) -> tuple[float, float]:
+    """Milliseconds of processor time in which the native sampler draws a token for each row, without masks and with."""
+    kernels = load_kernels("auto", 1)
+    sampler = kernels.sampler(vocab)
+    logits = np.random.default_rng(1).normal(size=(len(masks), vocab)).astype(np.float32) * 3
+    params = SamplingParams(max_tokens=9, temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, seed=1)
+    row = Row([1], 0, 1, (), 0, 1, params, 0)
+    found = []
+    for lines in ([Line(row)] * len(masks), [Line(row, None, mask) for mask in masks]):
+        sampler.choose(lines, logits)
+        cpu = time.process_time()
+        for _ in range(count):
+            sampler.choose(lines, logits)
+        found.append(1e3 * (time.process_time() - cpu) / count)
+    kernels.close()
+    return found[0], found[1]
 
 
 def main() -> None:
@@ -91,16 +136,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--step-ms", type=float, help="what a step of so many rows takes without grammars")
     asked = parser.parse_args()
-    folder = locate(asked.model)
-    tokenizer = Tokenizer.load(folder)
+    folder = Path(locate(asked.model))
+    tokenizer, _ = load_text(folder, None)
     vocab = tokenizer.largest_id + 1
     vocabulary = read_vocabulary(folder, None, vocab, sorted(tokenizer.end_ids))
-    print(f"{asked.rows} rows, {vocab} tokens, {THREADS} threads; milliseconds a step")
+    print(
+        f"{asked.rows} rows, {vocab} tokens, {THREADS} threads; milliseconds a step: median until the masks are there,"
+    )
+    print("and processor time of the masks (mean), of finding what is forced, and of the sampler for the masks")
     for name, text in grammars().items():
-        times = [1e3 * one for one in steps(vocabulary, text, asked.rows, asked.steps)]
-        typical = statistics.median(times)
-        share = f", {100 * typical / asked.step_ms:.1f} % of a step" if asked.step_ms else ""
-        print(f"{name:30} median {typical:7.2f}   mean {statistics.mean(times):7.2f}   worst {max(times):7.2f}{share}")
+        spent, masks = steps(vocabulary, text, asked.rows, asked.steps)
+        cpu, forced = (1e3 * statistics.mean(values) for values in list(zip(*spent, strict=True))[1:])
+        without, with_masks = applied(masks, vocab, 20)
+        wall, sampled = 1e3 * statistics.median(one.masks for one in spent), with_masks - without
+        share = f"   {100 * (cpu + forced + sampled) / asked.step_ms:.1f} % of a step" if asked.step_ms else ""
+        figures = f"{wall:7.2f}   masks {cpu:6.2f}   forced {forced:6.2f}   sampler {sampled:6.2f} of {with_masks:.2f}"
+        print(f"{name:30} {figures}{share}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 Packed = tuple[dict[str, np.ndarray], np.ndarray]
 Pack = Callable[[np.ndarray, np.random.Generator], Packed]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+PLAIN = ("gate", "router", "layer", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba", "conv1d")
+"""Modules that quantisers leave as they are, because they route or steer."""
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 
 
@@ -146,7 +148,9 @@ def write_quantized(
     found: dict[str, np.ndarray] = {}
     for name, array in list(tensors.items()):
         module = name.removesuffix(".weight")
-        kept = array.ndim != 2 or not module.endswith("_proj") or module.endswith(ignore)
+        kept = (
+            array.ndim != 2 or ".layers." not in name or module.rpartition(".")[2] in PLAIN or module.endswith(ignore)
+        )
         if kept:
             found[name] = array
             continue

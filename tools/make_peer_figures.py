@@ -1,9 +1,9 @@
-"""llama.cpp's log-probabilities of a tiny model of each architecture: `python -m tools.make_peer_figures SERVER [NAME]`.
+"""llama.cpp's log-probabilities of a tiny model of each architecture: `python -m tools.make_peer_figures SERVER`.
 
-Run from the project's folder; SERVER is a llama-server, and with a NAME only that model's figures are made. The models
-are those of `tests.models.test_peer_figures`, written as F32 GGUF in sizes that llama.cpp takes. For each it writes
-`NAME.npy` in `tests/models/peer_figures`: float32 [prompts, vocabulary], the log-probabilities of the token after each of
-`prompts()`.
+Run from the project's folder; SERVER is a llama-server, and with names of models behind it only their figures are made.
+The models are those of `tests.models.test_peer_figures`, written as F32 GGUF in sizes that llama.cpp takes. For each
+it writes `NAME.npy` in `tests/models/peer_figures`: float32 [prompts, vocabulary], the log-probabilities of the token
+after each of `prompts()`.
 """
 
 from __future__ import annotations

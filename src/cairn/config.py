@@ -162,6 +162,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "free or they hold, at most 50. Those that no start has used for longest go first."
         ),
     ] = None
+    experts: Annotated[
+        Literal["auto", "memory", "mapped"],
+        Meta(
+            description="Where a model's experts are: in 'memory', or 'mapped' from their packed copy on the disk, of "
+            "which the system reads what is used; 'auto': mapped where memory has no room for them."
+        ),
+    ] = "auto"
     threads: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None, Meta(description="CPU threads; default: all cores.")
     ] = None
@@ -357,6 +364,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Secret | None,
         Meta(description="Key for /metrics and other admin routes on a server with keys; @FILE reads it."),
     ] = None
+    admin_port: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)] | None,
+        Meta(description="Port of a listener of their own for /metrics and the other admin routes; default: none."),
+    ] = None
+    admin_host: Annotated[str, Meta(description="Address of that listener.")] = "127.0.0.1"
     unsafe_no_auth: Annotated[bool, Meta(description="Listen beyond this machine without any API key.")] = False
     allowed_hosts: Annotated[
         tuple[str, ...], Meta(description="Host headers to accept besides the address itself and localhost.")

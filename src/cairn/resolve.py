@@ -7,7 +7,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ class Resolved(msgspec.Struct, frozen=True):
     """The options, and where each came from: a flag, a variable, a file's key, or the default."""
 
     config: Config
+    again: Callable[[], Resolved]
+    """Reads them once more: files may say something else now."""
     sources: dict[str, str]
     """Where a value comes from, by field name; a field that is missing here has its default."""
 
@@ -66,7 +68,11 @@ def resolve(
         del raw["model" if raw["models"].text else "models"]  # the command line and the environment go before a file
     known = {option.name: option for option in options()}
     values = {name: _value(known[name], given) for name, given in raw.items()}
-    return Resolved(Config(**values), {name: given.source for name, given in raw.items()})
+    return Resolved(
+        Config(**values),
+        lambda: resolve(flags, env, file, keywords=keywords),
+        {name: given.source for name, given in raw.items()},
+    )
 
 
 class _Given(msgspec.Struct, frozen=True):
@@ -246,9 +252,9 @@ def _limits(given: _Given, written: object) -> dict[str, TenantLimits]:
 
 
 OF_A_MODEL = (
-    "tokenizer", "kind", "engine", "kernels", "weights", "keep_packed", "threads", "context", "kv_gb", "kv_dtype",
-    "max_running", "step_tokens", "kv_disk", "kv_codec", "kv_load", "reasoning_history", "tool_instructions",
-    "chat_template",
+    "tokenizer", "kind", "engine", "kernels", "weights", "keep_packed", "experts", "threads", "context", "kv_gb",
+    "kv_dtype", "max_running", "step_tokens", "kv_disk", "kv_codec", "kv_load", "reasoning_history",
+    "tool_instructions", "chat_template",
 )  # fmt: skip
 """The options that a table of [[models]] may give otherwise than the server's."""
 _OWN = ("model", "name", "aliases", "kv_share", "pin", "ttl", "load")

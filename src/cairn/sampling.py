@@ -88,7 +88,7 @@ def _result(row: Row, logits: Floats, choices: Sequence[Choice]) -> RowResult:
         if first + n + 1 < len(row.tokens)
     )
     chosen = _logprob(logits[-1], last.token, last) if row.sampling.logprobs and last.token is not None else None
-    return RowResult(last.token, chosen, prompt)
+    return RowResult(last.token, chosen, prompt, mu=last.mu)
 
 
 def _logprob(logits: Floats, token: int, choice: Choice) -> TokenLogprob:

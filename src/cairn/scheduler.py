@@ -340,7 +340,7 @@ class Scheduler:
         if row.samples:
             if result.token is None:
                 return self._fail(sequence, now, FinishReason.ERROR, "the engine gave neither a token nor an error")
-            finish = sequence.take(result.token)
+            finish = sequence.take(result.token, result.mu)
             tokens = sequence.news()
         cache = None
         if sequence.first_token is None:
@@ -350,6 +350,7 @@ class Scheduler:
             tokens=tokens,
             logprobs=(result.logprob,) if result.logprob is not None and tokens else (),
             prompt_logprobs=result.prompt_logprobs,
+            mu=sequence.mu,
             finish=finish,
             cache=cache,
             timing=self._end(sequence, State.FINISHED, now) if finish is not None else None,

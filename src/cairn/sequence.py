@@ -76,6 +76,7 @@ class Sequence:
         "limit",
         "long_beside",
         "matcher",
+        "mu",
         "prompt_len",
         "rank",
         "report",
@@ -107,6 +108,8 @@ class Sequence:
         """Most tokens it may grow to: the context, or what the pools can hold."""
         self.tokens = [*request.prompt, *request.generated]
         self.prompt_len = len(request.prompt)
+        self.mu = start_mu(request)
+        """Mirostat's state after `tokens`, where that is on."""
         self.told = len(self.tokens)
         """Leading tokens that the front has: those of the request, and all that `news` has given."""
         self.forces = matcher is not None and forces(request)
@@ -178,9 +181,13 @@ class Sequence:
             return FinishReason.STOP
         return FinishReason.LENGTH if count >= sampling.max_tokens or len(self.tokens) >= self.limit else None
 
-    def take(self, token: int) -> FinishReason | None:
-        """Append the token that was sampled, and what it leaves no choice about; why the answer ends then."""
+    def take(self, token: int, mu: float | None = None) -> FinishReason | None:
+        """Append the token that was sampled, and what it leaves no choice about; why the answer ends then.
+
+        `mu`: mirostat's state after it.
+        """
         self._append(token)
+        self.mu = mu
         return self.force()
 
     def force(self) -> FinishReason | None:
@@ -197,6 +204,8 @@ class Sequence:
             if token is None or token in self.request.sampling.stop_token_ids:
                 break
             self._append(token)
+            if self.mu is not None and self.request.sampling.extras is not None:
+                self.mu = self.request.sampling.extras.mu_after(self.mu, 0.0)  # nothing else could come
             finish = self.ending()
         return finish
 
@@ -230,6 +239,7 @@ class Sequence:
             request.sampling,
             request.choice,
             request.want,
+            mu=self.mu or 0.0,
             mask=mask,
         )
 
@@ -252,6 +262,14 @@ class Sequence:
         admitted = now if self.admitted is None else self.admitted
         first = now if self.first_token is None else self.first_token
         return Timing(queue=admitted - self.arrival, prefill=first - admitted, decode=now - first)
+
+
+def start_mu(request: Request) -> float | None:
+    """Mirostat's state with which a request begins, or goes on; None where that is off."""
+    extras = request.sampling.extras
+    if extras is None or not extras.mirostat:
+        return None
+    return 2 * extras.mirostat_tau if request.mu is None else request.mu
 
 
 def forces(request: Request) -> bool:
@@ -282,6 +300,10 @@ def check_prompt(request: Request, context: int, longest: int, vocab: int) -> No
         raise InvalidRequest(
             f"the prompt has {prompt} tokens and the whole KV pool holds {longest}; a larger --kv-gb makes room",
             field="prompt",
+        )
+    if request.generated and request.mu is None and start_mu(request) is not None:
+        raise InvalidRequest(
+            "mirostat: an answer can only go on with the state that it had, which was not kept", field="mirostat"
         )
     tokens = (*request.prompt, *request.generated) if request.generated else request.prompt
     if min(tokens) < 0 or max(tokens) >= vocab:

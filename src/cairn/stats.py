@@ -85,6 +85,18 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
     """Chunks that the disk did not give: they stay until it is asked again."""
 
 
+class TakenIn(msgspec.Struct, frozen=True, kw_only=True):
+    """What was taken of the KV in a file."""
+
+    chunks: int = 0
+    bytes: int = 0
+    """Of the pages of those chunks."""
+    ignored: int = 0
+    """Chunks of another model, or of the same one under other arithmetic: they are of no use here."""
+    refused: int = 0
+    """Chunks that were damaged or of other tokens, and those for which there was no room."""
+
+
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     """One store of KV now. Counters are totals since it was opened."""
 

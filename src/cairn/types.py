@@ -57,6 +57,10 @@ class SamplingExtras(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that end a repetition."""
     dynatemp_range: float = 0.0
     dynatemp_exponent: float = 1.0
+    mirostat: int = 0
+    """1 or 2: which of its two forms keeps the surprise of the answer's tokens near `mirostat_tau`."""
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
     allowed_token_ids: tuple[int, ...] = ()
     """No others may come; () for all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -66,7 +70,11 @@ class SamplingExtras(msgspec.Struct, frozen=True, kw_only=True):
     def any(self) -> bool:
         """Whether anything is on."""
         cuts = self.typical_p < 1 or self.top_n_sigma > 0 or self.xtc_probability > 0 or self.dynatemp_range > 0
-        return cuts or self.dry_multiplier > 0 or bool(self.allowed_token_ids or self.bad_words)
+        return cuts or self.dry_multiplier > 0 or bool(self.mirostat or self.allowed_token_ids or self.bad_words)
+
+    def mu_after(self, mu: float, surprise: float) -> float:
+        """Mirostat's state after a token: how surprising the next may be, in bits."""
+        return mu - self.mirostat_eta * (surprise - self.mirostat_tau)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,6 +169,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt: tuple[int, ...]
     sampling: SamplingParams
     generated: tuple[int, ...] = ()
+    mu: float | None = None
+    """Mirostat's state after `generated`; None before the first token."""
     choice: int = 0
     """Index among the `n` choices of one call; part of the randomness."""
     stop: tuple[str, ...] = ()
@@ -243,6 +253,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     """Those of prompt positions 1, 2, ..., sent in pieces, in order, before the first sampled token."""
     finish: FinishReason | None = None
     error: str = ""
+    mu: float | None = None
+    """Mirostat's state after `tokens`, where that is on: for a request that goes on elsewhere."""
     cache: CacheReport | None = None
     """Set on the first output after the prompt was computed."""
     timing: Timing | None = None
@@ -280,6 +292,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     timing: Timing = Timing()
     vector: bytes = b""
     """float32, of a request that wants a hidden state."""
+    unread_call: bool = False
+    """Something in the text began as a call of a tool does and could not be read as one."""
 
 
 Event = Delta | Done
@@ -378,8 +392,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Streams(msgspec.Struct, frozen=True, kw_only=True):
-    """A hidden state that is kept several times over, of which each layer computes one and corrects all (AltUp), what is
-    learnt beside attention (LAuReL), and gates of which only the largest are let through (Gemma 3n)."""
+    """Gemma 3n: a hidden state that is kept several times over, of which each layer computes one and corrects all
+    (AltUp); what is learnt beside attention (LAuReL); gates of which only the largest are let through."""
 
     count: int
     active: int

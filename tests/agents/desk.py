@@ -64,6 +64,10 @@ class NoKv:
 
     def pin_later(self, agent: Agent) -> None: ...
 
+    def moved(self, agent: Agent, before: Turn) -> None: ...
+
+    def wanted_again(self, agent: Agent) -> None: ...
+
     async def drop(self, agent: Agent) -> bool:
         return True
 

@@ -83,3 +83,34 @@ async def test_a_restart_knows_which_model_answers_an_agent(tmp_path: Path) -> N
         turns = await agents.turns("default", "ada")
         assert turns[1].cached_tokens > len(LONG) // 2
         assert agents.get("default", "ada").model == "beta"
+
+
+async def test_an_agent_is_erased_although_its_model_is_away_since_a_restart(tmp_path: Path) -> None:
+    """Its pins and its KV, but not what another agent of that model has too."""
+    async with opened(tmp_path) as (models, agents):
+        for id in ("ada", "bob"):
+            await agents.create("default", id=id, pinned=True)
+            await say(models, agents, id, "beta")
+        await say(models, agents, "ada", "beta", text="hers alone " * 30)
+        ids = await agents.context("default", "ada")
+        shared = len(await agents.context("default", "bob"))
+        await agents.kv.settled()
+        async with models.using(models.find("beta")) as beta:
+            await beta.flush()
+            assert (await beta.where(ids)).disk > shared
+    pins = list((tmp_path / "kv").glob("models/*/pins/*"))
+    assert len(pins) == 2
+    async with opened(tmp_path) as (models, agents):
+        assert models.find("beta").loaded is None
+        await agents.delete("default", "ada")
+        await agents.kv.settled()
+        assert len(list((tmp_path / "kv").glob("models/*/pins/*"))) == 1
+        async with models.using(models.find("beta")) as beta:
+            left = (await beta.where(ids)).disk
+            assert 0 < left <= shared
+    async with opened(tmp_path) as (models, agents):
+        await agents.delete("default", "bob")
+        await agents.kv.settled()
+        assert not list((tmp_path / "kv").glob("models/*/pins/*"))
+        async with models.using(models.find("beta")) as beta:
+            assert (await beta.where(ids)).disk == 0

@@ -34,7 +34,8 @@ from cairn.errors import CairnError
 try:
     options = json.loads(sys.argv[1])
     file = options.pop("config_file", None)
-    serve(resolve(options, {}, None if file is None else Path(file)).config)
+    resolved = resolve(options, {}, None if file is None else Path(file))
+    serve(resolved.config, lambda: resolved.again().config)
 except CairnError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)

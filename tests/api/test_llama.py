@@ -14,7 +14,7 @@ from tests.service.tiny import make_model, serving
 from cairn.config import Config
 from cairn.errors import GenerationFailed
 from cairn.models.ends import Middle
-from cairn.types import Delta, FinishReason, TokenLogprob
+from cairn.types import Delta, FinishReason, SamplingExtras, TokenLogprob
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -132,11 +132,14 @@ async def test_probabilities_fields_and_biases() -> None:
         assert found == {"content": "H", "generation_settings/n_predict": 4}
         await post(at, "/completion", prompt="a", logit_bias=[[5, 1.5], [6, False]])
         assert scripted.streams[-1].request.sampling.logit_bias == ((5, 1.5), (6, -100.0))
+        await post(at, "/completion", prompt="a", mirostat=2, mirostat_tau=4, mirostat_eta=0.2)
+        extras = scripted.streams[-1].request.sampling.extras
+        assert extras == SamplingExtras(mirostat=2, mirostat_tau=4.0, mirostat_eta=0.2)
         for wrong, name in (
             ({"logit_bias": [["a", 1]]}, "logit_bias"),
             ({"n_probs": 21}, "n_probs"),
             ({"repeat_penalty": -1}, "repeat_penalty"),
-            ({"mirostat": 2}, "mirostat"),
+            ({"mirostat": 3}, "mirostat"),
             ({"n_predikt": 2}, "n_predict"),
         ):
             refused = await post(at, "/completion", prompt="a", **wrong)

@@ -23,7 +23,7 @@ from cairn.config import Config, Secret
 from cairn.errors import CairnError, GenerationFailed, ModelError
 from cairn.models.ends import Middle
 from cairn.models.hub import Progress
-from cairn.types import Delta, FinishReason, TokenLogprob, ToolCallDelta
+from cairn.types import Delta, FinishReason, SamplingExtras, TokenLogprob, ToolCallDelta
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -147,12 +147,17 @@ async def test_options_reach_the_sampler_and_are_called_as_the_client_calls_them
         params = request.sampling
         assert (params.max_tokens, params.temperature, params.top_k, params.top_p) == (7, 0.5, 3, 0.5)
         assert (params.min_p, params.seed, params.repetition_penalty, request.stop) == (0.1, 5, 1.5, ("x",))
+        steady = {"mirostat": 1, "mirostat_tau": 4, "mirostat_eta": 0.2, "typical_p": 0.7}
+        await post(at, CHAT, {"messages": HI, "options": steady})
+        extras = scripted.streams[-1].request.sampling.extras
+        assert extras == SamplingExtras(mirostat=1, mirostat_tau=4.0, mirostat_eta=0.2, typical_p=0.7)
         await post(at, CHAT, {"messages": HI, "options": {"num_predict": -2}})
         assert scripted.streams[-1].request.sampling.max_tokens > 100
         for wrong, name in (
             ({"temperature": 11}, "options.temperature"),
             ({"repeat_penalty": -1}, "options.repeat_penalty"),
-            ({"mirostat": 2}, "options.mirostat"),
+            ({"mirostat": 3}, "options.mirostat"),
+            ({"typical_p": 2}, "options.typical_p"),
             ({"temperature": "hot"}, "options.temperature"),
         ):
             refused = await post(at, CHAT, {"messages": HI, "options": wrong})

@@ -310,8 +310,9 @@ async def test_the_servers_order_of_samplers_and_a_requests_own() -> None:
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "samplers"
         late = await post(at, chat(samplers=["top_k", "dry"], top_k=5, dry_multiplier=0.8))
         assert late.status_code == 400 and late.json()["error"]["param"] == "samplers"
-        unknown = await post(at, chat(samplers=["top_k"], mirostat=2))
-        assert unknown.status_code == 400 and unknown.json()["error"]["param"] == "mirostat"
+        for name, value in (("mirostat", 3), ("mirostat_eta", 2), ("adaptive_target", 0.5)):
+            unknown = await post(at, chat(samplers=["top_k"], **{name: value}))
+            assert unknown.status_code == 400 and unknown.json()["error"]["param"] == name
         wrong = await post(at, chat(samplers={"top_k": 1}))
         assert wrong.json()["error"]["message"].startswith("samplers must be a list of names")
         assert (await post(at, chat(samplers=["top_k", "dry", "xtc"], dry_multiplier=0))).status_code == 200
@@ -575,9 +576,9 @@ async def test_an_error_before_the_answer_is_a_status(stream: bool) -> None:
 
 @pytest.mark.parametrize("marked", [{}, {"X-Cairn-Resumable": "1"}])
 async def test_a_queued_stream_has_its_headers_at_once_and_can_be_cancelled_by_its_id(marked: dict[str, str]) -> None:
-    """Who waits in the queue must be able to give up, and to say which request that is."""
+    """Who waits in the queue must be able to give up, and to say which request that is. No heartbeat helps here."""
     service = ScriptedService(lambda request: [600.0])
-    async with site(service) as at, at.http() as http:
+    async with asyncio.timeout(60), site(service, Config(heartbeat=500.0)) as at, at.http() as http:
         own = marked | {"X-Request-ID": "job-7"}
         async with http.stream("POST", "/v1/chat/completions", json=chat(stream=True), headers=own) as waiting:
             assert waiting.status_code == 200 and waiting.headers["x-request-id"] == "job-7"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -177,18 +178,28 @@ async def test_tools_of_a_namespace_and_of_free_text_are_called_by_their_own_nam
     assert {value["type"] for value in streamed} <= KNOWN
 
 
-async def test_a_tool_of_free_text_is_held_to_a_regex_and_told_of_lark() -> None:
+async def test_a_tool_of_free_text_is_held_to_its_grammar_or_told_of_it() -> None:
+    """Lark whose rules do not come back to themselves is a pattern; of any other the client hears that it is not."""
+    nested = 'start: "(" start ")" | "x"\n'
+
     def custom(syntax: Any, definition: Any = "[a-z]+") -> dict[str, Any]:
         form = {"type": "grammar", "syntax": syntax, "definition": definition}
         return {"type": "custom", "name": f"of_{syntax}", "format": form}
 
     async with site(ScriptedService()) as at:
-        answer = await post(at, body(tools=[custom("regex"), custom("lark", "start: X")]))
+        spoken = custom("lark", nested) | {"name": "spoken"}
+        answer = await post(at, body(tools=[custom("regex"), custom("lark", "start: X+\nX: /[a-z]/\n"), spoken]))
         assert answer.status_code == 200
-        assert "tools[1]: the model is told of this grammar" in answer.headers["x-cairn-warning"]
-        (_, (regex, lark), *_), wanted = at.app.service.prompts[0], at.app.service.wanted[0]  # type: ignore[union-attr]
+        assert answer.headers["x-cairn-warning"] == (
+            "tools[2]: the model is told of this grammar and not held to it: it comes back to its rule start"
+        )
+        (_, (regex, lark, told), *_), wanted = at.app.service.prompts[0], at.app.service.wanted[0]  # type: ignore[union-attr]
         assert regex["function"]["parameters"]["properties"]["input"]["pattern"] == "^(?:[a-z]+)$"
-        assert "start: X" in lark["function"]["description"] and wanted.choice.strict == ("of_regex",)
+        pattern = lark["function"]["parameters"]["properties"]["input"]["pattern"]
+        assert re.fullmatch(pattern, "abc") and not re.fullmatch(pattern, "a1")
+        assert "start: X+" in lark["function"]["description"] and nested in told["function"]["description"]
+        assert "pattern" not in told["function"]["parameters"]["properties"]["input"]
+        assert wanted.choice.strict == ("of_regex", "of_lark")
         for wrong, field in ((custom("ebnf"), "syntax"), (custom("lark", 5), "definition")):
             refused = await post(at, body(tools=[wrong]))
             assert refused.status_code == 400 and refused.json()["error"]["param"] == f"tools[0].format.{field}"

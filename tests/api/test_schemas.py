@@ -115,9 +115,9 @@ def test_the_table_has_a_field_once() -> None:
 
 
 def test_true_is_not_one() -> None:
-    checked(chat(best_of=1.0, mirostat=0.0))
+    checked(chat(best_of=1.0, tfs_z=1.0))
     refused(chat(best_of=True), "best_of")
-    refused(chat(mirostat=False), "mirostat")
+    refused(chat(n_probs=False), "n_probs")
 
 
 def test_every_field_of_openais_client_is_known() -> None:

@@ -137,6 +137,34 @@ def test_log_probabilities_are_of_the_plain_distribution(server: Served) -> None
     assert first["logprob"] < first["top_logprobs"][0]["logprob"], "the model wanted something else"
 
 
+@pytest.mark.parametrize(
+    ("more", "finish"),
+    [
+        ({}, "stop"),
+        ({"stop": ['"people', "gs"]}, "stop"),
+        ({"max_tokens": 3}, "length"),
+        ({"temperature": 0, "repeat_penalty": 1.3, "presence_penalty": 0.5}, "stop"),
+        ({"mirostat": 2, "mirostat_tau": 3}, "stop"),
+        ({"n": 3, "top_k": 5, "logit_bias": {"65": 2}}, "stop"),
+    ],
+)
+def test_tokens_that_are_forced_change_no_answer(server: Served, more: dict[str, Any], finish: str) -> None:
+    """With log-probabilities each token has a step of its own: the answers are the same, to the token."""
+    for seed in range(3):
+        body = {"response_format": {"type": "json_object", "schema": CITY}, "seed": seed, **more}
+        forced, single = ask(server, **body).json(), ask(server, **body, logprobs=True).json()
+        found = [
+            [(one["message"]["content"], one["finish_reason"]) for one in each["choices"]] for each in (forced, single)
+        ]
+        assert found[0] == found[1] and {reason for _, reason in found[0]} == {finish}
+        assert forced["usage"]["completion_tokens"] == single["usage"]["completion_tokens"]
+        streamed = ask(server, **body, stream=True).text
+        chunks = [json.loads(line[6:])["choices"] for line in streamed.splitlines() if line.startswith("data: {")]
+        for index, (text, _) in enumerate(found[0]):
+            parts = [one["delta"].get("content") or "" for each in chunks for one in each if one["index"] == index]
+            assert "".join(parts) == text
+
+
 def test_a_worker_that_dies_within_an_object_is_followed_by_one_that_goes_on(server: Served) -> None:
     schema = {"type": "array", "items": {"type": "integer", "maximum": 99}, "minItems": 60, "maxItems": 60}
     more: dict[str, Any] = {"guided_json": schema, "seed": 3, "max_tokens": 600}

@@ -15,29 +15,37 @@ from tests.text.walks import accepts
 
 from cairn.config import Config
 from cairn.service.service import Service
+from cairn.text.chat import Chat
 from cairn.text.grammar import Shape, Structure, checked
 
 CONTROL = 3
 HARMONY = (
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
     "{% for m in messages %}{% if m.role == 'assistant' %}<|start|>assistant"
     "{% if m.tool_calls %} to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>"
     "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
     "{% else %}<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}"
     "{% elif m.role == 'tool' %}<|start|>functions.f to=assistant<|channel|>commentary<|message|>{{ m.content }}<|end|>"
     "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
-    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}<|start|>assistant"
+    "<|start|>assistant"
 )
 TURNS = (
-    "{% for m in messages %}<|turn>{{ m.role }}\n{{ m.content }}"
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    "{% for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name }}{}<tool_call|>{% endfor %}"
     "<turn|>\n{% endfor %}"
-    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}<|turn>model\n{# <|channel> <channel|> #}"
+    "<|turn>model\n{# <|channel> <channel|> #}"
 )
 COHERE = (
-    "{% for m in messages %}<|START_OF_TURN_TOKEN|>{{ m.role }}{{ m.content }}"
-    "{% if m.tool_calls %}<|START_ACTION|>[{{ m.tool_calls[0].function.name }}]<|END_ACTION|>{% endif %}"
-    "<|END_OF_TURN_TOKEN|>{% endfor %}{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
-    "<|START_OF_TURN_TOKEN|>{# <|START_THINKING|> #}"
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+    "{% if m.tool_calls %}<|START_THINKING|>{{ m.reasoning_content }}<|END_THINKING|><|START_ACTION|>["
+    "{% for c in m.tool_calls %}\n"
+    '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ c.function.name }}", '
+    '"parameters": {{ c.function.arguments | tojson }}}{% if not loop.last %},{% endif %}{% endfor %}\n]<|END_ACTION|>'
+    "{% else %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% endif %}<|END_OF_TURN_TOKEN|>"
+    "{% else %}<|START_OF_TURN_TOKEN|>{{ m.role }}{{ m.content }}<|END_OF_TURN_TOKEN|>{% endif %}{% endfor %}"
+    "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{# <|START_THINKING|> #}"
 )
 THOUGHT = ["<|channel|>", "analysis", "<|message|>", "Hm.", "<|end|>", "<|start|>", "assistant"]
 FINAL = ["<|channel|>", "final", "<|message|>", "Yes."]
@@ -76,7 +84,11 @@ SCRIPTS = {
 
 @asynccontextmanager
 async def playing(path: Path, template: str, pieces: list[str], end: str) -> AsyncIterator[Site]:
-    kinds = {piece: CONTROL for piece in [*pieces, end, "<|call|>", "<|return|>"] if piece.startswith("<")}
+    kinds = {
+        piece: CONTROL
+        for piece in [*pieces, end, "<|call|>", "<|return|>", "<|CHATBOT_TOKEN|>"]
+        if piece.startswith("<")
+    }
     kinds |= {piece: CONTROL for piece in pieces if piece.endswith("|>") and piece.startswith("<")}
     model = write_scripted(path, pieces, end=end, template=template, kinds=kinds)
     service = await Service.start(Config(model=str(model), kv_gb=0.05, kv_disk=False), in_process=True)
@@ -109,6 +121,60 @@ async def test_what_is_thought_said_and_called_is_told_apart(name: str, tmp_path
         assert again.status_code == 200, again.text
 
 
+@pytest.mark.parametrize("reasoning", ["sent back", "left out"])
+@pytest.mark.parametrize("name", SCRIPTS)
+async def test_an_answer_that_comes_back_is_the_tokens_that_were_sampled(
+    name: str, reasoning: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the template makes of it: thoughts that it drops, headers in another order, JSON written anew."""
+    template, pieces, end, (thought, _, called) = SCRIPTS[name]
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "tools": [F]}
+    said: list[list[int]] = []
+    remember = Chat.remember
+
+    def remembered(self: Chat, tenant: str, prompt: Any, generated: Any, message: Any) -> Any:
+        said.append([*prompt, *generated])
+        return remember(self, tenant, prompt, generated, message)
+
+    monkeypatch.setattr(Chat, "remember", remembered)
+    async with playing(tmp_path / "m.gguf", template, pieces, end) as at, at.http() as http:
+        first = (await http.post("/v1/chat/completions", json=body | {"max_tokens": 60})).json()
+        message = first["choices"][0]["message"]
+        assert message["reasoning_content"] == thought
+        if reasoning == "left out":
+            del message["reasoning_content"]
+        result = {"role": "tool", "tool_call_id": (message.get("tool_calls") or [{}])[0].get("id"), "content": "7"}
+        told = [*body["messages"], message, result if called else {"role": "user", "content": "and?"}]
+        await http.post("/v1/chat/completions", json=body | {"messages": told, "max_tokens": 60})
+        told += [{"role": "assistant", "content": "by another"}, {"role": "user", "content": "more"}]
+        ids = []
+        for conversation in (body["messages"], told[:3], told):
+            found = await http.post("/tokenize", json={"messages": conversation, "tools": [F]})
+            ids.append(found.json()["tokens"])
+        *whole, last = said[0]
+        assert ids[0] == whole[: len(ids[0])] and len(whole) == len(ids[0]) + len(pieces)
+        for later in ids[1:]:
+            assert later[: len(whole)] == whole, "a conversation begins with all that was computed for it"
+        behind = ids[1][len(whole)]
+        if end == "<|return|>":  # the template's own: what ends an answer while it is generated is `<|end|>` afterwards
+            (last,) = (await http.post("/tokenize", json={"content": "<|end|>", "add_special": False})).json()["tokens"]
+        assert behind == last
+
+
+async def test_an_answer_that_was_cut_is_as_the_template_writes_it(tmp_path: Path) -> None:
+    """It lacks what stands behind an answer: put back as it is, it would make a history that no model has seen."""
+    template, pieces, end, _ = SCRIPTS["cohere"]
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+    async with playing(tmp_path / "m.gguf", template, pieces, end) as at, at.http() as http:
+        found = (await http.post("/v1/chat/completions", json=body | {"max_tokens": 5})).json()
+        message = found["choices"][0]["message"]
+        assert message["content"] == "Yes." and found["choices"][0]["finish_reason"] == "length"
+        told = [*body["messages"], message, {"role": "user", "content": "and?"}]
+        tokens = (await http.post("/tokenize", json={"messages": told})).json()["tokens"]
+        text = (await http.post("/detokenize", json={"tokens": tokens})).json()["content"]
+        assert "<|START_RESPONSE|>Yes.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>" in text and "Hm." not in text
+
+
 @pytest.mark.parametrize("name", ["gemma", "cohere"])  # off its script this model of gpt-oss begins to think again
 async def test_thoughts_have_a_budget(name: str, tmp_path: Path) -> None:
     template, pieces, end, _ = SCRIPTS[name]
@@ -130,3 +196,30 @@ def test_thoughts_may_stand_before_what_is_wanted(name: str, thought: str) -> No
     structure = Structure(kind="choice", text='["yes", "no"]')
     grammar = checked(Shape(structure=structure, reasoning="may", thoughts=name))
     assert accepts(grammar, "yes") and accepts(grammar, thought + "no") and not accepts(grammar, thought + "maybe")
+
+
+@pytest.mark.parametrize("name", ["harmony", "harmony calls", "cohere", "cohere calls"])
+async def test_a_turn_goes_on_behind_the_tokens_of_an_answer(name: str, tmp_path: Path) -> None:
+    """An agent's turn is the ids of its context, and then what the template writes of the new messages alone."""
+    template, pieces, end, (thought, said, called) = SCRIPTS[name]
+    kinds = {piece: CONTROL for piece in [*pieces, end, "<|CHATBOT_TOKEN|>"] if piece.startswith("<")}
+    chat = await Chat.start(
+        write_scripted(tmp_path / "m.gguf", pieces, end=end, template=template, kinds=kinds), Config()
+    )
+    try:
+        asked = [{"role": "user", "content": "hi"}]
+        before = (await chat.prompt(asked, [F])).tokens
+        ids = [i for piece in [*pieces, end] for i in chat.tokenizer.encode(piece, special=True)]
+        answer: dict[str, Any] = {"role": "assistant", "content": said, "reasoning_content": thought}
+        if called:
+            call = {"name": "f", "arguments": json.dumps(called[0])}
+            answer["tool_calls"] = [{"id": "x", "type": "function", "function": call}]
+        new = [{"role": "tool", "tool_call_id": "x", "content": "7"} if called else {"role": "user", "content": "and?"}]
+        assert chat.remember("default", before, ids, answer) is not None
+        whole = await chat.prompt([*asked, answer, *new], [F])
+        going_on = await chat.extend([*before, *ids[:-1]], [*asked, answer], new, [F])
+        assert going_on is not None and going_on.tokens == whole.tokens
+        cut = await chat.extend([*before, *ids[:-2]], [*asked, answer], new, [F])
+        assert (cut is None) == name.startswith("cohere"), "behind an answer that was cut stands what the template says"
+    finally:
+        await chat.close()

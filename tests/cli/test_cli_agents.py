@@ -73,6 +73,11 @@ def test_agents_are_listed_shown_forked_rolled_back_moved_and_deleted(server: Se
     file = tmp_path / "ada.cairn"
     assert rows(server, "agents", "export", "ada", str(file)) == [[str(file)]]
     assert rows(server, "agents", "import", str(file), "--name", "eve") == [["eve"]]
+    with_kv = file.with_name("with-kv.cairn")
+    assert rows(server, "agents", "export", "ada", str(with_kv), "--kv") == [[str(with_kv)]]
+    assert with_kv.read_bytes().startswith(b"cairn agent kv 1")
+    assert rows(server, "agents", "import", str(with_kv), "--name", "kim", "--kv") == [["kim"]]
+    assert run(server, "agents", "rm", "kim")[0] == 0
     assert [row for row in rows(server, "agents", "show", "eve") if row[0] == "turn"] == turns
     code, _, err = run(server, "agents", "export", "ada", str(file))
     assert code == 1 and "exists already" in err

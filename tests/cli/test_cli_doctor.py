@@ -6,7 +6,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.tiny_models import load, write_model
+from tests.quantized_models import awq, float8, write_quantized
+from tests.tiny_models import MODELS, load, write_model
 
 from cairn.cli.doctor import _fit
 from cairn.config import Config
@@ -29,5 +30,29 @@ def test_the_pool_holds_what_its_full_layers_do(kinds: list[str], tmp_path: Path
 def test_a_pool_of_windows_alone_holds_any_context(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", **WINDOWS, layer_types=["sliding_attention"] * 2)
     assert " of KV pool holds any context, context 4,096" in _fit(str(folder), CONFIG)
+    assert "tokens/s" not in _fit(str(folder), CONFIG), "nothing is known of this machine"
     small = msgspec.structs.replace(CONFIG, context=64)
     assert " of KV pool holds any context, context 64" in _fit(str(folder), small)
+
+
+def test_formats_are_told_with_what_is_missing(tmp_path: Path) -> None:
+    _, folder = write_quantized(tmp_path / "awq", awq(32), {"quant_method": "awq", "bits": 4})
+    said = _fit(str(folder), msgspec.structs.replace(CONFIG, weights="stored"), rate=1e9)
+    assert said.startswith("fits: ") and " of weights (stored); " in said
+    assert said.endswith("; Qwen3ForCausalLM in AWQ, F32") and "; an answer has at most about " in said
+    config = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    _, folder = write_quantized(tmp_path / "fp8", float8(32, 32), config)
+    said = _fit(str(folder), msgspec.structs.replace(CONFIG, weights="stored"))
+    assert " of weights (stored, FP8 rounded to 8 bits with an error below 1 %); " in said
+    text = (folder / "config.json").read_text().replace('"fp8"', '"hqq"')
+    (folder / "config.json").write_text(text)
+    said = _fit(str(folder), CONFIG)
+    assert said.startswith("no: ") and "the method 'hqq' is not supported for safetensors; supported are fp8" in said
+
+
+def test_experts_on_the_disk_are_told_apart_from_what_memory_holds(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", **MODELS["qwen 3 moe"])
+    said = _fit(str(folder), msgspec.structs.replace(CONFIG, experts="mapped"), rate=1e9)
+    if "cannot be mapped" not in said:  # by the reference kernels
+        assert " of weights and " in said and " of experts on the disk (f32); " in said
+        assert " tokens/s here while its experts are in memory; Qwen3MoeForCausalLM in F32" in said

@@ -99,3 +99,26 @@ def test_ten_turns_with_a_tool_and_a_kill(name: str, tmp_path: Path, prove: bool
         assert len(at.answered) == TURNS + 1 and at.killed == 1, told
         for turn, (prompt, cached) in enumerate(at.cached()[1:], 2):
             assert cached >= 0.95 * prompt, f"turn {turn}: {cached} of {prompt}: {at.cached()}"
+
+
+def test_two_sessions_of_claude_code_in_one_folder_share_tools_and_system(tmp_path: Path, prove: bool) -> None:
+    if found(AGENTS["claude"].program) is None:
+        pytest.skip(f"{AGENTS['claude'].title} is not installed: {AGENTS['claude'].install}")
+    if not prove:
+        pytest.skip("takes half a minute: make prove")
+    folder, home = tmp_path / "work", tmp_path / "home"
+    folder.mkdir()
+    home.mkdir()
+    with stage(tmp_path, [[LAST]]) as at:
+        asked = []
+        for _ in range(2):
+            done = run("claude", at, folder, home)
+            assert done.returncode == 0 and LAST in done.stdout, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+            asked.append(len(at.asked))
+        first, second = at.asked[0], at.asked[asked[0]]
+        assert first["system"][0]["text"] != second["system"][0]["text"] or first["metadata"] != second["metadata"]
+        begun = {key: second[key] for key in ("model", "system", "tools")}
+        begun["messages"] = [{"role": "user", "content": "."}]
+        shared = at.server.post("/v1/messages/count_tokens", begun)["input_tokens"]
+        prompt, cached = at.cached()[asked[0]]
+        assert prompt > cached >= 0.95 * shared > 5000, f"{cached} of {shared}, in a prompt of {prompt}"

@@ -13,6 +13,7 @@ from tests.tiny_models import MODELS, Driver, load, prompt
 
 from cairn.kernels.base import Quantized
 from cairn.kernels.quantized import dequantized
+from cairn.models.coded_weights import CodedWeights
 from cairn.models.spec import load_spec
 from cairn.models.tensor_meta import outlines
 from cairn.models.weight_format import HeldWeights
@@ -86,6 +87,25 @@ def test_numbers_are_those_of_the_format(name: str, tmp_path: Path, monkeypatch:
         else:
             np.testing.assert_array_equal(dequantized(one), want[tensor])
     assert coded == 13, "seven modules in each of two layers, but for the one that is ignored"
+
+
+RULES = (
+    *("llama 4", "gemma 3n", "gemma 4 e", "gemma 4 moe", "mixtral", "glm 4.5", "deepseek 2 lite", "phi 4", "hunyuan"),
+    *("apertus", "qwen 3.5 moe", "qwen 3 next", "lfm 2 moe", "granite 4 hybrid", "nemotron h moe"),
+)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_families_with_rules_of_their_own_find_their_tensors_in_quantised_modules(name: str, tmp_path: Path) -> None:
+    """However one splits, turns or puts in order what it stores."""
+    config = FP8 | {"weight_block_size": [8, 8]}
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "head_dim": 16}  # as in tiny models
+    plain, packed = write_quantized(tmp_path, float8(8, 8), config, **{**sizes, **MODELS[name]})
+    spec = load_spec(packed)
+    want, found = open_weights(plain, spec), open_weights(packed, spec)
+    assert isinstance(found, CodedWeights) and sum(found.kind(one)[0] == "FP8" for one in found) >= 7
+    for tensor in want:
+        np.testing.assert_array_equal(np.asarray(found[tensor], np.float32), np.asarray(want[tensor], np.float32))
 
 
 FAMILIES: dict[str, tuple[Pack, dict[str, Any], dict[str, Any]]] = {

@@ -256,6 +256,10 @@ def test_queries_grow_with_their_positions_and_logits_are_scaled(kernels: Any) -
     want = query * (1 + 0.1 * np.log1p(np.array([0, 0, 1, 123.0])))[:, None, None]
     kernels.scale_queries(query, positions, 0.1, 100.0)
     np.testing.assert_allclose(query, want, rtol=1e-5)
+    query = random(4, 2, 8)
+    want = query * (1 + 0.1 * np.log1p(np.array([0, 1, 1, 123.0])))[:, None, None]
+    kernels.scale_queries(query, positions, 0.1, 100.0, 1)
+    np.testing.assert_allclose(query, want, rtol=1e-5)
     logits = random(3, 40)
     want = logits * np.float32(0.25)
     kernels.scale_logits(logits, 0.25)

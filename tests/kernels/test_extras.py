@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tests.laws.sampling import line_of, lines_of_logits, random_row
@@ -139,6 +140,55 @@ def test_a_temperature_within_its_range_is_higher_where_the_model_is_unsure() ->
     assert second < plain / 2
 
 
+def test_mirostat_keeps_tokens_up_to_its_surprise_and_learns_from_the_one_drawn() -> None:
+    logits = np.log(np.array([[0.125, 0.5, 0.25, 0.125]], np.float32))
+    for mu, kept in ((0.3, {1: 1.0}), (1.01, {1: 1.0}), (2.01, {1: 2 / 3, 2: 1 / 3}), (9.0, {0: 0.125, 1: 0.5})):
+        seen = set()
+        for seed in range(200):
+            one = msgspec.structs.replace(row(SamplingExtras(mirostat=2, mirostat_tau=3.0), seed=seed), mu=mu)
+            (choice,) = choose(NUMPY, [Line(one)], logits)
+            assert choice.token is not None and choice.mu is not None
+            seen.add(choice.token)
+            if choice.token in kept:
+                assert choice.mu == pytest.approx(mu - 0.1 * (-math.log2(kept[choice.token]) - 3.0), abs=1e-4)
+        assert seen == (set(kept) if mu < 9 else {0, 1, 2, 3})
+
+
+def test_mirostat_1_keeps_as_many_as_zipfs_law_says() -> None:
+    ranks, vocab = np.arange(1, 1001), 1000
+    for exponent, mu in ((1.5, 5.0), (1.1, 4.0), (0.7, 6.0), (2.5, 3.0)):
+        logits = -exponent * np.log(ranks).astype(np.float32)[None]
+        beyond = exponent - 1
+        count = int((beyond * 2**mu / (1 - vocab**-beyond)) ** (1 / exponent))
+        extras = SamplingExtras(mirostat=1)
+        rows = [msgspec.structs.replace(row(extras, seed=seed), mu=mu) for seed in range(1500)]
+        tokens = {choose(NUMPY, [Line(one)], logits)[0].token for one in rows}
+        assert max(one for one in tokens if one is not None) in range(max(0, count - 3), count + 1), count
+
+
+@pytest.mark.parametrize("form", [1, 2])
+def test_mirostat_has_the_mean_surprise_that_was_asked_for(form: int) -> None:
+    """Whatever the distributions are, and with no number that could break it."""
+    rng = np.random.default_rng(5)
+    for tau in (2.0, 4.0):
+        extras = SamplingExtras(mirostat=form, mirostat_tau=tau, mirostat_eta=0.2)
+        mu, surprises = 2 * tau, []
+        for seed in range(500):
+            logits = np.sort(rng.normal(size=(1, 400)).astype(np.float32) * 2)[:, ::-1]
+            one = msgspec.structs.replace(row(extras, seed=seed), mu=mu)
+            (choice,) = choose(NUMPY, [Line(one)], np.ascontiguousarray(logits))
+            assert choice.mu is not None
+            surprises.append(tau - (choice.mu - mu) / 0.2)
+            mu = choice.mu
+        assert np.mean(surprises[100:]) == pytest.approx(tau, abs=0.4)
+    for chances in ([1.0], [0.5, 0.5], [1.0, 0.0, 0.0], [0.25] * 4):
+        for mu in (-1e9, 0.0, 1e9):
+            logits = np.log(np.array([chances], np.float32) + np.float32(1e-30))
+            one = msgspec.structs.replace(row(SamplingExtras(mirostat=form)), mu=mu)
+            (choice,) = choose(NUMPY, [Line(one)], logits)
+            assert choice.token is not None and choice.mu is not None and math.isfinite(choice.mu)
+
+
 def random_extras(rng: np.random.Generator, vocab: int) -> SamplingExtras:
     def maybe(off: Any, *values: Any) -> Any:
         return values[rng.integers(len(values))] if rng.random() < 0.3 else off
@@ -150,6 +200,7 @@ def random_extras(rng: np.random.Generator, vocab: int) -> SamplingExtras:
         dry_multiplier=maybe(0.0, 0.8, 5.0),
         dry_breakers=tuple(int(one) for one in rng.integers(0, vocab, 2)),
         dynatemp_range=maybe(0.0, 0.3, 2.0),
+        mirostat=maybe(0, 1, 2),
         allowed_token_ids=maybe((), tuple(int(one) for one in rng.integers(0, vocab, 9))),
         bad_words=maybe((), ((int(rng.integers(vocab)),),)),
     )
@@ -169,7 +220,8 @@ def test_all_kernels_give_the_same_tokens_alone_and_in_company(variant: str) -> 
                 params = {name: getattr(one.sampling, name) for name in one.sampling.__struct_fields__}
                 params["extras"] = found if (found := random_extras(rng, 97)).any else None
                 params["seed"] &= (1 << 64) - 1
-                one = Row(*[getattr(one, name) for name in one.__struct_fields__[:6]], SamplingParams(**params), 0)
+                parts = [getattr(one, name) for name in one.__struct_fields__[:6]]
+                one = Row(*parts, SamplingParams(**params), 0, mu=float(rng.uniform(0, 9)))
             mask = rng.integers(0, 256, 16, np.uint8).tobytes() if rng.random() < 0.5 else None
             lines.append(line_of(one)._replace(mask=mask))
         together = choose(NUMPY, lines, logits)

@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.kernels.test_paged import naive_attention
+from tests.kernels.test_paged import first_seen, naive_attention
 from tests.tiny_models import KERNELS
 
 from cairn.kernels.native import NativeKernels
@@ -233,7 +233,7 @@ def naive_rows(
     want = np.empty((len(query), query.shape[1] * query.shape[2]), np.float32)
     for number, (first, count, start) in enumerate(rows):
         for position in range(start, start + count):
-            low = max(0, position - window + 1) if window else 0
+            low = first_seen(position, window)
             places = np.arange(low, position + 1)
             found = pool[tables[number, places // BLOCK_TOKENS], layer, :, :, places % BLOCK_TOKENS].astype(np.float32)
             at = first + position - start
@@ -244,7 +244,16 @@ def naive_rows(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "window"),
-    [(4, 4, 16, 0), (6, 2, 10, 70), (8, 1, 6, 1), (40, 1, 32, 5), (4, 2, 64, 16), (9, 3, 130, 0), (4, 2, 64, 71)],
+    [
+        (4, 4, 16, 0),
+        (6, 2, 10, 70),
+        (8, 1, 6, 1),
+        (40, 1, 32, 5),
+        (4, 2, 64, 16),
+        (9, 3, 130, 0),
+        (4, 2, 64, 71),
+        (4, 2, 24, -41),
+    ],
 )
 def test_attention(kernels: Any, heads: int, kv_heads: int, size: int, window: int, dtype: Any) -> None:
     """Known failure 36: chunks and decodes in one call, each with its own mask, in blocks out of order; unread places
@@ -261,7 +270,7 @@ def test_attention(kernels: Any, heads: int, kv_heads: int, size: int, window: i
     for number, (_, count, start) in enumerate(rows):
         end = start + count
         keys, values = random(end, kv_heads, size, seed=number), random(end, kv_heads, size, seed=number + 50)
-        low = max(0, start - window + 1) // BLOCK_TOKENS if window else 0
+        low = first_seen(start, window) // BLOCK_TOKENS
         for block in range(low, -(-end // BLOCK_TOKENS)):
             tables[number, block] = one = ids[number * width + block]
             part = slice(block * BLOCK_TOKENS, min(end, (block + 1) * BLOCK_TOKENS))
@@ -284,7 +293,7 @@ def test_attention(kernels: Any, heads: int, kv_heads: int, size: int, window: i
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [0, 1500])
+@pytest.mark.parametrize("window", [0, 1500, -1100])
 def test_attention_over_several_segments(kernels: Any, dtype: Any, window: int) -> None:
     """Positions beyond 1,024 and 2,048 are added in order, for a chunk across a border as for each of its tokens."""
     pool = random(140, 1, 2, 1, BLOCK_TOKENS, 16).astype(dtype)

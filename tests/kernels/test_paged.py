@@ -16,9 +16,14 @@ def random(*shape: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
+def first_seen(at: int, window: int) -> int:
+    """The first position that one at `at` sees: of a window, or of its piece where that is less than 0."""
+    return at - at % -window if window < 0 else max(0, at - window + 1) if window else 0
+
+
 def naive_attention(query: Any, keys: Any, values: Any, at: int, window: int, scale: float) -> Any:
     """One position in float64: query [Q, D]; keys, values [tokens, K, D]."""
-    low = max(0, at - window + 1) if window else 0
+    low = first_seen(at, window)
     fan = query.shape[0] // keys.shape[1]
     out = []
     for head in range(query.shape[0]):
@@ -30,7 +35,7 @@ def naive_attention(query: Any, keys: Any, values: Any, at: int, window: int, sc
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 16), (6, 2, 10), (8, 1, 6), (9, 1, 32), (4, 2, 64)])
-@pytest.mark.parametrize("window", [0, 1, 5, 16, 70])
+@pytest.mark.parametrize("window", [0, 1, 5, 16, 70, -24, -64])
 def test_attention(heads: int, kv_heads: int, size: int, window: int) -> None:
     """Known failure 36: chunks and decodes in one call, each with its own mask, in blocks out of order."""
     rng = np.random.default_rng(0)
@@ -44,7 +49,7 @@ def test_attention(heads: int, kv_heads: int, size: int, window: int) -> None:
     for number, (first, count, start) in enumerate(rows):
         end = start + count
         keys, values = random(end, kv_heads, size, seed=number), random(end, kv_heads, size, seed=number + 50)
-        low = max(0, start - window + 1) // BLOCK_TOKENS if window else 0
+        low = first_seen(start, window) // BLOCK_TOKENS
         # A table may say that passed blocks are gone, or still name them although they hold something else now.
         tables[number, :low] = -1 if number % 2 else ids[number * width : number * width + low]
         for block in range(low, -(-end // BLOCK_TOKENS)):

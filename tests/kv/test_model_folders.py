@@ -5,18 +5,21 @@ A chunk takes a block on the disk here, and so does the marker of a store.
 
 from __future__ import annotations
 
+import errno
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.files import CrashFiles
+from tests.files import CrashFiles, Fault
 from tests.kv.stored import FOLDER, Time, chain, keys, open_store
 
 from cairn.errors import ConfigError, Conflict
 from cairn.kv.disk import DiskStore
+from cairn.kv.layout import Layout
 from cairn.kv.model_folders import places
 from cairn.kv.store import Chunk
+from cairn.types import CacheGroup
 
 USUAL, TWIN, *_ = places(FOLDER, b"weights" * 4)
 OTHER, *_ = places(FOLDER, b"other" * 4)
@@ -172,3 +175,71 @@ def test_a_folder_that_is_no_store_is_refused_or_set_aside_but_not_from_under_a_
     with pytest.raises(Conflict, match="in use by other processes"):
         opened(files, time, OTHER, fresh=True)
     assert store.keep(chain(1)) == 1
+
+
+THIRD = b"third" * 7
+LAYOUT = Layout(16, (CacheGroup(kind="full", layers=(0, 1)),))
+
+
+def context(count: int) -> tuple[tuple[int, ...], list[Chunk]]:
+    """Ids, and the chunks that an engine makes of them."""
+    ids = tuple(range(64 * count))
+    found, before = list[Chunk](), b""
+    for number, key in enumerate(LAYOUT.keys(b"engine", b"salt", ids, 0)):
+        found.append(Chunk(key, before, ids[64 * number : 64 * number + 64], 64 * number, bytes(400)))
+        before = key
+    return ids, found
+
+
+def test_a_context_of_a_model_that_is_not_served_is_erased_beside_another_but_for_what_others_need() -> None:
+    time = Time()
+    for seed in range(8):
+        files, (ids, chunks), rng = CrashFiles(seed=seed, now=time.now), context(4), random.Random(seed)
+        place, twin, *_ = places(FOLDER, THIRD)
+        for where, part in ((place, chunks), (twin, chunks[:3])):
+            store = opened(files, time, where, identity=b"engine", layout=LAYOUT)
+            store.keep(part)
+            store.pin("ada", keys(part))
+            store.close()
+        other = opened(files, time, OTHER)
+        assert other.erase_of_model(THIRD, b"another tenant", ids, 0)
+        assert len([path for path in files.files(FOLDER) if path.name.count(".") == 4]) == 7
+        other.pin("ada", ())
+        assert not other.unsaved("ada") and not list(files.files(place / "pins")) + list(files.files(twin / "pins"))
+        assert other.erase_of_model(THIRD, b"salt", ids, 130)
+        after = files.crash(rng)
+        left = [path.name.partition(".")[0] for path in after.files(FOLDER) if path.name.count(".") == 4]
+        assert {bytes.fromhex(name) for name in left} == set(keys(chunks[:3])), seed
+        assert found(opened(after, time, place, identity=b"engine", layout=LAYOUT), chunks) == 3
+        assert other.erase_of_model(b"never served" * 3, b"salt", ids, 0)
+
+
+def test_a_store_in_use_is_erased_from_by_who_has_it() -> None:
+    time = Time()
+    files, (ids, chunks) = CrashFiles(now=time.now), context(2)
+    store = opened(files, time, places(FOLDER, THIRD)[0], identity=b"engine", layout=LAYOUT)
+    store.keep(chunks)
+    store.pin("ada", keys(chunks))
+    other = opened(files, time, OTHER)
+    assert not other.erase_of_model(THIRD, b"salt", ids, 0) and found(store, chunks) == 2
+    other.pin("ada", ())
+    assert other.unsaved("ada")
+    store.pin("ada", ())
+    other.tend()
+    assert not other.unsaved("ada")
+
+
+def test_a_disk_that_refuses_has_erased_nothing() -> None:
+    time = Time()
+    files, (ids, chunks) = CrashFiles(now=time.now), context(2)
+    store = opened(files, time, places(FOLDER, THIRD)[0], identity=b"engine", layout=LAYOUT)
+    store.keep(chunks)
+    store.close()
+    other = opened(files, time, OTHER)
+    files.fail(Fault(files.calls + 60, errno.EIO, sticky=True))
+    assert not other.erase_of_model(THIRD, b"salt", ids, 0)
+    files.heal()
+    time.sleep(100)
+    other.tend()
+    assert other.erase_of_model(THIRD, b"salt", ids, 0)
+    assert not [path for path in files.files(FOLDER) if path.name.count(".") == 4]

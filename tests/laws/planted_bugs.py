@@ -4,7 +4,7 @@ A bug is one piece of code that is replaced by another. It is addressed by struc
 expression or consecutive statements that occur exactly once in that function, whatever the file's format; so a bug
 cannot silently do nothing. A hunt runs in a forked process whose function has the bug's code, until a law breaks or
 2,000 schedules (200 of the disk store and 100 of the token log, each of which opens hundreds of disks, 25 of agents,
-and 20 texts for the check of codecs) have passed. A bug is found if the same schedule passes without it.
+20 texts for the check of codecs, and 3 days of agents) have passed. A bug is found if the same schedule passes without it.
 
 `make prove` hunts all bugs from the first schedule on. `make test` cannot take so long: it tries the schedule first that
 found a bug when all were hunted (`bug_seeds.json`), and goes on in order only where that finds nothing any more; one
@@ -40,7 +40,7 @@ from types import CodeType, FrameType, FunctionType
 
 SOURCE = Path(__file__).parents[2] / "src" / "cairn"
 RECORD = Path(__file__).with_name("bug_seeds.json")
-SCHEDULERS, STREAMS, STORAGE, CODECS, SAMPLING, TOKEN_LOG, AGENTS = SIMULATORS = (
+SCHEDULERS, STREAMS, STORAGE, CODECS, SAMPLING, TOKEN_LOG, AGENTS, AGENT_DAY = SIMULATORS = (
     "tests.laws.simulator",
     "tests.laws.streams",
     "tests.laws.storage",
@@ -48,8 +48,18 @@ SCHEDULERS, STREAMS, STORAGE, CODECS, SAMPLING, TOKEN_LOG, AGENTS = SIMULATORS =
     "tests.laws.sampling",
     "tests.laws.token_log",
     "tests.laws.agents",
+    "tests.laws.agent_day",
 )
-SCHEDULES = {SCHEDULERS: 2000, STREAMS: 2000, STORAGE: 200, CODECS: 20, SAMPLING: 2000, TOKEN_LOG: 100, AGENTS: 25}
+SCHEDULES = {
+    SCHEDULERS: 2000,
+    STREAMS: 2000,
+    STORAGE: 200,
+    CODECS: 20,
+    SAMPLING: 2000,
+    TOKEN_LOG: 100,
+    AGENTS: 25,
+    AGENT_DAY: 3,
+}
 SHARE, SOON = 16, 30
 STUCK_SECONDS = 30
 """A single schedule that takes so long hangs; that counts as found."""
@@ -135,6 +145,7 @@ WRITE_BEHIND = "kv/write_behind.py"
 STORE_WRITER = "kv/store_writer.py"
 STORE_READER = "kv/store_reader.py"
 RAM = "kv/ram.py"
+STANDING = "kv/standing.py"
 SCHEDULER = "scheduler.py"
 PLAN = "plan.py"
 SEQUENCE = "sequence.py"
@@ -254,6 +265,9 @@ BUGS = (
     Bug("forced tokens have no end", SEQUENCE, "Sequence.force", "finish = self.ending()", "pass"),
     Bug("a grammar does not hear of its forced tokens", SEQUENCE, "Sequence._append", "self.matcher is not None", "self.matcher is not None and len(self.tokens) % 5"),
     Bug("an answer without any choice is not told", SCHEDULER, "Scheduler._admit", "sequence.news()", "()"),
+    Bug("mirostat learns nothing of a token that was drawn", SEQUENCE, "Sequence.take", "self.mu = mu", "pass"),
+    Bug("mirostat learns nothing of a token that was forced", SEQUENCE, "Sequence.force", "self.mu is not None", "False"),
+    Bug("mirostat begins anew", SEQUENCE, "start_mu", "request.mu is None", "True"),
     Bug("a continuation's tokens are told again", SEQUENCE, "Sequence.__init__", "self.told = len(self.tokens)", "self.told = self.prompt_len"),
     Bug("progress stops at the end of a chunk", SCHEDULER, "Scheduler._advance", "end = sequence.computed = row.end", "end = row.end\nsequence.computed = min(end, row.start + 8)"),
     Bug("a stop token is passed over", SEQUENCE, "Sequence.ending", "return FinishReason.STOP", "pass"),
@@ -329,6 +343,11 @@ BUGS = (
     Bug("the memory store drops a chunk and keeps what extends it", RAM, "RamStore.drop", "waiting += self._children.get(key, ())", "pass"),
     Bug("the memory store grows without bound", RAM, "RamStore._make_room", "self._stats.bytes + size > self._stats.budget", "False"),
     Bug("a miss is not reported", SEQUENCE, "Sequence.start", "CacheReport(computed=self.prompt_len - covered, pool=covered - brought['ram'] - brought['disk'], ram=brought['ram'], disk=brought['disk'], load=self.kv.load_seconds, miss=miss)", "CacheReport(computed=self.prompt_len - covered, pool=covered - brought['ram'] - brought['disk'], ram=brought['ram'], disk=brought['disk'], load=self.kv.load_seconds, miss=None)"),
+    # ------------------------------------------------------------------------------------------------- standing
+    Bug("how contexts stand is forgotten", STANDING, "Standings.of", "self._of.get(id, 'idle')", "'idle'"),
+    Bug("what waits goes first and what is superseded stays", STANDING, "later", "standing == 'superseded'", "standing == 'waiting'"),
+    Bug("what is superseded outlives what waits", STANDING, "later", "return -math.inf", "return 2 * patience"),
+    Bug("what stands otherwise now is evicted as before", STANDING, "Standings.set", "changed.append(id)", "pass"),
     # ------------------------------------------------------------------------------------------------- streaming
     Bug("the beginning of a stop string is shown", STOPS, "StopScanner.push", "self._start_of_partial", "len"),
     Bug("a stop string is shown", STOPS, "StopScanner.push", "min(found)[1]", "len(text)"),
@@ -458,7 +477,7 @@ LAWS = (
     | dict.fromkeys((DISK, STATE, DISK_WRITER, DISK_INDEX, FOLDER, CHUNKS, PINS, DISK_MAINTENANCE), STORAGE)
     | dict.fromkeys((LOG, SEGMENT, INDEX, LOG_FOLDER, RECOVERY, COMPACTION, RECORDS), TOKEN_LOG)
     | dict.fromkeys((AGENT_SERVICE, AGENT_REGISTRY, TURN_TREE, RUNNING, WRITER, AGENT_KV), AGENTS)
-    | {CHECK: CODECS, VOCABULARY: SAMPLING}
+    | {CHECK: CODECS, VOCABULARY: SAMPLING, STANDING: AGENT_DAY}
 )
 """Which simulator has to find the bugs of a file; where none is named, the scheduler's."""
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from tests.laws.storage_world import Broken, Storage, law
 
@@ -30,7 +31,7 @@ from cairn.plan import Limits, Pace, Plan
 from cairn.sampling import sample
 from cairn.scheduler import Scheduler
 from cairn.sequence import AGE_SECONDS, Sequence, State
-from cairn.types import FinishReason, Output, Request, SamplingParams, TokenLogprob
+from cairn.types import FinishReason, Output, Request, SamplingExtras, SamplingParams, TokenLogprob
 
 VOCAB = 24
 WINDOWS = ((0,), (0,), (0,), (0, 5), (0, 8), (0, 3), (7, 0, 4), (6,))
@@ -176,6 +177,7 @@ class Client:
     scored: list[TokenLogprob] = field(default_factory=list)
     reports: int = 0
     start: int | None = None
+    mu: float | None = None
     known: int = 0
     """Its tokens when it first ran."""
     overtaken: int = 0
@@ -277,6 +279,8 @@ class World:
         """Steps in which time, not tokens, was short."""
         self.deaths = 0 if self.calm else chance.choice((0, 0, 0, 1, 2))
         self.cancels = 0.0 if self.calm else chance.choice((0.0, 0.05, 0.2))
+        if self.ruled is not None and not self.calm:
+            self.deaths += self.ruled.choice((1, 3))
         self.storage: Storage | None = None
         self.start_worker(self.limits)
         if self.tiered:
@@ -327,10 +331,13 @@ class World:
             min_tokens=chance.choice((0, 0, 0, chance.randint(0, 4))),
         )
         choice = chance.choice((0, 0, 1, 2))
+        if self.ruled is not None and self.ruled.random() < 0.6:
+            extras = SamplingExtras(mirostat=self.ruled.choice((1, 2)), mirostat_tau=1.0, mirostat_eta=1.0)
+            sampling = msgspec.structs.replace(sampling, extras=extras, temperature=1.0)
         grammar = str(self.ruled.randrange(3)) if self.ruled is not None and self.ruled.random() < 0.8 else ""
         plain = Request(id=number, prompt=prompt, sampling=sampling, choice=choice, grammar=grammar)
         generated: tuple[int, ...] = ()
-        if most and not scoring and len(prompt) < self.longest and chance.random() < 0.15:
+        if most and not scoring and sampling.extras is None and len(prompt) < self.longest and chance.random() < 0.15:
             known = self.oracle(plain)
             generated = tuple(known[: chance.randint(0, len(known))])
         return Request(
@@ -409,6 +416,7 @@ class World:
                 FinishReason.STOP if stopped else FinishReason.LENGTH,
                 scores,
                 got=list(request.generated),
+                mu=request.mu,
             )
             law(request.id in self.scheduler._sequences, "an accepted request is not there")
             if request.share not in self.ring:
@@ -441,6 +449,7 @@ class World:
                 generated=tuple(client.got),
                 choice=old.choice,
                 grammar=old.grammar,
+                mu=client.mu,
                 salt=old.salt,
                 share=old.share,
                 timeout=left,
@@ -461,7 +470,7 @@ class World:
                 self.add(self.arrivals.pop(0)[1])
             if self.live and chance.random() < self.cancels:
                 self.drop(chance.choice(list(self.live)))
-            if self.live and self.deaths and chance.random() < (0.2 if self.tiered else 0.05):
+            if self.live and self.deaths and chance.random() < (0.2 if self.tiered or self.ruled else 0.05):
                 self.deaths -= 1
                 self.die()
             if not self.arrivals and calm_from is None:
@@ -760,6 +769,7 @@ class World:
             if client is None:
                 raise Broken("output of a request that has ended")
             client.got.extend(output.tokens)
+            client.mu = client.mu if output.mu is None else output.mu
             self.forced += max(0, len(output.tokens) - 1)
             client.scored.extend(output.prompt_logprobs)
             law(client.got == client.expected[: len(client.got)], "tokens are not the oracle's")

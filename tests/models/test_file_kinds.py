@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.models import hostile_files
 from tests.tiny_models import write_model
 
 from cairn.errors import ModelFileError
-from cairn.models import files, weights
+from cairn.models import files, gguf_header, weights
 from cairn.models.digests import file_digest
 from cairn.models.gguf import read_gguf
 from cairn.models.hub import demo_folder
@@ -81,10 +82,11 @@ def test_weights_in_a_pipe_are_refused_at_once(tmp_path: Path, read) -> None:  #
     ],
 )
 def test_a_file_beyond_every_models_is_not_read(model: Path, name: str, limit: int, what: str) -> None:
-    with (model / name).open("wb") as file:
-        file.truncate(limit + 1)
-    with pytest.raises(ModelFileError, match=f"{name}: larger than {what}"):
-        READERS[name](model)
+    for size in (limit + 1, 1 << 40):  # of holes: no memory could take the larger one
+        with (model / name).open("wb") as file:
+            file.truncate(size)
+        with pytest.raises(ModelFileError, match=f"{name}: larger than {what}"):
+            READERS[name](model)
 
 
 def test_a_file_that_grows_while_it_is_read_is_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +103,23 @@ def test_a_file_that_grows_while_it_is_read_is_bounded_too(tmp_path: Path, monke
     with pytest.raises(ModelFileError, match="larger than"):
         files.read_small(path, 999, "JSON file")
     assert len(files.read_small(path, 1000, "JSON file")) == 1000
+
+
+def test_all_texts_and_the_whole_header_of_a_gguf_file_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [("a", hostile_files.texts(3, lambda i: b"x" * 100)), ("b", hostile_files.texts(3, lambda i: b"y"))]
+    path = hostile_files.gguf(*[lambda key=key, value=value: (key, 9, value) for key, value in entries])(tmp_path)
+    monkeypatch.setattr(gguf_header, "MAX_ALL_TEXTS", 6)
+    assert read_gguf(path).metadata["b"] == ["y"] * 3
+    monkeypatch.setattr(gguf_header, "MAX_ALL_TEXTS", 5)
+    with pytest.raises(ModelFileError, match="all arrays together may have 5"):
+        read_gguf(path)
+    monkeypatch.undo()
+    monkeypatch.setattr(gguf_header, "MAX_HEADER_BYTES", 300)
+    monkeypatch.setattr(gguf_header, "_READ", 1)
+    with pytest.raises(ModelFileError, match="that of no model has more than 300 bytes"):
+        read_gguf(path)
 
 
 def test_a_template_has_the_line_ends_that_it_had(model: Path) -> None:

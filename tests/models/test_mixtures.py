@@ -19,7 +19,7 @@ from cairn.errors import ModelError, ModelFileError
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.quantized import dequantized
 from cairn.kernels.reference import ReferenceKernels, gated
-from cairn.models import packed_file
+from cairn.models import packed_file, packed_matrices
 from cairn.models.decoder import Attention, build
 from cairn.models.gguf_writer import write_gguf as write_again
 from cairn.models.mixture import Mixture
@@ -184,6 +184,6 @@ def test_packed_experts_are_read_back_from_their_file(tmp_path: Path, monkeypatc
         found.append(driver.logits(tokens, [50], driver.tables(50)).tobytes())
         engine.close()
         if len(found) == 2:  # the third start must not pack
-            monkeypatch.setattr(packed_file._Writing, "matrix", None)
+            monkeypatch.setattr(packed_matrices.Writing, "matrix", None)
     assert len(list((tmp_path / "packed").glob("*.packed"))) == 1
     assert found[0] == found[1] == found[2]

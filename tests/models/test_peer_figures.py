@@ -89,8 +89,8 @@ def prompts() -> list[list[int]]:
 
 
 _LOOSE = {"gemma 4 e": 5e-3, "gemma 4 moe": 5e-3, "gemma 3n": 0.1}
-"""Where a number that llama.cpp rounds to 16 bits on its way falls on the other side now and then, and many layers follow.
-What would be a mistake is more than 1."""
+"""Where a number that llama.cpp rounds to 16 bits on its way falls on the other side now and then, and many layers
+follow. What would be a mistake is more than 1."""
 REFERENCE = tuple(name for name in MODELS if name.startswith("gemma"))
 """Models of which the reference alone is compared, which can be made to round as llama.cpp does."""
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.models.test_file_fuzz import bend
 from tests.quantized_models import awq, compressed, eight, float8, gptq, write_quantized
 from tests.tiny_models import write_config
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.facts import bytes_by_format
-from cairn.models.spec import load_spec
+from cairn.models.spec import identity_of, load_spec
 from cairn.models.weights import open_tensors, open_weights
 
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
@@ -163,3 +166,48 @@ def test_numbers_of_8_bits_without_a_config_that_says_so_are_refused(tmp_path: P
     (folder / "config.json").write_text(text)
     with pytest.raises(ModelFileError, match=r"scale_inv' is of quantised weights, of which config\.json does not"):
         open_weights(folder, load_spec(folder))
+
+
+def test_what_the_config_says_of_the_same_bytes_is_part_of_the_identity(tmp_path: Path) -> None:
+    """KV that was computed of zero points one higher is another model's."""
+    config = {"quant_method": "gptq", "bits": 4}
+    _, folder = write_quantized(tmp_path, gptq(4, 32, symmetric=False), config)
+    path = folder / "config.json"
+    first = identity_of(load_spec(folder), folder)
+    changed = json.loads(path.read_text()) | {"quantization_config": config | {"checkpoint_format": "gptq_v2"}}
+    path.write_text(json.dumps(changed))
+    assert identity_of(load_spec(folder), folder) != first
+    path.write_text(json.dumps(changed | {"quantization_config": config | {"tokenizer": "x"}}))
+    assert identity_of(load_spec(folder), folder) == first
+
+
+FUZZED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "fp8": (float8(32, 32), {"quant_method": "fp8", "weight_block_size": [32, 32], "fmt": "e4m3"}),
+    "compressed": (compressed(4, 32, zeros=True), PACKED | {"ignore": ["lm_head"]} | group(type="int", num_bits=4)),
+    "gptq": (gptq(4, 32), {"quant_method": "gptq", "bits": 4, "sym": True, "checkpoint_format": "gptq"}),
+}
+
+
+@pytest.mark.parametrize("name", FUZZED)
+def test_bent_configs_and_tensors_load_or_are_a_model_error(name: str, tmp_path: Path) -> None:
+    pack, config = FUZZED[name]
+    _, folder = write_quantized(tmp_path, pack, config)
+    tensors = open_tensors(folder / "model.safetensors")
+    whole, loaded = json.loads((folder / "config.json").read_text()), 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        bent, found = bend(config, rng) if seed % 2 else config, dict(tensors)
+        if seed % 2 == 0:
+            spot = rng.choice([one for one in found if MODULE in one])
+            other = found.pop(rng.choice([one for one in found if "proj" in one]))
+            found[spot] = rng.choice([other, other.reshape(-1), other.reshape(1, *other.shape), other[:1]])
+        (folder / "config.json").write_text(json.dumps(whole | {"quantization_config": bent}))
+        save_file({one: np.ascontiguousarray(array) for one, array in found.items()}, folder / "model.safetensors")
+        try:
+            weights = open_weights(folder, load_spec(folder))
+            for one in weights:
+                assert weights[one].ndim in (1, 2)
+            loaded += 1
+        except ModelError as error:
+            assert len(str(error)) < 1000
+    assert 0 < loaded < 60

@@ -50,7 +50,7 @@ def test_unread_tensors_of_such_layers_are_set_aside(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "experts": ({"enable_moe_block": True}, "enable_moe_block"),
+    "experts of whom nobody knows how many": ({"enable_moe_block": True, "num_experts": 4}, "moe_intermediate_size"),
     "fewer inputs than tokens": ({"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input must be at least"),
     "none that writes": ({"num_kv_shared_layers": 5}, "num_kv_shared_layers must be so few"),
     "a window at the end": ({"layer_types": ["full_attention"] + ["sliding_attention"] * 5}, "last entry"),

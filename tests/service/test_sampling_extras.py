@@ -25,6 +25,9 @@ ALL: dict[str, Any] = {
     "dry_sequence_breakers": ["!"],
     "dynatemp_range": 0.5,
     "dynatemp_exponent": 2.0,
+    "mirostat": 2,
+    "mirostat_tau": 4.0,
+    "mirostat_eta": 0.2,
     "allowed_token_ids": [5, 6],
     "bad_words": ["ab"],
 }
@@ -50,6 +53,9 @@ def test_all_of_them_reach_the_sampler() -> None:
         dry_breakers=(256, 33),
         dynatemp_range=0.5,
         dynatemp_exponent=2.0,
+        mirostat=2,
+        mirostat_tau=4.0,
+        mirostat_eta=0.2,
         allowed_token_ids=(5, 6),
         bad_words=((97, 98), (32, 97, 98)),
     )

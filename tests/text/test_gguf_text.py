@@ -39,7 +39,27 @@ TEKKEN = (
     "|[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*"
     "|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
 )
-WHOLE = {"llama-bpe", "llama3", "llama-v3", "tekken"}
+# As those of GPT-4o, Qwen3.5, Seed-Coder and DeepSeek V3 do.
+CASED = (
+    "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    "|[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    "|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+)
+MARKED = (
+    "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}| ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*"
+    "|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+)
+SEED = (
+    "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1}| ?[^\\s\\p{L}\\p{N}\\r\\n]+|\\s*[\\r\\n]+"
+    "|\\s+(?!\\S)|\\s+"
+)
+DEEPSEEK3 = (
+    "\\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
+)
+WHOLE = {"llama-bpe", "llama3", "llama-v3", "pixtral", "lfm2", "glm4", "tekken"}
 # fmt: off
 PIECES = [
     "Hello", "world", "the", "THE", "McDonald", "'ll", "'S", "don't", "ß", "ſ", "İ", "Ǆ", "ﬁ", "½", "x²", "٣", "１２",
@@ -84,15 +104,19 @@ def published(pre: str) -> str:
         "llama-bpe": LLAMA3,
         "llama3": LLAMA3,
         "llama-v3": LLAMA3,
+        **dict.fromkeys(("pixtral", "lfm2", "glm4", "dbrx", "smaug-bpe"), LLAMA3),
+        **{"gpt-4o": CASED, "llama4": CASED, "qwen35": MARKED, "seed-coder": SEED},
+        **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), DEEPSEEK3),
     }
     if pre in patterns:
-        split = pre_tokenizers.Split(Regex(patterns[pre]), "isolated")
-        made.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
-    elif pre in ("smollm", "starcoder"):
+        every = patterns[pre] if isinstance(patterns[pre], tuple) else (patterns[pre],)
+        splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in every]
+        made.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_only])
+    elif pre in ("smollm", "starcoder", "refact"):
         made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
     else:
         made.pre_tokenizer = gpt2
-    if pre in ("qwen2", "deepseek-r1-qwen", "modern-bert"):
+    if pre in ("qwen2", "qwen35", "deepseek-r1-qwen", "modern-bert"):
         made.normalizer = normalizers.NFC()
     made.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -124,10 +148,31 @@ def test_byte_level_tokenizers_equal_transformers(pre: str, tmp_path: Path, prov
     ours = Ours.load(write_tokenizer(folder, tmp_path / "m.gguf", pre=pre))
     theirs, peer = Ours.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
     controls = ["<|im_start|>user\n", "<|im_end|>", "<think>", "a<|endoftext|>b", "<|eot_id|"]
-    for text in [*strings(10_000 if prove else 1_000), *(f"{a}x {b}" for a in controls for b in controls)]:
+    fewer = 1_000 if pre in ("gpt-2", "llama-bpe", "qwen2", "tekken", "smollm") else 150
+    for text in [*strings(10_000 if prove else fewer), *(f"{a}x {b}" for a in controls for b in controls)]:
         same(ours, theirs, peer, text)
     assert ours.special_tokens == theirs.special_tokens
     assert ours.special_ids == theirs.special_ids and ours.controls.ids == theirs.controls.ids
+
+
+def spaced() -> str:
+    """tokenizer.json in the manner of Gemma 4: as Llama 2's, but that nothing stands before a text."""
+    data = json.loads(text_models.sentencepiece())
+    data["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    data["decoder"]["decoders"] = data["decoder"]["decoders"][:-1]
+    return json.dumps(data)
+
+
+def test_spaced_tokenizers_equal_transformers(tmp_path: Path, prove: bool) -> None:
+    """Gemma 4's: merges as they are listed, over whole texts."""
+    folder = text_models.write_model(tmp_path / "model", spaced(), LLAMA2_CONFIG)
+    merges = [" ".join(pair) for pair in json.loads(spaced())["model"]["merges"]]
+    extra = {"ggml__model": "gemma4", "ggml__merges": merges, "ggml__scores": None, "ggml__add_space_prefix": False}
+    ours = Ours.load(write_tokenizer(folder, tmp_path / "m.gguf", **extra))
+    theirs, peer = Ours.load(folder), transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    for text in [*strings(10_000 if prove else 500), "<s> a", "a</s>b", " x", "  x"]:
+        same(ours, theirs, peer, text)
+    assert ours.encode_prompt("a")[0] == ours.bos_id
 
 
 def rescored(folder: Path) -> dict[str, float]:
@@ -324,6 +369,15 @@ def test_merges_that_nothing_can_use_are_left_out(tmp_path: Path) -> None:
         assert ours.encode(text) == theirs.encode(text)
 
 
+def test_of_a_merge_that_stands_twice_the_first_counts(tmp_path: Path) -> None:
+    folder = text_models.write_model(tmp_path / "model", published("qwen2"), QWEN_CONFIG)
+    merges = [" ".join(pair) for pair in json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]]
+    ours = Ours.load(write_tokenizer(folder, tmp_path / "m.gguf", ggml__merges=[*merges, *merges[:200]]))
+    theirs = Ours.load(folder)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+
+
 def test_named_tokens_that_are_none_are_left_out_and_of_several_the_first_is_named(tmp_path: Path) -> None:
     folder = text_models.write_model(tmp_path / "model", published("qwen2"), QWEN_CONFIG)
     ends = [Ours.load(folder).token_id(text) for text in ("<|im_end|>", "<|endoftext|>")]
@@ -359,9 +413,9 @@ def test_bytes_that_a_vocabulary_lacks_are_known(tmp_path: Path) -> None:
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "model": (
         {"ggml__model": "rwkv"},
-        r"m\.gguf: the tokenizer 'rwkv' is not supported; supported are bert, gpt2, ",
+        r"m\.gguf: the tokenizer 'rwkv' is not supported; supported are bert, gemma4, gpt2, ",
     ),
-    "split": ({"ggml__pre": "klingon"}, r"split 'klingon' is not supported; supported are deepseek-r1-qwen, gpt-2, "),
+    "split": ({"ggml__pre": "klingon"}, r"split 'klingon' is not supported; supported are dbrx, deepseek-r1-qwen, "),
     "no split": ({"ggml__pre": None}, r"does not say how text is split \(tokenizer\.ggml\.pre\)"),
     "no tokens": ({"ggml__tokens": None}, r"m\.gguf: tokenizer\.ggml\.tokens must be a list of texts"),
     "numbers": ({"ggml__tokens": [1, 2]}, r"tokenizer\.ggml\.tokens must be a list of texts"),

@@ -28,7 +28,7 @@ async def test_who_waits_is_refused_for_the_time_that_others_of_its_tenant_used_
     turns.give("a", 0.6)
     await waiting[0]
     turns.give("a", 0.6)  # more than 1 s in all
-    await closing
+    await asyncio.wait_for(closing, 20)  # no one who waits without patience is before it
     assert [type(task.exception()) for task in waiting[2:]] == [Overloaded, Overloaded]
     turns.give("a", 5.0)
     await turns.take("a")  # nobody is before it

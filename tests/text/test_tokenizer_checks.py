@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from cairn.errors import InvalidRequest, ModelFileError
 from cairn.text import tokenizer, tokenizer_checks
 from cairn.text.gguf import SPLITS
 from cairn.text.tokenizer import Tokenizer, _ids
-from cairn.text.tokenizer_checks import MAX_GROWTH, MAX_STEPS, fault, growth
+from cairn.text.tokenizer_checks import CPU_SECONDS, MAX_GROWTH, MAX_STEPS, MEMORY, fault, growth
 
 
 def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
@@ -75,7 +77,29 @@ def test_a_pattern_that_backtracks_for_ever_is_refused_by_name(tmp_path: Path, p
     assert repr(pattern) in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["llama-bpe", "qwen2", "smollm", "tekken"])
+def test_a_table_that_fails_on_text_is_refused() -> None:
+    """Its file is read, and what it says of a letter is beyond its end: the library panics."""
+    wrong = fault(charsmap(b"a"), None)
+    assert wrong is not None and "fails on a text made to try it" in wrong
+
+
+def test_what_tries_a_tokenizer_has_limits_of_time_and_memory() -> None:
+    """Told by the process itself, in the place of the first text that it would try."""
+    told = (
+        "import resource; from cairn.text import tokenizer_checks as checks; "
+        "checks.probes = lambda _: [print(*(resource.getrlimit(kind)[0] for kind in "
+        "(resource.RLIMIT_CPU, resource.RLIMIT_AS)))] and (); checks.main()"
+    )
+    parts = json.dumps([charsmap(), None])
+    run = subprocess.run(
+        [sys.executable, "-c", told], input=parts, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert f"{CPU_SECONDS} {MEMORY}" in run.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-bpe", "qwen2", "smollm", "tekken", "gpt-4o", "qwen35", "seed-coder", "deepseek-v3"]
+)
 def test_patterns_of_models_in_circulation_pass(name: str) -> None:
     assert fault({"type": "NFC"}, many("pretokenizers", *SPLITS[name])) is None
 

@@ -34,6 +34,11 @@ def stub(path: Path, version: str, *, without: str = "", noise: str = "") -> Pat
     return path
 
 
+def test_the_first_installation_says_what_takes_long(folder: Path) -> None:
+    told = subprocess.run(["make", "-n", "install"], cwd=folder, capture_output=True, text=True, timeout=60, check=True)
+    assert "The first time this takes one to five minutes, most of it the compiler" in told.stdout
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     shutil.copy(MAKEFILE, tmp_path)

@@ -38,6 +38,12 @@ class AgentRegistry:
         """Turns, and what is before them, that are in the log and not here, by the key of the agent that made them."""
         self.savings = SavingsTotals()
 
+    def know(self, salts: Mapping[str, bytes]) -> None:
+        """These tenants may call from now on, and no others."""
+        self._salts = salts
+        for agent in self:
+            agent.salt = salts.get(agent.tenant, NOBODY)
+
     def __iter__(self) -> Iterator[Agent]:
         for agents in tuple(self._agents.values()):
             yield from tuple(agents.values())
@@ -56,6 +62,10 @@ class AgentRegistry:
             read=read,
             written=written,
         )
+
+    def salt(self, tenant: str) -> bytes:
+        """The tenant's, or `NOBODY`."""
+        return self._salts.get(tenant, NOBODY)
 
     def of(self, tenant: str) -> list[Agent]:
         """A tenant's agents, most recently created first."""
@@ -96,7 +106,7 @@ class AgentRegistry:
     def add(self, agent: Agent) -> None:
         """Take in a new agent."""
         self._agents.setdefault(agent.tenant, {})[agent.id] = self._keyed[agent.key] = agent
-        agent.salt = self._salts.get(agent.tenant, NOBODY)
+        agent.salt = self.salt(agent.tenant)
         self._turns.setdefault(agent.root.key, agent.root)
         for turn in agent.own:
             self._turns.setdefault(turn.key, turn)

@@ -156,7 +156,10 @@ class AgentService:
             left={},
             moved=0.0,
         )
-        return await self.add(Agent(self.writer.key(), record, agent.root, at))
+        made = await self.add(Agent(self.writer.key(), record, agent.root, at))
+        if at not in agent.head.path():
+            self.kv.wanted_again(made)
+        return made
 
     async def move(self, agent: Agent, head: Turn) -> None:
         """Another turn is the agent's head; what is pinned follows. Nothing may begin meanwhile."""
@@ -175,6 +178,7 @@ class AgentService:
             raise
         finally:
             agent.starting = False
+        self.kv.moved(agent, before)
         self._repin(agent)
 
     def _repin(self, agent: Agent) -> None:

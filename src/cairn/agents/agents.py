@@ -12,7 +12,7 @@ import contextlib
 import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -22,6 +22,7 @@ from cairn.agents.agent_service import AgentService, conflict, create_agent, imp
 from cairn.agents.archive import Archive, Unreadable
 from cairn.agents.content import Content
 from cairn.agents.disk_threads import on_disk_thread
+from cairn.agents.export_kv import take_in, with_kv
 from cairn.agents.index import Kind
 from cairn.agents.info import AgentInfo, AgentPage, Savings, TurnInfo
 from cairn.agents.journals import Journals
@@ -43,10 +44,10 @@ from cairn.service.requests import PLAIN, SamplingOptions
 from cairn.service.service import Service
 from cairn.service.services import Services
 from cairn.service.stream import Stream
-from cairn.stats import Placed
+from cairn.stats import Placed, TakenIn
 from cairn.text.chat import Sampled
 from cairn.text.grammar import ANYTHING, Wanted
-from cairn.types import Done
+from cairn.types import Done, FinishReason
 
 KEPT_SECONDS = 0.25
 """How long the end of an answer waits for a disk to take what was sampled for it."""
@@ -217,9 +218,11 @@ class Agents:
         keys |= self.journals.keys_of(tenant)
         return await asyncio.to_thread(self.writer.bytes_of, keys)
 
-    def bound(self, limits: Callable[[str], TenantLimits]) -> None:
-        """What each tenant may keep from now on."""
+    def bound(self, limits: Callable[[str], TenantLimits], salts: Mapping[str, bytes] | None = None) -> None:
+        """What each tenant may keep from now on; `salts`: of those that may call, by name, where they are others."""
         self._agents.limits = limits
+        if salts is not None:
+            self._agents.registry.know(salts)
 
     def model_of(self, tenant: str, id: str) -> tuple[bytes, str]:
         """The identity of the model that answered at the agent's head, and the name of the one that it was made for, or
@@ -345,6 +348,9 @@ class Agents:
 
         `ids`: prompt and answer, whose KV is then pinned if the agent is, and given up if it is deleted.
         """
+        if done.reason is FinishReason.TOOL_CALLS:
+            salt = self._agents.registry.salt(tenant)
+            self.kv.request_ended_in_call(salt, ids, identity or self.services.first.spec.identity)
         if agent is not None:
             self.add_request_context(agent, ids, identity)
         if agent is None or agent not in self._agents.registry:
@@ -424,9 +430,16 @@ class Agents:
                 return True
         return False
 
-    def export(self, tenant: str, id: str) -> AsyncGenerator[bytes, None]:
-        """The agent as one file, piece by piece: as `portable.export` says. Conflict while a turn runs."""
-        return portable.export(self._agents.idle(tenant, id), self._agents.registry, self._archive, self._agents.rng)
+    def export(self, tenant: str, id: str, *, kv_bytes: int = 0) -> AsyncGenerator[bytes, None]:
+        """The agent as one file, piece by piece: as `portable.export` says, with so many bytes of its KV at most before
+        it. Conflict while a turn runs."""
+        agent = self._agents.idle(tenant, id)
+        pieces = portable.export(agent, self._agents.registry, self._archive, self._agents.rng)
+        return with_kv(pieces, self.kv, agent, kv_bytes) if kv_bytes else pieces
+
+    async def take_in(self, tenant: str, id: str, file: BinaryIO, size: int, folder: Path) -> tuple[TakenIn, str]:
+        """Store the KV in the first `size` bytes of the file that an agent was just made of; why not all of it."""
+        return await take_in(self.kv, self._find(tenant, id), file, size, folder)
 
     async def import_agent(
         self,

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import hashlib
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from cairn.agents.agent_registry import AgentRegistry
@@ -16,16 +17,16 @@ from cairn.agents.records import pack
 from cairn.agents.request_contexts import (
     DIGEST_BYTES,
     HeadDigests,
-    RequestContext,
     RequestContexts,
     common_chunks,
     prefix_digests,
 )
 from cairn.agents.turn_tree import CHUNK_TOKENS, NOBODY, Agent, Turn
 from cairn.errors import Conflict, Unavailable
+from cairn.kv.standing import Standing
 from cairn.service.service import Service
 from cairn.service.services import Services
-from cairn.stats import Placed
+from cairn.stats import KvStats, Placed, TakenIn
 
 
 class Context(NamedTuple):
@@ -40,6 +41,8 @@ class Context(NamedTuple):
 RETRY_SECONDS = 1.0
 MOST_RETRY_SECONDS = 30.0
 """Between two attempts at what the worker could not do: twice as long each time."""
+MOST_CONTEXT = 1 << 22
+"""Tokens of the longest context of a model of which nothing is known."""
 BATCH = 32
 """Agents or turns that are looked at in a row before others get their turn on the event loop."""
 
@@ -53,6 +56,8 @@ class AgentKv:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pinning: dict[str, asyncio.Task[None]] = {}
         """The last pin of each owner that was begun."""
+        self._waiting: set[int] = set()
+        """Keys of agents whose contexts are marked as waiting for the result of a call."""
         self._request_contexts = RequestContexts()
         self._head_digests = HeadDigests()
 
@@ -61,10 +66,17 @@ class AgentKv:
 
         Unavailable where the log cannot be read.
         """
-        if not turn.number or not self._services.known(turn.identity):
+        return await self._known_ids(turn) if self._services.known(turn.identity) else ()
+
+    async def _known_ids(self, turn: Turn) -> Sequence[int]:
+        """The context behind a turn, whichever model answered it."""
+        if not turn.number:
             return ()
-        most = self._services.context(turn.identity)
-        return (await self._archive.branch(turn)).known(most)  # there is no KV beyond it
+        return (await self._archive.branch(turn)).known(self._longest(turn.identity))
+
+    def _longest(self, identity: bytes) -> int:
+        """The longest context that there is KV of."""
+        return self._services.context(identity) if self._services.known(identity) else MOST_CONTEXT
 
     def _service(self, identity: bytes) -> Service:
         """The service of a model. Unavailable where it is not loaded now."""
@@ -85,7 +97,7 @@ class AgentKv:
     async def pin(self, agent: Agent) -> None:
         """Tell the stores what is pinned now."""
         if not agent.record.pinned:
-            return await self._unpin(agent)
+            return await self._unpin_everywhere(owners(agent))
         while agent.record.pinned and agent in self._registry:  # it may be unpinned or deleted while its head is read
             head = agent.head
             if head.number and not self._services.known(head.identity):
@@ -138,6 +150,63 @@ class AgentKv:
         for service in self._services:
             service.recent.forget(agent.salt)
 
+    def turn_ended(self, agent: Agent, *, in_call: bool) -> None:
+        """A turn of the agent is over: while it waits for the result of a call, its context outlives others."""
+        if in_call:
+            self._waiting.add(agent.key)
+            self._mark_later(agent, agent.head, "waiting")
+        elif agent.key in self._waiting:
+            self._waiting.discard(agent.key)
+            self._mark_later(agent, agent.head, "idle")
+
+    def moved(self, agent: Agent, before: Turn) -> None:
+        """The agent's head has left a turn: what only leads there goes first, until somebody comes back."""
+        self._waiting.discard(agent.key)
+        if agent.head not in before.path():
+            self.wanted_again(agent)
+        self._mark_later(agent, before, "superseded")
+
+    def wanted_again(self, agent: Agent) -> None:
+        """The agent stands on a branch that somebody had left."""
+        self._mark_later(agent, agent.head, "idle")
+
+    def request_ended_in_call(self, salt: bytes, ids: Sequence[int], identity: bytes) -> None:
+        """An ordinary request has ended in a call, so its context is likely to go on with the result."""
+        self._attempt(partial(self._mark, ids, salt, identity, "waiting"))
+
+    def _mark_later(self, agent: Agent, turn: Turn, standing: Standing) -> None:
+        async def work() -> None:
+            ids, keep = await self.ids(turn), 0
+            if standing == "superseded" and ids:
+                [keep] = await self._shared(agent, [Context(ids, turn, turn.identity)], own=True)
+            await self._mark(ids, agent.salt, turn.identity, standing, keep)
+
+        self._attempt(work)
+
+    async def _mark(self, ids: Sequence[int], salt: bytes, identity: bytes, standing: Standing, keep: int = 0) -> None:
+        service = self._services.of(identity)
+        if service is not None and len(ids) >= CHUNK_TOKENS and service.kv() != KvStats():
+            await service.mark(ids, salt, standing, keep=keep)
+
+    def answers(self, agent: Agent) -> bool:
+        """Whether the model that answered at the agent's head is loaded."""
+        return bool(agent.head.number) and self._services.of(agent.head.identity) is not None
+
+    async def paths(self, agent: Agent) -> list[Path]:
+        """The files that the disk has of the context, what is extended before what extends it; what waits to be stored
+        is stored before. None where its model is not loaded."""
+        if not self.answers(agent):
+            return []
+        with contextlib.suppress(Unavailable):  # its KV is computed again
+            service, ids = self._at_head(agent), await self.ids(agent.head)
+            await service.flush()
+            return await service.kv_paths(ids, agent.salt)
+        return []
+
+    async def take_in(self, agent: Agent, path: Path) -> TakenIn:
+        """Store what a file has of the context's KV."""
+        return await self._at_head(agent).take_in(path, await self.ids(agent.head), agent.salt)
+
     async def prefetch(self, agent: Agent) -> Placed:
         """Bring the context up into the pool; where it is then."""
         return await self._at_head(agent).prefetch(await self.ids(agent.head), agent.salt)
@@ -158,13 +227,14 @@ class AgentKv:
         by the stores' time to live, which spares what is pinned. So does that of an agent whose tenant is not
         configured any more.
         """
+        self._waiting.discard(agent.key)
         tied = self._request_contexts.take(agent)
         self._head_digests.forget(agent)
         self._forget_texts(agent)  # its text is shown to nobody any more
         await asyncio.sleep(0)  # a pin that was asked for before comes before
         unpinned = False
         with contextlib.suppress(Unavailable):
-            await self._unpin(agent, tied)
+            await self._unpin_everywhere(owners(agent))
             unpinned = True
         if agent.salt == NOBODY:
             return unpinned
@@ -177,19 +247,32 @@ class AgentKv:
     def unpin_later(self, owners: Sequence[str], done: Callable[[], None]) -> None:
         """Give up the pins of an agent that is gone once the worker can, and call `done`."""
 
-        told: set[bytes] = set()
-
         async def unpin() -> None:
-            for service in self._services:
-                if service.spec.identity not in told:
-                    for owner in owners:
-                        await service.unpin(owner)
-                    told.add(service.spec.identity)
-            if self._services.away(told):
-                raise Unavailable("a model that may have the pins is not loaded")
+            await self._unpin_everywhere(owners)
             done()
 
         self._later(unpin)
+
+    async def _unpin_everywhere(self, owners: Sequence[str]) -> None:
+        """Give up what these pinned, on models that are not loaded too: they share the folder of one that is.
+
+        Unavailable where that cannot be done now; the others have done it all the same.
+        """
+        refused: Unavailable | None = None
+        for service in self._services:
+            for owner in owners:
+                try:
+                    await service.unpin(owner)
+                except Unavailable as error:
+                    refused = error
+        if refused is not None:
+            raise refused
+        if self._services.away() and not self._stores_on_disk():
+            raise Unavailable("a model that may have the pins is not loaded", retry_after=RETRY_SECONDS)
+
+    def _stores_on_disk(self) -> bool:
+        """Whether a model that is loaded has a store on the disk, as far as its worker has said."""
+        return any(service.kv().disk is not None for service in self._services)
 
     async def collect(self, agent: Agent, turns: Sequence[Turn]) -> None:
         """Give up what nobody needs of turns that are the agent's no more.
@@ -201,14 +284,11 @@ class AgentKv:
         await self._evict_turns(agent, turns, own=True)
 
     async def _evict_turns(self, agent: Agent, turns: Sequence[Turn], *, own: bool = False) -> list[Context]:
-        """Give up the contexts of those that models of this server answered; see `_evict_all`. Of what the log does not
-        give back only age takes the KV."""
+        """Give up the contexts of those; see `_evict_all`. Of what the log does not give back only age takes the KV."""
         rest = list[Context]()
-        for identity in dict.fromkeys(turn.identity for turn in turns if turn.number):
-            if not self._services.known(identity):
-                continue
+        for identity in dict.fromkeys(turn.identity for turn in turns if turn.number and turn.identity):
             mine = [turn for turn in turns if turn.number and turn.identity == identity]
-            async with contextlib.aclosing(self._archive.contexts(mine, self._services.context(identity))) as found:
+            async with contextlib.aclosing(self._archive.contexts(mine, self._longest(identity))) as found:
                 async for contexts in found:  # all of them together may be gigabytes
                     rest += await self._evict_all(agent, [Context(*one, identity) for one in contexts], own=own)
         return rest
@@ -220,16 +300,25 @@ class AgentKv:
         rest: list[Context] = []
         for one, keep in zip(contexts, await self._shared(agent, contexts, own=own), strict=True):
             try:
-                await self._service(one.identity).evict(one.ids, agent.salt, keep=keep, disk=True)
+                if self._services.of(one.identity) is None:
+                    await self._erase_away(one, agent.salt, keep)
+                else:
+                    await self._service(one.identity).evict(one.ids, agent.salt, keep=keep, disk=True)
             except Unavailable:  # the ids themselves: soon the log has them no more
                 rest.append(one._replace(ids=array("I", one.ids)))
         return rest
 
+    async def _erase_away(self, one: Context, salt: bytes, keep: int) -> None:
+        """Erase what a model that is not loaded has stored of a context: any that is, and shares its folder, can."""
+        for service in self._services:
+            await service.erase_of_model(one.identity, one.ids, salt, keep=keep)
+        if one.identity in self._services.away() and not self._stores_on_disk():
+            raise Unavailable("the model that made this context is not loaded", retry_after=RETRY_SECONDS)
+
     async def _evict_rest(self, agent: Agent, rest: list[Context]) -> None:
         """Try it again with those. Unavailable where one does not go; the others do."""
-        await self._service(rest[0].identity).where(
-            (), agent.salt
-        )  # what is shared is much to find out where there is no worker
+        for service in self._services:  # what is shared is much to find out where there is no worker
+            await service.where((), agent.salt)
         rest[:] = await self._evict_all(agent, rest)
         if rest:
             raise Unavailable(f"{len(rest)} contexts of agent {agent.id} do not go")
@@ -244,16 +333,6 @@ class AgentKv:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _unpin(self, agent: Agent, contexts: Sequence[RequestContext] = ()) -> None:
-        """Unavailable where a model that may have pins of the agent, or of these contexts of it, is not loaded."""
-        for service in self._services:
-            for owner in owners(agent):
-                await service.unpin(owner)
-        turns = (*agent.turns(), *agent.head.path())
-        theirs = {*(turn.identity for turn in turns if turn.number), *(one.identity for one in contexts)}
-        if theirs and theirs & self._services.away():
-            raise Unavailable("a model that has pins of the agent is not loaded", retry_after=RETRY_SECONDS)
 
     async def _shared(self, agent: Agent, contexts: Sequence[Context], *, own: bool = False) -> list[int]:
         """How many leading tokens of each other agents of the tenant have too, in whole chunks.
@@ -285,12 +364,10 @@ class AgentKv:
     async def _digests_at_head(self, agent: Agent) -> bytes:
         """The digests of the context at the agent's head."""
         head = agent.head
-        if not self._services.known(head.identity):
-            return b""
         if (known := self._head_digests.get(agent)) is not None:
             return known
         try:
-            found = prefix_digests(await self.ids(head))
+            found = prefix_digests(await self._known_ids(head))
         except Unavailable:  # it was deleted meanwhile, or damaged: what it shares is made anew
             return b""
         if head.state == "finished" and agent.head is head and agent in self._registry:
@@ -312,7 +389,19 @@ class AgentKv:
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, MOST_RETRY_SECONDS)
 
-        task = asyncio.create_task(run())
+        return self._begin(run())
+
+    def _attempt(self, work: Callable[[], Awaitable[object]]) -> None:
+        """Do this if the worker can now; nothing depends on it."""
+
+        async def run() -> None:
+            with contextlib.suppress(Unavailable):
+                await work()
+
+        self._begin(run())
+
+    def _begin(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -6,8 +6,8 @@
     last         SAVINGS
 
 `lsn` counts the records from 1, so a file that lost its end, or anything else, is seen as such. Sampling parameters
-are not part of it: a turn that was interrupted stays so, and cannot be resumed elsewhere. KV is not part of it either;
-it is computed again from the tokens, or under another model from the text.
+are not part of it: a turn that was interrupted stays so, and cannot be resumed elsewhere. KV is not part of it either
+(`export_kv` puts it before it); it is computed again from the tokens, or under another model from the text.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from cairn.service.services import Services
 from cairn.service.stream import Stream
 from cairn.text.chat import Prompt
 from cairn.text.grammar import ANYTHING, Wanted
-from cairn.types import Done, Event, Request
+from cairn.types import Done, Event, FinishReason, Request
 
 Gate = Callable[[], Awaitable[None]]
 """What is waited for between a prompt and its answer, so that several begin in one step."""
@@ -333,8 +333,10 @@ class Turns:
     def ended(self, agent: Agent, done: Done | None, end: EndRecord) -> Sequence[Record]:
         """A turn is over: count it. What is to be written with its end."""
         agent.used = end.ended
-        if agent.record.pinned and end.state == "finished":
-            self._agents.kv.pin_later(agent)
+        if end.state == "finished":
+            self._agents.kv.turn_ended(agent, in_call=end.reason == FinishReason.TOOL_CALLS.value)
+            if agent.record.pinned:
+                self._agents.kv.pin_later(agent)
         return self._agents.pending.count(agent, done) if done is not None else ()
 
 

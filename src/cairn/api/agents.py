@@ -18,11 +18,12 @@ import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
 from cairn.agents.agents import Agents
+from cairn.agents.export_kv import kv_bytes
 from cairn.agents.info import AgentInfo
 from cairn.agents.portable import MEDIA_TYPE
 from cairn.api.agent_attribution import AgentAttribution
@@ -52,6 +53,7 @@ from cairn.api.turns import TurnRoutes
 from cairn.config import Config
 from cairn.errors import Damaged, InvalidRequest, Overloaded, Unavailable, UnsupportedMedia
 from cairn.service.service import Service
+from cairn.stats import TakenIn
 from cairn.text.grammar import ToolChoice, Wanted
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
@@ -211,11 +213,15 @@ class AgentRoutes:
         await call.json(agent_object(await agents.rollback(call.tenant, id, turn=body.turn), service))
 
     async def export(self, call: Call, service: Service) -> None:
-        """GET /v1/agents/{id}/export: one portable file."""
-        id = id_of(call)
+        """GET /v1/agents/{id}/export?kv=: one portable file, with `kv=true` the KV of its context in front of it."""
+        id, most = id_of(call), 0
+        for name, value in query(call):
+            if name != "kv" or value not in ("true", "false"):
+                raise InvalidRequest("the only parameter of this route is kv: true or false", field=shown(name))
+            most = (self._config.max_import_mib << 20) * 15 // 16 if value == "true" else 0  # the rest is the agent's
         headers = [(b"content-type", MEDIA_TYPE.encode())]
         headers.append((b"content-disposition", f'attachment; filename="{id}.cairn"'.encode()))
-        async with contextlib.aclosing(self._open().export(call.tenant, id)) as pieces:
+        async with contextlib.aclosing(self._open().export(call.tenant, id, kv_bytes=most)) as pieces:
             first = await anext(pieces)  # before anything is promised: the log may be damaged
             await call.start(200, headers)
             if call.scope["method"] != "HEAD":
@@ -225,12 +231,19 @@ class AgentRoutes:
         await call.write(b"", more=False)
 
     async def import_agent(self, call: Call, service: Service) -> None:
-        """POST /v1/agents/import?id=: an exported file as application/octet-stream."""
-        agents, id = self._open(), None
+        """POST /v1/agents/import?id=&kv=: an exported file as application/octet-stream.
+
+        Its KV is taken with `kv=true` alone: who takes it trusts whoever wrote it, as no check tells what a model would
+        have computed.
+        """
+        agents, id, wanted = self._open(), None, False
         for name, value in query(call):
-            if name != "id" or not value:
-                raise InvalidRequest("the only parameter of this route is id", field=shown(name))
-            id = value
+            if name == "kv" and value in ("true", "false"):
+                wanted = value == "true"
+            elif name == "id" and value:
+                id = value
+            else:
+                raise InvalidRequest("the parameters of this route are id, and kv: true or false", field=shown(name))
         kind = (call.header(b"content-type") or b"").partition(b";")[0].strip().lower()
         if kind not in (b"application/octet-stream", MEDIA_TYPE.encode()):
             raise UnsupportedMedia("the content-type must be application/octet-stream", field="Content-Type")
@@ -240,13 +253,29 @@ class AgentRoutes:
         try:
             with await spool(call.pieces(), self._folder) as file:
                 async with self._reading:  # a file takes several times its size while it is read
+                    size = await asyncio.to_thread(kv_bytes, file)
+                    file.seek(size)
                     data = await asyncio.to_thread(file.read)
                     info = await agents.import_agent(
                         call.tenant, data, id, lambda read: check_portable(read, self._config), service
                     )
+                    del data
+                answer = agent_object(info, service)
+                if wanted or size:
+                    answer["kv"] = await self._take_in(agents, call.tenant, info.id, file, size if wanted else 0)
         finally:
             self._importing[call.tenant] -= 1
-        await call.json(agent_object(info, service), 201)
+        await call.json(answer, 201)
+
+    async def _take_in(self, agents: Agents, tenant: str, id: str, file: BinaryIO, size: int) -> dict[str, Any]:
+        """What is told of the KV in an imported file. The agent is there whatever comes of it."""
+        if not size:
+            return {"chunks": 0, "bytes": 0, "why": "no KV was taken: the file has none, or kv=true was not said"}
+        try:
+            taken, why = await agents.take_in(tenant, id, file, size, self._folder)
+        except Unavailable as error:
+            taken, why = TakenIn(), str(error)
+        return {"chunks": taken.chunks, "bytes": taken.bytes, "why": why}
 
     # -------------------------------------------------------------------------------------------------------- within
 

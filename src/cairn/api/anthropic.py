@@ -51,15 +51,17 @@ class Anthropic:
             self._config,
             self._attribution,
             chat,
-            lambda choices: MessageAnswer(call, service, choices, body, self._diagnose(call, body, choices)),
+            lambda choices: MessageAnswer(call, service, choices, body, self._diagnose(call, service, body, choices)),
             NAMES,
             allow_empty=body.max_tokens == 0,
         )
         await self._exchanges.run(call, exchange, stream=bool(body.stream))
 
-    def _diagnose(self, call: Call, body: MessagesBody, choices: Sequence[Choice]) -> dict[str, Any] | None:
+    def _diagnose(
+        self, call: Call, service: Service, body: MessagesBody, choices: Sequence[Choice]
+    ) -> dict[str, Any] | None:
         """What became of the prefix of an earlier message, where that is asked."""
-        prompt, parts = choices[0].request.prompt, body.parts
+        prompt, parts = choices[0].request.prompt, {"model": service.name} | body.parts
         self._recent.note(call.tenant, "msg_" + call.id, parts, prompt)
         previous = (body.diagnostics or {}).get("previous_message_id")
         if not isinstance(previous, str):

@@ -9,7 +9,7 @@ Routes (POST bodies are JSON):
     POST /api/embed             POST /api/embeddings         ollama_embeddings.py
     /api/tags, show, ps, version, pull, delete, copy         ollama_models.py
     GET  /v1/models             GET  /v1/models/{id}         admin.py
-    /v1/admin and below, POST /v1/models/load, unload        model_admin.py
+    /v1/admin and below, POST /v1/models/load, unload        model_admin.py; where admin_port says so only there
     POST /v1/embeddings|rerank|score    POST /embed          embeddings.py; the first three also without /v1
     POST /tokenize              POST /detokenize             tokens.py
     POST /completion, /infill, /apply-template, GET /slots, /lora-adapters   llama.py; and a chat's input_tokens
@@ -45,7 +45,7 @@ from cairn.api.admin import Admin, Props, StoredRoutes
 from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.agents import AgentRoutes
 from cairn.api.anthropic import Anthropic
-from cairn.api.auth import Access, has_tenants, preflight
+from cairn.api.auth import Access, has_tenants, is_admin, preflight, salts
 from cairn.api.body_budget import BodyBudget
 from cairn.api.call_table import CallTable
 from cairn.api.changes import ChangeFeeds, SavingsRoutes
@@ -64,6 +64,7 @@ from cairn.api.openai import OpenAI
 from cairn.api.page import Page
 from cairn.api.quotas import Quotas
 from cairn.api.rate_limits import RateLimits
+from cairn.api.reload import Reload
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
 from cairn.api.request_deadline import deadline_of
 from cairn.api.responses import Responses
@@ -90,6 +91,8 @@ access = logging.getLogger("cairn.access")
 Endpoint = Callable[[Call, Service], Awaitable[None]]
 PROBES = ("/health", "/metrics")
 """Routes, with all below them, that machines ask every few seconds: what they ask is logged only for debugging."""
+ADMIN_SIDE = "cairn.admin"
+"""Marks the scope of a call that came by the listener for admin routes."""
 LEFT = 499
 """The status in the log of a request whose client left before it was answered."""
 STARTING_RETRY = 2.0
@@ -104,6 +107,7 @@ class App:
         self.config = config
         self.draining = False
         self._rng = rng or SystemRng()
+        self.options = Reload(config)
         self._access, self._clock = Access(config), SystemClock()
         self.tracing = Tracing.of(config, self._clock)
         total = config.max_bodies_mib << 20
@@ -121,7 +125,7 @@ class App:
         tokens = Tokens(config)
         self._rates = RateLimits(config, self._clock)
         self._quotas = Quotas(self._clock, limits_of(config), self._kept_by)
-        self._model_admin, self._stored = ModelAdmin(config), StoredRoutes(config)
+        self._model_admin, self._stored = ModelAdmin(self.options), StoredRoutes(config)
         self._health = health.routes() | Page(config, self.described).routes()
         self._agent_routes = AgentRoutes(config, exchanges, self.attribution, agents_folder(config, os.environ))
         self._team_routes = TeamRoutes(config, logs, self.attribution)
@@ -154,8 +158,20 @@ class App:
             **self._stored.routes(),
             **self._model_admin.routes(),
         }
+        self.options.watch(self._configure)
         if models is not None:
             self.open(models)
+
+    def _configure(self, config: Config) -> None:
+        """These options hold from now on, as far as they can change."""
+        self.config = config
+        self._access.configure(config)
+        total = config.max_bodies_mib << 20
+        self.bodies.share = total // 2 if has_tenants(config) else total
+        self._rates.configure(config)
+        self._quotas.limits = limits_of(config)
+        if (agents := self.attribution.agents) is not None:
+            agents.bound(limits_of(config), salts(config))
 
     def open(self, models: Models) -> None:
         """From now on requests are served, by these."""
@@ -213,7 +229,7 @@ class App:
         self._access.check_host(call)
         call.path = canonical(call.path)
         answering = self._health.get(call.path)
-        if answering is None and self._methods(call.path) is None:
+        if answering is None and (self._methods(call.path) is None or not self._is_here(call)):
             host = (call.header(b"host") or b"").decode("latin-1")
             raise no_route(call.path, host, self._served)
         self._access.check(call)
@@ -231,6 +247,12 @@ class App:
             await self._quotas.check(call)
             async with self._router.chosen(call) as service:
                 await endpoint(call, service)
+
+    def _is_here(self, call: Call) -> bool:
+        """Whether a route answers on the listener that a call came by: admin routes have one of their own, if any."""
+        if self.config.admin_port is None:
+            return True
+        return is_admin(call.path) == (ADMIN_SIDE in call.scope)
 
     async def _kept_by(self, tenant: str) -> int:
         """Bytes on the disk that are a tenant's."""
@@ -285,6 +307,17 @@ class App:
             headers.append((b"allow", str(error.field).encode()))
             error.field = None
         await call.fail(error, headers, body_of(call.path, error, call.id))
+
+
+class AdminSide:
+    """The same application on the listener for admin routes."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI 3."""
+        await self._app({**scope, ADMIN_SIDE: True}, receive, send)
 
 
 def build_app(service: Service | None, config: Config) -> App:

@@ -47,12 +47,18 @@ DEFAULT = Tenant("default", b"")
 
 
 class Access:
-    """The rules of one server, made from its options once."""
+    """The rules of one server, made from its options."""
 
     def __init__(self, config: Config) -> None:
+        self.configure(config)
+
+    def configure(self, config: Config) -> None:
+        """These rules hold from now on."""
         self._tenants = [(_digest(key), tenant) for key, tenant in _tenants(config)]
         self._admin = _digest(_bytes(config.admin_key)) if config.admin_key else None
         self._hosts = {"localhost", "127.0.0.1", "::1", _bare(config.host)}
+        if config.admin_port is not None:
+            self._hosts.add(_bare(config.admin_host))
         self._hosts |= {_bare(_without_port(host)) for host in config.allowed_hosts}
         self._any_host = "*" in config.allowed_hosts
         self._origins = Origins(config)
@@ -62,7 +68,7 @@ class Access:
         call.share = _client(call)
         if call.path in OPEN or call.path.startswith(OPEN_FILES):
             return
-        if any(call.path == route or call.path.startswith(f"{route}/") for route in ADMIN):
+        if is_admin(call.path):
             self._check_admin(call)
             return
         if not self._tenants:
@@ -149,6 +155,10 @@ def preflight(call: Call) -> Headers:
 
 def check_exposure(config: Config) -> None:
     """Raise ConfigError if the server would listen beyond this machine without any key."""
+    if config.admin_port is not None and config.admin_key is None and not is_local(config.admin_host):
+        raise ConfigError(
+            f"admin_host {config.admin_host} can be reached from other machines: set --admin-key", field="admin_host"
+        )
     if has_keys(config) or config.unsafe_no_auth or is_local(config.host):
         return
     raise ConfigError(
@@ -161,6 +171,11 @@ def check_exposure(config: Config) -> None:
 def salts(config: Config) -> dict[str, bytes]:
     """The salts of all tenants that may call, by name."""
     return {tenant.name: tenant.salt for tenant in (DEFAULT, *(tenant for _, tenant in _tenants(config)))}
+
+
+def is_admin(path: str) -> bool:
+    """Whether a route is for the server's owner."""
+    return any(path == route or path.startswith(f"{route}/") for route in ADMIN)
 
 
 def has_keys(config: Config) -> bool:

@@ -26,7 +26,7 @@ class BodyBudget:
     """The bytes in hand. `total` bounds all of them, `share` those of one tenant."""
 
     def __init__(self, total: int, share: int) -> None:
-        self._total, self._share = total, share
+        self._total, self.share = total, share
         self._held: Counter[str] = Counter()
 
     @property
@@ -36,10 +36,10 @@ class BodyBudget:
 
     def take(self, tenant: str, size: int) -> None:
         """Count `size` bytes more. Raises Overloaded beyond the tenant's share, Unavailable beyond the total."""
-        if self._held[tenant] + size > self._share:
+        if self._held[tenant] + size > self.share:
             raise Overloaded(
                 f"your requests hold {self._held[tenant]} bytes of bodies at once; the limit for one tenant is "
-                f"{self._share} (max_bodies_mib)",
+                f"{self.share} (max_bodies_mib)",
                 retry_after=RETRY,
             )
         if self.held + size > self._total:

@@ -37,6 +37,10 @@ Batches = AsyncGenerator[Sequence[tuple[int, Event]], None]
 """(choice, event) as they come: first an empty batch, once the requests were let in."""
 Source = Callable[[float | None], Batches]
 """What generates. With a number an empty batch says that nothing came for so many seconds."""
+UNREAD = (
+    "the answer has something that begins as a call of a tool does and cannot be read as one, so it stands in the "
+    "content as it was written"
+)
 
 
 class Adapter(Protocol):
@@ -170,6 +174,8 @@ class Exchange:
     """It goes on when its connection closes, for the time of grace, whether anybody asked for that or not."""
     unattended: bool = False
     """It goes on to its end, read or not."""
+    warn: Callable[[str], None] = lambda sentence: None
+    """Tells the sender something beside the answer."""
 
     async def chunks(
         self, heartbeat: float | None = None, *, stream: bool, log: bool = False
@@ -207,6 +213,8 @@ class Exchange:
             choice = self.choices[index]
             if isinstance(event, Done):
                 reason = choice.end(event)
+                if event.unread_call:
+                    self.warn(UNREAD)
                 if say:
                     data += self.adapter.finish(index, event, reason)
                 self.keep(choice)
@@ -254,6 +262,7 @@ class Exchanges:
 
     async def run(self, call: Call, exchange: Exchange, *, stream: bool) -> None:
         """Answer a call, as a stream of events or in one piece."""
+        exchange.warn = call.warn
         logged = exchange.outlives or is_resumable(call, stream)
         if logged and exchange.media is not EVENT_STREAM:
             raise InvalidRequest(

@@ -9,7 +9,8 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Coroutine, Mapping, Sequence
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import uvloop
@@ -18,12 +19,12 @@ from rich.markup import escape
 from rich.text import Text
 
 from cairn.agents.agents import Agents
-from cairn.api.app import App, build_app
+from cairn.api.app import AdminSide, App, build_app
 from cairn.api.auth import has_keys, is_local, salts
 from cairn.api.folders import agents_folder
 from cairn.api.listener import Listener
 from cairn.config import Config
-from cairn.errors import ConfigError
+from cairn.errors import ConfigError, InvalidRequest
 from cairn.seams import Network
 from cairn.service.launch import ENDING, KILL_SECONDS, First
 from cairn.service.models import Models
@@ -48,18 +49,41 @@ AGENTS_SECONDS = 10.0
 """Between two attempts to open the usual folder of agents."""
 
 
-def run(config: Config, sock: socket.socket, every: list[ServedModel], first: First) -> None:
-    """Serve on a bound socket, with the first model's worker on its way, until a signal ends it."""
+def run(
+    config: Config,
+    sock: socket.socket,
+    every: list[ServedModel],
+    first: First,
+    admin: socket.socket | None = None,
+    again: Callable[[], Config] | None = None,
+) -> None:
+    """Serve on a bound socket, with the first model's worker on its way, until a signal ends it.
+
+    `admin`: the socket of a listener for admin routes. `again` reads the options once more."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, sock, every, first))
+        runner.run(_serve(config, sock, every, first, admin, again))
 
 
-async def _serve(config: Config, sock: socket.socket, every: list[ServedModel], first: First) -> None:
+async def _serve(
+    config: Config,
+    sock: socket.socket,
+    every: list[ServedModel],
+    first: First,
+    admin: socket.socket | None = None,
+    again: Callable[[], Config] | None = None,
+) -> None:
     models = Models(config, every, weights=weights_of(config))
-    stop = Signals()
     app = build_app(None, config)
+    app.options.again = again
+    stop = Signals(lambda: _reload(app))
     listener = Listener(app, config)
     await listener.start(sock)
+    app.options.watch(listener.renew)
+    beside = None
+    if admin is not None:
+        beside = Listener(AdminSide(app), config)
+        await beside.start(admin)
+        app.options.watch(beside.renew)
     url = address(config.host, sock, tls=config.tls_cert is not None)
     _say(config, f"Cairn listens on [bold]{url}[/bold] and loads {escape(models.first.reference)} ...")
     opening: asyncio.Task[None] | None = None
@@ -82,6 +106,8 @@ async def _serve(config: Config, sock: socket.socket, every: list[ServedModel], 
         await _drain(app, models, config, stop)
     finally:
         await listener.close(HASTY_FLUSH_SECONDS if stop.second.is_set() else FLUSH_SECONDS)
+        if beside is not None:
+            await beside.close(0)
         if opening is not None:
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
@@ -130,22 +156,35 @@ async def _drain(app: App, models: Models, config: Config, stop: Signals) -> Non
     running = models.requests
     if running:
         _say(
-            config, f"Finishing {running} requests, at most {config.shutdown_grace:g} s; a second signal ends them now."
+            config,
+            f"Finishing {running} requests, at most {app.config.shutdown_grace:g} s; a second signal ends them now.",
         )
-    await _until(models.drain(config.shutdown_grace), stop.second)
+    await _until(models.drain(app.config.shutdown_grace), stop.second)
     if stop.second.is_set():
         await models.drain(0)  # streams end with an error event, also now
 
 
-class Signals:
-    """SIGTERM and SIGINT: the first and the second."""
+def _reload(app: App) -> None:
+    """What SIGHUP asks for."""
+    try:
+        app.options(app.models)
+    except InvalidRequest as error:
+        log.error("%s", error)
 
-    def __init__(self) -> None:
+
+class Signals:
+    """SIGTERM and SIGINT: the first and the second. SIGHUP calls `hang_up`, unless it would come from a terminal that
+    closes: then it ends the server, as it ends any program."""
+
+    def __init__(self, hang_up: Callable[[], None] = lambda: None) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         for number in ENDING:
             self._loop.add_signal_handler(number, self._seen)
+        self._hangs_up = not sys.stderr.isatty()
+        if self._hangs_up:
+            self._loop.add_signal_handler(signal.SIGHUP, hang_up)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)  # also one that came while the server was imported
 
     def _seen(self) -> None:
@@ -153,7 +192,7 @@ class Signals:
 
     def close(self) -> None:
         """Give the signals back."""
-        for number in ENDING:
+        for number in (*ENDING, *((signal.SIGHUP,) if self._hangs_up else ())):
             self._loop.remove_signal_handler(number)
 
 

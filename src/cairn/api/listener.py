@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from email.utils import formatdate
 from typing import Any
 
@@ -11,7 +12,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from cairn.api.guard import Guard
-from cairn.api.tls import tls_context
+from cairn.api.tls import load_certificate, tls_context
 from cairn.config import Config
 from cairn.seams import Rng
 from cairn.system import SystemRng
@@ -40,18 +41,24 @@ class Listener:
         self._tick = min(1.0, shortest / 4)
         self._timer: asyncio.TimerHandle | None = None
         self._server: asyncio.Server | None = None
+        self._tls: ssl.SSLContext | None = None
 
     async def start(self, sock: socket.socket) -> None:
         """Begin to accept."""
         # Connections inherit it: what the kernel keeps for a client that does not read is bounded too.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.config.stream_buffer_kib << 10)
-        tls = tls_context(self.config)
+        tls = self._tls = tls_context(self.config)
         # A client that does not finish its handshake has as long as for its headers.
         patience = None if tls is None else self.config.header_timeout
         self._server = await self.loop.create_server(
             lambda: Guard(self), sock=sock, backlog=4096, ssl=tls, ssl_handshake_timeout=patience
         )
         self._sweep()
+
+    def renew(self, config: Config) -> None:
+        """Later connections get the certificate that its files hold now."""
+        if self._tls is not None:
+            load_certificate(self._tls, config)
 
     def _sweep(self) -> None:
         self.state.default_headers = [(b"date", formatdate(usegmt=True).encode())]

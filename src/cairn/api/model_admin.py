@@ -4,6 +4,7 @@ GET  /v1/admin/models                            all models, what they take and 
 POST /v1/admin/models/load    {"model"}          answered when it is loaded; also /v1/models/load (llama-server)
 POST /v1/admin/models/unload  {"model", "grace"}     also /v1/models/unload
 POST /v1/admin/models/swap    {"model", "to", "grace"}
+POST /v1/admin/reload                            options that can change, read again
 POST /v1/admin/drain          {"grace"}          no new requests from now on; the process stays, and is not ready
 """
 
@@ -14,9 +15,11 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from cairn.api.agent_schemas import NoBody
 from cairn.api.auth import has_keys, is_local
 from cairn.api.json_body import read_json, read_nothing
 from cairn.api.parse import parse
+from cairn.api.reload import Reload
 from cairn.api.reply import Call
 from cairn.api.schemas import Body, Number
 from cairn.config import Config
@@ -60,11 +63,16 @@ class DrainBody(Body):
 class ModelAdmin:
     """The routes."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, options: Reload) -> None:
+        self._options = options
         self._tasks: set[asyncio.Task[None]] = set()
         self.registry: Models
         """Set before the first call."""
+
+    @property
+    def _config(self) -> Config:
+        """As the options are now."""
+        return self._options.config
 
     def routes(self) -> dict[str, dict[str, Endpoint]]:
         """Every route, by path and method."""
@@ -74,6 +82,7 @@ class ModelAdmin:
             "/v1/admin/models/unload": {"POST": self.unload},
             "/v1/admin/models/swap": {"POST": self.swap},
             "/v1/admin/drain": {"POST": self.drain},
+            "/v1/admin/reload": {"POST": self.reload},
             "/v1/models/load": {"POST": self.load},
             "/v1/models/unload": {"POST": self.unload},
         }
@@ -125,6 +134,14 @@ class ModelAdmin:
         task.add_done_callback(self._tasks.discard)
         await call.json({"object": "drain", "draining": True, "requests": requests})
 
+    async def reload(self, call: Call, service: Service) -> None:
+        """POST /v1/admin/reload: the options are read again; which hold now, and which it takes a restart for."""
+        self._check_owner()
+        parse(NoBody, await read_nothing(call, self._config), self._config)
+        found = self._options(self.registry)
+        unchanged = [{"option": name, "why": why} for name, why in found.unchanged.items()]
+        await call.json({"object": "reload", "changed": found.changed, "unchanged": unchanged})
+
     async def _done(self, call: Call, model: ServedModel) -> None:
         await call.json(self._shown(model) | {"success": True})
 
@@ -147,7 +164,9 @@ class ModelAdmin:
 
     def _check_owner(self) -> None:
         """Forbidden where anybody from elsewhere could do it."""
-        if not has_keys(self._config) and not is_local(self._config.host) and self._config.admin_key is None:
+        config = self._config
+        host = config.host if config.admin_port is None else config.admin_host
+        if not has_keys(config) and not is_local(host) and config.admin_key is None:
             raise Forbidden("models are changed over HTTP only with the admin key, or on this machine alone")
 
     def _shown(self, model: ServedModel) -> dict[str, Any]:

@@ -23,7 +23,8 @@ NAMES = {
     "response_format.json_schema.schema": "format",
     "reasoning_effort": "think",
     **{name: f"options.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},
-    **{name: f"options.{name}" for name in ("presence_penalty", "frequency_penalty")},
+    **{name: f"options.{name}" for name in ("presence_penalty", "frequency_penalty", "typical_p")},
+    **{name: f"options.{name}" for name in ("mirostat", "mirostat_tau", "mirostat_eta")},
 }
 """What this dialect calls the fields of a chat."""
 TEXT_NAMES = NAMES | {"prompt": "prompt", "messages": "prompt"}
@@ -48,6 +49,10 @@ class Options(Body):
     repeat_penalty: Number = None
     presence_penalty: Number = None
     frequency_penalty: Number = None
+    typical_p: Number = None
+    mirostat: Count = None
+    mirostat_tau: Number = None
+    mirostat_eta: Number = None
 
     def sampling(self) -> dict[str, Any]:
         """By the names of a `ChatBody`."""
@@ -63,6 +68,10 @@ class Options(Body):
             "repetition_penalty": self.repeat_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
+            "typical_p": self.typical_p,
+            "mirostat": self.mirostat,
+            "mirostat_tau": self.mirostat_tau,
+            "mirostat_eta": self.mirostat_eta,
         }
 
 

@@ -29,6 +29,7 @@ from cairn.api.ollama_schemas import (
     OllamaEmbeddingsBody,
     OllamaGenerateBody,
 )
+from cairn.api.openapi_answers import ERRORS, REF, responses
 from cairn.api.responses_schemas import ResponseBody
 from cairn.api.schemas import (
     Body,
@@ -60,7 +61,6 @@ from cairn.api.vector_store_schemas import (
 )
 from cairn.api.workflow_schemas import RunResumeBody, WorkflowBody, WorkflowRunBody
 
-REF = "#/components/schemas/{model}"
 FILE = "application/octet-stream"
 FORMS: Mapping[str, Mapping[str, Any]] = {
     "/v1/files": {
@@ -160,6 +160,7 @@ ROUTES: Mapping[str, type[Body] | None] = {
     "/v1/admin/models/unload": UnloadBody,
     "/v1/admin/models/swap": SwapBody,
     "/v1/admin/drain": DrainBody,
+    "/v1/admin/reload": NoBody,
     "/v1/models/load": LoadBody,
     "/v1/models/unload": UnloadBody,
     "/v1/cache": None,
@@ -201,7 +202,8 @@ ROUTES: Mapping[str, type[Body] | None] = {
 """Every route that is no file, and the body of what is sent to it."""
 QUERIES: Mapping[str, tuple[str, ...]] = {
     "/v1/agents": ("limit", "after"),
-    "/v1/agents/import": ("id",),
+    "/v1/agents/import": ("id", "kv"),
+    "/v1/agents/{id}/export": ("kv",),
     "/v1/agents/{id}/turns": ("limit", "after"),
     "/v1/requests/{id}/events": ("after",),
     "/v1/collections": ("limit", "after"),
@@ -334,7 +336,6 @@ SUMMARIES: Mapping[str, str] = {
     "GET /version": "The version of this server.",
 }
 """What a method does in a few words, where its endpoint's docstring says something else, which is then told as well."""
-STREAMS = frozenset({"/v1/events", "/v1/requests/{id}/events"})
 
 
 def document(described: Callable[[str], Mapping[str, str]]) -> bytes:
@@ -351,13 +352,14 @@ def document(described: Callable[[str], Mapping[str, str]]) -> bytes:
         "info": {
             "title": "Cairn",
             "version": __version__,
-            "description": "An LLM server for agents. Errors are OpenAI's: {error: {message, type, param, code}}.",
+            "description": "An LLM server for agents. Errors are OpenAI's: {error: {message, type, param, code}}; "
+            "Anthropic's and Ollama's routes have their own.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "tags": [{"name": name} for name in dict.fromkeys(_tag(path) for path in paths)],
         "paths": paths,
         "components": {
-            "schemas": schemas["$defs"] | {"Error": _ERROR},
+            "schemas": schemas["$defs"] | dict(ERRORS),
             "securitySchemes": {
                 "key": {"type": "http", "scheme": "bearer", "description": "An API key, on a server with keys."},
                 "admin": {"type": "http", "scheme": "bearer", "description": "The admin key, on a server with keys."},
@@ -365,24 +367,6 @@ def document(described: Callable[[str], Mapping[str, str]]) -> bytes:
         },
     }
     return msgspec.json.encode(found)
-
-
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
 
 
 def _sample(path: str) -> str:
@@ -403,7 +387,7 @@ def _operation(path: str, method: str, text: str, kind: type[Body] | None) -> di
         "tags": [_tag(path)],
         "summary": summary,
         "security": _security(path),
-        "responses": _responses(path),
+        "responses": responses(method, path),
     }
     if said not in ("", summary):
         found["description"] = said
@@ -426,14 +410,6 @@ def _operation(path: str, method: str, text: str, kind: type[Body] | None) -> di
         content = found.setdefault("requestBody", {"required": True, "content": {}})["content"]
         content["multipart/form-data"] = {"schema": FORMS[path]}
     return found
-
-
-def _responses(path: str) -> dict[str, Any]:
-    good: dict[str, Any] = {"description": "The answer."}
-    if path in STREAMS:
-        good["content"] = {"text/event-stream": {}}
-    error = {"schema": {"$ref": REF.format(model="Error")}}
-    return {"200": good, "default": {"description": "An error.", "content": {"application/json": error}}}
 
 
 def _security(path: str) -> list[dict[str, list[str]]]:

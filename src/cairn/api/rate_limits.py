@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Iterator
 
-from cairn.api.auth import ADMIN
+from cairn.api.auth import is_admin
 from cairn.api.reply import Call
 from cairn.config import LIMITS, Config, TenantLimits, limits_of
 from cairn.errors import RateLimited
@@ -156,7 +156,7 @@ def _counts(call: Call) -> bool:
     what ends a request."""
     if call.scope["method"] != "POST" or call.path.endswith("/cancel"):
         return False
-    return not any(call.path == route or call.path.startswith(f"{route}/") for route in ADMIN)
+    return not is_admin(call.path)
 
 
 def _check(tenant: _Tenant, now: float) -> None:

@@ -146,7 +146,7 @@ class Responses:
             exchange = turn_exchange(running, choices, answer.of(choices), keep)
             exchange.names, exchange.unattended = NAMES, bool(body.background)
         exchange.numbered = True
-        prompt, parts = exchange.choices[0].request.prompt, body.parts
+        prompt, parts = exchange.choices[0].request.prompt, {"model_changed": service.name} | body.parts
         self._recent.note(call.tenant, str(head["id"]), parts, prompt)
         if body.compares is not None:
             answer.compare(self._recent.compare(call.tenant, body.compares, parts, prompt))

@@ -14,6 +14,7 @@ from cairn.api.reply import Call
 from cairn.api.responses_items import Called, messages_of
 from cairn.api.schemas import Body, Count, Number, Several
 from cairn.errors import InvalidRequest
+from cairn.text.lark_pattern import NotRegular, pattern_of
 
 NAMES = {
     "prompt": "input",
@@ -129,14 +130,12 @@ class Tools:
         parameters, strict = tool.get("parameters"), tool.get("strict") is True
         if custom:
             text = {"type": "string", "description": "the whole input, as it is"}
-            syntax, grammar = _grammar(tool.get("format"), f"{where}.format")
-            strict = syntax == "regex"
+            grammar, pattern, why = _grammar(tool.get("format"), f"{where}.format")
+            strict = bool(pattern)
             if strict:
-                text["pattern"] = f"^(?:{grammar})$"
+                text["pattern"] = f"^(?:{pattern})$"
             elif grammar:
-                call.warn(
-                    f"{where}: the model is told of this grammar and not held to it; to one of syntax regex it is"
-                )
+                call.warn(f"{where}: the model is told of this grammar and not held to it: it {why}")
             description = "\n".join(filter(None, [description, grammar and f"Its input has this grammar:\n{grammar}"]))
             parameters = {"type": "object", "properties": {"input": text}, "required": ["input"]}
         if parameters is not None and not isinstance(parameters, dict):
@@ -204,10 +203,10 @@ def instructed(instructions: str | None) -> list[dict[str, Any]]:
     return [{"role": "system", "content": instructions}] if instructions else []
 
 
-def _grammar(form: Any, where: str) -> tuple[str, str]:
-    """The syntax and the text of the grammar of a tool's input; empty where any text will do."""
+def _grammar(form: Any, where: str) -> tuple[str, str, str]:
+    """The grammar of a tool's input, the pattern of it, and why there is none; empty where any text will do."""
     if form is None or (isinstance(form, dict) and form.get("type") == "text"):
-        return "", ""
+        return "", "", ""
     if not isinstance(form, dict) or form.get("type") != "grammar":
         raise InvalidRequest(f"{where}.type must be text or grammar", field=f"{where}.type")
     syntax, definition = form.get("syntax"), form.get("definition")
@@ -215,7 +214,12 @@ def _grammar(form: Any, where: str) -> tuple[str, str]:
         raise InvalidRequest(f"{where}.syntax must be lark or regex", field=f"{where}.syntax")
     if not isinstance(definition, str) or not definition:
         raise InvalidRequest(f"{where}.definition must be a text", field=f"{where}.definition")
-    return syntax, definition
+    if syntax == "regex":
+        return definition, definition, ""
+    try:
+        return definition, pattern_of(definition), ""
+    except NotRegular as error:
+        return definition, "", str(error)
 
 
 def _format(given: Any) -> Any:

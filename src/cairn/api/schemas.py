@@ -220,6 +220,9 @@ class Generation(Body):
     dry_sequence_breakers: Several[str] | None = None
     dynatemp_range: Number = None
     dynatemp_exponent: Number = None
+    mirostat: Count = None
+    mirostat_tau: Number = None
+    mirostat_eta: Number = None
     allowed_token_ids: Several[int] | None = None
     bad_words: Several[str] | None = None
     seed: Count = None

@@ -13,6 +13,7 @@ import resource
 import signal
 import socket
 import time
+from collections.abc import Callable, Iterator
 
 from cairn.api.auth import check_exposure
 from cairn.api.folders import check_folders, usual_held
@@ -33,11 +34,12 @@ FOLDER_SECONDS = 10.0
 """How long a server that is on its way out may still have the user's folders: it stores what waits to be stored."""
 
 
-def serve(config: Config) -> None:
+def serve(config: Config, again: Callable[[], Config] | None = None) -> None:
     """Serve until SIGTERM or SIGINT, then return; the exit code is then 0.
 
     The port answers at once, with 503 until the model is loaded. The first signal lets running requests finish within
-    `config.shutdown_grace`; a second one ends them at once. Raises ConfigError (busy port, an address that needs a
+    `config.shutdown_grace`; a second one ends them at once. `again` reads the options once more, for SIGHUP and
+    /v1/admin/reload. Raises ConfigError (busy port, an address that needs a
     key, folders that are not apart or that another server has, an origin that no page can have, a certificate that
     cannot be used) or ModelError; both carry exit code 2.
     """
@@ -54,6 +56,7 @@ def serve(config: Config) -> None:
     try:
         with (
             bind(config.host, config.port) as sock,
+            _admin_socket(config) as admin,
             usual_held(config, os.environ, SystemFiles(), SystemClock(), _pause, FOLDER_SECONDS),
         ):
             models = served_models(config)
@@ -61,11 +64,21 @@ def serve(config: Config) -> None:
             try:
                 from cairn.api.lifetime import run
 
-                run(config, sock, models, first)
+                run(config, sock, models, first, admin, again)
             finally:
                 first.end()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _admin_socket(config: Config) -> Iterator[socket.socket | None]:
+    """The socket of the listener for admin routes, where there is to be one."""
+    if config.admin_port is None:
+        yield None
+        return
+    with bind(config.admin_host, config.admin_port, "admin_port") as sock:
+        yield sock
 
 
 def _pause() -> bool:
@@ -74,8 +87,8 @@ def _pause() -> bool:
     return not signal.sigpending() & set(ENDING)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises ConfigError in one sentence where that is not possible."""
+def bind(host: str, port: int, option: str = "port") -> socket.socket:
+    """A socket that listens. Raises ConfigError in one sentence, with the `option`, where that is not possible."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError):
@@ -90,7 +103,8 @@ def bind(host: str, port: int) -> socket.socket:
         sock.close()
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"port {port} on {host} is used by another program; choose one with --port", field="port"
+                f"port {port} on {host} is used by another program; choose one with --{option.replace('_', '-')}",
+                field=option,
             ) from None
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}", field="host") from None
     return sock

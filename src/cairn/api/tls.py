@@ -24,6 +24,13 @@ def tls_context(config: Config) -> ssl.SSLContext | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
+    load_certificate(context, config)
+    return context
+
+
+def load_certificate(context: ssl.SSLContext, config: Config) -> None:
+    """Read certificate and key, which are named. ConfigError where they cannot be used."""
+    assert config.tls_cert is not None and config.tls_key is not None
     cert, key = expanded(config.tls_cert), expanded(config.tls_key)
     try:
         context.load_cert_chain(cert, key, password=_no_password)
@@ -32,7 +39,6 @@ def tls_context(config: Config) -> ssl.SSLContext | None:
         raise ConfigError(
             f"the certificate {cert} with the key {key} cannot be used: {why}", field="tls_cert"
         ) from None
-    return context
 
 
 def _no_password() -> str:

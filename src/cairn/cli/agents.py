@@ -158,12 +158,13 @@ def _register_files(agents: typer.Typer) -> None:
         resolved: Resolved,
         id: _Id,
         file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A new file; default: ID.cairn.")] = None,
+        kv: Annotated[bool, typer.Option("--kv", help="With the KV of its context, as far as it is stored.")] = False,
         host: Host = None,
     ) -> None:
         """Write an agent into one file."""
         target = file or Path(f"{id}.cairn")
         with server(resolved, host) as client:
-            client.download(path(id, "export"), target)
+            client.download(path(id, "export") + ("?kv=true" if kv else ""), target)
         print(target)
 
     @agents.command(name="import")
@@ -174,12 +175,18 @@ def _register_files(agents: typer.Typer) -> None:
         name: Annotated[
             str | None, typer.Option(metavar="ID", help="Id of the new agent; default: its old one.")
         ] = None,
+        kv: Annotated[
+            bool, typer.Option("--kv", help="Take the KV in the file, too; only of a file whose writer you trust.")
+        ] = False,
         host: Host = None,
     ) -> None:
         """Make an agent of a file and print its id."""
-        query = f"?id={quote(name, safe='')}" if name is not None else ""
+        query = f"?kv={str(kv).lower()}" + (f"&id={quote(name, safe='')}" if name is not None else "")
         with server(resolved, host) as client:
-            print(client.upload("/v1/agents/import" + query, file)["id"])
+            made = client.upload("/v1/agents/import" + query, file)
+        print(made["id"])
+        if kv and made["kv"]["why"]:
+            print(f"{made['kv']['chunks']} chunks of KV were taken: {made['kv']['why']}", file=sys.stderr)
 
 
 def path(id: str, more: str = "") -> str:

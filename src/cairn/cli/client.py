@@ -26,18 +26,20 @@ def connect(resolved: Resolved, url: str | None = None, model: str = "") -> Clie
     `model` is the one to ask, else a MODEL on the command line, else the one that the server has.
     """
     config = resolved.config
+    own = address(config, admin=True) if url is None and config.admin_port is not None else ""
     url = address(config) if url is None else url
     key = config.api_key[0].reveal() if config.api_key else ""
     model = model or (config.model if resolved.source("model") == "MODEL" else "")
-    return Client(url, key, config.admin_key.reveal() if config.admin_key else key, model)
+    admin = config.admin_key.reveal() if config.admin_key else key
+    return Client(url, key, admin, model, admin_url=own)
 
 
-def address(config: Config) -> str:
-    """Where this machine reaches the server of a configuration."""
-    bare = config.host.strip("[]")
+def address(config: Config, *, admin: bool = False) -> str:
+    """Where this machine reaches the server of a configuration, `admin` its listener for admin routes."""
+    bare = (config.admin_host if admin else config.host).strip("[]")
     bare = "127.0.0.1" if bare in ("0.0.0.0", "::") else bare
     host = f"[{bare}]" if ":" in bare else bare
-    return f"http://{host}:{config.port}"
+    return f"http://{host}:{config.admin_port if admin else config.port}"
 
 
 def first_chat(models: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -49,7 +51,8 @@ def first_chat(models: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 class Client:
     """One server, best in a `with`. Raises what the server said as a CairnError, and Unavailable if nobody answers."""
 
-    def __init__(self, url: str, key: str = "", admin_key: str = "", model: str = "") -> None:
+    def __init__(self, url: str, key: str = "", admin_key: str = "", model: str = "", admin_url: str = "") -> None:
+        """`admin_url`: where the server answers admin routes, if that is another address."""
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         try:
             parsed = httpx.URL(self.url)
@@ -61,7 +64,7 @@ class Client:
             raise ConfigError("the API key holds letters that an HTTP header cannot carry", field="api_key")
         self._key = key
         self._model = model
-        self._admin_key = admin_key
+        self._admin_key, self._admin_url = admin_key, admin_url or self.url
         # Proxies are for the internet; a server of one's own is addressed directly.
         self._http = httpx.Client(timeout=_TIMEOUT, trust_env=False, verify=_verify(parsed))
 
@@ -219,7 +222,7 @@ class Client:
         try:
             request = self._http.build_request(
                 method,
-                self.url + path,
+                (self._admin_url if admin else self.url) + path,
                 json=body,
                 content=file,
                 files=None if form is None else {"file": form[:2]},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -12,6 +13,9 @@ from cairn.config import Config
 from cairn.errors import CairnError
 from cairn.resolve import Resolved
 from cairn.types import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from cairn.engine.memory import WeightMemory
 
 Rows = list[tuple[str, str]]
 
@@ -22,6 +26,8 @@ SIZING = (
     "engine",
     "kernels",
     "weights",
+    "experts",
+    "keep_packed",
     "threads",
     "context",
     "kv_gb",
@@ -94,12 +100,28 @@ def _models(config: Config) -> Rows:
     from cairn.models import hub
 
     names = [config.model, hub.DEMO, *(model.name for model in hub.downloaded())]
-    rows = [(name, _fit(name, config)) for name in dict.fromkeys(names)]
+    rate = _read_rate(config)
+    rows = [(name, _fit(name, config, rate)) for name in dict.fromkeys(names)]
     return [*rows, ("others", _largest(config)), ("downloads", f"are kept in {hub.cache_folder()}")]
 
 
-def _fit(name: str, config: Config) -> str:
-    """One model in a sentence."""
+def _read_rate(config: Config) -> float:
+    """Bytes a second that kernels read from memory, about; 0 where none compute."""
+    from cairn.engine import machine
+    from cairn.kernels import roofline
+    from cairn.kernels.choose import chosen
+    from cairn.system import SystemClock
+
+    if config.engine == "fake":
+        return 0.0
+    try:
+        return roofline.read_rate(chosen(config.kernels), config.threads or machine.cpu_count(), SystemClock().now)
+    except CairnError:
+        return 0.0
+
+
+def _fit(name: str, config: Config, rate: float = 0.0) -> str:
+    """One model in a sentence; `rate`: bytes that are read from memory in a second, where that is known."""
     from cairn.cli.output import amount
     from cairn.engine import machine, memory
     from cairn.engine.device import check_context
@@ -115,7 +137,7 @@ def _fit(name: str, config: Config) -> str:
         check_context(spec, config)
         free = machine.memory_available()
         held = HeldWeights(open_weights(folder, spec), form_of(spec, config.weights))
-        weights = memory.weight_memory(spec, held, config.kernels)
+        weights = memory.placed(spec, config, memory.weight_memory(spec, held, config.kernels), free)
         blocks = memory.pool_blocks(spec, config, free, weights)
         memory.check_memory(spec, config, blocks, free, weights)
     except CairnError as error:
@@ -125,10 +147,20 @@ def _fit(name: str, config: Config) -> str:
     context = min(spec.context, config.context or spec.context)
     tokens = longest(spec.groups, blocks, BLOCK_TOKENS)
     holds = "any context" if tokens == ANY else f"{tokens:,} tokens"
+    mapped = f" and {amount(weights.mapped)} of experts on the disk" if weights.mapped else ""
     return (
-        f"fits: {amount(weights.held)} of weights ({held.note()}); {amount(pool)} of KV pool holds {holds}, "
-        f"context {context:,}"
+        f"fits: {amount(weights.held)} of weights{mapped} ({held.note()}); {amount(pool)} of KV pool holds {holds}, "
+        f"context {context:,}{_speed(weights, rate)}; {spec.architecture} in {', '.join(held.formats())}"
     )
+
+
+def _speed(weights: WeightMemory, rate: float) -> str:
+    """How fast an answer can be at most: each of its tokens reads weights once."""
+    read = weights.read(1) + weights.head
+    if not rate or not weights.head:
+        return ""
+    there = " while its experts are in memory" if weights.mapped else ""
+    return f"; an answer has at most about {rate / read:,.0f} tokens/s here{there}"
 
 
 def _agents(config: Config) -> Rows:

@@ -23,7 +23,7 @@ Grace = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    """Add `cairn status`, `ps`, `load`, `unload`, `swap`, `stop` and `cancel`."""
+    """Add `cairn status`, `ps`, `load`, `unload`, `swap`, `reload`, `stop` and `cancel`."""
 
     @app.command(rich_help_panel="Running servers")
     @configured(_SERVER, model=False)
@@ -73,6 +73,16 @@ def register(app: typer.Typer) -> None:
 
         fetched(to)
         _change(resolved, host, "swap", {"model": model, "to": _absolute(to), "grace": grace})
+
+    @app.command(rich_help_panel="Running servers")
+    @configured(_SERVER, model=False)
+    def reload(resolved: Resolved, host: Host = None) -> None:
+        """Let a running server read its options again: keys, tenants, limits, aliases, the level of the log."""
+        with server(resolved, host) as client:
+            found = client.post("/v1/admin/reload", {}, admin=True)
+            rows = [("changed", str(one)) for one in found["changed"]] or [("changed", "nothing")]
+            rows += [("unchanged", f"{one['option']}: {one['why']}") for one in found["unchanged"]]
+        _print(rows)
 
     @app.command(hidden=True)
     @configured(_SERVER, model=False)

@@ -28,7 +28,9 @@ def register(app: typer.Typer) -> None:
 
             for model in [one.model for one in resolved.config.models] or [resolved.config.model]:
                 fetched(model)
-            serve_http(with_folder(resolved.config, os.environ))
+            serve_http(
+                with_folder(resolved.config, os.environ), lambda: with_folder(resolved.again().config, os.environ)
+            )
         finally:
             if collecting:  # a start that failed does not come to that
                 gc.enable()

@@ -61,6 +61,8 @@ class Row(msgspec.Struct, frozen=True):
     the model's last norm; of an encoder, whose row is a whole text, its pooled states, or what a head makes of them."""
     second: int = 0
     """Where the second of two texts begins that have types of their own; 0: there is one."""
+    mu: float = 0.0
+    """Mirostat's state, of a row that samples by it."""
     mask: Pending[bytes] | None = None
     """Which tokens may come next, where a row samples under a grammar: bit t % 8 of byte t // 8 for token t, in whole
     words of 4 bytes. It may be computed beside the step. Empty where the grammar cannot be followed any further."""
@@ -82,6 +84,8 @@ class RowResult(msgspec.Struct, frozen=True):
     """This row alone failed, for instance with non-finite logits."""
     hidden: bytes = b""
     """float32, of a row that wants that."""
+    mu: float | None = None
+    """Mirostat's state after `token`, of a row that samples by it."""
 
 
 class Ready(Generic[T_co]):

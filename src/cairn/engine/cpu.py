@@ -29,6 +29,7 @@ from cairn.engine.memory import (
     block_bytes,
     check_memory,
     kv_dtype,
+    placed,
     pool_blocks,
     running_rows,
     weight_memory,
@@ -136,7 +137,12 @@ class CpuEngine:
                 f"{spec.name}: KV is held in bf16: keys or values may reach {reached:,.0f}, and f16 ends at 65,504"
             )
         weights = HeldWeights(source, form_of(spec, config.weights))
-        taken = weight_memory(spec, weights, config.kernels)
+        taken = placed(spec, config, weight_memory(spec, weights, config.kernels))
+        if taken.mapped:
+            notes.append(
+                f"{spec.name}: {taken.mapped / 1e9:.2f} GB of experts are mapped from the disk, "
+                f"{taken.per_token / 1e9:.2f} GB of which a token goes through"
+            )
         blocks = blocks or pool_blocks(spec, config, weights=taken)
         check_memory(spec, config, blocks, weights=taken)
         return Fit(weights, taken, blocks, config, tuple(notes))
@@ -158,7 +164,8 @@ class CpuEngine:
         weights, taken, blocks, config, told = fit or cls.fit(spec, folder, config, blocks)
         notes = list(told)
         budget = None if config.keep_packed_gb is None else int(config.keep_packed_gb * 10**9)
-        keep = partial(packed_file.build, place=folder, size=taken.held, budget=budget)
+        through = packed_file.build_mapped if taken.mapped else packed_file.build
+        keep: Any = partial(through, place=folder, size=taken.held + taken.mapped, budget=budget)
         build = keep if config.keep_packed else decoder.build
         steps = open_projection(spec, folder, weights.source)
         rows = open_table(folder, spec)

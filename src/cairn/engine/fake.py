@@ -204,16 +204,18 @@ class FakeEngine:
         `mask`: what may come after so much of an answer, as `Row.mask`.
         """
         tokens, out = list(prompt), list[int]()
+        mu = 2 * sampling.extras.mirostat_tau if sampling.extras is not None else 0.0
         truth = _Truth(self)
         while len(out) < n:
             state = truth.state(tokens)
             allowed = None if mask is None else mask(out)
             held = None if allowed is None else Ready(allowed)
             last = len(tokens) - 1
-            row = Row(tokens, last, last + 1, (), last, len(prompt), sampling, choice, mask=held)
+            row = Row(tokens, last, last + 1, (), last, len(prompt), sampling, choice, mu=mu, mask=held)
             result = sample([row], self._logits(np.array([state], dtype=np.uint64)))[0]
             if result.token is None:
                 raise ValueError(f"the sampler refused: {result.error}")
+            mu = mu if result.mu is None else result.mu
             tokens.append(result.token)
             out.append(result.token)
             if result.token in sampling.stop_token_ids and len(out) > sampling.min_tokens:

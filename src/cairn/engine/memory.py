@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cairn.config import Config
@@ -68,6 +68,15 @@ class WeightMemory:
     """Bytes of all experts."""
     share: float = 0.0
     """What part of the experts a token goes through."""
+    largest: int = 0
+    """Bytes that packing takes where no matrix is held afterwards."""
+    mapped: int = 0
+    """Bytes of experts that stay in a file, and are not among those held."""
+
+    @property
+    def per_token(self) -> int:
+        """Bytes of experts that one token goes through."""
+        return round(self.experts * self.share)
 
     def read(self, tokens: float) -> int:
         """Bytes that a step of so many tokens reads, but for the head: of experts as if tokens chose them by chance."""
@@ -91,18 +100,46 @@ def weight_memory(spec: ModelSpec, weights: Mapping[str, Any], kernels: str) -> 
     head: Any = built.head
     mixtures: list[Any] = [layer.mlp for layer in built.layers if isinstance(layer.mlp, Mixture)]
     mixtures += [layer.beside.mixture for layer in built.layers if layer.beside is not None]
+    mixtures += [layer.beside.mixture for layer in built.layers if layer.beside is not None]
     experts = sum(sum((*one.gate_up, *one.down)) for one in mixtures)
     share = spec.experts.chosen / spec.experts.count if spec.experts else 0.0
     return WeightMemory(
-        tally.held + more, tally.peak - tally.held, tally.streamed - head - experts, head, experts, share
+        tally.held + more, tally.peak - tally.held, tally.streamed - head - experts, head, experts, share, tally.largest
     )
+
+
+def placed(spec: ModelSpec, config: Config, weights: WeightMemory, free: int | None = None) -> WeightMemory:
+    """The same with the experts where `config.experts` says: among what is held, or mapped from a file.
+
+    Raises `ModelError` where they are to be mapped and cannot be.
+    """
+    if config.experts == "memory" or not weights.experts:
+        return weights
+    never = "the reference kernels hold" if chosen(config.kernels) == REFERENCE else ""
+    never = never or ("without keep_packed there is" if not config.keep_packed else "")
+    if config.experts == "auto":
+        free = memory_available() if free is None else free
+        if never or _fits(spec, config, pool_blocks(spec, config, free, weights), free, weights):
+            return weights
+    elif never:
+        raise ModelError(f"{spec.name}: experts cannot be mapped: {never} no packed copy of them")
+    held = weights.held - weights.experts
+    return replace(weights, held=held, mapped=weights.experts, passing=weights.largest)
+
+
+def _fits(spec: ModelSpec, config: Config, blocks: tuple[int, ...], free: int, weights: WeightMemory) -> bool:
+    try:
+        check_memory(spec, config, blocks, free, weights)
+    except ModelError:
+        return False
+    return True
 
 
 class _Tally:
     """Stands in for the kernels while a model is built from outlines: it counts, and so counts what loading asks."""
 
     def __init__(self, native: bool) -> None:
-        self.held = self.peak = self.streamed = 0
+        self.held = self.peak = self.streamed = self.largest = 0
         self._native = native
 
     def vector(self, source: TensorMeta) -> None:
@@ -131,6 +168,7 @@ class _Tally:
     def _count(self, held: int, passing: int) -> None:
         self.held += held
         self.peak = max(self.peak, self.held + passing)
+        self.largest = max(self.largest, held + passing)
 
 
 def whole_context(spec: ModelSpec, config: Config) -> int:
@@ -237,11 +275,12 @@ def check_memory(
     pool, buffers = _bytes(spec, config, blocks), _buffers(spec, config)
     if weights.held + max(pool + buffers, weights.passing) > free:
         loading = f", {_gb(weights.passing)} while loading" if weights.passing > pool + buffers else ""
+        mapped = f", {_gb(weights.mapped)} of experts mapped" if weights.mapped else ""
         hint = "; use --kv-gb for a smaller pool" if weights.held + max(buffers, weights.passing) < free else ""
         raise ModelError(
             f"{spec.name}: needs {_gb(weights.held + max(pool + buffers, weights.passing))} of memory "
-            f"({_gb(weights.held)} weights{loading}, {_gb(pool)} KV pool, {_gb(buffers)} buffers), {_gb(free)} are "
-            f"free{hint}"
+            f"({_gb(weights.held)} weights{mapped}{loading}, {_gb(pool)} KV pool, {_gb(buffers)} buffers), "
+            f"{_gb(free)} are free{hint}"
         )
 
 

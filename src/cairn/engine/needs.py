@@ -22,6 +22,8 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     buffers: int
     loading: int = 0
     """What loading takes for a while beside the weights."""
+    mapped: int = 0
+    """Bytes of experts that stay in a mapped file, and are none of the others."""
     blocks: tuple[int, ...] = ()
     """How many blocks the pool of each group has."""
 
@@ -44,7 +46,7 @@ def needs(config: Config, place: Path, free: int, blocks: tuple[int, ...] = ()) 
         taken = memory.WeightMemory(memory.weight_bytes(spec), 0)
     else:
         held = HeldWeights(open_weights(place, spec), form_of(spec, config.weights))
-        taken = memory.weight_memory(spec, held, config.kernels)
+        taken = memory.placed(spec, config, memory.weight_memory(spec, held, config.kernels), free)
     blocks = blocks or memory.pool_blocks(spec, config, free, taken)
     pool, buffers = memory.beside_weights(spec, config, blocks)
     return Needs(
@@ -52,5 +54,6 @@ def needs(config: Config, place: Path, free: int, blocks: tuple[int, ...] = ()) 
         pool=pool,
         buffers=buffers,
         loading=taken.passing,
+        mapped=taken.mapped,
         blocks=blocks,
     )

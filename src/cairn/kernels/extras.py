@@ -11,6 +11,8 @@ Where asked, the temperature is of what the cuts keep, as in `vocabulary`. Weigh
     typical      keeps the tokens whose surprise is nearest to the entropy, up to this part of the mass
     XTC          now and then leaves out all but the last of the tokens that have at least this probability
     dynamic      the temperature lies within a range around the given one, higher where the entropy is
+    mirostat     in place of all cuts: keeps the likeliest tokens so that the surprise of those drawn is near a goal.
+                 What it knows of those before is one number, which comes with the row and goes with the token
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from cairn.kernels.vocabulary import (
     Ids,
     Line,
     Sampler,
+    Weights,
     adjust,
     by_rank,
     divisor,
@@ -40,6 +43,8 @@ from cairn.kernels.vocabulary import (
 )
 from cairn.types import SamplingExtras, SamplingParams
 
+ZIPF_TOKENS = 100
+"""Of the likeliest ones, that mirostat 1 fits a law to."""
 MAX_REPEAT = 64
 """A longer repetition counts as one of this length."""
 _XTC = 0x5854430000000000
@@ -57,13 +62,13 @@ def choose(sampler: Sampler, lines: Sequence[Line], logits: Floats) -> list[Choi
         for number in asking:
             row = lines[number].row
             if row is not None and choices[number].finite:
-                token = _token(row, lines[number].mask, logits[number].copy())
-                choices[number] = choices[number]._replace(token=token)
+                token, mu = _token(row, lines[number].mask, logits[number].copy())
+                choices[number] = choices[number]._replace(token=token, mu=mu)
     return choices
 
 
-def _token(row: Row, mask: bytes | None, logits: Floats) -> int | None:
-    """The next token of one row [vocab], which is overwritten; None where none is possible."""
+def _token(row: Row, mask: bytes | None, logits: Floats) -> tuple[int | None, float | None]:
+    """The next token of one row [vocab], which is overwritten; None where none is possible. With mirostat its state."""
     params, extras = row.sampling, row.sampling.extras
     assert extras is not None
     adjust(row, logits)
@@ -75,18 +80,55 @@ def _token(row: Row, mask: bytes | None, logits: Floats) -> int | None:
         logits[forbidden(mask, len(logits))] = -np.inf
     best = int(logits.argmax())
     if not np.isfinite(logits[best]):
-        return None
-    if params.temperature < GREEDY_BELOW:
-        return best
+        return None, None
     relative = logits - logits[best]
+    if params.temperature < GREEDY_BELOW:
+        return best, row.mu if extras.mirostat else None
+    if extras.mirostat:
+        return _steady(relative / _heat(relative, params, extras), row, extras)
     late = params.temperature_last
     values = relative if late else relative / _heat(relative, params, extras)
     kept = _cut(values, params, extras)
     kept = _without_top(kept, values, row, extras)
     scaled = relative[kept] / _heat(relative[kept], params, extras) if late else values[kept]
-    running = np.cumsum(weigh(scaled - scaled.max()))
-    bits = random_bits(params.seed, row.choice, len(row.tokens))
-    return int(kept[np.searchsorted(running, bits * int(running[-1]) >> 53, side="right")])
+    return int(kept[_drawn(np.cumsum(weigh(scaled - scaled.max())), row)]), None
+
+
+def _drawn(running: Weights, row: Row) -> int:
+    """Which of the tokens whose weights are summed up is drawn."""
+    bits = random_bits(row.sampling.seed, row.choice, len(row.tokens))
+    return int(np.searchsorted(running, bits * int(running[-1]) >> 53, side="right"))
+
+
+def _steady(scaled: Floats, row: Row, extras: SamplingExtras) -> tuple[int, float]:
+    """Mirostat (Basu et al., 2021): of the likeliest tokens so many that their surprise is what is wanted, in bits."""
+    ids = np.flatnonzero(np.isfinite(scaled))
+    kept = by_rank(scaled[ids], ids)
+    weights = weigh(scaled[kept])
+    chances = weights / weights.sum()
+    if extras.mirostat == 1:
+        count = _zipf_count(chances[chances > 0], len(scaled), row.mu)
+    else:
+        count = int(np.searchsorted(-np.log2(np.maximum(chances, 1e-300)), row.mu, side="right"))
+    running = np.cumsum(weights[: max(1, count)])
+    drawn = _drawn(running, row)
+    surprise = -math.log2(int(weights[drawn]) / int(running[-1]))
+    return int(kept[drawn]), extras.mu_after(row.mu, surprise)
+
+
+def _zipf_count(chances: NDArray[np.float64], vocab: int, mu: float) -> int:
+    """How many tokens have a surprise of `mu` together, were their chances those of Zipf's law with the exponent that
+    fits the first ones best."""
+    head = chances[:ZIPF_TOKENS]
+    steps = np.log(np.arange(2, len(head) + 1) / np.arange(1, len(head)))
+    if not len(steps):
+        return 1
+    exponent = max(float((steps * np.log(head[:-1] / head[1:])).sum() / (steps * steps).sum()), 1e-3)
+    beyond = exponent - 1 if abs(exponent - 1) > 1e-6 else 1e-6
+    try:
+        return int(min((beyond * 2.0**mu / (1 - float(vocab) ** -beyond)) ** (1 / exponent), vocab))
+    except OverflowError:
+        return vocab
 
 
 def repeats(tokens: Sequence[int], extras: SamplingExtras) -> dict[int, float]:

@@ -171,6 +171,14 @@ class NativeKernels:
         shapes = [(form.split()[0], *_numbers(form), out, inner) for out, inner, form in parts]
         return self._native.blank(shapes, _bias([out for out, _, _ in parts], biases))
 
+    def mapped(
+        self, parts: Sequence[tuple[int, int, str]], biases: Sequence[NDArray[Any] | None], memory: NDArray[np.uint8]
+    ) -> Any:
+        """What `blank` gives, filled with `memory` that is mapped from a file: it is not copied, and its pages are read
+        when a product needs them. It begins at a multiple of 64 bytes."""
+        shapes = [(form.split()[0], *_numbers(form), out, inner) for out, inner, form in parts]
+        return self._native.mapped(shapes, _bias([out for out, _, _ in parts], biases), memory)
+
     def rope(self, head_dim: int, theta: float, scaling: RopeScaling) -> Rope:
         return frequencies(head_dim, theta, scaling)
 

@@ -20,6 +20,8 @@ READ_BYTES = 256 << 20
 """Far more than a CPU's caches."""
 ROUNDS, SECONDS = 5, 0.7
 """The best of so many rounds, and of all that end in so long, counts: whatever else runs can only slow one down."""
+QUICK_BYTES, QUICK_SECONDS = 64 << 20, 0.1
+"""What is enough for a rule of thumb."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +48,23 @@ def measure(kernels: str, threads: int, now: Callable[[], float], read_bytes: in
         one_blas_thread.leave()
 
 
+def read_rate(kernels: str, threads: int, now: Callable[[], float]) -> float:
+    """Bytes read from memory in a second, about: in a tenth of a second, where `measure` takes its time."""
+    numbers = np.ones(QUICK_BYTES // 4, np.float32)
+    probe: native.Probe | _Numpy = _Numpy(threads) if kernels == REFERENCE else native.Probe(kernels, threads)
+    return _best(lambda: probe.read(numbers), now, QUICK_SECONDS)
+
+
 def _measured(probe: native.Probe | _Numpy, numbers: NDArray[np.float32], now: Callable[[], float]) -> Roofline:
     return Roofline(_best(lambda: probe.read(numbers), now), _best(probe.multiply, now))
 
 
-def _best(work: Callable[[], int], now: Callable[[], float]) -> float:
+def _best(work: Callable[[], int], now: Callable[[], float], seconds: float = SECONDS) -> float:
     """What `work` does in a second, at best; once more at first, to wake threads and touch memory."""
     work()
     best = 0.0
-    rounds, end = 0, now() + SECONDS
-    while rounds < ROUNDS or now() < end:
+    rounds, end = 0, now() + seconds
+    while rounds < (ROUNDS if seconds == SECONDS else 1) or now() < end:
         start = now()
         done = work()
         best = max(best, done / max(now() - start, 1e-9))

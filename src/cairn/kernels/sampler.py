@@ -28,7 +28,7 @@ class NativeSampler:
 
     def choose(self, lines: Sequence[Line], logits: Floats) -> list[Choice]:
         """`Sampler.choose`."""
-        return [Choice._make(told) for told in self._native.choose([_asked(line) for line in lines], logits)]
+        return [Choice(*told) for told in self._native.choose([_asked(line) for line in lines], logits)]
 
 
 def _asked(line: Line) -> tuple[Any, ...]:

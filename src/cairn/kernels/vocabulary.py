@@ -76,6 +76,8 @@ class Choice(NamedTuple):
     """The sum over the vocabulary of exp(logit - peak), in units of 1 / `ONE`."""
     top: tuple[int, ...] = ()
     """The most likely tokens, best first, equal ones by id."""
+    mu: float | None = None
+    """Mirostat's state after the token."""
 
 
 class Sampler(Protocol):

@@ -120,6 +120,19 @@ def encode(chunk: Chunk, *, model: str, identity: bytes, codec: Codec) -> tuple[
     return Name(chunk.key, chunk.parent, tag, chunk.depth, len(start) + len(pages)), [start, pages]
 
 
+def name_of(data: bytes | memoryview) -> Name:
+    """What a file should be called by what it says, of which nothing is checked yet; else `Damaged`."""
+    view = memoryview(data)
+    if len(view) < _START:
+        raise Damaged("too short")
+    length = _PREFIX.unpack(view[: _PREFIX.size])[2]
+    try:
+        header = msgspec.msgpack.decode(view[_START : _START + min(length, _LONGEST_HEADER)], type=Header)
+    except msgspec.MsgspecError as error:
+        raise Damaged("the header is not one") from error
+    return Name(header.key, header.parent, model_tag(header.identity, header.codec), header.depth, len(view))
+
+
 def verify(data: bytes | memoryview, name: Name) -> tuple[Header, tuple[int, ...], memoryview]:
     """Header, tokens and pages as written, every check passed; else `Damaged`."""
     view = memoryview(data)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 from cairn.kv.attention_window import first_read, lead
 from cairn.kv.cache import Cache
 from cairn.kv.disk import DiskStore
-from cairn.kv.prefix import Chain, root
+from cairn.kv.layout import Layout
 from cairn.kv.sequence_kv import SequenceKV, TierName
-from cairn.kv.store import CHUNK_BLOCKS, Store
+from cairn.kv.store import CHUNK_BLOCKS, Chunk, Store
 from cairn.kv.store_reader import Want
 
 
@@ -88,6 +88,31 @@ class ChunkLookup:
             return []
         return [Tail(chain.before(index * CHUNK_BLOCKS, tokens), rest) for chain in context.chains]
 
+    def chunk(
+        self,
+        context: SequenceKV,
+        tokens: Sequence[int],
+        number: int,
+        depth: int,
+        part: Sequence[int],
+        pages: memoryview,
+    ) -> Chunk | None:
+        """A chunk of a context, made of pages that came from elsewhere; None where they are not of its tokens.
+
+        Of a model that has states alone what a state extends is not known from these, so none is made.
+        """
+        state, width = number in self._states, self.chunk_tokens
+        end = depth if state else depth + width
+        leads = lead(self._groups)
+        fits = 0 <= number < len(self._groups) and end % width == 0 and width <= end <= len(tokens)
+        if not fits or tuple(tokens[end - width : end]) != tuple(part) or leads in self._states:
+            return None
+        index = end // width - 1
+        (key,) = self.keys(context, number, tokens, index, index + 1)
+        above = self.keys(context, leads, tokens, index, index + 1) if state else []
+        before = above or self.keys(context, number, tokens, max(0, index - 1), index)
+        return Chunk(key, before[0] if before else b"", tuple(part), depth, pages, number)
+
     def drop(self, store: Store, keys: Sequence[bytes], salt: bytes, tokens: Sequence[int], first: int) -> None:
         """Drop what `all_keys` said from a store; from the disk also what other kernels, or another codec, left of it.
 
@@ -96,13 +121,8 @@ class ChunkLookup:
         store.drop(keys)
         if not isinstance(store, DiskStore):
             return
-        size = self._block_tokens
-
-        def others(identity: bytes) -> list[bytes]:
-            chains = tuple(Chain(root(identity, salt, group, size), size) for group in self._groups)
-            return self.all_keys(SequenceKV(chains), tokens, first)
-
-        store.drop_of_other_engines(others)
+        layout = Layout(self._block_tokens, self._groups)
+        store.drop_of_other_engines(lambda identity: layout.keys(identity, salt, tokens, first))
 
     def counts(self, context: SequenceKV, tokens: Sequence[int]) -> dict[TierName, int]:
         """Leading tokens of a context in each store."""

@@ -15,20 +15,24 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from cairn.errors import ConfigError, Conflict
-from cairn.kv import chunk_file, disk_maintenance
+from cairn.kv import chunk_file, disk_maintenance, portable_kv
 from cairn.kv.chunk_file import Damaged
 from cairn.kv.codec import Codec
 from cairn.kv.disk_maintenance import OtherEngines, Scrubbed
 from cairn.kv.disk_state import DiskState
 from cairn.kv.disk_writer import DiskWriter
+from cairn.kv.layout import Layout
+from cairn.kv.layout import write as write_layout
 from cairn.kv.model_folders import ModelFolders
 from cairn.kv.pins import Pins, pin_bytes, pin_name
+from cairn.kv.standing import Standing
 from cairn.kv.store import Chunk
 from cairn.kv.store_folder import PROBE_BYTES, StoreFolder, open_folder
 from cairn.seams import Clock, FileSystem, Lock
-from cairn.stats import TierStats
+from cairn.stats import TakenIn, TierStats
 
 TTL = 30 * 86400.0
 """Seconds that an unused chunk is kept."""
@@ -59,6 +63,7 @@ class DiskStore:
         reserve: int = RESERVE,
         fresh: bool = False,
         home: Path | None = None,
+        layout: Layout | None = None,
         patience: float = 5.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -68,12 +73,15 @@ class DiskStore:
         which this one has `share`; None for a fifth of what the disk has free or the stores hold, at most
         `disk_maintenance.LARGEST_BUDGET`. `reserve`: bytes of the disk that stay free. `fresh`: set a folder aside
         that can not be used. `home`: the folder that it shares with the stores of other models, see `ModelFolders`.
-        Raises `ConfigError` or `Conflict` as `store_folder.open_folder` says. Call `tend` about once a second.
+        `layout`: of the model, for those that serve another. Raises `ConfigError` or `Conflict` as
+        `store_folder.open_folder` says. Call `tend` about once a second.
         """
         self._files, self._codec, self._identity = files, codec, identity
         self._tag = chunk_file.model_tag(identity, codec.name)
         self._given, self._budget, self._share, self._ttl = budget, 0, share, ttl
-        self._model = model
+        self._model, self._layout = model, layout
+        self._unpinned_elsewhere: set[str] = set()
+        """Owners whose pins in other stores of the home could not be removed."""
         self._folders = None if home is None else ModelFolders(files, home, folder, clock)
         self._state = DiskState(StoreFolder(files, folder), clock, reserve, self._tag, codec.state_sizes)
         self._writer = DiskWriter(self._state, identity=identity, model=model, codec=codec)
@@ -135,6 +143,7 @@ class DiskStore:
             return None
         with state.mutex:
             state.use(entry)
+            state.index.mark((entry.id,), "idle")
             state.count(read=len(data))
         return chunk
 
@@ -213,12 +222,90 @@ class DiskStore:
                 self._unsaved[one] = keys
                 state.index.pin(one, [self._tag + key for key in keys])
         self._save_pins()
+        if not keys and self._folders is not None:
+            self._unpinned_elsewhere.add(owner)
+            self._unpin_elsewhere()
+
+    def _unpin_elsewhere(self) -> None:
+        """Also what models have pinned that are not served now."""
+        folders, state = self._folders, self._state
+        for owner in tuple(self._unpinned_elsewhere):
+            if state.failing or folders is None:
+                return
+            try:
+                if folders.unpin(owner):
+                    self._unpinned_elsewhere.discard(owner)
+            except OSError as error:
+                state.fail("write", error)
+
+    def erase_of_model(self, model: bytes, salt: bytes, tokens: Sequence[int], keep: int) -> bool:
+        """Remove what the stores of another model, which is not served now, have of a context beyond its first `keep`
+        tokens; whether nothing of it can be read any more."""
+        if self._folders is None:
+            return True
+        try:
+            return self._folders.erase(model, salt, tokens, keep)
+        except OSError as error:
+            self._state.fail("remove files from", error)
+            return False
+
+    def mark(self, keys: Sequence[bytes], standing: Standing) -> None:
+        """See `Store`. Of the chunks of this engine."""
+        with self._state.mutex:
+            self._state.index.mark([self._tag + key for key in keys], standing)
+
+    def paths(self, keys: Sequence[bytes]) -> list[Path]:
+        """The files of those that are here, in this order."""
+        with self._state.mutex:
+            found = [self._state.index.get(self._tag + key) for key in keys]
+        return [self._state.folder.path(entry.name) for entry in found if entry is not None]
+
+    def take_in(self, path: Path, keyed: Callable[[int, int, Sequence[int], memoryview], Chunk | None]) -> TakenIn:
+        """Keep what a file has of KV, see `portable_kv`, after every check.
+
+        `keyed` makes the chunk of what a group, a depth, tokens and pages are; None for what is to be refused.
+        """
+        chunks = size = ignored = refused = 0
+        try:
+            file = self._files.open(path, "read")
+        except OSError:
+            return TakenIn()
+        try:
+            for at, length in portable_kv.frames(file):
+                if not length:
+                    break
+                chunk = self._checked(file.read(at, length), keyed)
+                if chunk is None:
+                    ignored += 1
+                elif not isinstance(chunk, Chunk) or not self.keep([chunk]):
+                    refused += 1
+                else:
+                    chunks, size = chunks + 1, size + len(memoryview(chunk.pages).cast("B"))
+        except (OSError, portable_kv.Broken):
+            refused += 1
+        finally:
+            file.close()
+        return TakenIn(chunks=chunks, bytes=size, ignored=ignored, refused=refused)
+
+    def _checked(
+        self, data: bytes, keyed: Callable[[int, int, Sequence[int], memoryview], Chunk | None]
+    ) -> Chunk | Literal["refused"] | None:
+        """A chunk of a file; None for one of another engine."""
+        try:
+            header, tokens, pages = chunk_file.verify(data, chunk_file.name_of(data))
+            if header.identity != self._identity or header.codec != self._codec.name:
+                return None
+            whole = memoryview(self._codec.decode(header.group, pages)).cast("B")
+            return keyed(header.group, header.depth, tokens, whole) or "refused"
+        except (ValueError, IndexError):
+            return "refused"
 
     def unsaved(self, owner: str) -> bool:
         """Whether what `owner` pinned or unpinned last, on any model, is not durable, since the disk refuses it."""
         start = pin_name(owner, b"")
         with self._state.mutex:
-            return start in self._unpinned or any(name.startswith(start) for name in self._unsaved)
+            elsewhere = owner in self._unpinned_elsewhere
+            return elsewhere or start in self._unpinned or any(name.startswith(start) for name in self._unsaved)
 
     def stats(self) -> TierStats:
         """Figures of all models in the folder."""
@@ -256,6 +343,7 @@ class DiskStore:
                 disk_maintenance.prune(state, state.now() - self._idle - self._ttl)
             state.look_again()
             self._share_room()
+            self._unpin_elsewhere()
             for keys in self._other_engines.owed():
                 if not state.failing:
                     self.drop_of_other_engines(keys)
@@ -283,6 +371,8 @@ class DiskStore:
         try:
             if folders is not None:
                 folders.take_in(self._tag, self._model)
+            if self._layout is not None:
+                write_layout(state.folder, self._layout)
             found = state.folder.scan()
             pins = self._pins.load(found)
             held = sum(disk for _, disk, _ in found.chunks) + (folders.others_bytes() if folders is not None else 0)

@@ -4,7 +4,8 @@ An id is a model's tag and a key, so chunks of many models stand side by side. A
 it is *deleted* (nobody finds it; its file is about to go) and then forgotten. Its bytes count until then.
 
 Evictable is a live chunk that no other live or coming chunk extends and that nobody pins or holds. Of those go first
-the cheapest to compute again per byte, in steps of two, and in each step the one that was used longest ago.
+what is superseded (`standing`), then the cheapest to compute again per byte, in steps of two, and in each step the one
+that was used longest ago; one that waits for its next turn counts as used later.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cairn.kv.chunk_file import Name
+from cairn.kv.standing import Standing, Standings, later
 
 KEY_BYTES = 32
 """How long a chunk's key is, which ends its id."""
@@ -27,8 +29,12 @@ A round figure for small models; it only shapes the order of eviction.
 STATE_SAVES = 32
 """Chunks that are computed again where a state is missing, about: half of those between two snapshots of a long prompt.
 With that a state of the usual size goes about when the KV does that it belongs to, which is of little use without."""
-DOUBLE_SECONDS = 6 * 3600.0
-"""How much longer a chunk stays than one that is half as dear: what is dear outlasts what is cheap, not for ever."""
+DOUBLE_SECONDS = 1800.0
+"""How much longer a chunk stays than one that is half as dear: what is dear outlasts what is cheap, not for ever. Over
+days of agents hours of it cost more than they save, for what is left lies deep as often as what is used."""
+
+WAITING_SECONDS = 3600.0
+"""How much longer a chunk stays that waits for the result of a call. What waits longer is likely to wait for ever."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +80,8 @@ class DiskIndex:
         self._pinned: dict[bytes, int] = {}
         self._protected: set[bytes] | None = None
         """What `pinned` counts, while it is known: figures are asked for between steps."""
-        self._order: list[tuple[float, bytes]] = []
+        self._order: list[tuple[float, float, bytes]] = []
+        self.standings = Standings()
         self._deleted: dict[bytes, Entry] = {}
         self._tags: dict[bytes, int] = {}
         """How many chunks each model has, deleted ones too."""
@@ -161,6 +168,12 @@ class DiskIndex:
             entry.used = now
             self._rank(entry)
 
+    def mark(self, ids: Iterable[bytes], standing: Standing) -> None:
+        """These chunks stand so from now on, those that come later too."""
+        for id in self.standings.set(ids, standing):
+            if (entry := self.get(id)) is not None:
+                self._rank(entry)
+
     def hold(self, entry: Entry) -> None:
         """Keep it from eviction while something that extends it is written."""
         entry.held += 1
@@ -173,9 +186,9 @@ class DiskIndex:
     def victim(self) -> Entry | None:
         """What to evict next."""
         while self._order:
-            worth, id = self._order[0]
+            *place, id = self._order[0]
             entry = self.get(id)
-            if entry is not None and self._evictable(entry) and worth == entry.worth:
+            if entry is not None and self._evictable(entry) and tuple(place) == self._place(entry):
                 return entry
             heapq.heappop(self._order)
         return None
@@ -240,6 +253,7 @@ class DiskIndex:
     def emptied(self) -> DiskIndex:
         """One that pins the same and has no chunks."""
         index = DiskIndex()
+        index.standings = self.standings
         for owner, ids in self._pins.items():
             index.pin(owner, ids)
         return index
@@ -274,10 +288,14 @@ class DiskIndex:
     def _rank(self, entry: Entry) -> None:
         """Put it where it belongs among what may go. Places that it had before are passed over when they come up."""
         if self._evictable(entry):
-            heapq.heappush(self._order, (entry.worth, entry.id))
+            heapq.heappush(self._order, (*self._place(entry), entry.id))
             if len(self._order) > 64 + 4 * len(self._entries):
-                self._order = [(one.worth, one.id) for one in self.live() if self._evictable(one)]
+                self._order = [(*self._place(one), one.id) for one in self.live() if self._evictable(one)]
                 heapq.heapify(self._order)
+
+    def _place(self, entry: Entry) -> tuple[float, float]:
+        """Where it belongs among what may go; of what is superseded, too, the oldest goes first."""
+        return entry.worth + later(self.standings.of(entry.id), WAITING_SECONDS), entry.worth
 
 
 def chains(entries: Iterable[Entry]) -> Iterator[Entry]:

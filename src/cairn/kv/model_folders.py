@@ -18,7 +18,7 @@ longest ago first, and ages like any other.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,9 @@ from cairn.errors import ConfigError, Conflict
 from cairn.kv import chunk_file, disk_maintenance
 from cairn.kv.chunk_file import Damaged, Name, parse_name
 from cairn.kv.disk_state import DiskState
-from cairn.kv.pins import Pins
+from cairn.kv.layout import read as read_layout
+from cairn.kv.pins import Pins, pin_name
+from cairn.kv.store import CHUNK_BLOCKS
 from cairn.kv.store_folder import DIGITS, MARKER, OF_MODELS, PINS, StoreFolder, check_folder, open_folder
 from cairn.seams import Clock, Entry, FileSystem, Lock
 
@@ -222,25 +224,82 @@ class ModelFolders:
 
     def _shrink(self, other: _Store, budget: int, ttl: float) -> int:
         """Evict what is too much, or too old, of a store that nobody holds; how many bytes went."""
-        files = self._files
         try:
-            lock = open_folder(files, other.path, self._clock, fresh=False, patience=0, sleep=lambda seconds: None)
+            with self._opened(other.path) as state:
+                before = state.index.bytes
+                state.budget = budget + before - sum(one.disk for one in state.index.live())
+                disk_maintenance.prune(state, state.now() - ttl - (self._idle or 0.0))
+                state.make_room(0)
+                return before - state.index.bytes
         except (ConfigError, Conflict):  # it is no store, or in use since a moment
             return 0
+
+    @contextlib.contextmanager
+    def _opened(self, path: Path) -> Iterator[DiskState]:
+        """Another store, while it is held. Raises `ConfigError` and `Conflict` as `open_folder` does."""
+        files = self._files
+        lock = open_folder(files, path, self._clock, fresh=False, patience=0, sleep=lambda seconds: None)
         try:
-            state = DiskState(StoreFolder(files, other.path), self._clock, 0)
+            state = DiskState(StoreFolder(files, path), self._clock, 0)
             found = state.folder.scan()
             pins = Pins(state.folder).load(found)
-            before = sum(disk for _, disk, _ in found.chunks)
             with state.mutex:
                 junk = disk_maintenance.fill(state, found)
-                state.budget = budget + found.other
+                state.budget = state.index.bytes
                 for name, ids in pins.items():
                     state.index.pin(name, ids)
-            for path, disk in junk:
-                state.folder.discard(path, disk)
-            disk_maintenance.prune(state, state.now() - ttl - (self._idle or 0.0))
-            state.make_room(0)
-            return before - (state.index.bytes - found.other)
+            for leftover, disk in junk:
+                state.folder.discard(leftover, disk)
+            yield state
         finally:
             lock.release()
+
+    # ---------------------------------------------------------------------------------- what owners give up elsewhere
+
+    def unpin(self, owner: str) -> bool:
+        """Remove the pins of an owner from the stores that nobody holds; False where another has some of its pins."""
+        start, done = pin_name(owner, b""), True
+        for path in (self._home, *self._stores()):
+            names: list[str] = []
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                names = [one.name for one in self._files.list(path / PINS) if one.name.startswith(start)]
+            if path == self._own or not names:
+                continue
+            with self._held(path) as held:
+                for name in names if held else ():
+                    with contextlib.suppress(FileNotFoundError):
+                        self._files.remove(path / PINS / name)
+                if held:
+                    self._files.sync_folder(path / PINS)
+                done = done and held
+        return done
+
+    def erase(self, model: bytes, salt: bytes, tokens: Sequence[int], keep: int) -> bool:
+        """Remove a context of another model beyond its first `keep` tokens from that model's stores, for good.
+
+        False where a store is in use or the disk refuses. What was stored before stores knew their layout stays until
+        its model is served, or it is too old.
+        """
+        return all([self._erase(path, salt, tokens, keep) for path in places(self._home, model) if path != self._own])
+
+    def _erase(self, path: Path, salt: bytes, tokens: Sequence[int], keep: int) -> bool:
+        folder = StoreFolder(self._files, path)
+        if not folder.marked() or (layout := read_layout(folder)) is None:
+            return True
+        first = -(-keep // (CHUNK_BLOCKS * layout.block_tokens))
+        try:
+            with self._opened(path) as state:
+                engines = disk_maintenance.OtherEngines(state, b"", b"")
+                known = engines.learn()
+                ids = engines.ids(lambda identity: layout.keys(identity, salt, tokens, first))
+                with state.mutex:
+                    family = state.index.family(ids)
+                    for entry in family:
+                        state.mark_deleted(entry)
+                state.clear(family)
+                # Nothing tells of a chunk that was evicted, and in a power cut its name may come back.
+                return state.sync(state.folder.digits()) and known and not state.index.lingering
+        except Conflict:
+            return False
+        except ConfigError:  # it is no store of this version: whoever reads it erases it
+            return True

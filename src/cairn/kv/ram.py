@@ -1,21 +1,79 @@
 """A store in host memory, for engines whose pool is not host memory: what a GPU forgets comes back without a disk.
 
-Leaves first: a chunk goes only when nothing here extends it, the one used longest ago before the others.
+Leaves first: a chunk goes only when nothing here extends it, the one used longest ago before the others; what is
+superseded (`standing`) before all others, and what waits for its next turn once as much as the whole budget was kept
+after it.
 """
 
 from __future__ import annotations
 
+import bisect
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
+from cairn.kv.standing import Standing, Standings, later
 from cairn.kv.store import Chunk, spared
 from cairn.stats import TierStats
 
 _CHUNK_OVERHEAD = 1024
 """Bytes that a chunk takes beside its pages, about: 64 tokens, keys and the index."""
+
+
+class Leaves:
+    """When chunks were used, and those that nothing extends in the order in which they may be evicted. Time is told by
+    the bytes that were kept."""
+
+    def __init__(self, patience: int) -> None:
+        """`patience`: how many bytes what waits for its next turn outlives other chunks that were used with it."""
+        self._patience = patience
+        self._used: dict[bytes, tuple[int, int]] = {}
+        """The bytes that were kept before the last use of each chunk, and its number among all uses."""
+        self._order: list[tuple[float, int, bytes]] = []
+        self._places: dict[bytes, tuple[float, int, bytes]] = {}
+        self._uses = 0
+        self._standings = Standings()
+
+    def __iter__(self) -> Iterator[bytes]:
+        """The first to go first. Ask anew after a change."""
+        return (key for _, _, key in self._order)
+
+    def use(self, key: bytes, now: int) -> None:
+        """A chunk is used now."""
+        self._uses += 1
+        self._used[key] = now, self._uses
+        self._move(key)
+
+    def add(self, key: bytes) -> None:
+        """Nothing extends it now."""
+        self._places.setdefault(key, (0, 0, b""))
+        self._move(key)
+
+    def extend(self, key: bytes) -> None:
+        """Something extends it now."""
+        if (place := self._places.pop(key, None)) is not None and place[2]:
+            del self._order[bisect.bisect_left(self._order, place)]
+
+    def remove(self, key: bytes, parent: bytes) -> None:
+        """It is gone. Whoever used it used what it extends."""
+        self.extend(key)
+        used = self._used.pop(key)
+        if parent in self._used:
+            self._used[parent] = max(self._used[parent], used)
+            self._move(parent)
+
+    def mark(self, keys: Iterable[bytes], standing: Standing) -> None:
+        """These chunks stand so from now on, those that come later too."""
+        for key in self._standings.set(keys, standing):
+            self._move(key)
+
+    def _move(self, key: bytes) -> None:
+        if key in self._places:
+            self.extend(key)
+            kept, number = self._used[key]
+            place = self._places[key] = (kept + later(self._standings.of(key), self._patience), number, key)
+            bisect.insort(self._order, place)
 
 
 class RamStore:
@@ -26,8 +84,8 @@ class RamStore:
         self._chunks: dict[bytes, Chunk] = {}
         self._children: dict[bytes, set[bytes]] = {}
         """Keys of the chunks here that extend a chunk, which may itself not be here."""
-        self._leaves: OrderedDict[bytes, None] = OrderedDict()
-        """Chunks that nothing here extends, the one used longest ago first."""
+        self._leaves = Leaves(budget)
+        """Chunks that nothing here extends, in the order in which they may go."""
         self._pins: dict[str, frozenset[bytes]] = {}
         self._stats = TierStats(budget=budget)
 
@@ -42,8 +100,8 @@ class RamStore:
             chunk = self._chunks.get(key)
             if chunk is None or chunk.tokens != tuple(tokens):
                 return None
-            if key in self._leaves:
-                self._leaves.move_to_end(key)
+            self._leaves.mark((key,), "idle")
+            self._leaves.use(key, self._stats.written)
             self._count(read=_size(chunk))
             return chunk
 
@@ -60,9 +118,10 @@ class RamStore:
                     return count
                 self._chunks[chunk.key] = chunk
                 self._children.setdefault(chunk.parent, set()).add(chunk.key)
-                self._leaves.pop(chunk.parent, None)
+                self._leaves.extend(chunk.parent)
+                self._leaves.use(chunk.key, self._stats.written)
                 if chunk.key not in self._children:
-                    self._leaves[chunk.key] = None
+                    self._leaves.add(chunk.key)
                 self._count(chunks=1, bytes=_size(chunk), written=_size(chunk))
             return len(chunks)
 
@@ -84,6 +143,11 @@ class RamStore:
             if keys:
                 self._pins[owner] = frozenset(keys)
 
+    def mark(self, keys: Sequence[bytes], standing: Standing) -> None:
+        """See `Store`."""
+        with self._lock:
+            self._leaves.mark(keys, standing)
+
     def stats(self) -> TierStats:
         """See `Store`."""
         with self._lock:
@@ -95,7 +159,7 @@ class RamStore:
         with self._lock:
             self._chunks.clear()
             self._children.clear()
-            self._leaves.clear()
+            self._leaves = Leaves(0)
 
     def _make_room(self, size: int, parent: bytes) -> bool:
         """Evict leaves until `size` bytes fit; never `parent`, which is about to be extended."""
@@ -113,15 +177,13 @@ class RamStore:
         chunk = self._chunks.pop(key, None)
         if chunk is None:
             return False
-        self._leaves.pop(key, None)
+        self._leaves.remove(key, chunk.parent)
         siblings = self._children[chunk.parent]
         siblings.discard(key)
         if not siblings:
             del self._children[chunk.parent]
             if chunk.parent in self._chunks:
-                # Only of leaves it is known when they were used. What extended it was the oldest, so it is next.
-                self._leaves[chunk.parent] = None
-                self._leaves.move_to_end(chunk.parent, last=False)
+                self._leaves.add(chunk.parent)
         self._count(chunks=-1, bytes=-_size(chunk))
         return True
 

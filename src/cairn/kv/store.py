@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from cairn.kv.standing import Standing
 from cairn.stats import TierStats
 from cairn.types import CacheGroup
 
@@ -91,6 +92,10 @@ class Store(Protocol):
 
     def pin(self, owner: str, keys: Sequence[bytes]) -> None:
         """Never evict these while `owner` pins them; they take the place of what it pinned before. Durable."""
+        ...
+
+    def mark(self, keys: Sequence[bytes], standing: Standing) -> None:
+        """How soon these may be evicted, also those that are kept later: a hint, which the next `fetch` of one ends."""
         ...
 
     def stats(self) -> TierStats:

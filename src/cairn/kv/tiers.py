@@ -14,6 +14,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from cairn.engine.base import NO_BLOCK, Engine
 from cairn.errors import trace
@@ -21,12 +22,13 @@ from cairn.kv.cache import Cache
 from cairn.kv.chunk_lookup import ChunkLookup
 from cairn.kv.disk import DiskStore
 from cairn.kv.sequence_kv import SequenceKV, TierName
-from cairn.kv.store import CHUNK_BLOCKS, Store, chunk_sizes
+from cairn.kv.standing import Standing
+from cairn.kv.store import CHUNK_BLOCKS, Chunk, Store, chunk_sizes
 from cairn.kv.store_reader import Arrival, Load, LoadMode, LoadPolicy, StoreReader
 from cairn.kv.store_writer import StoreWriter
 from cairn.kv.write_behind import WriteBehind, WriteLimits
 from cairn.seams import Clock
-from cairn.stats import KvStats, Placed, Swept
+from cairn.stats import KvStats, Placed, Swept, TakenIn
 
 log = logging.getLogger(__name__)
 
@@ -230,6 +232,16 @@ class Tiers:
         keys = self._lookup.kv_keys(context, tokens) + [key for key in states if self.write_behind.has(key)]
         self.do(lambda store: store.pin(owner, keys), tuple(self._stores.values()), done)
 
+    def mark(self, tokens: Sequence[int], salt: bytes, keep: int, standing: Standing) -> None:
+        """Say how soon the stores may evict a context beyond its first `keep` tokens. No step waits for that."""
+
+        def work() -> None:
+            _, keys = self._beyond(tokens, salt, keep)
+            for store in self._stores.values():
+                store.mark(keys, standing)
+
+        self.writer.push(work)
+
     def prefetch(self, tokens: Sequence[int], salt: bytes, done: Done) -> None:
         """Bring a context up into the pool. What is being brought up for another who asked is not read once more."""
         context = self._cache.context(salt)
@@ -287,6 +299,49 @@ class Tiers:
             give_up()
         else:
             self.write_behind.flush(lambda lost: give_up(), told=False)
+
+    def erase_of_model(
+        self, model: bytes, tokens: Sequence[int], salt: bytes, keep: int, done: Callable[[bool], None]
+    ) -> None:
+        """Erase a context of a model that is not served now from its stores beside this one; `done` hears whether it
+        went."""
+        gone = list[bool]()
+        disk = [store for store in self._stores.values() if isinstance(store, DiskStore)]
+        self.do(
+            lambda store: gone.append(isinstance(store, DiskStore) and store.erase_of_model(model, salt, tokens, keep)),
+            disk,
+            lambda: done(all(gone) and len(gone) == len(disk)),
+        )
+
+    def paths(self, tokens: Sequence[int], salt: bytes) -> list[Path]:
+        """The files that the disk has of a context, what is extended before what extends it."""
+        store = self._stores.get("disk")
+        return (
+            store.paths(self._lookup.all_keys(self._cache.context(salt), tokens))
+            if isinstance(store, DiskStore)
+            else []
+        )
+
+    def take_in(self, path: Path, tokens: Sequence[int], salt: bytes, done: Callable[[TakenIn], None]) -> None:
+        """Keep on the disk what a file has of a context's KV; on a thread of its own, since there may be much."""
+        store, context, sizes = self._stores.get("disk"), self._cache.context(salt), self._sizes
+        if not isinstance(store, DiskStore):
+            return done(TakenIn())
+
+        def keyed(group: int, depth: int, part: Sequence[int], pages: memoryview) -> Chunk | None:
+            chunk = self._lookup.chunk(context, tokens, group, depth, part, pages)
+            return chunk if chunk is not None and len(pages) == sizes[group] else None
+
+        def work() -> None:
+            taken = TakenIn()
+            try:
+                taken = store.take_in(path, keyed)
+            except Exception as error:  # a bug of ours; whoever asked must hear of it all the same
+                log.error("KV could not be taken in: %s", trace(error))
+            self._answers.append(lambda: done(taken))
+            self._wake()
+
+        threading.Thread(target=work, name="cairn-kv-take-in", daemon=True).start()
 
     def lingers(self, tokens: Sequence[int], salt: bytes, keep: int) -> bool:
         """Whether something that `evict` was to take from the disk is there still, because the disk refuses that."""

@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from pathlib import Path
 
 from cairn.errors import ConfigError
@@ -58,7 +58,7 @@ def file_digest(path: Path) -> bytes:
         if stat.st_size < REMEMBER_FROM:
             return hashlib.file_digest(file, "sha256").digest()
         place = f"{path.resolve()}|"
-        key = f"{place}{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|{stat.st_dev}:{stat.st_ino}"
+        key = _key(path, file)
         mine, digest = _hashed.get(place, ("", b""))
         if mine == key:
             return digest
@@ -80,6 +80,22 @@ def _hashed_whole(file: BufferedReader, size: int) -> bytes:
         hasher.update(buffer[:count])
         done += count
     return hasher.digest()
+
+
+def vouched(path: Path, file: BufferedReader | FileIO, value: bytes) -> bool:
+    """Whether `vouch` said this of a file, and nothing touched it since."""
+    return _load().get(_key(path, file)) == value.hex()
+
+
+def vouch(path: Path, file: BufferedReader | FileIO, value: bytes) -> None:
+    """Remember 32 bytes that say what a file holds, as digests are remembered: until anything touches it."""
+    known, place = _load(), f"{path.resolve()}|"
+    _save({old: known[old] for old in known if not old.startswith(place)} | {_key(path, file): value.hex()})
+
+
+def _key(path: Path, file: BufferedReader | FileIO) -> str:
+    stat = os.fstat(file.fileno())
+    return f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|{stat.st_dev}:{stat.st_ino}"
 
 
 def memory_path() -> Path:

@@ -208,7 +208,7 @@ def _with_latents(keys: Fields, spec: ModelSpec, turned: int) -> ModelSpec:
 def _keys(gguf: Gguf, family: Architecture) -> Fields:
     """The keys below the architecture's name. A list with one value for every layer is that value."""
     done = _NEUTRAL | {"tensor_data_layout": "Meta AI original pth" if family.interleaved else "reference"}
-    prefix = gguf.metadata["general.architecture"] + "."
+    prefix, understood = gguf.metadata["general.architecture"] + ".", _understood(family)
     found: dict[str, Any] = {}
     others: dict[str, tuple[str, Any]] = {}
     for key, value in gguf.metadata.items():
@@ -219,20 +219,11 @@ def _keys(gguf: Gguf, family: Architecture) -> Fields:
             plain = value[0].item()
         if name in family.ignored:
             continue
-        if (
-            name in _KEYS | EXPERT_KEYS
-            or name in (*family.keys, *RECURRENT[family.recurrence])
-            or (family.gemma and name in _GEMMA_KEYS)
-            or (family.uneven and name in UNEVEN)
-        ):
+        if name in understood:
             found[name] = plain
         else:
             others[name] = key, plain
-    by_heads(found, family.recurrence)
-    if family.uneven:
-        by_layer(found)
-    if family.only_states:
-        found |= only_states(found)
+    _listed(found, family)
     keys = Fields(found, gguf.paths[0], prefix)
     if keys.has("embedding_length") and keys.has("attention.head_count"):
         heads = keys.integer("attention.head_count", 1, 1 << 14)
@@ -248,6 +239,21 @@ def _keys(gguf: Gguf, family: Architecture) -> Fields:
     if not family.both and not keys.flag("attention.causal", True):
         raise ModelError(f"{gguf.paths[0]}: {prefix}attention.causal is false; such a model does not generate text")
     return keys
+
+
+def _listed(found: dict[str, Any], family: Architecture) -> None:
+    """Say in the words of plain decoders what lists by layer say, and models that have no heads."""
+    by_heads(found, family.recurrence)
+    if family.uneven:
+        by_layer(found)
+    if family.only_states:
+        found |= only_states(found)
+
+
+def _understood(family: Architecture) -> frozenset[str]:
+    """The keys of an architecture that mean something here."""
+    own = (*(_GEMMA_KEYS if family.gemma else ()), *(UNEVEN if family.uneven else ()))
+    return frozenset((*_KEYS, *EXPERT_KEYS, *family.keys, *RECURRENT[family.recurrence], *own))
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -402,8 +408,10 @@ def cache_groups(
     *,
     pieces: bool = False,
 ) -> tuple[CacheGroup, ...]:
-    """Layers by cache kind; `limited` have the window, `rope` for positions, and `pieces` as `CacheGroup`. A window that
-    no context can outgrow is full attention."""
+    """Layers by cache kind; `limited` have the window, and `rope` for positions; `pieces` is as of `CacheGroup`.
+
+    A window that no context can outgrow is full attention.
+    """
     apart = set(limited) if rope is not None or window < context else set[int]()
     full = tuple(layer for layer in range(layers) if layer not in apart)
     groups = [CacheGroup(kind="full", layers=full)] if full else []

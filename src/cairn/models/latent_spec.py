@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from cairn.errors import ModelError
-from cairn.models.families import Family
+from cairn.models.family import Family
 from cairn.models.files import Fields
 from cairn.types import MAX_HEAD_DIM, CacheGroup, Latent, ModelSpec, RopeScaling
 

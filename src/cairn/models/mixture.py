@@ -128,6 +128,11 @@ def build_beside(matrix: Pack, vector: Callable[[str], Array], experts: Experts 
     )
 
 
+def is_expert(name: str) -> bool:
+    """Whether a tensor is of one of many experts, of which a step reads those that its tokens chose."""
+    return ".mlp.experts." in name
+
+
 def _first(experts: Experts, name: str) -> list[str]:
     """The matrices that an expert's input goes through."""
     return [f"{name}.gate_proj", f"{name}.up_proj"] if experts.gated else [f"{name}.up_proj"]
@@ -161,7 +166,7 @@ def mixture_numbers(experts: Experts | None, hidden: int) -> int:
 def run_beside(
     k: Kernels, own: Beside, activation: str, eps: float, hidden: Any, b: MixtureBuffers, normed: Any, out: Any
 ) -> None:
-    """out[M, H], what the MLP gives of hidden[M, H], becomes the sum of its norm and of that of what the experts give."""
+    """out[M, H], what the MLP gives of hidden[M, H], becomes its norm and that of what the experts give together."""
     layer, how = own.mixture, own.mixture.facts
     k.norm(out, own.mlp_post_norm, eps, out)
     k.norm(hidden, own.router_norm, eps, normed)

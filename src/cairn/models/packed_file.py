@@ -7,10 +7,15 @@ packs; so a model that was moved or is there twice finds it, and one that was re
 description that does not fit the model, a wrong size or checksum: the file is not used, and written again. Beyond a
 budget those that no start has used for longest go.
 
-    magic [8], the matrices' memory without holes, a description as JSON, its SHA-256 [32], its length as uint32 [4]
+    magic [8], zeros to 4096, the matrices' memory without holes, a description as JSON, its SHA-256 [32], its length as
+    uint32 [4]
 
 The description: {"key", "errors" (of rounded tensors), "matrices": [{"parts": [[out, in, form]], "bytes", "check"}]},
 `check` the XXH3-64 of the memory. It stands at the end because checks are known when all is written.
+
+Experts that are larger than memory are not read from the file but mapped: the system reads their pages when they are
+used, and lets go of them when it needs the room. They are checked once, which takes as long as reading them; then the
+file is vouched for until anything touches it.
 """
 
 from __future__ import annotations
@@ -18,31 +23,40 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import mmap
 import os
 import shutil
 import tempfile
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
+import numpy as np
 from numpy.typing import NDArray
 
-from cairn.errors import CairnError, ConfigError
-from cairn.kernels.native import NativeKernels, form_of
+from cairn.errors import CairnError, ConfigError, ModelError
+from cairn.kernels.native import NativeKernels
 from cairn.models import decoder, quantize
-from cairn.models.digests import memory_path, tell
+from cairn.models.digests import memory_path, vouch, vouched
+from cairn.models.packed_matrices import (
+    MAGIC,
+    START,
+    Damaged,
+    Described,
+    Passing,
+    Reading,
+    Writing,
+    as_kernels,
+    as_weights,
+)
 from cairn.models.spec import identity_of
-from cairn.models.tensor_meta import TensorMeta
 from cairn.models.weight_format import HeldWeights
 from cairn.types import ModelSpec
 
-MAGIC = b"CAIRNPK1"
-VERSION = 2
+VERSION = 3
 """The version of the file; the order that kernels stream is of their own version."""
 KEPT_FROM = 64 << 20
 """Bytes of packed weights from which a file is worth its room: smaller models are packed in some 100 ms."""
@@ -52,32 +66,10 @@ LARGEST_BUDGET = 50 * 10**9
 UNUSED_DAYS = 30
 _MOST_DESCRIPTION = 16 << 20
 _END = 36
-_READ = 64 << 20
 _PART = ".part"
 _WHOLE = ".packed"
 _NAME = 32
 """Digits of the key in a file's name."""
-
-
-class Kept(msgspec.Struct, frozen=True):
-    """One matrix in the file."""
-
-    parts: tuple[tuple[int, int, str], ...]
-    """(out, in, `native.form_of`)"""
-    bytes: int
-    check: int
-
-
-class Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the file holds, in the order that `decoder.build` asks for it."""
-
-    key: str
-    errors: dict[str, float]
-    matrices: list[Kept]
-
-
-class _Damaged(Exception):
-    """The file is not what its description or its key says."""
 
 
 def folder() -> Path:
@@ -97,9 +89,9 @@ def build(
         return decoder.build(kernels, spec, weights)
     key = _key(spec, weights, kernels)
     try:
-        path = folder() / f"{key[:_NAME]}{_WHOLE}"
-        with contextlib.suppress(_Damaged, FileNotFoundError, msgspec.DecodeError), path.open("rb", 0) as file:
-            return _read(file, key, kernels, spec, weights)
+        path = _path(key)
+        with contextlib.suppress(Damaged, FileNotFoundError, msgspec.DecodeError), path.open("rb", 0) as file:
+            return _read(path, file, key, kernels, spec, weights)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         prune()
         if not make_room(size, budget):
@@ -107,19 +99,67 @@ def build(
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=_PART)
     except (OSError, ConfigError):
         return decoder.build(kernels, spec, weights)
+    return _written(Writing, handle, temporary, path, key, kernels, spec, weights, place)[0]
+
+
+def build_mapped(
+    kernels: NativeKernels, spec: ModelSpec, weights: HeldWeights, place: Path, size: int, budget: int | None = None
+) -> decoder.Decoder:
+    """The same with experts that are mapped from the file. It is packed one matrix at a time, none of which is held
+    meanwhile. Without a `budget` the file may be as large as the disk has room for.
+
+    Raises `ModelError` where the file cannot be written or read.
+    """
+    key = _key(spec, weights, kernels)
+    wants = f"{spec.name}: experts that are mapped are read from a packed copy of {size / 1e9:.2f} GB"
+    try:
+        path = _path(key)
+        with contextlib.suppress(Damaged, FileNotFoundError, msgspec.DecodeError), path.open("rb", 0) as file:
+            return _read(path, file, key, kernels, spec, weights, mapped=True)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        prune()
+        if not make_room(size, max(size, usage().budget) if budget is None else budget):
+            raise ModelError(f"{wants}, for which there is no room in {path.parent}, or not within keep_packed_gb")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=_PART)
+        if not _written(Passing, handle, temporary, path, key, kernels, spec, weights, place)[1]:
+            raise ModelError(f"{wants}, which could not be written to {path.parent}")
+        with path.open("rb", 0) as file:
+            return _read(path, file, key, kernels, spec, weights, mapped=True)
+    except (OSError, ConfigError, Damaged) as error:
+        raise ModelError(f"{wants}, which cannot be kept: {error}") from error
+
+
+def _path(key: str) -> Path:
+    return folder() / f"{key[:_NAME]}{_WHOLE}"
+
+
+def _written(
+    how: Callable[[NativeKernels, HeldWeights, Any], Writing],
+    handle: int,
+    temporary: str,
+    path: Path,
+    key: str,
+    kernels: NativeKernels,
+    spec: ModelSpec,
+    weights: HeldWeights,
+    place: Path,
+) -> tuple[decoder.Decoder, bool]:
+    """Pack a model into a file of a temporary name, and give it its own; what was built, and whether that went well."""
+    kept = False
     try:
         with os.fdopen(handle, "wb", 0) as file:
             _hold(file.fileno())
-            writing = _Writing(kernels, weights, file)
-            built = decoder.build(_kernels(writing), spec, _names(weights))
+            writing = how(kernels, weights, file)
+            built = decoder.build(as_kernels(writing), spec, as_weights(weights))
             writing.finish(key)
         if writing.whole and _unchanged(spec, place):
             with contextlib.suppress(OSError):
                 os.replace(temporary, path)
+                kept = True
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-    return built
+    return built, kept
 
 
 def default_budget(free: int, held: int) -> int:
@@ -216,158 +256,53 @@ def _key(spec: ModelSpec, weights: HeldWeights, kernels: NativeKernels) -> str:
     return hashlib.sha256(spec.identity + repr(facts).encode()).hexdigest()
 
 
-class _Names(Mapping[str, str]):
-    """Stands in for the weights: a tensor is its name, so that only what is needed is made."""
-
-    def __init__(self, weights: HeldWeights) -> None:
-        self._weights = weights
-
-    def __getitem__(self, name: str) -> str:
-        if name not in self._weights:
-            raise KeyError(name)
-        return name
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
-
-
-class _Through(ABC):
-    """Stands in for the kernels while a model is built from names; what is no matrix is made from the weights."""
-
-    def __init__(self, kernels: NativeKernels, weights: HeldWeights) -> None:
-        self._kernels, self._weights = kernels, weights
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernels, name)
-
-    def vector(self, name: str) -> Any:
-        return self._kernels.vector(self._array(name))
-
-    def table(self, name: str) -> Any:
-        if self._weights.outline(name).scale:
-            return self.matrix([name], [None])
-        return self._kernels.table(self._array(name))
-
-    @abstractmethod
-    def matrix(self, names: Sequence[str], biases: Sequence[str | None]) -> Any:
-        """The matrix as the kernels would make it."""
-
-    def _array(self, name: str) -> Any:
-        return self._weights[name]
-
-    def _biases(self, names: Sequence[str | None]) -> list[NDArray[Any] | None]:
-        return [None if name is None else self._array(name) for name in names]
-
-
-class _Writing(_Through):
-    """Packs each matrix and appends its memory to a file."""
-
-    def __init__(self, kernels: NativeKernels, weights: HeldWeights, file: Any) -> None:
-        super().__init__(kernels, weights)
-        self.whole = True
-        """Whether everything could be written."""
-        self._file = file
-        self._matrices: list[Kept] = []
-        self._write(MAGIC)
-
-    def matrix(self, names: Sequence[str], biases: Sequence[str | None]) -> Any:
-        parts = [self._weights[name] for name in names]
-        made = self._kernels.matrix(parts, self._biases(biases))
-        shapes = tuple((one.shape[0], one.shape[1], form_of(one)) for one in parts)
-        memory = made.memory()
-        self._matrices.append(Kept(shapes, memory.nbytes, xxhash.xxh3_64_intdigest(memory)))
-        self._write(memory)
-        return made
-
-    def finish(self, key: str) -> None:
-        """Describe what was written."""
-        text = msgspec.json.encode(Described(key, self._weights.errors, self._matrices))
-        self._write(text + hashlib.sha256(text).digest() + len(text).to_bytes(4, "little"))
-
-    def _write(self, data: Any) -> None:
-        view = memoryview(data)
-        try:
-            while self.whole and view.nbytes:
-                view = view[self._file.write(view) :]
-        except OSError:
-            self.whole = False  # a full disk: the model is loaded all the same
-
-
-class _Reading(_Through):
-    """Fills each matrix from a file."""
-
-    def __init__(self, kernels: NativeKernels, weights: HeldWeights, file: Any, matrices: list[Kept]) -> None:
-        super().__init__(kernels, weights)
-        self._file, self._matrices = file, iter(matrices)
-        self._done, self._total = 0, sum(one.bytes for one in matrices)
-
-    def matrix(self, names: Sequence[str], biases: Sequence[str | None]) -> Any:
-        kept = next(self._matrices, None)
-        if kept is None or not _fits(kept.parts, [self._weights.outline(name) for name in names]):
-            raise _Damaged
-        made = self._kernels.blank(kept.parts, self._biases(biases))
-        memory = made.memory()
-        if memory.nbytes != kept.bytes:
-            raise _Damaged
-        at, view = 0, memoryview(memory)
-        while at < kept.bytes:
-            tell("reading the packed weights", self._done + at, self._total)
-            count = self._file.readinto(view[at : at + _READ])
-            if not count:
-                raise _Damaged
-            at += count
-        self._done += kept.bytes
-        if xxhash.xxh3_64_intdigest(memory) != kept.check:
-            raise _Damaged
-        return made
-
-
-def _fits(parts: Sequence[tuple[int, int, str]], wanted: Sequence[TensorMeta]) -> bool:
-    """Whether the parts are what the model has; whether scales are halves is known only when they are made."""
-    return len(parts) == len(wanted) and all(
-        (out, inner) == one.shape and form.split()[0] == one.form.split()[0]
-        for (out, inner, form), one in zip(parts, wanted, strict=True)
-    )
-
-
-def _read(file: Any, key: str, kernels: NativeKernels, spec: ModelSpec, weights: HeldWeights) -> decoder.Decoder:
+def _read(
+    path: Path,
+    file: Any,
+    key: str,
+    kernels: NativeKernels,
+    spec: ModelSpec,
+    weights: HeldWeights,
+    mapped: bool = False,
+) -> decoder.Decoder:
     described = _described(file)
     if described.key != key:
-        raise _Damaged
-    file.seek(len(MAGIC))
-    reading = _Reading(kernels, weights, file, described.matrices)
-    built = decoder.build(_kernels(reading), spec, _names(weights))
+        raise Damaged
+    file.seek(START)
+    whole = _mapped(file) if mapped else None
+    checked = mapped and vouched(path, file, bytes.fromhex(key))
+    reading = Reading(kernels, weights, file, described.matrices, whole, checked)
+    built = decoder.build(as_kernels(reading), spec, as_weights(weights))
     weights.errors.update(described.errors)
     with contextlib.suppress(OSError):
         os.utime(file.fileno())  # this start used it
+        if mapped:
+            vouch(path, file, bytes.fromhex(key))
     return built
+
+
+def _mapped(file: Any) -> NDArray[np.uint8]:
+    """A file's bytes, of which the system reads no more than what is used."""
+    found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_RANDOM"):
+        found.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(found, np.uint8)
 
 
 def _described(file: Any) -> Described:
     size = os.fstat(file.fileno()).st_size
-    if size < len(MAGIC) + _END or file.read(len(MAGIC)) != MAGIC:
-        raise _Damaged
+    if size < START + _END or file.read(len(MAGIC)) != MAGIC:
+        raise Damaged
     file.seek(size - _END)
     end = file.read(_END)
     length = int.from_bytes(end[32:], "little")
-    if length > min(_MOST_DESCRIPTION, size - len(MAGIC) - _END):
-        raise _Damaged
+    if length > min(_MOST_DESCRIPTION, size - START - _END):
+        raise Damaged
     file.seek(size - _END - length)
     text = file.read(length)
     if hashlib.sha256(text).digest() != end[:32]:
-        raise _Damaged
+        raise Damaged
     found = msgspec.json.decode(text, type=Described)
-    if len(MAGIC) + sum(one.bytes for one in found.matrices) + length + _END != size:
-        raise _Damaged
+    if START + sum(one.bytes for one in found.matrices) + length + _END != size:
+        raise Damaged
     return found
-
-
-def _kernels(through: _Through) -> Any:
-    return through
-
-
-def _names(weights: HeldWeights) -> Any:
-    return _Names(weights)

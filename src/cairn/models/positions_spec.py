@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from cairn.errors import ModelError, ModelFileError
-from cairn.models.families import Family
+from cairn.models.family import Family
 from cairn.models.files import Fields
 from cairn.types import MAX_CONTEXT, MAX_HEAD_DIM, RopeScaling, RotaryPositions
 

@@ -16,6 +16,8 @@ from cairn.models.files import Fields
 Method = Literal["float8", "integers", "awq", "gptq"]
 
 FIELDS = ("quantization_config", "compression_config")
+_MOST = 1 << 20
+"""Outputs or inputs of a block."""
 SUPPORTED = "fp8 (e4m3), compressed-tensors (float-, int- and pack-quantized), awq (gemm), gptq, and mxfp4 of gpt-oss"
 
 
@@ -74,8 +76,12 @@ def _float8(fields: Fields) -> Scheme:
 
 def _block(fields: Fields, name: str) -> tuple[int, int]:
     value: Any = fields.values[name] if fields.has(name) else [128, 128]
-    if not isinstance(value, list) or len(value) != 2 or not all(type(one) is int and one > 0 for one in value):
-        raise fields.error(name, "two whole numbers")
+    if (
+        not isinstance(value, list)
+        or len(value) != 2
+        or not all(type(one) is int and 0 < one <= _MOST for one in value)
+    ):
+        raise fields.error(name, f"two whole numbers from 1 to {_MOST}")
     return value[0], value[1]
 
 

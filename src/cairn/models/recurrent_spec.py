@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from cairn.errors import ModelError
-from cairn.models.families import Family
+from cairn.models.family import Family
 from cairn.models.files import Fields
 from cairn.models.mixture_spec import layer_kinds
 from cairn.types import MAX_HEAD_DIM, CacheGroup, ModelSpec, Recurrence

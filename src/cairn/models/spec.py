@@ -18,7 +18,8 @@ from cairn.errors import ModelError, ModelFileError
 from cairn.models.digests import file_digest
 from cairn.models.embedding_files import check_width, embedding_of, judge_of
 from cairn.models.encoder_spec import encoder_spec, is_encoder
-from cairn.models.families import Family, family_of, sees_both, text_config
+from cairn.models.families import family_of, sees_both, text_config
+from cairn.models.family import Family
 from cairn.models.files import Fields, is_gguf, read_json, read_optional_json, reading
 from cairn.models.gguf import read_gguf
 from cairn.models.gguf_encoder import gguf_encoder_spec
@@ -42,7 +43,7 @@ from cairn.models.positions_spec import (
 )
 from cairn.models.recurrent_spec import mlp_layers, recurrence, with_state
 from cairn.models.uneven_spec import one_width, proportional, uneven_fields
-from cairn.models.weights import weight_files
+from cairn.models.weights import stored_scheme, weight_files
 from cairn.types import (
     MAX_CONTEXT,
     MAX_HEAD_DIM,
@@ -464,4 +465,6 @@ def identity_of(spec: ModelSpec, folder: Path) -> bytes:
         # The index only says which file holds a tensor, so the files themselves say everything.
         name = str(number) if is_gguf(folder) else path.name
         digest.update(name.encode() + b"\0" + file_digest(path))
+    if (scheme := stored_scheme(folder, spec)) is not None:  # what the same bytes mean
+        digest.update(repr(scheme).encode())
     return digest.digest()

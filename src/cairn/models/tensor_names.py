@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.models import stored_recurrent
+from cairn.models.families import without_part
 from cairn.models.latent_spec import KEYS, VALUES
 from cairn.types import ModelSpec
 
@@ -50,7 +51,7 @@ def own_tensors(spec: ModelSpec, ahead: int, name: str, array: NDArray[Any]) -> 
         rest = _nemotron(spec, int(layer), rest)
     states = spec.recurrence
     for one, whole in [(rest, array)] if states is None else stored_recurrent.own(states, rest, array):
-        for own, part in _RULES.get(spec.architecture, _as_it_is)(one, whole, spec):
+        for own, part in _RULES.get(without_part(spec.architecture), _as_it_is)(one, whole, spec):
             # A shared expert is the MLP of a model without others.
             named = own.replace("shared.", "mlp.shared_expert." if spec.experts else "mlp.", 1)
             yield prefix + (named if own.startswith("shared.") else own) if own else "", part
@@ -137,7 +138,7 @@ def _fused(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
 
 def _gemma(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
     """Experts beside the MLP, which stand beside it by name too."""
-    place, dot, name = rest.partition(".")
+    place, _, name = rest.partition(".")
     if place == "experts":
         yield from _fused(f"mlp.{rest}", array, spec)
     elif place == "router":

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from cairn.errors import ModelError
-from cairn.models.families import Family
+from cairn.models.family import Family
 from cairn.models.files import Fields
 from cairn.models.mixture_spec import mixture_tensors
 from cairn.types import MAX_CONTEXT, MAX_HEAD_DIM, NEVER, CacheGroup, ModelSpec, RopeScaling, Streams, Uneven
@@ -83,8 +83,8 @@ def uneven_fields(config: Fields, family: Family, groups: tuple[CacheGroup, ...]
 
 
 def shared_groups(groups: Sequence[CacheGroup], first: int, kv_heads: int, head_dim: int) -> tuple[CacheGroup, ...]:
-    """The groups of all layers without those from `first` on, which keep nothing, and with the heads of layers without a
-    window."""
+    """The groups of all layers without those from `first` on, which keep nothing; layers without a window have heads of
+    their own."""
     own = {"kv_heads": kv_heads, "head_dim": head_dim}
     return tuple(
         msgspec.structs.replace(

@@ -117,6 +117,10 @@ class HeldWeights(Mapping[str, Any]):
         told = [f"{' and '.join(sorted(kinds))} rounded to {_LOSS[one]}" for one, kinds in sorted(found.items())]
         return ", ".join([self.form, *told])
 
+    def formats(self) -> tuple[str, ...]:
+        """The number formats that the file has; reads none of them."""
+        return tuple(sorted({self._rounds(name)[0] for name in self.source}))
+
     def _rounds(self, name: str) -> tuple[str, str]:
         """A tensor's number format in the file, and what it is rounded to; "" where it loses nothing."""
         plain = known.outline(self.source, name)

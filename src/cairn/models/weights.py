@@ -22,7 +22,8 @@ from cairn.errors import ModelFileError
 from cairn.models.coded_weights import Coded, CodedWeights
 from cairn.models.encoder_spec import encoder_tensors
 from cairn.models.encoder_spec import own_name as encoder_name
-from cairn.models.families import AHEAD, FAMILIES, Family
+from cairn.models.families import AHEAD, FAMILIES
+from cairn.models.family import Family
 from cairn.models.files import (
     INDEX,
     MAX_NAME_BYTES,
@@ -211,7 +212,7 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
     found: dict[str, NDArray[Any]] = {}
     halves: dict[str, NDArray[Any]] = {}
     coded: dict[str, Coded] = {}
-    scheme = _scheme(folder, family)
+    scheme = stored_scheme(folder, spec)
     stored = _stored(files, homes)
     for one in stored if scheme is None else modules(scheme, stored):
         path = one.path
@@ -245,12 +246,12 @@ def _unknown(path: Path, name: str, spec: ModelSpec, scheme: Scheme | None) -> M
     return ModelFileError(f"{path}: the tensor {name[:120]!r} is not part of a {spec.architecture}")
 
 
-def _scheme(folder: Path, family: Family | None) -> Scheme | None:
-    """How the folder's config says that its weights are quantised."""
+def stored_scheme(folder: Path, spec: ModelSpec) -> Scheme | None:
+    """How the folder's config says that its weights are quantised; None for plain numbers, and for a GGUF file."""
     path = folder / "config.json"
-    if family is None or not path.is_file():
+    if spec.encoder is not None or is_gguf(folder) or not path.is_file():
         return None
-    return scheme_of(Fields(read_json(path), path), family.packed)
+    return scheme_of(Fields(read_json(path), path), FAMILIES[spec.architecture].packed)
 
 
 def _stored(files: Sequence[Path], homes: Mapping[str, str] | None) -> Iterator[Stored]:

@@ -28,6 +28,8 @@ class Fit(msgspec.Struct, frozen=True):
     most: int
     blocks: tuple[int, ...]
     """What the pool of each group was given."""
+    mapped: bool = False
+    """Whether its experts stay in a mapped file, and are none of these bytes."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -44,7 +46,7 @@ def fit(config: Config, place: Path, free: int, blocks: tuple[int, ...] = ()) ->
     from cairn.engine.needs import needs
 
     found = needs(config, place, free, blocks)
-    return Fit(found.held, found.most, found.blocks)
+    return Fit(found.held, found.most, found.blocks, found.mapped > 0)
 
 
 async def measure(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 from cairn.kv.cache import Cache
 from cairn.kv.disk import DiskStore
 from cairn.kv.tiers import Tiers
 from cairn.service import wire
-from cairn.stats import Placed, Swept
+from cairn.stats import Placed, Swept, TakenIn
 
 NOTHING = Swept()
 
@@ -24,7 +27,7 @@ class Answers:
     def take(self, ask: wire.Ask) -> None:
         """Do what is asked for. Where there is no store below the pool there is nothing to wait for or look over."""
         self.owed += 1
-        if ask.what == "evict" and self._tiers is None:
+        if ask.what == "evict" and self._tiers is None and not ask.model:
             self._cache.forget(self._cache.context(ask.salt), ask.tokens, ask.keep)
         if self._tiers is None or ask.what == "where":
             self._say_where(ask)
@@ -32,8 +35,18 @@ class Answers:
             self._tiers.flush(lambda dropped: self._say(ask, trouble=_given_up(dropped)))
         elif ask.what == "pin":
             self._tiers.pin(ask.owner, ask.tokens, ask.salt, lambda: self._say_pinned(ask))
+        elif ask.what == "paths":
+            paths = self._tiers.paths(ask.tokens, ask.salt)
+            self._send(wire.Answer(ask.id, paths=tuple(map(str, paths))))
+        elif ask.what == "take_in":
+            self._tiers.take_in(Path(ask.path), ask.tokens, ask.salt, partial(self._say_taken, ask))
+        elif ask.what == "mark":
+            self._tiers.mark(ask.tokens, ask.salt, ask.keep, ask.standing)
+            self._send(wire.Answer(ask.id))
         elif ask.what == "prefetch":
             self._tiers.prefetch(ask.tokens, ask.salt, lambda: self._say_where(ask))
+        elif ask.what == "evict" and ask.model:
+            self._tiers.erase_of_model(ask.model, ask.tokens, ask.salt, ask.keep, partial(self._say_erased, ask))
         elif ask.what == "evict":
             self._tiers.evict(ask.tokens, ask.salt, ask.keep, ask.disk, lambda: self._say_evicted(ask))
         else:
@@ -53,8 +66,10 @@ class Answers:
         if self._tiers.unsaved(ask.owner):
             what = "what is pinned" if ask.tokens else "what is no longer pinned"
             self._say(ask, trouble=f"the disk does not take {what}; it is tried again until it does")
-        else:
+        elif ask.tokens:
             self._say_where(ask)
+        else:
+            self._say(ask)
 
     def _say_evicted(self, ask: wire.Ask) -> None:
         assert self._tiers is not None
@@ -62,6 +77,12 @@ class Answers:
             self._say(ask, trouble="the disk does not let the KV of this context go; it is tried again until it does")
         else:
             self._say_where(ask)
+
+    def _say_erased(self, ask: wire.Ask, gone: bool) -> None:
+        self._say(ask, trouble="" if gone else "the KV of a model that is not loaded cannot be erased now")
+
+    def _say_taken(self, ask: wire.Ask, taken: TakenIn) -> None:
+        self._send(wire.Answer(ask.id, taken=taken))
 
     def _say_swept(self, ask: wire.Ask, swept: Swept | None) -> None:
         if swept is None:

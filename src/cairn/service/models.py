@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +285,22 @@ class Models:
                 raise Conflict(f"{model.name} is not loaded ({model.state})", field="model")
             await self._unload(model, grace, surely=True)
 
+    def configure(self, config: Config) -> dict[str, str]:
+        """These options hold from now on: aliases, pins, times to live, and bounds of what is loaded. Those that are
+        others and cannot change here, with what they need. InvalidRequest for names that two models would have; then
+        nothing has changed."""
+        listed = {one.model: one for one in config.models}
+        mine = {one.options.model: one for one in self.models if not one.found}
+        if not listed and mine:
+            listed = {config.model: ModelOptions(model=config.model, name=config.served_name, aliases=config.alias)}
+        _check_aliases(self.models, listed)
+        unchanged = {f"models.{name}": "it takes a restart of the server" for name in listed.keys() ^ mine.keys()}
+        self.config = config
+        for place in listed.keys() & mine.keys():
+            unchanged |= mine[place].configure(config, listed[place])
+        self._by_name = dict(check_names(self.models))
+        return unchanged
+
     async def _load(self, model: ServedModel, *, evict: bool = True) -> None:
         async with self._turn:
             if model.loaded is not None or self._closed:
@@ -323,6 +339,8 @@ class Models:
     async def _started(
         self, config: Config, part: float, first: First | None, fit: Fit | None, place: Path | None
     ) -> Service:
+        if fit is not None and fit.mapped:  # whatever memory the machine has beyond what models may take
+            config = msgspec.structs.replace(config, experts="mapped")
         if first is None:
             blocks = fit.blocks if fit is not None else ()
             launching = asyncio.ensure_future(
@@ -470,9 +488,12 @@ class Models:
             config = self._config_for(model, to)
             place = await asyncio.to_thread(_located, config)
             old = model.loaded
-            beside = old is None or await self._fits_beside(model, config, place)
-            if beside:
-                fit = await self._make_room(model, config, place, evict=False) if self._bounded else None
+            if old is not None and place == model.place and _alike(config, model.config):
+                raise InvalidRequest(f"{to} is what {model.name} is already", field="to")
+            fit = None if old is None else await self._fit_beside(model, config, place)
+            if old is None or fit is not None:
+                if old is None and self._bounded:
+                    fit = await self._make_room(model, config, place, evict=False)
                 service = await self._start_as(model, config, place, fit)
                 self._swapped(model, config, to, place, service, fit)
                 if old is not None:
@@ -549,25 +570,25 @@ class Models:
         the old one."""
         named = {"served_name": model.name, "alias": model.config.alias, "models": ()}
         other = self._by_name.get(to)
-        if other is model:
+        if other is model and not model.swaps:
             raise InvalidRequest(f"{to} is what {model.name} is already", field="to")
-        if other is not None:
+        if other is not None and other is not model:  # what it was before a swap is another place again
             if other.loaded is not None:
                 raise Conflict(f"{to} is loaded already, under its own name; unload it first", field="to")
             return msgspec.structs.replace(other.config, **named)
         return msgspec.structs.replace(model.config, model=to, tokenizer=None, **named)
 
-    async def _fits_beside(self, model: ServedModel, config: Config, place: Path) -> bool:
-        """Whether there is room for both. Two of the same files want one folder of KV, and so do two models of a server
-        that has one folder for all."""
+    async def _fit_beside(self, model: ServedModel, config: Config, place: Path) -> Fit | None:
+        """What the other takes, if there is room for both. Two of the same files want one folder of KV, and so do two
+        models of a server that has one folder for all."""
         if not self.several or place == model.place:
-            return False
+            return None
         if sum(1 for _ in self.loaded()) >= self.config.max_loaded:
-            return False
+            return None
         await self._measure_first()
         left = self.left()
         fit = await measure(config, place, max(0, left), in_process=self._in_process)
-        return fit.most <= left
+        return fit if fit.most <= left else None
 
     # ---------------------------------------------------------------------------------------------------- how it is
 
@@ -671,8 +692,23 @@ class Models:
         return task
 
 
+def _check_aliases(models: Iterable[ServedModel], listed: Mapping[str, ModelOptions]) -> None:
+    """InvalidRequest where an alias is two models' or another's name."""
+    whose = {model.name: model.options.model for model in models}
+    for place, options in listed.items():
+        for alias in options.aliases:
+            if whose.setdefault(alias, place) != place:
+                raise InvalidRequest(f"two models would be called {alias}", field="models")
+
+
 def _located(config: Config) -> Path:
     return locate(ServedModel(config, ModelOptions(model=config.model)))
+
+
+def _alike(one: Config, other: Config) -> bool:
+    """Whether a model is loaded in the same way, wherever it lies and whatever it is called."""
+    same: dict[str, Any] = {"model": "", "served_name": None, "alias": (), "models": ()}
+    return msgspec.structs.replace(one, **same) == msgspec.structs.replace(other, **same)
 
 
 def _end_first(launching: asyncio.Future[First]) -> None:

@@ -124,6 +124,7 @@ class RequestState:
         "first_at",
         "last_at",
         "limit",
+        "mu",
         "prompt_logprobs",
         "read_at",
         "reason",
@@ -146,6 +147,8 @@ class RequestState:
         self.eager = bool(request.stop) or request.output.one_call
         self.tokens = list(request.generated)
         """Every token of the answer so far, also what was generated before."""
+        self.mu = request.mu
+        """Mirostat's state after `tokens`, where that is on."""
         self.limit = len(request.prompt) + request.sampling.max_tokens
         """Tokens, the prompt's included, that it may grow to as it was let in: an end below is none of its own."""
         self.prompt_logprobs = 0
@@ -190,6 +193,7 @@ class RequestState:
             if news:
                 self._events.append(Delta(prompt_logprobs=news))
         self.vector = output.vector or self.vector
+        self.mu = self.mu if output.mu is None else output.mu
         self.tokens.extend(output.tokens)
         self._unread.extend(output.tokens)
         self._logprobs.extend(output.logprobs)
@@ -208,7 +212,9 @@ class RequestState:
         timeout = self.request.timeout
         if timeout is not None:
             timeout = max(0.0, timeout - (now - self.arrived))
-        return msgspec.structs.replace(self.request, generated=tuple(self.tokens), sampling=sampling, timeout=timeout)
+        return msgspec.structs.replace(
+            self.request, generated=tuple(self.tokens), mu=self.mu, sampling=sampling, timeout=timeout
+        )
 
     def read(self) -> None:
         """Turn the tokens received so far into events."""
@@ -234,7 +240,14 @@ class RequestState:
         self.done = True
         if error is None:
             cache = self.cache or CacheReport()
-            end = Done(reason=self.reason, usage=self.usage, cache=cache, timing=timing or Timing(), vector=self.vector)
+            end = Done(
+                reason=self.reason,
+                usage=self.usage,
+                cache=cache,
+                timing=timing or Timing(),
+                vector=self.vector,
+                unread_call=self.text.unread_call,
+            )
             self._events.append(end)
 
     def fail(self, error: CairnError) -> None:

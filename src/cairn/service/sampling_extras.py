@@ -36,8 +36,11 @@ NUMBERS: Mapping[str, _Range] = {
     "dry_penalty_last_n": _Range(-1, 1 << 24, -1),
     "dynatemp_range": _Range(0, 10, 0.0),
     "dynatemp_exponent": _Range(0.01, 100, 1.0),
+    "mirostat": _Range(0, 2, 0),
+    "mirostat_tau": _Range(0, 100, 5.0),
+    "mirostat_eta": _Range(0, 1, 0.1),
 }
-WHOLE = frozenset({"dry_allowed_length", "dry_penalty_last_n"})
+WHOLE = frozenset({"dry_allowed_length", "dry_penalty_last_n", "mirostat"})
 BEYOND = (*NUMBERS, "dry_sequence_breakers", "allowed_token_ids", "bad_words")
 """The options that are read here."""
 SWITCHES: Mapping[str, str] = {
@@ -96,6 +99,9 @@ def extras_of(
         dry_breakers=_breakers(breakers, ends, encode) if values["dry_multiplier"] else (),
         dynatemp_range=values["dynatemp_range"],
         dynatemp_exponent=values["dynatemp_exponent"],
+        mirostat=int(values["mirostat"]),
+        mirostat_tau=values["mirostat_tau"],
+        mirostat_eta=values["mirostat_eta"],
         allowed_token_ids=_allowed(allowed, vocab),
         bad_words=_words(bad_words, encode),
     )

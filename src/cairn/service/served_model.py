@@ -60,6 +60,8 @@ class ServedModel:
         """What it is loaded with."""
         self.own = frozenset(options.options)
         """The options that are of this model alone."""
+        self.options = options
+        """As the server's options have it; a swap changes nothing of them."""
         self.reference = options.model
         self.pinned, self.at_start, self.found = options.pin, options.load and not found, found
         self.ttl = (config.model_ttl if options.ttl is None else options.ttl) or math.inf
@@ -89,6 +91,25 @@ class ServedModel:
         self.loads = self.failures = self.swaps = 0
         self.load_seconds = 0.0
         """How long the last load took."""
+
+    def configure(self, config: Config, options: ModelOptions) -> dict[str, str]:
+        """Take the aliases, pin and time to live that the options have now; those that are others and cannot change
+        here, with what they need."""
+        before, self.options = (
+            self.options,
+            msgspec.structs.replace(self.options, aliases=options.aliases, pin=options.pin, ttl=options.ttl),
+        )
+        self.pinned = options.pin
+        self.ttl = (config.model_ttl if options.ttl is None else options.ttl) or math.inf
+        old, new = frozenset(self.config.alias), frozenset(options.aliases)
+        self.config = msgspec.structs.replace(self.config, alias=options.aliases)
+        self.names = (self.names - old) | new | {self.name}
+        if self.loaded is not None:
+            self.loaded.service.names = (self.loaded.service.names - old) | new | {self.name}
+            self.loaded.ttl = self.ttl
+        names = ("name", "kv_share", "load", "options")
+        fixed = [one for one in names if getattr(before, one) != getattr(options, one)]
+        return {f"models.{self.name}.{one}": "it takes a restart of the server" for one in fixed}
 
     @property
     def state(self) -> State:

@@ -16,6 +16,7 @@ import msgspec
 from cairn.config import Config
 from cairn.deadline import left
 from cairn.errors import Cancelled, Conflict, DeadlineExceeded, InvalidRequest, Unavailable, trace
+from cairn.kv.standing import Standing
 from cairn.metrics import Metrics
 from cairn.models.hub import locate
 from cairn.models.tokenizer_files import check_fits
@@ -32,7 +33,7 @@ from cairn.service.stream import Stream
 from cairn.service.supervisor import Supervisor
 from cairn.service.watchdog import Patience
 from cairn.spans import PRESENT
-from cairn.stats import KvStats, Placed, Swept
+from cairn.stats import KvStats, Placed, Swept, TakenIn
 from cairn.system import SystemClock
 from cairn.text.chat import Chat
 from cairn.text.stream import TextStream, hidden_controls
@@ -314,6 +315,11 @@ class Service:
         """Give up what `owner` pinned."""
         self._answered(await self._supervisor.ask("pin", owner=owner))
 
+    async def mark(self, tokens: Sequence[int], salt: bytes, standing: Standing, *, keep: int = 0) -> None:
+        """Say how soon the stores may evict this context beyond its first `keep` tokens: see `kv.standing`."""
+        asked = self._supervisor.ask("mark", tokens=tuple(tokens), salt=salt, keep=keep, standing=standing)
+        self._answered(await asked)
+
     async def prefetch(self, tokens: Sequence[int], salt: bytes = b"") -> Placed:
         """Bring what the stores have of this context up into the pool; where it is then."""
         return self._answered(await self._supervisor.ask("prefetch", tokens=tuple(tokens), salt=salt)).placed
@@ -325,6 +331,22 @@ class Service:
         """
         asked = self._supervisor.ask("evict", tokens=tuple(tokens), salt=salt, keep=keep, disk=disk)
         return self._answered(await asked).placed
+
+    async def kv_paths(self, tokens: Sequence[int], salt: bytes = b"") -> list[Path]:
+        """The files that the disk has of this context: each may be gone by the time it is read."""
+        asked = self._supervisor.ask("paths", tokens=tuple(tokens), salt=salt)
+        return [Path(path) for path in self._answered(await asked).paths]
+
+    async def take_in(self, path: Path, tokens: Sequence[int], salt: bytes = b"") -> TakenIn:
+        """Store what a file has of this context's KV (`kv.portable_kv`), after every check."""
+        asked = self._supervisor.ask("take_in", path=str(path), tokens=tuple(tokens), salt=salt)
+        return self._answered(await asked).taken
+
+    async def erase_of_model(self, model: bytes, tokens: Sequence[int], salt: bytes = b"", *, keep: int = 0) -> None:
+        """Erase the KV of a context beyond its first `keep` tokens that another model, which is not loaded, has stored
+        in the same folder. Unavailable where that cannot be done now."""
+        asked = self._supervisor.ask("evict", tokens=tuple(tokens), salt=salt, keep=keep, model=model)
+        self._answered(await asked)
 
     async def where(self, tokens: Sequence[int], salt: bytes = b"") -> Placed:
         """How many leading tokens of this context each tier has."""

@@ -15,6 +15,7 @@ from cairn.errors import ConfigError, Conflict
 from cairn.kv.codec import Codec, open_codec, state_groups
 from cairn.kv.codec_check import recall
 from cairn.kv.disk import DiskStore
+from cairn.kv.layout import Layout
 from cairn.kv.model_folders import places
 from cairn.kv.prefix import numerics
 from cairn.kv.ram import RamStore
@@ -102,6 +103,7 @@ def open_stores(
                         ttl=config.kv_ttl or math.inf,
                         fresh=config.kv_fresh,
                         home=folder,
+                        layout=Layout(info.block_tokens, info.groups),
                         patience=PATIENCE,
                     )
                     break

@@ -16,7 +16,8 @@ import msgspec
 
 from cairn.config import Config
 from cairn.errors import CairnError
-from cairn.stats import KvStats, Placed, Swept
+from cairn.kv.standing import Standing
+from cairn.stats import KvStats, Placed, Swept, TakenIn
 from cairn.types import FinishReason, ModelSpec, Output, Request
 
 MAX_FRAME = 64 << 20
@@ -62,7 +63,7 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
     reason: FinishReason
 
 
-What = Literal["flush", "pin", "prefetch", "evict", "where", "scrub", "prune"]
+What = Literal["flush", "pin", "mark", "prefetch", "evict", "where", "paths", "take_in", "scrub", "prune"]
 """What can be asked; the methods of `Service` with these names say what each means."""
 
 
@@ -80,6 +81,13 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """Leading tokens that others need: not to be evicted."""
     disk: bool = False
     """Whether to evict from the disk, too."""
+    standing: Standing = "idle"
+    """How the context stands beyond `keep`."""
+    path: str = ""
+    """The file to take KV from."""
+    model: bytes = b""
+    """Identity of the model that the context is of, where that is another than this worker's: it is erased from the
+    stores beside ours."""
 
 
 ToWorker = Load | Add | Drop | Ask
@@ -180,6 +188,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """Why it could not be done, as a sentence."""
     kv: KvStats | None = None
     """The stores after it, where it is about all that they hold."""
+    paths: tuple[str, ...] = ()
+    taken: TakenIn = TakenIn()
 
 
 ToFront = Ready | LoadFailed | Step | Refused | Beat | Answer

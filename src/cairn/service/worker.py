@@ -245,6 +245,7 @@ def _columns(outputs: list[Output]) -> tuple[tuple[int, ...], tuple[int, ...], t
     others: list[Output] = []
     for output in outputs:
         plain = not (output.finish or output.logprobs or output.prompt_logprobs or output.cache or output.timing)
+        plain = plain and output.mu is None
         if plain and len(output.tokens) == 1:
             ids.append(output.id)
             tokens.append(output.tokens[0])

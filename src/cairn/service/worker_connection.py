@@ -96,8 +96,9 @@ class WorkerConnection:
         """Cut the connection and end the process. Does nothing the second time."""
         if self.ended.done():
             return
-        self._loop.remove_reader(self._sock)
-        self._loop.remove_writer(self._sock)
+        with contextlib.suppress(RuntimeError):  # its event loop has ended, and some refuse even this then
+            self._loop.remove_reader(self._sock)
+            self._loop.remove_writer(self._sock)
         with contextlib.suppress(OSError):  # the worker sees the end also where a fork of this process has the socket
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()

@@ -195,7 +195,7 @@ class Chat:
             text = await render("default", in_parts(ANSWERED, plain.parts), given)
         except CairnError:
             text = None
-        if text is not None and self._thought is not HARMONY:  # there messages end, and answers go on
+        if text is not None and not self._thought.turn:  # there a part of an answer ends so, and it goes on
             self.tokenizer.end_ids |= turn_ends(text, self.tokenizer)
         ends = {text for text, i in self.tokenizer.controls.ids.items() if i in self.tokenizer.end_ids}
         for name, text in self._templates.items():
@@ -251,7 +251,7 @@ class Chat:
         conversations = [chat.plain]
         if found:
             stand_ins = zip(found, answers, strict=True)
-            shown = dict(enumerate(chat.plain)) | {n: {"role": "assistant", "content": text} for n, text in stand_ins}
+            shown = dict(enumerate(chat.plain)) | {n: self._marked(chat.plain[n], text) for n, text in stand_ins}
             conversations.append(list(shown.values()))
         try:
             texts = await self._render(chat, conversations, share)
@@ -283,18 +283,22 @@ class Chat:
         Only what the new messages add is encoded. None where the template does not tell what that is: `prompt` then
         renders and encodes the conversation as a whole. Raises as `prompt` does.
         """
-        if self._thought.framed:
-            return None
+        if self._thought.shut and (not before or before[-1] not in self.tokenizer.control_ids):
+            return None  # the answer was cut
         chat = await self._read_apart(share, [*messages, *new], tools, template_args)
         answer = f"{chat.edge}0{chat.edge}"
         shown = list(chat.plain)
-        shown[len(messages) - 1] = {"role": "assistant", "content": answer}
+        shown[len(messages) - 1] = self._marked(shown[len(messages) - 1], answer)
         try:
             (text,) = await self._render(chat, [shown], share)
         except InvalidRequest:
             return None
-        _, found, added = text.partition(answer)
-        if not found or answer in added or next(self.tokenizer.controls.find(added), None) is None:
+        before_it, found, added = text.partition(answer)
+        place = self._thought.place(before_it, added)
+        if not found or place is None:
+            return None
+        _, added = place
+        if answer in added or next(self.tokenizer.controls.find(added), None) is None:
             return None
         if left_out(chat.plain[len(messages) :], added):
             return None
@@ -360,6 +364,15 @@ class Chat:
             raise InvalidRequest("messages or tools are nested too deeply", field="messages") from None
         known = offered_tools(tools or (), xml=form is not None and form.kind == "tagged")
         return _Read(name, clean, plain, traits, known, offered, given, mark, edge, form if tools else None)
+
+    def _marked(self, message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+        """An answer that a mark stands for. Where a template writes something around it, and looks back at the calls
+        that results belong to, they stay, and the mark stands in one."""
+        if not (self._thought.turn and message.get("tool_calls")):
+            return {"role": "assistant", "content": mark}
+        first, *others = message["tool_calls"]
+        first = {**first, "function": {**first["function"], "arguments": mark}}
+        return {"role": "assistant", "content": "", "tool_calls": [first, *others]}
 
     def _with_thinking(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message with its reasoning by the name that the templates of gpt-oss know it by; they refuse it beside a
@@ -446,8 +459,9 @@ class Chat:
         self, prompt_tokens: Sequence[int], generated_tokens: Sequence[int], message: Mapping[str, Any]
     ) -> Sampled | None:
         """What stands in the context for `message` when the conversation goes on; None if that cannot be told."""
-        if self._renderer is None or self._thought.framed:
-            return None
+        ended = bool(generated_tokens) and generated_tokens[-1] in self.tokenizer.end_ids
+        if self._renderer is None or (self._thought.turn and not ended):
+            return None  # an answer that was cut lacks what a form writes behind it
         seen = plain_message(message, 0, thinks=False)
         answer = answer_of(plain_message(message, 0, thinks=self._thinks))
         size = opener(self.tokenizer, prompt_tokens, self._thought)
@@ -521,6 +535,7 @@ class Chat:
             encode,
             lambda before, answer: self._table.find(tenant, before, answer),
             lambda text: next(self.tokenizer.controls.find(text), None) is not None,
+            self._thought,
         )
 
 

@@ -6,6 +6,7 @@ gets vocabulary and merges as they are: by way of a tokenizer.json, 150,000 of e
 
     gpt2    byte-level BPE: merges are listed; `tokenizer.ggml.pre` names the split
     llama   SentencePiece BPE with byte fallback: pieces with scores, from which the merges follow
+    gemma4  the same with its merges listed, and no space before a text
     bert    pieces of words, the longest first: see `gguf_encoder`
 """
 
@@ -53,11 +54,30 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_MARKED = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SEED = rf"{_LETTERS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PUNCTUATION = "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~]"
+_SIGNS = (
+    rf"{_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
-def _split(pattern: str) -> list[dict[str, Any]]:
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return [split, _byte_level(regex=False)]
+def _split(*patterns: str) -> list[dict[str, Any]]:
+    """What splits by each pattern in turn."""
+    splits = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in patterns
+    ]
+    return [*splits, _byte_level(regex=False)]
 
 
 def _byte_level(*, regex: bool) -> dict[str, Any]:
@@ -66,6 +86,7 @@ def _byte_level(*, regex: bool) -> dict[str, Any]:
 
 _LLAMA3 = _split(rf"{_LETTERS}|\p{{N}}{{1,3}}{_TAIL}")
 _QWEN2 = _split(rf"{_LETTERS}|\p{{N}}{_TAIL}")
+_DEEPSEEK3 = _split(r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _SIGNS)
 _DIGITS = [{"type": "Digits", "individual_digits": True}, _byte_level(regex=True)]
 
 SPLITS: dict[str, list[dict[str, Any]]] = {
@@ -74,6 +95,18 @@ SPLITS: dict[str, list[dict[str, Any]]] = {
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
+    "pixtral": _LLAMA3,
+    "lfm2": _LLAMA3,
+    "glm4": _LLAMA3,
+    "dbrx": _LLAMA3,
+    "smaug-bpe": _LLAMA3,
+    "gpt-4o": _split(_CASED),
+    "llama4": _split(_CASED),
+    "qwen35": _split(_MARKED),
+    "seed-coder": _split(_SEED),
+    "deepseek-v3": _DEEPSEEK3,
+    "hunyuan-dense": _DEEPSEEK3,
+    "refact": _DIGITS,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "smollm": _DIGITS,
@@ -81,9 +114,11 @@ SPLITS: dict[str, list[dict[str, Any]]] = {
     "tekken": _split(_TEKKEN),
 }
 """`tokenizer.ggml.pre` -> the pre-tokenizers of the models that have it."""
-_WHOLE_WORDS = frozenset(("llama-bpe", "llama-v3", "llama3", "tekken"))
-"""Splits of models that take a word that is a token as it is, and that start a text with BOS unless told otherwise."""
-COMPOSED = frozenset(("qwen2", "deepseek-r1-qwen", "modern-bert"))
+_BEGINNING = frozenset(("llama-bpe", "llama-v3", "llama3", "pixtral", "lfm2", "tekken"))
+"""Splits of models that start a text with BOS unless told otherwise."""
+WHOLE_WORDS = _BEGINNING | {"glm4"}
+"""Splits of models that take a word that is a token as it is."""
+COMPOSED = frozenset(("qwen2", "qwen35", "deepseek-r1-qwen", "modern-bert"))
 """Splits of models that normalise text to NFC."""
 
 NAMES = {
@@ -109,7 +144,7 @@ def load_tokenizer(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any], dict[str, Any
     if model == "gpt2":
         bpe: Any
         bpe, around = _byte_bpe(gguf, tokens, kinds)
-        bos = fields.text("tokenizer.ggml.pre", "") in _WHOLE_WORDS
+        bos = fields.text("tokenizer.ggml.pre", "") in _BEGINNING
     elif model == "llama":
         bpe, around = _sentencepiece(gguf, tokens, kinds)
         bos = True
@@ -117,9 +152,12 @@ def load_tokenizer(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any], dict[str, Any
         tokens = [spelt(token, kind in ADDED) for token, kind in zip(tokens, kinds, strict=True)]
         bpe, around = wordpiece(gguf, tokens, _ranked(gguf, tokens, kinds))
         bos = False
+    elif model == "gemma4":
+        bpe, around = _spaced_bpe(gguf, tokens, kinds)
+        bos = True
     else:
         raise ModelError(
-            f"{gguf.paths[0]}: the tokenizer {model[:80]!r} is not supported; supported are bert, gpt2, llama"
+            f"{gguf.paths[0]}: the tokenizer {model[:80]!r} is not supported; supported are bert, gemma4, gpt2, llama"
         )
     encodes = is_encoder(gguf)
     config: dict[str, Any] = {"add_bos_token": not encodes and fields.flag("tokenizer.ggml.add_bos_token", bos)}
@@ -254,26 +292,48 @@ def _byte_bpe(gguf: Gguf, tokens: list[str], kinds: list[int]) -> tuple[BPE, dic
     if named not in SPLITS:
         known = ", ".join(sorted(SPLITS))
         raise ModelError(f"{path}: the tokenizer's split {named[:80]!r} is not supported; supported are {known}")
-    vocab = _ranked(gguf, tokens, kinds)
-    listed = gguf.metadata.get("tokenizer.ggml.merges")
+    return _merged(gguf, _ranked(gguf, tokens, kinds), ignore_merges=named in WHOLE_WORDS), {
+        "normalizer": {"type": "NFC"} if named in COMPOSED else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": SPLITS[named]},
+        "decoder": _byte_level(regex=True),
+    }
+
+
+def _merged(gguf: Gguf, vocab: dict[str, int], **options: Any) -> BPE:
+    """The model of the merges that a file lists."""
+    path, listed = gguf.paths[0], gguf.metadata.get("tokenizer.ggml.merges")
     if not isinstance(listed, list):
         raise ModelFileError(f"{path}: tokenizer.ggml.merges must be a list of texts")
     listed = list(dict.fromkeys(listed))  # of one that stands twice the first counts, as with llama.cpp
     try:
-        # A token may begin with a space of its own only in the byte alphabet, where it is another character.
+        # A token may begin with a space of its own only where spaces are written as another character.
         pairs = [tuple(merge.split(" ")) for merge in listed]
         try:
-            model = BPE(vocab, pairs, ignore_merges=named in _WHOLE_WORDS)
+            return BPE(vocab, pairs, **options)
         except Exception:
             # What merges unknown tokens, or to one, could never be used.
             pairs = [pair for pair in pairs if len(pair) != 2 or {*pair, "".join(pair)} <= vocab.keys()]
-            model = BPE(vocab, pairs, ignore_merges=named in _WHOLE_WORDS)
+            return BPE(vocab, pairs, **options)
     except Exception as error:  # the library raises bare Exception
         raise _bad_merge(path, listed) from error
-    return model, {
-        "normalizer": {"type": "NFC"} if named in COMPOSED else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": SPLITS[named]},
-        "decoder": _byte_level(regex=True),
+
+
+def _spaced_bpe(gguf: Gguf, tokens: list[str], kinds: list[int]) -> tuple[BPE, dict[str, Any]]:
+    """The model and what a tokenizer.json has around it, of texts whose spaces are written "\u2581" and that are merged
+    as a whole, with a token for each byte of what has none."""
+    unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN and token), None)
+    options = {"unk_token": unknown, "byte_fallback": True, "fuse_unk": True}
+    return _merged(gguf, _ranked(gguf, tokens, kinds), **options), {
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+        "pre_tokenizer": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+            ],
+        },
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.files import read_json
-from cairn.text.gguf import BYTE, COMPOSED, CONTROL, NAMES, PLAIN, SPLITS, UNKNOWN, UNUSED, USER
+from cairn.text.gguf import BYTE, COMPOSED, CONTROL, NAMES, PLAIN, SPLITS, UNKNOWN, UNUSED, USER, WHOLE_WORDS
 from cairn.text.templates import load_templates
 from cairn.text.tokenizer import Tokenizer
 
@@ -108,8 +108,10 @@ def _is_byte(text: str) -> bool:
 def _split_name(data: dict[str, Any], path: Path) -> str:
     """The name of how a byte-level tokenizer splits text."""
     wanted, composed = _steps(data["pre_tokenizer"]), data.get("normalizer") is not None
+    whole = bool(data["model"].get("ignore_merges"))
     for name, steps in SPLITS.items():
-        if _steps({"type": "Sequence", "pretokenizers": steps}) == wanted and (name in COMPOSED) == composed:
+        alike = (name in COMPOSED, name in WHOLE_WORDS) == (composed, whole)
+        if alike and _steps({"type": "Sequence", "pretokenizers": steps}) == wanted:
             return name
     raise ModelError(
         f"{path}: how this tokenizer splits text has no name in GGUF, so it cannot be written; those that have one are "

@@ -59,6 +59,8 @@ class HarmonySplitter:
         """Nothing of this message has come out."""
         self.complete_calls = 0
         """Tool calls that came out; each is complete."""
+        self.unread = False
+        """A message to a tool could not be read, so that it is content."""
 
     @property
     def over(self) -> bool:
@@ -181,7 +183,7 @@ class HarmonySplitter:
         body = "".join(self._body)
         arguments = whole_json(body.strip() or "{}") if whole else None
         if arguments is None or not arguments.startswith("{") or not name:
-            self._kind = "text"
+            self._kind, self.unread = "text", True
             self._take("".join(self._kept) + body, pieces)
             return
         call = Call(name, arguments)

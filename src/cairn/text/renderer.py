@@ -26,6 +26,7 @@ STALLED = 15.0
 processor time, so this says something of the machine and nothing of the messages."""
 PATIENCE = 2.0
 """Times a job's limit that others of a tenant may use of the process's time before one of its that waits is refused."""
+_PIECE = 1 << 20
 OURS = ""
 """Whose turns the server's own are, among those of tenants."""
 
@@ -85,8 +86,8 @@ class Renderer:
         self._setup = setup
         self._turns = Turns(PATIENCE * setup.timeout)
         self._process: subprocess.Popen[bytes] | None = None
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._sock: socket.socket | None = None
+        """No transport of asyncio: that can be closed only as long as its event loop has not ended."""
         self._background: set[asyncio.Future[object]] = set()
         self._closed = False
 
@@ -211,8 +212,8 @@ class Renderer:
         started = False
         try:
             process = process or launch()
-            self._process = process.popen
-            self._reader, self._writer = await asyncio.open_connection(sock=process.sock)
+            self._process, self._sock = process.popen, process.sock
+            self._sock.setblocking(False)
             await asyncio.wait_for(self._receive(), START_TIMEOUT)
             await self._compile()
             started = True
@@ -220,8 +221,6 @@ class Renderer:
             raise CairnError(f"the process that renders chat templates did not start ({error})") from error
         finally:
             if not started:
-                if process is not None and self._writer is None:
-                    process.sock.close()
                 self._end()
 
     async def _compile(self) -> None:
@@ -233,29 +232,42 @@ class Renderer:
             raise ModelFileError(f"the chat template is not a valid jinja2 template: {answer.error}")
 
     async def _exchange(self, data: bytes) -> Rendered:
-        if self._writer is None:
+        if self._sock is None:
             raise EOFError
-        self._writer.write(data)
-        await self._writer.drain()
+        await asyncio.get_running_loop().sock_sendall(self._sock, data)
         return await self._receive()
 
     async def _receive(self) -> Rendered:
-        if self._reader is None:
-            raise EOFError
-        size = int.from_bytes(await self._reader.readexactly(4), "little")
+        size = int.from_bytes(await self._exactly(4), "little")
         if size > MAX_FRAME:
             raise EOFError
-        return msgspec.msgpack.decode(await self._reader.readexactly(size), type=Rendered)
+        return msgspec.msgpack.decode(await self._exactly(size), type=Rendered)
+
+    async def _exactly(self, size: int) -> bytes:
+        """The next so many bytes that the process sends. Raises EOFError where it ends before."""
+        data = bytearray()
+        while len(data) < size:
+            if self._sock is None:
+                raise EOFError
+            piece = await asyncio.get_running_loop().sock_recv(self._sock, min(size - len(data), _PIECE))
+            if not piece:
+                raise EOFError
+            data += piece
+        return bytes(data)
 
     def _end(self) -> None:
         """Kill the process, if there is one; it is reaped in the background."""
-        process, writer = self._process, self._writer
-        self._process = self._reader = self._writer = None
-        if writer is not None:
-            writer.close()
+        process, sock = self._process, self._sock
+        self._process = self._sock = None
+        loop = asyncio.get_running_loop()
+        if sock is not None:
+            # What a cancelled exchange left on the loop goes at its next turn only: another may have the number then.
+            loop.remove_reader(sock)
+            loop.remove_writer(sock)
+            sock.close()
         if process is not None:
             process.kill()
-            self._keep(asyncio.get_running_loop().run_in_executor(None, process.wait))
+            self._keep(loop.run_in_executor(None, process.wait))
 
     def _warm(self) -> None:
         """Have a process ready for the next request if this one took it down."""

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from cairn.text.thoughts import EMPTY
+from cairn.text.thoughts import EMPTY, THINK, ThoughtFormat
 
 ENTRY_COST = 64
 """Tokens that an entry counts in the bound beside its own ids: keys and objects."""
@@ -175,15 +175,16 @@ def assemble(
     encode: Callable[[str], list[int]],
     find: Callable[[bytes, Answer], Sequence[int] | None],
     separable: Callable[[str], bool],
+    thought: ThoughtFormat = THINK,
 ) -> list[int]:
     """The ids of a conversation with every answer that is found put back.
 
     `plain` and `marked` are the two renderings, `marks` the marks in order (one at least) and the answers they stand
     for; a mark is nowhere in `plain`. `find` looks up what was sampled behind the ids with a digest. `separable` tells
     whether a text holds a control token: only then can its place in the plain rendering not be mistaken for something
-    a user wrote.
+    a user wrote. `thought`: what stands around an answer.
     """
-    parts = _between(plain, marked, list(marks))
+    parts = _between(plain, marked, list(marks), thought)
     if parts is None or not all(separable(text) for text, _ in parts[1:]):
         return encode(plain)
     done = Prefix()
@@ -204,7 +205,7 @@ def assemble(
     return done.ids + encode(pending + parts[-1][0])
 
 
-def _between(plain: str, marked: str, marks: list[str]) -> list[tuple[str, str]] | None:
+def _between(plain: str, marked: str, marks: list[str], thought: ThoughtFormat = THINK) -> list[tuple[str, str]] | None:
     """(text before an answer, the answer as the template writes it), in order, and the text after the last.
 
     None if the marks did not come out once each and in order, or if the renderings differ in more than the answers.
@@ -213,8 +214,10 @@ def _between(plain: str, marked: str, marks: list[str]) -> list[tuple[str, str]]
     texts = []
     for mark in marks:
         before, found, marked = marked.partition(mark)
-        if not found:
+        place = thought.place(before, marked)
+        if not found or place is None:
             return None
+        before, marked = place
         texts.append(EMPTY.sub("", before))
     if not plain.startswith(texts[0]) or not plain.endswith(marked):
         return None

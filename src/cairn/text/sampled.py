@@ -41,7 +41,9 @@ def visible_ids(
         i for tag in {*markers(output), *thoughts(output).markers} if (i := tokenizer.token_id(tag)) is not None
     }
     ids = list(generated)
-    while ids and ids[-1] in skip:
+    # What a form writes around a content is the model's, and only what ends the answer is the template's to write.
+    behind = tokenizer.end_ids if thoughts(output).turn else skip
+    while ids and ids[-1] in behind:
         ids.pop()
     detokenizer = tokenizer.detokenizer(skip=skip)
     certain = detokenizer.push(ids)

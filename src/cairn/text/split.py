@@ -84,6 +84,8 @@ class Splitter:
         self._bare: BareReader | None = None
         self.complete_calls = 0
         """Tool calls that came out; each is complete."""
+        self.unread = False
+        """Something began as a call does and was none, so that it is content."""
 
     @property
     def over(self) -> bool:
@@ -124,6 +126,7 @@ class Splitter:
             reader.finish(by_model=by_model)
             self._put_calls(pieces, reader.take())
             if reader.failed:
+                self.unread = True
                 self._put(pieces, "text", reader.rest)
                 pieces += self.push(reader.again)
         self._put(pieces, self._kind, self._held)
@@ -204,6 +207,7 @@ class Splitter:
             self._trim = reader.closed
         if not reader.failed:
             return at, text
+        self.unread = True
         self._put(pieces, "text", reader.rest)
         return _back(reader.again, text, at)
 

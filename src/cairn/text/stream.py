@@ -123,6 +123,11 @@ class TextStream:
         return (self._stops is not None and self._stops.hit) or (self._splitter is not None and self._splitter.over)
 
     @property
+    def unread_call(self) -> bool:
+        """Something began as a call of a tool does and could not be read as one: it is content."""
+        return self._splitter is not None and self._splitter.unread
+
+    @property
     def completion_tokens(self) -> int:
         """Tokens that count."""
         return len(self.tokens)

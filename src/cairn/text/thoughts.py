@@ -26,9 +26,23 @@ class ThoughtFormat:
     """What ends a thought, whatever follows it; "" where that is `close`."""
     markers: tuple[str, ...]
     """What of it may be control tokens of a model, and must be read as text; the first stands in `open`."""
-    framed: bool = False
-    """The template writes something around an answer that the model writes too, so what was sampled cannot be put
-    back in an answer's place: earlier answers are as the template writes them."""
+    turn: str = ""
+    """What an answer's own tokens stand behind, where the template writes something around an answer that the model
+    writes too, such as the header of a message; "" where an answer is all that stands in its place."""
+    over: tuple[str, ...] = ()
+    """What ends such an answer: the model's last token, or what the template has in its place."""
+
+    shut: bool = False
+    """An answer that is whole ends with a control token of its own, before what is in `over`."""
+
+    def place(self, before: str, behind: str) -> tuple[str, str] | None:
+        """What stands before and behind all that a model said, of what stands before and behind an answer's content or
+        a call's arguments; None where that cannot be told."""
+        if not self.turn:
+            return before, behind
+        start = before.rfind(self.turn)
+        ends = [at for one in self.over if (at := behind.find(one)) >= 0]
+        return (before[: start + len(self.turn)], behind[min(ends) :]) if start >= 0 and ends else None
 
 
 THINK = ThoughtFormat(open="<think>", close="</think>", markers=("<think>", "</think>"))
@@ -39,7 +53,8 @@ HARMONY = ThoughtFormat(
     close="<|end|><|start|>assistant<|channel|>final<|message|>",
     until="<|end|>",
     markers=("<|channel|>", "<|start|>", "<|message|>", "<|constrain|>", "<|end|>"),
-    framed=True,
+    turn="<|start|>assistant",
+    over=("<|end|>", "<|call|>", "<|return|>"),
 )
 THOUGHTS: tuple[ThoughtFormat, ...] = (
     HARMONY,
@@ -56,7 +71,9 @@ THOUGHTS: tuple[ThoughtFormat, ...] = (
         open="<|START_THINKING|>",
         close="<|END_THINKING|>",
         markers=("<|START_THINKING|>", "<|END_THINKING|>"),
-        framed=True,
+        turn="<|CHATBOT_TOKEN|>",
+        over=("<|END_OF_TURN_TOKEN|>",),
+        shut=True,
     ),
     THINK,
 )

@@ -100,6 +100,9 @@ struct MatrixView {
     Index inner, out;
     const Index* ends;  // of the matrices that it was packed of, in outputs
     Index matrices;
+    // Of a matrix whose panels are mapped from a file, all of them; null for others.
+    const std::byte* mapped = nullptr;
+    std::size_t mapped_bytes = 0;
 
     // Panels of all parts, numbered through.
     Index panel_count() const {

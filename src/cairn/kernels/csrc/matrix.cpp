@@ -110,7 +110,8 @@ bool alike(const Segment& part, const Source& from) {
 
 }  // namespace
 
-Matrix::Matrix(const std::vector<Source>& sources, const std::vector<float>& bias) {
+Matrix::Matrix(const std::vector<Source>& sources, const std::vector<float>& bias, const std::byte* mapped)
+    : mapped_(mapped) {
     if (sources.empty()) throw std::invalid_argument("a matrix needs at least one part");
     for (const Source& one : sources) {
         if (one.inner != sources[0].inner) throw std::invalid_argument("parts of a matrix need one input size");
@@ -121,15 +122,15 @@ Matrix::Matrix(const std::vector<Source>& sources, const std::vector<float>& bia
     }
     const auto size = [](const Segment& part) { return lines(part.panel_count() * part.panel_bytes()); };
     for (const Segment& part : parts_) bytes_ += static_cast<std::size_t>(size(part));
-    panels_ = allocate_weights(bytes_);
-    std::byte* panels = panels_.get();
+    if (!mapped_) panels_ = allocate_weights(bytes_);
+    Index at = 0;
     auto source = sources.begin();
     for (Segment& part : parts_) {
-        part.panels = panels;
+        part.panels = (mapped_ ? mapped_ : panels_.get()) + at;
         for (Index row = 0; row < part.out; ++source)
             for (Index i = 0; i < source->out; i++, row++)
-                if (source->data) put(part, panels, row, *source, i);
-        panels += size(part);
+                if (source->data && !mapped_) put(part, panels_.get() + at, row, *source, i);
+        at += size(part);
     }
     if (!bias.empty()) add_bias(bias);
 }

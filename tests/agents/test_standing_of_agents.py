@@ -1,0 +1,117 @@
+"""What the stores are told of how agents' contexts stand, and that they heed it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from house import GREEDY, House, house
+from tests.agents.test_agent_kv import LONG
+
+from cairn.service.service import Service
+from cairn.types import Done, FinishReason
+
+
+def listening(at: House, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Standing, length and shared tokens of every context that the stores are told of."""
+    told, mark = list[tuple[str, int, int]](), Service.mark
+
+    async def noted(self: Service, tokens: Any, salt: bytes, standing: Any, *, keep: int = 0) -> None:
+        told.append((standing, len(tokens), keep))
+        await mark(self, tokens, salt, standing, keep=keep)
+
+    monkeypatch.setattr(Service, "mark", noted)
+    return told
+
+
+def calling(monkeypatch: pytest.MonkeyPatch, calls: bool) -> None:
+    """Whether answers end in a call."""
+    from cairn.text import stream
+
+    finish = stream.TextStream.finish
+
+    def ended(self: Any, reason: FinishReason) -> Any:
+        deltas, why = finish(self, reason)
+        return deltas, FinishReason.TOOL_CALLS if calls else why
+
+    monkeypatch.setattr(stream.TextStream, "finish", ended)
+
+
+async def size(at: House, id: str = "ada") -> int:
+    return len(await at.agents.context("default", id))
+
+
+async def test_the_stores_hear_what_waits_for_a_call_and_what_was_left(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
+        told = listening(at, monkeypatch)
+        await at.agents.create("default", id="ada")
+        await at.say("ada", LONG)
+        await at.service.flush()
+        await at.agents.kv.settled()
+        assert told == [], "it has ended, and waits for nothing"
+        with monkeypatch.context() as patch:
+            calling(patch, True)
+            heard = await at.say("ada", "a call: " + LONG)
+            assert heard.done is not None and heard.done.reason is FinishReason.TOOL_CALLS
+        await at.agents.kv.settled()
+        assert told == [("waiting", await size(at), 0)]
+        await at.say("ada", "its result: " + LONG)
+        await at.agents.kv.settled()
+        left = await size(at)
+        assert told[1:] == [("idle", left, 0)]
+        await at.agents.fork("default", "ada", new_id="bob")
+        await at.agents.rollback("default", "bob", turn=1)
+        await at.agents.kv.settled()
+        assert told[2:] == [("superseded", left, left // 64 * 64)], "ada stands there still"
+        await at.agents.rollback("default", "ada", turn=2)
+        await at.agents.kv.settled()
+        assert told[3][:2] == ("superseded", left) and 0 < told[3][2] <= await size(at)
+        await at.agents.rollback("default", "ada", turn=3)
+        await at.agents.kv.settled()
+        assert sorted(told[4:])[0] == ("idle", left, 0), "somebody has come back"
+
+
+async def test_a_branch_that_was_left_makes_room_for_what_goes_on(folder: Path, tmp_path: Path) -> None:
+    """Through the front, the worker and its store: what was used last goes first."""
+    async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
+        for id in ("old", "ada"):
+            await at.agents.create("default", id=id)
+            await at.say(id, f"{id}: " + LONG)
+        await at.say("ada", "a dead end: " + 2 * LONG)
+        await at.service.flush()
+        dead = await at.agents.context("default", "ada")
+        await at.agents.rollback("default", "ada", turn=1)
+        await at.agents.kv.settled()
+        kept = [(await at.agents.where("default", id)).disk for id in ("old", "ada")]
+        assert min(kept) > 100 and (await at.service.where(dead, b"default")).disk > kept[1] + 100
+    disk = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("kv/models/*/?/*"))
+    # The marks are gone with the process: the rollback is told once more, by going back and forth.
+    async with house(folder, kv_dir=str(tmp_path / "kv"), kv_disk_gb=(disk + 8192) / 1e9) as at:
+        for id in ("old", "ada"):
+            await at.agents.create("default", id=id)
+        assert (await at.service.where(dead, b"default")).disk > kept[1] + 100
+        await at.service.mark(dead, b"default", "superseded", keep=kept[1])
+        await at.agents.create("default", id="new")
+        await at.say("new", "new: " + LONG)
+        await at.service.flush()
+        assert (await at.agents.where("default", "new")).disk > 100
+        assert (await at.service.where(dead, b"default")).disk < len(dead) // 64 * 64 - 64
+
+
+async def test_an_ordinary_request_that_ends_in_a_call_waits_too(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
+        await at.agents.create("default", id="ada")
+        await at.say("ada", LONG)
+        await at.service.flush()
+        told, ids = listening(at, monkeypatch), tuple(range(20, 220))
+        for reason in (FinishReason.STOP, FinishReason.TOOL_CALLS):
+            done = (await at.say("ada", "more", options=GREEDY)).done
+            assert isinstance(done, Done)
+            at.agents.account("default", None, ids, Done(reason=reason, usage=done.usage, cache=done.cache))
+        await at.agents.kv.settled()
+        assert told == [("waiting", 200, 0)]

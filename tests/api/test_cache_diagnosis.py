@@ -1,0 +1,61 @@
+"""Why a prefix was not used again is said in the words that the SDKs know, all of them and no other."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from cairn.api.anthropic_schemas import MessagesBody
+from cairn.api.cache_diagnosis import RecentPrompts, message_diagnostics, response_diagnostics
+from cairn.api.responses_schemas import ResponseBody
+
+BEFORE, OTHER = list(range(100)), [*range(40), *range(500, 560)]
+NEVER = {
+    "prompt_cache_key_changed": "a key is whose account it is, and parts no prefix of a tenant's",
+    "service_tier_changed": "all requests are served alike",
+}
+"""What OpenAI's API may say and this server has no cause to."""
+
+
+def told(parts: dict[str, Any], change: str | None, prompt: list[int]) -> Any:
+    recent = RecentPrompts()
+    recent.note("t", "one", parts, BEFORE)
+    return recent.compare("t", "one", parts | ({change: object.__name__} if change else {}), prompt)
+
+
+def test_openai() -> None:
+    response = pytest.importorskip("openai.types.responses.response")
+    kinds = get_args(get_args(response.PromptCacheDiagnostics)[0])
+    types = {get_args(kind.model_fields["type"].annotation)[0] for kind in kinds}
+    reasons = set(get_args(response.PromptCacheDiagnosticsCacheMiss.model_fields["reason"].annotation))
+    parts = {"model_changed": "m"} | ResponseBody(input="hi").parts
+    found = [response_diagnostics(told(parts, change, OTHER), 100, 0) for change in (*parts, None)]
+    for one in found:
+        response.PromptCacheDiagnosticsCacheMiss.model_validate(one, strict=True)
+    assert {one["reason"] for one in found} == reasons - NEVER.keys()
+    others = [
+        response_diagnostics(None, 100, 0),
+        response_diagnostics(told(parts, None, [*BEFORE, 7]), 101, 100),
+        response_diagnostics(told(parts, None, [*BEFORE, 7]), 101, 0),
+    ]
+    assert {one["type"] for one in [*found, *others]} == types
+
+
+@pytest.mark.parametrize("beta", [False, True])
+def test_anthropic(beta: bool) -> None:
+    types = pytest.importorskip("anthropic.types.beta" if beta else "anthropic.types")
+    module = types.beta_cache_miss_reason if beta else types.cache_miss_reason
+    union = get_args(module.BetaCacheMissReason if beta else module.CacheMissReason)[0]
+    literals = {get_args(one.model_fields["type"].annotation)[0]: one for one in get_args(union)}
+    parts = {"model": "m"} | MessagesBody(messages=[], max_tokens=1).parts
+    found = [message_diagnostics(told(parts, change, OTHER)) for change in (*parts, None)]
+    found.append(message_diagnostics(None))
+    assert message_diagnostics(told(parts, None, [*BEFORE, 7])) is None
+    said = set()
+    for one in found:
+        assert one is not None
+        reason = one["cache_miss_reason"]
+        literals[reason["type"]].model_validate(reason, strict=True)
+        said.add(reason["type"])
+    assert said == literals.keys() - {"unavailable"}, "a message's prompt is compared with what is known, or it is not"

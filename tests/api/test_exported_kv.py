@@ -1,0 +1,145 @@
+"""KV that travels with an exported agent: nothing of its context is computed again, and no byte is believed."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tests.agents.house import house, talking_model
+from tests.api.sockets import site
+
+from cairn.api.auth import salts
+from cairn.config import Config, Secret, TenantKeys
+from cairn.kv.portable_kv import MAGIC
+
+OCTETS = {"content-type": "application/octet-stream"}
+KEY = {"authorization": "Bearer " + "eve" * 4}
+LONG = "You remember what was said. " * 20
+
+
+@contextlib.asynccontextmanager
+async def server(folder: Path, store: Path, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A server with KV in a folder of its own; `options` are its configuration's."""
+    config = Config(**options)
+    kept = {"kv_dir": str(store), "kv_load": "always"}
+    async with house(folder, salts(config), **kept) as at, site(at.service, config) as web, web.http() as http:
+        web.app.attribution.agents = at.agents
+        yield http
+
+
+def ask(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+
+async def exported(http: httpx.AsyncClient, query: str = "?kv=true") -> bytes:
+    """An agent with two turns, as a file."""
+    await http.post("/v1/agents", json={"id": "ada", "system": LONG})
+    for text in ("one " * 40, "two " * 40):
+        assert (await http.post("/v1/agents/ada/turns", json=ask(text))).status_code == 200
+    file = await http.get("/v1/agents/ada/export" + query)
+    assert file.status_code == 200, file.text
+    return file.content
+
+
+async def imported(http: httpx.AsyncClient, file: bytes, query: str = "?kv=true", **headers: str) -> dict[str, Any]:
+    made = await http.post("/v1/agents/import" + query, content=file, headers=OCTETS | headers)
+    assert made.status_code == 201, made.text
+    kv: dict[str, Any] = made.json().get("kv", {})
+    return kv
+
+
+async def next_turn(http: httpx.AsyncClient, **headers: str) -> tuple[Any, dict[str, Any]]:
+    """What the agent says next, and where the KV of its context came from."""
+    answer = await http.post("/v1/agents/ada/turns", json=ask("three"), headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"], answer.json()["usage"]["cairn"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return talking_model(tmp_path_factory.mktemp("model"))
+
+
+async def test_an_agents_kv_goes_along_and_only_new_tokens_are_computed(folder: Path, tmp_path: Path) -> None:
+    """Another tenant of the other server has other keys, and finds it all the same."""
+    async with server(folder, tmp_path / "a") as http:
+        file = await exported(http)
+        said, _ = await next_turn(http)
+    tenants = (TenantKeys("eve", (Secret("eve" * 4),)),)
+    async with server(folder, tmp_path / "b", tenants=tenants) as http:
+        kv = await imported(http, file, **KEY)
+        assert kv["why"] == "" and kv["chunks"] > 4 and kv["bytes"] > 0
+        again, cache = await next_turn(http, **KEY)
+    assert again == said
+    assert cache["disk"] == kv["chunks"] * 64 and cache["computed"] < 64 + 64
+    async with server(folder, tmp_path / "c") as http:
+        assert "kv=true was not said" in (await imported(http, file, ""))["why"]
+        again, cache = await next_turn(http)
+    assert again == said and cache["disk"] == 0
+
+
+async def test_kv_of_another_model_is_ignored_and_said_to_be(folder: Path, tmp_path: Path) -> None:
+    other = talking_model(tmp_path / "other")
+    save_file({"model.norm.weight": np.full(16, 3.0, dtype=np.float32)}, other / "model.safetensors")
+    async with server(folder, tmp_path / "a") as http:
+        file = await exported(http)
+    async with server(other, tmp_path / "b") as http:
+        kv = await imported(http, file)
+        assert kv == {"chunks": 0, "bytes": 0, "why": "the KV is of a model that is not loaded here"}
+        _, cache = await next_turn(http)
+        assert cache["disk"] == 0
+
+
+async def test_damage_costs_what_it_hits_and_no_wrong_byte_is_taken(folder: Path, tmp_path: Path) -> None:
+    async with server(folder, tmp_path / "a") as http:
+        file = await exported(http)
+        said, _ = await next_turn(http)
+    whole = []
+    at = len(MAGIC)
+    while length := struct.unpack_from("<I", file, at)[0]:
+        whole.append((at + 4, length))
+        at += 4 + length
+    place, length = whole[2]
+    for number, spot in enumerate((place + 10, place + length // 2, place + length - 1)):
+        bent = bytearray(file)
+        bent[spot] ^= 1
+        async with server(folder, tmp_path / f"b{number}") as http:
+            kv = await imported(http, bytes(bent))
+            assert kv["chunks"] == 2 and "damaged" in kv["why"], "nor is what extends it"
+            again, cache = await next_turn(http)
+            assert again == said and cache["disk"] == 128
+    async with server(folder, tmp_path / "swapped") as http:
+        pieces = [file[start - 4 : start + size] for start, size in whole]
+        swapped = b"".join([MAGIC, pieces[0], pieces[2], pieces[1], *pieces[3:], file[at:]])
+        kv = await imported(http, swapped)
+        again, _ = await next_turn(http)
+        assert again == said and kv["chunks"] == 2
+        assert kv["why"], "a chunk before what it extends is refused, and what extends that"
+        for cut in (len(MAGIC) + 2, place + 5):
+            bad = await http.post("/v1/agents/import?kv=true&id=x", content=file[:cut], headers=OCTETS)
+            assert bad.status_code == 400 and "damaged or cut off" in bad.text
+        for query in ("?kv=1", "?id=", "?name=x"):
+            assert (await http.post("/v1/agents/import" + query, content=file, headers=OCTETS)).status_code == 400
+        assert (await http.get("/v1/agents/ada/export?kv=perhaps")).status_code == 400
+
+
+async def test_no_more_kv_is_exported_than_so_many_bytes(folder: Path, tmp_path: Path) -> None:
+    """The beginning of the context; an agent whose server stores nothing goes without."""
+    async with house(folder, kv_dir=str(tmp_path / "a")) as at:
+        await at.agents.create("default", id="ada")
+        await at.say("ada", LONG)
+        most = 4000
+        file = b"".join([piece async for piece in at.agents.export("default", "ada", kv_bytes=most)])
+        rest = b"".join([piece async for piece in at.agents.export("default", "ada")])
+        assert 1000 < len(file) - len(rest) < most + 100 and file.startswith(MAGIC)
+    async with server(folder, tmp_path / "c") as http:
+        plain = await exported(http, "?kv=false")
+        assert not plain.startswith(MAGIC) and await imported(http, plain, "?id=eve") == {}
+        assert "the file has none" in (await imported(http, plain, "?id=bob&kv=true"))["why"]

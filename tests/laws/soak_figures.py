@@ -1,0 +1,155 @@
+"""What a long run of a server is judged by: memory, descriptors and threads over time, and how long answers took."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+WARM = 0.25
+"""The share of a run that warms up: tables fill, pools are touched for the first time."""
+MOST_SLOPE = 5.0
+"""Per cent an hour that memory may grow."""
+NOISE = 4 << 20
+"""Bytes that memory may differ by at any time: a short run tells less than that."""
+JUDGED = 600.0
+"""Seconds of a run from which on the memory of workers is judged."""
+SETTLED = 20.0
+"""Seconds that a worker takes to fill its pool."""
+FEW = 4
+"""Descriptors and threads that may be more at the end: connections and threads of pools come as they are wanted."""
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Use(NamedTuple):
+    """What a process takes."""
+
+    rss: int
+    fds: int
+    threads: int
+
+
+class Sample(NamedTuple):
+    """A server at one time."""
+
+    at: float
+    front: Use
+    workers: dict[int, Use]
+
+    @property
+    def rss(self) -> int:
+        """Bytes of all processes."""
+        return self.front.rss + sum(one.rss for one in self.workers.values())
+
+
+class Row(NamedTuple):
+    """A line of the table; `fault` says what is wrong with it."""
+
+    what: str
+    value: str
+    fault: str = ""
+
+
+def use_of(pid: int) -> Use:
+    """What a process takes now. OSError where it is gone."""
+    place = Path(f"/proc/{pid}")
+    rss = int((place / "statm").read_text().split()[1]) * PAGE
+    return Use(rss, len(os.listdir(place / "fd")), len(os.listdir(place / "task")))
+
+
+def sampled(at: float, front: int, workers: Sequence[int]) -> Sample:
+    """A server at this time; workers that are gone meanwhile are left out."""
+    found = {}
+    for pid in workers:
+        with contextlib.suppress(OSError):
+            found[pid] = use_of(pid)
+    return Sample(at, use_of(front), found)
+
+
+def percentiles(seconds: Sequence[float]) -> str:
+    """p50, p95 and p99 in milliseconds."""
+    if not seconds:
+        return "none"
+    found = np.percentile(np.array(seconds), (50, 95, 99)) * 1000
+    return " / ".join(f"{one:.0f}" for one in found) + f" ms of {len(seconds):,}"
+
+
+def slope(times: Sequence[float], values: Sequence[float]) -> float:
+    """Per second, of the line that fits best; of the medians of pieces, so that single values do not turn it."""
+    if len(times) < 8:
+        return 0.0
+    pieces = np.array_split(np.arange(len(times)), min(12, len(times) // 2))
+    at = [statistics.median(times[i] for i in piece) for piece in pieces]
+    of = [statistics.median(values[i] for i in piece) for piece in pieces]
+    return float(np.polyfit(at, of, 1)[0])
+
+
+def memory_row(what: str, times: Sequence[float], values: Sequence[float], noise: float) -> Row:
+    """How memory grew. It is at fault where it grew faster than `MOST_SLOPE`, and by more than `noise`."""
+    if not values:
+        return Row(what, "no samples", "nothing was measured")
+    middle, each = statistics.median(values), slope(times, values)
+    hourly, grown = 100 * each * 3600 / middle, each * (times[-1] - times[0])
+    fault = f"grows by {hourly:.1f} % an hour" if hourly > MOST_SLOPE and grown > noise else ""
+    return Row(what, f"{middle / 2**20:.0f} MiB, {hourly:+.1f} % an hour ({grown / 2**20:+.1f} MiB in all)", fault)
+
+
+def count_row(what: str, values: Sequence[int]) -> Row:
+    """How many there were in the first and the last third."""
+    third = max(1, len(values) // 3)
+    first, last = (statistics.median(part) for part in (values[:third], values[-third:])) if values else (0.0, 0.0)
+    fault = f"grew from {first:g} to {last:g}" if last > first + FEW else ""
+    return Row(what, f"{first:g} to {last:g}", fault)
+
+
+def _settled(samples: Sequence[Sample]) -> list[Sample]:
+    """Samples that can be compared: with as many workers as mostly, none of them young, since pools are empty then."""
+    born: dict[int, float] = {}
+    for one in samples:
+        for pid in one.workers:
+            born.setdefault(pid, one.at)
+    old = [one for one in samples if all(one.at - born[pid] >= SETTLED for pid in one.workers)]
+    usual = statistics.mode([len(one.workers) for one in old]) if old else 0
+    return [one for one in old if len(one.workers) == usual]
+
+
+def use_rows(samples: Sequence[Sample]) -> list[Row]:
+    """Memory, descriptors and threads after the warm-up."""
+    end = samples[-1].at if samples else 0.0
+    warm = [one for one in samples if one.at >= WARM * end]
+    times = [one.at for one in warm]
+    rows = [memory_row("memory of the front", times, [float(one.front.rss) for one in warm], NOISE)]
+    settled = _settled(warm)
+    total = [float(one.rss) for one in settled]
+    # Of a short run pools that fill are all that could be seen.
+    noise = 0.03 * statistics.median(total) if total and end >= JUDGED else float("inf")
+    usual = len(settled[0].workers) if settled else 0
+    if total or end >= JUDGED:
+        rows.append(memory_row(f"memory of all, with {usual} workers", [one.at for one in settled], total, noise))
+    rows.append(count_row("descriptors of the front", [one.front.fds for one in warm]))
+    rows.append(count_row("threads of the front", [one.front.threads for one in warm]))
+    for what in ("fds", "threads"):
+        worst = 0
+        for pid in {pid for one in warm for pid in one.workers}:
+            life = [getattr(one.workers[pid], what) for one in warm if pid in one.workers]
+            worst = max(worst, life[-1] - life[len(life) // 3]) if len(life) > 10 else worst
+        name = "descriptors" if what == "fds" else "threads"
+        rows.append(Row(f"{name} of a worker, most growth", f"{worst:+d}", "grew" if worst > FEW else ""))
+    return rows
+
+
+def pace_row(what: str, done: Sequence[tuple[float, float]]) -> Row:
+    """How long they took (start, seconds), and whether they took longer towards the end."""
+    if not done:
+        return Row(what, "none", "none was done")
+    end = max(at for at, _ in done)
+    warm = [pair for pair in done if pair[0] >= WARM * end]
+    third = max(1, len(warm) // 3)
+    first, last = (statistics.median(one for _, one in part) for part in (warm[:third], warm[-third:]))
+    fault = f"the median rose from {first * 1000:.0f} to {last * 1000:.0f} ms" if last > 2 * first + 0.25 else ""
+    return Row(what, f"{percentiles([one for _, one in warm])}; median {first * 1000:.0f} to {last * 1000:.0f}", fault)

@@ -1,0 +1,62 @@
+"""A minute of the soak, and that what it looks for would be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.laws.server_soak import soak
+from tests.laws.soak_figures import Sample, Use, pace_row, percentiles, use_rows
+
+
+def test_a_minute_of_mixed_load(tmp_path: Path, prove: bool, figure: Callable[[str, str], None]) -> None:
+    if not prove:
+        pytest.skip("takes a minute: make prove, and make soak for half an hour")
+    rows, faults = soak(1.0, tmp_path, seed=1)
+    for row in rows:
+        figure(f"soak: {row.what}", row.value)
+    assert not faults, faults
+
+
+def run(seconds: int = 1800, *, leak: float = 0.0, fds: float = 0.0, threads: float = 0.0) -> list[Sample]:
+    """Samples of a server that leaks so many bytes, descriptors and threads a second; its two workers are replaced
+    every five minutes, and fill a pool of 30 MiB in 15 s."""
+    found = []
+    for at in range(seconds):
+        age = at % 300
+        worker = Use(int(200e6 + 2e6 * min(age, 15)), 20, 8)
+        front = Use(int(150e6 + leak * at + 1e5 * (at % 7)), int(30 + fds * at), int(8 + threads * at))
+        found.append(Sample(float(at), front, {at // 300 * 2: worker, at // 300 * 2 + 1: worker}))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("leak", "what"),
+    [
+        ({}, ""),
+        ({"leak": 1e3}, ""),
+        ({"leak": 6e3}, "memory of the front"),
+        ({"fds": 0.02}, "descriptors of the front"),
+        ({"threads": 0.02}, "threads of the front"),
+    ],
+)
+def test_what_grows_is_seen(leak: dict[str, float], what: str) -> None:
+    """1 kB a second are 2.4 % an hour of 150 MB, 6 kB are 14 %."""
+    assert [row.what for row in use_rows(run(**leak)) if row.fault] == ([what] if what else [])
+
+
+def test_a_worker_that_leaks_is_seen() -> None:
+    found = []
+    for one in run(1500):
+        workers = {1: Use(int(200e6 + 2e4 * one.at), int(20 + 0.01 * one.at), 8)}
+        found.append(one._replace(workers=workers))
+    faults = [row.what for row in use_rows(found) if row.fault]
+    assert faults == ["memory of all, with 1 workers", "descriptors of a worker, most growth"]
+
+
+def test_times_that_get_longer_are_seen() -> None:
+    assert not pace_row("x", [(float(at), 0.1) for at in range(100)]).fault
+    assert "rose from" in pace_row("x", [(float(at), 0.1 + 0.0005 * at**2) for at in range(100)]).fault
+    assert pace_row("x", []).fault
+    assert percentiles([0.1] * 99 + [1.0]) == "100 / 100 / 109 ms of 100"
