@@ -160,6 +160,25 @@ async def test_a_busy_machine_is_not_the_messages_fault() -> None:
         await made.close()
 
 
+def ticks(pid: int) -> int:
+    """Processor time of a process, in the system's hundredths of a second."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
+
+
+async def test_time_in_which_it_has_no_processor_counts_for_nothing(renderer: Renderer) -> None:
+    """It is stopped in the midst of a job for longer than that may take."""
+    pid = renderer.pid
+    assert pid is not None
+    before = ticks(pid)
+    rendering = asyncio.create_task(renderer.render(job("slow")))
+    while ticks(pid) < before + 2 and not rendering.done():
+        await asyncio.sleep(0.001)
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(1.2)
+    os.kill(pid, signal.SIGCONT)
+    assert await rendering == ["slow"] and renderer.pid == pid
+
+
 async def test_a_process_that_is_stuck_is_a_503_and_is_replaced(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
