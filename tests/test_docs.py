@@ -46,6 +46,17 @@ def test_every_option_and_command_that_a_page_names_is_there() -> None:
     assert used and used <= groups | commands
 
 
+def test_teams_workflows_and_sources_have_a_page_with_a_diagram_and_the_words_that_people_look_for() -> None:
+    words = {
+        "teams": ("whisper", "scenario", "topology", "cairn team run"),
+        "workflows": ("planner", "coder", "reviewer", "tester", "fixer", "handoff contract", "cairn workflow run"),
+        "collections": ("min_score", "rerank", "file_search", "vector_stores", "cairn collection"),
+    }
+    for name, wanted in words.items():
+        page = (ROOT / "docs" / f"{name}.md").read_text()
+        assert "```mermaid" in page and not [word for word in wanted if word not in page], name
+
+
 def test_every_make_target_that_a_page_names_is_there() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
     pages = README + (ROOT / "docs" / "reliability.md").read_text() + (ROOT / ".ci" / "run").read_text()

@@ -467,7 +467,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "of several tenants may have half of them.",
         ),
     ] = 256
-    max_import_mib: Annotated[int, Meta(ge=1, description="Most MiB of an imported agent.")] = 256
+    max_import_mib: Annotated[
+        int, Meta(ge=1, description="Most MiB of an imported agent, or of a form with a file.")
+    ] = 256
     header_timeout: Annotated[float, Meta(gt=0, description="Seconds to receive the headers.")] = 10.0
     body_timeout: Annotated[float, Meta(gt=0, description="Most seconds between two pieces of a body.")] = 30.0
     min_body_rate: Annotated[

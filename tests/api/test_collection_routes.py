@@ -12,7 +12,6 @@ import httpx
 import pytest
 from tests.agents.house import talking_model
 from tests.api.homes import home, plain
-from tests.api.process import served
 from tests.rag.document_files import docx, paragraph, pdf
 
 TEXT = "# Cairns\n\nA cairn is a heap of stones.\n\n# Bread\n\nBread is made of flour.\n"
@@ -101,39 +100,6 @@ async def test_documents_of_all_kinds_and_ways(folder: Path, tmp_path: Path) -> 
         assert shown["documents"] == 3
 
 
-def test_what_was_found_is_judged_where_a_reranker_is_loaded(tmp_path: Path) -> None:
-    from tests.encoders import write_encoder, write_tokenizer  # with torch, which takes its time
-
-    places = []
-    for name, head, more in (("embeds", "Model", {}), ("judges", "ForSequenceClassification", {"num_labels": 1})):
-        (tmp_path / name).mkdir()
-        write_encoder(tmp_path / name, "Bert", head, **more)
-        places.append(str(write_tokenizer(tmp_path / name)))
-    config = tmp_path / "cairn.toml"
-    config.write_text("".join(f'[[models]]\nmodel = "{place}"\n' for place in places))
-    with served(config_file=str(config), engine="cpu", threads=1, agents_dir=str(tmp_path / "agents")) as server:
-
-        def post(path: str, **body: Any) -> Any:
-            return httpx.post(server.url + path, json=body, trust_env=False, timeout=60).json()
-
-        assert post("/v1/collections", id="c")["id"] == "c"
-        texts = [f"cat {' '.join(words)}" for words in (["dog"], ["a", "the"], ["paris"], ["the", "dog", "cat"])]
-        for text in texts:
-            made = post("/v1/collections/c/documents", name="a.txt", text=text)
-            assert made["chunks"] == 1, made
-        ranked = post("/v1/rerank", query="a cat", documents=texts)["results"]
-        found = post("/v1/collections/c/search", query="a cat", top_k=2)
-        assert found["reranked_by"] == "judges"
-        assert [one["text"] for one in found["data"]] == [texts[one["index"]] for one in ranked[:2]]
-        assert [one["rerank_score"] for one in found["data"]] == pytest.approx(
-            [one["relevance_score"] for one in ranked[:2]], abs=1e-5
-        )
-        plain = post("/v1/collections/c/search", query="a cat", rerank=False)
-        assert plain["reranked_by"] is None and "rerank_score" not in plain["data"][0]
-        wrong = post("/v1/collections/c/search", query="a cat", rerank_model="embeds")
-        assert "embeds is no model for reranking" in wrong["error"]["message"]
-
-
 WRONG_FILES: tuple[tuple[Any, dict[str, str], int, str], ...] = (
     (("a.pdf", b"no pdf"), {}, 400, "file: the PDF cannot be read"),
     (("a.pdf", pdf([""])), {}, 400, "file: no page of the PDF holds text"),
@@ -146,12 +112,16 @@ WRONG_FILES: tuple[tuple[Any, dict[str, str], int, str], ...] = (
 
 
 async def test_a_document_has_so_many_bytes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cairn.api.collections.MAX_BYTES", 100_000)
+    monkeypatch.setattr("cairn.api.library.MAX_BYTES", 100_000)
     async with shelf(folder, tmp_path) as http:
         await http.post("/v1/collections", json={"id": "c"})
         path = "/v1/collections/c/documents"
         answer = await http.post(path, files={"file": ("a.txt", b"x " * 60_000)})
         assert answer.status_code == 413 and "100000 bytes, the limit of a document" in answer.text
+        monkeypatch.setattr("cairn.api.library.MAX_UPLOADS", 0)
+        answer = await http.post(path, files={"file": ("a.txt", b"x")})
+        assert answer.status_code == 429 and "uploads of yours are under way, the limit" in answer.text
+        monkeypatch.setattr("cairn.api.library.MAX_UPLOADS", 1)
         broken = b"--b\r\nContent-Disposition: form-data; name=file; filename=a.txt\r\n\r\nx"
         kind = {"content-type": "multipart/form-data; boundary=b"}
         answer = await http.post(path, content=broken, headers=kind)

@@ -225,3 +225,33 @@ def test_ollamas_routes(server: Served) -> None:
     assert post(server, "/api/show", model=model["name"]).json()["capabilities"] == ["embedding"]
     chat = post(server, "/api/chat", messages=[{"role": "user", "content": "hi"}])
     assert chat.status_code == 400 and isinstance(chat.json()["error"], str)
+
+
+def test_passages_of_a_collection_are_judged_where_a_reranker_is_loaded(
+    folder: Path, judge: tuple[Served, Any, Path], tmp_path: Path
+) -> None:
+    config = tmp_path / "cairn.toml"
+    models = {"embeds": folder, "judges": judge[2]}
+    lines = [f'[[models]]\nmodel = "{place}"\naliases = ["{name}"]\n' for name, place in models.items()]
+    config.write_text("".join(lines))
+    texts = [f"cat {' '.join(words)}" for words in (["dog"], ["a", "the"], ["paris"], ["the", "dog", "cat"])]
+    with served(config_file=str(config), engine="cpu", threads=1, agents_dir=str(tmp_path / "agents")) as server:
+        assert post(server, "/v1/collections", id="c").status_code == 201
+        for text in texts:
+            assert post(server, "/v1/collections/c/documents", name="a.txt", text=text).json()["chunks"] == 1
+        ranked = post(server, "/v1/rerank", query="a cat", documents=texts).json()
+        best = ranked["results"][:2]
+        found = post(server, "/v1/collections/c/search", query="a cat", top_k=2).json()
+        assert found["reranked_by"] == ranked["model"]
+        assert [one["text"] for one in found["data"]] == [texts[one["index"]] for one in best]
+        scores = [one["relevance_score"] for one in best]
+        assert [one["rerank_score"] for one in found["data"]] == pytest.approx(scores, abs=1e-5)
+        plain = post(server, "/v1/collections/c/search", query="a cat", rerank=False).json()
+        assert plain["reranked_by"] is None and "rerank_score" not in plain["data"][0]
+        said = message(server, "/v1/collections/c/search", query="a cat", rerank_model="embeds")
+        assert "is no model for reranking" in said
+        store = {"query": "a cat", "max_num_results": 2}
+        by_judge = post(server, "/v1/vector_stores/c/search", **store).json()["data"]
+        assert [one["score"] for one in by_judge] == pytest.approx(scores, abs=1e-5)
+        alone = post(server, "/v1/vector_stores/c/search", **store, ranking_options={"ranker": "none"}).json()["data"]
+        assert [one["score"] for one in alone] == pytest.approx([one["score"] for one in plain["data"][:2]], abs=1e-5)

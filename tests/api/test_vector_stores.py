@@ -181,6 +181,35 @@ async def test_collections_are_vector_stores(folder: Path, tmp_path: Path) -> No
         assert [one.file_id async for one in ai.vector_stores.search("mine", query="stones")] == ["d", "d"]
 
 
+async def test_no_tenant_sees_anothers_files_and_stores(folder: Path, tmp_path: Path) -> None:
+    keys = {name: f"key-{name}-0123456789" for name in ("one", "two")}
+    tenants = tuple(TenantKeys(name, (Secret(key),)) for name, key in keys.items())
+    async with client(folder, tmp_path, tenants=tenants) as ai:
+        mine, other = ai.with_options(api_key=keys["one"]), ai.with_options(api_key=keys["two"])
+        file = await mine.files.create(file=("a.md", CAIRNS), purpose="assistants")
+        store = await mine.vector_stores.create()
+        await mine.vector_stores.files.create_and_poll(file.id, vector_store_id=store.id, poll_interval_ms=50)
+        theirs = await other.vector_stores.create()
+        search: Any = [{"type": "file_search", "vector_store_ids": [store.id]}]
+        for asked in (
+            lambda: other.files.retrieve(file.id),
+            lambda: other.files.delete(file.id),
+            lambda: other.files.content(file.id),
+            lambda: other.vector_stores.retrieve(store.id),
+            lambda: other.vector_stores.delete(store.id),
+            lambda: other.vector_stores.files.content(file.id, vector_store_id=store.id),
+            lambda: other.vector_stores.files.create(theirs.id, file_id=file.id),
+            lambda: other.post(f"/vector_stores/{store.id}/search", body={"query": "stones"}, cast_to=object),
+            lambda: other.responses.create(model="any", input="stones", tools=search),
+            lambda: other.post(f"/collections/{store.id}/ask", body={"query": "stones"}, cast_to=object),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await asked()
+        assert [one.id async for one in other.files.list()] == []
+        assert [one.id async for one in other.vector_stores.list()] == [theirs.id]
+        assert (await mine.vector_stores.retrieve(store.id)).file_counts.completed == 1
+
+
 WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("", {"expires_after": {"anchor": "last_active_at", "days": 1}}, "expires_after is not built"),
     ("", {"name": "x" * 257}, "name must have at most 256"),

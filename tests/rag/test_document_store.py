@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cairn.errors import Conflict, NotFound
+from cairn.errors import Conflict, NotFound, Overloaded
+from cairn.rag import document_store
 from cairn.rag.chunking import Piece
 from cairn.rag.definition import Collection, NewDocument, Search
 from cairn.rag.document_store import DocumentStore
@@ -109,3 +110,29 @@ def test_a_document_that_cannot_be_added_leaves_nothing(shelf: Shelf) -> None:
         shelf.store.add(one, new("b"), pieces, made, ("n", b"2", 3))
     assert shelf.found(one, "second third", vector(1, 0, 0)) == ["first"]
     assert shelf.store.collection("me", "c").model == "m"
+
+
+def test_a_collection_has_so_many_documents_and_chunks(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (document_store.MAX_DOCUMENTS, document_store.MAX_CHUNKS) == (10_000, 50_000)
+    monkeypatch.setattr(document_store, "MAX_DOCUMENTS", 2)
+    monkeypatch.setattr(document_store, "MAX_CHUNKS", 3)
+    one = shelf.store.create("me", "c", 1000, 100, {})
+    shelf.add(one, "a", "first", "second")
+    with pytest.raises(Conflict, match="4 chunks; the limit is 3"):
+        shelf.add(one, "b", "third", "fourth")
+    shelf.add(one, "b", "third")
+    with pytest.raises(Conflict, match="has 2 documents, the limit"):
+        shelf.add(one, "c", "fourth")
+    monkeypatch.setattr(document_store, "MAX_COLLECTIONS", 1)
+    with pytest.raises(Overloaded, match="1 collections, the limit"):
+        shelf.store.create("me", "d", 1000, 100, {})
+
+
+def test_vectors_are_held_of_those_that_were_searched_last(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [shelf.store.create("me", f"c{number}", 1000, 100, {}) for number in range(3)]
+    for one in made:
+        shelf.add(one, "a", f"of {one.id}")
+    monkeypatch.setattr(document_store, "MAX_HELD", 24)  # two of 12 bytes
+    for number in (0, 1, 0, 2, 1):
+        assert shelf.found(made[number], "x", vector(1, 0, 0)) == [f"of c{number}"]
+    assert list(shelf.store._matrices) == [made[2].key, made[1].key]

@@ -41,6 +41,19 @@ def test_where_two_contexts_part_and_how_both_go_on(recent: RecentContexts) -> N
     assert len(found.differs.known) == len(found.differs.given) == SHOWN
 
 
+@pytest.mark.parametrize(
+    ("at", "reason"), [(64, "system text changed"), (5, "system text changed"), (100, "different tokens")]
+)
+def test_a_system_text_that_changed_is_named(recent: RecentContexts, at: int, reason: str) -> None:
+    """The system's text stands at the places 4 to 79; a session's id or a git status in it costs all behind it."""
+    ids = [*KNOWN[:at], 7, *KNOWN[at + 1 :]]
+    system = spell(ids[4:80])
+    told = told_of([{"role": "system", "content": f" {system}\n"}, {"role": "user", "content": "Hello"}])
+    found = why(recent, ids, at // 16 * 16, told)
+    assert found.reason == reason and found.differs is not None and found.differs.position == at
+    assert why(recent, ids, at // 16 * 16, told_of([{"role": "user", "content": system}])).reason == "different tokens"
+
+
 def test_the_nearest_context_is_compared(recent: RecentContexts) -> None:
     recent.note(MINE, [*KNOWN[:90], 1, 2, 3], 90)
     recent.note(MINE, [*KNOWN[:20], 1, 2, 3], 20)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from cairn.errors import InvalidRequest
 from cairn.teams import prompts, transcript
 from cairn.teams.definition import MAX_CALLS, SPEAKS, Team, Tool, Topology, check_team
 from cairn.teams.entries import Item, RoundDone, Stated, ToolAnswered, ToolCalled
+from cairn.teams.scenario import play, scenario_of
 from cairn.teams.tool_calls import ToolsWaitError, open_calls
 
 LOOK = Tool(name="look", description="Looks something up.", parameters='{"type": "object"}')
@@ -157,3 +159,48 @@ def test_what_is_wrong_with_tools_is_named(tools: list[Tool], said: str) -> None
     with pytest.raises(InvalidRequest, match=said) as wrong:
         check_team(armed(*tools))
     assert "members[1].tools" in str(wrong.value)
+
+
+class Stage:
+    """A round that waits for a result once, and then goes on from its beginning."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
+    def make(self, team: Mapping[str, Any]) -> str:
+        return "t"
+
+    def post(self, id: str, body: Mapping[str, Any]) -> None:
+        raise AssertionError
+
+    def answer(self, id: str, body: Mapping[str, Any]) -> None:
+        self.given.append(body)
+
+    def show(self, id: str) -> dict[str, Any]:
+        return {"decision": None, "report": {"shared_tokens": 0, "computed_tokens": 0, "prompt_tokens": 0}}
+
+    def round(self, id: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        call = {"call_id": "c", "member": "bob", "tool": "look", "arguments": "{}"}
+        yield {"type": "round.started", "round": 1}
+        yield {"type": "tool.call", "step": 1, **call}
+        if not self.given:
+            yield {"type": "round.waiting", "round": 1, "calls": [call]}
+            return
+        yield {"type": "turn.done", "step": 1, "member": "bob", "content": "found"}
+        yield {"type": "round.done", "round": 1, "decision": None}
+
+
+def test_a_scenario_says_what_tools_return() -> None:
+    told = {"name": "n", "team": {"members": [{"name": "bob"}]}, "results": {"look": "a stone"}, "expect": []}
+    scenario = scenario_of(told | {"expect": [{"speakers": ["bob"]}]}, Path("x.yaml"))
+    stage, events = Stage(), list[dict[str, Any]]()
+    outcome = play(scenario, stage, events.append)
+    assert stage.given == [{"results": [{"call_id": "c", "content": "a stone"}]}]
+    assert [event["type"] for event in events] == [
+        "round.started",
+        "tool.call",
+        "round.waiting",
+        "turn.done",
+        "round.done",
+    ]
+    assert all(one.met for one in outcome.met)

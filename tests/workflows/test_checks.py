@@ -60,6 +60,7 @@ def node(id: str, prompt: str = "Go on.", **more: Any) -> dict[str, Any]:
         ([node("a", output={"type": "object"})], "properties is missing"),
         ([node("a", output={"type": "string", "format": "date"})], "a contract has no format"),
         ([{"id": "a", "loop": {"nodes": [node("b")], "limit": 99}}], "1 to 32, the limit"),
+        ([node(f"n{number}") for number in range(257)], "257 nodes; a workflow has 1 to 256, the limit"),
         ([{"id": "a", "prompt": "x", "loop": {"nodes": [node("b")], "limit": 2}}], "a loop has nodes, and no prompt"),
         (
             [{"id": "a", "loop": {"limit": 2, "nodes": [{"id": "b", "loop": {"limit": 1, "nodes": [node("c")]}}]}}],

@@ -34,7 +34,7 @@ from cairn.api.generation import check_model
 from cairn.api.json_body import read_json, read_nothing
 from cairn.api.library import Library
 from cairn.api.lists import LISTED, MOST_LISTED, page, parameters
-from cairn.api.multipart import is_form, upload
+from cairn.api.multipart import is_form
 from cairn.api.parse import parse
 from cairn.api.reply import Call
 from cairn.api.resumable import EventLogs
@@ -42,7 +42,7 @@ from cairn.api.work_events import Emit, answer
 from cairn.config import Config
 from cairn.errors import InvalidRequest
 from cairn.rag.collections import SourcedAnswer
-from cairn.rag.definition import MAX_BYTES, Found, NewDocument, check_name
+from cairn.rag.definition import Found, NewDocument, check_name
 from cairn.service.service import Service
 from cairn.workflows.answerer import Asker
 
@@ -102,7 +102,7 @@ class CollectionRoutes:
         """POST /v1/collections/{id}/documents: {"name", "text" or "data", "type", "id", "metadata", "embedding_model",
         "stream"}, or a form with a `file`."""
         if is_form(call):
-            async with upload(call, self._config, self._library.folder, MAX_BYTES) as form:
+            async with self._library.upload(call) as form:
                 body = parse(CollectionDocumentBody, document_of_form(form), self._config, call)
                 await self._add(call, body, form.file, form.size)
             return

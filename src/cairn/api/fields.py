@@ -108,7 +108,7 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
             Row("service_tier access_programs", "all requests are served alike"),
             Row("prompt_cache_retention", _CACHED),
             Row("truncation", "nothing is cut; what is too long is refused with `context_length_exceeded`"),
-            Row("max_tool_calls", "of tools that run on a server, and none runs here"),
+            Row("max_tool_calls", "of tools that run on a server; `file_search` alone does, once"),
             Row("context_management", "nothing is compacted unasked; the client may"),
             Row("stream_options", "padding against eavesdroppers, which TLS in front may do"),
             Row("client_metadata", _IDS),

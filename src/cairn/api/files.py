@@ -14,11 +14,9 @@ from typing import Any
 
 from cairn.api.library import Library
 from cairn.api.lists import page, parameters
-from cairn.api.multipart import upload
 from cairn.api.reply import Call
 from cairn.config import Config
 from cairn.errors import InvalidRequest, Unsupported
-from cairn.rag.definition import MAX_BYTES
 from cairn.rag.file_store import MAX_FILES, StoredFile
 from cairn.service.service import Service
 
@@ -49,7 +47,7 @@ class FileRoutes:
     async def create(self, call: Call, service: Service) -> None:
         """POST /v1/files: a form with a `file` and its `purpose`, which is noted."""
         stores = await self._library.stores()
-        async with upload(call, self._config, self._library.folder, MAX_BYTES) as form:
+        async with self._library.upload(call) as form:
             purpose = form.fields.pop("purpose", "")
             if purpose not in PURPOSES:
                 raise InvalidRequest(f"purpose must be one of {', '.join(PURPOSES)}", field="purpose")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.generation import check_model
+from cairn.api.multipart import Upload, upload
 from cairn.api.reply import Call
 from cairn.config import Config
-from cairn.errors import InvalidRequest, Unavailable
+from cairn.errors import InvalidRequest, Overloaded, Unavailable
 from cairn.rag.attachments import Attachments
 from cairn.rag.collections import Collections, Embedder, Judge
-from cairn.rag.definition import Found, Search
+from cairn.rag.definition import MAX_BYTES, Found, Search
 from cairn.rag.document_store import DocumentStore
 from cairn.rag.file_store import FileStore
 from cairn.rag.vector_stores import VectorStores
@@ -23,6 +25,9 @@ from cairn.service.models import Models
 from cairn.service.served_model import ServedModel
 from cairn.workflows.answerer import ServiceAnswerer
 
+MAX_UPLOADS = 8
+"""Forms of one tenant that are received, or whose file is read, at once: each has a file on the disk."""
+RETRY = 2.0
 FILE, UPLOADS = "collections.sqlite", "files.sqlite"
 
 
@@ -37,6 +42,8 @@ class Library:
         self._opened: VectorStores | None = None
         self._collections: Collections | None = None
         self._opening = asyncio.Lock()
+        self._uploading = Counter[str]()
+        """How many forms are being received, by whose they are."""
 
     async def open(self) -> Collections:
         """The collections, once the folder beside them is this server's."""
@@ -56,6 +63,19 @@ class Library:
                 self._collections = Collections(store, ServiceAnswerer(self._config))
                 self._opened = VectorStores(self._collections, files, attachments)
             return self._opened
+
+    @contextlib.asynccontextmanager
+    async def upload(self, call: Call) -> AsyncIterator[Upload]:
+        """The form of a call, with its file. Overloaded where its tenant sends too many at once."""
+        if self._uploading[call.share] >= MAX_UPLOADS:
+            raise Overloaded(f"{MAX_UPLOADS} uploads of yours are under way, the limit", retry_after=RETRY)
+        self._uploading[call.share] += 1
+        try:
+            async with upload(call, self._config, self.folder, MAX_BYTES) as form:
+                yield form
+        finally:
+            self._uploading[call.share] -= 1
+            self._uploading += Counter()  # those who send nothing are forgotten
 
     async def bytes_of(self, tenant: str) -> int:
         """About how many bytes a tenant's collections and files take; those that nobody has asked for since the start

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 SHARE = 60
 """Of reciprocal rank fusion: how much the first places count before others."""
+MAX_HELD = 512 << 20
+"""Bytes of vectors that are held in memory, of the collections that were searched last; at least those of one."""
 CANDIDATES = 100
 """Chunks that each of the two lists names."""
 _WORDS = re.compile(r"\w+")
@@ -73,8 +76,8 @@ class DocumentStore:
         self._now = now
         self.database = Database(path, FORMS)
         self._change, self._read = self.database.change, self.database.read
-        self._matrices: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
-        """Keys and vectors of the chunks of a collection, by its key."""
+        self._matrices: OrderedDict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = OrderedDict()
+        """Keys and vectors of the chunks of a collection, by its key; that which was asked for last is the last."""
 
     def close(self) -> None:
         """Close the file."""
@@ -304,6 +307,9 @@ class DocumentStore:
             keys = np.array([key for key, _ in rows], np.int64)
             flat = np.frombuffer(b"".join(one for _, one in rows), "<f4")
             self._matrices[collection.key] = keys, flat.reshape(len(rows), -1) if rows else flat.reshape(0, len(vector))
+        self._matrices.move_to_end(collection.key)
+        while len(self._matrices) > 1 and sum(matrix.nbytes for _, matrix in self._matrices.values()) > MAX_HELD:
+            self._matrices.popitem(last=False)
         keys, matrix = self._matrices[collection.key]
         return keys, matrix @ vector
 

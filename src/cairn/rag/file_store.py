@@ -42,6 +42,7 @@ class FileStore:
 
     def __init__(self, path: Path, now: Callable[[], float]) -> None:
         self._now, self._database = now, Database(path, _FORMS)
+        self.folder = path.parent
 
     def close(self) -> None:
         """Close the file."""

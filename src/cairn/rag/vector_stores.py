@@ -59,7 +59,7 @@ class VectorStores:
         code = why = ""
         try:
             async with self._room:
-                with tempfile.TemporaryFile() as copy:
+                with tempfile.TemporaryFile(dir=self.files.folder) as copy:
                     await asyncio.to_thread(self.files.copy, file, copy)
                     copy.seek(0)
                     sizes = (one.chunk, one.overlap) if one.chunk else None
