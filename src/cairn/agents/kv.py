@@ -151,14 +151,17 @@ class AgentKv:
         for service in self._services:
             service.recent.forget(agent.salt)
 
-    def turn_ended(self, agent: Agent, *, in_call: bool) -> None:
-        """A turn of the agent is over: while it waits for the result of a call, its context outlives others."""
+    def turn_ended(self, agent: Agent, context: Callable[[], Sequence[int]], *, in_call: bool) -> None:
+        """A turn of the agent is over, with this `context`: while it waits for the result of a call, that outlives
+        others."""
+        standing: Standing = "waiting" if in_call else "idle"
         if in_call:
             self._waiting.add(agent.key)
-            self._mark_later(agent, agent.head, "waiting")
         elif agent.key in self._waiting:
             self._waiting.discard(agent.key)
-            self._mark_later(agent, agent.head, "idle")
+        else:
+            return
+        self._attempt(partial(self._mark, context(), agent.salt, agent.head.identity, standing))
 
     def moved(self, agent: Agent, before: Turn) -> None:
         """The agent's head has left a turn: what only leads there goes first, until somebody comes back."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -42,8 +42,11 @@ class Keeper(Protocol):
         """Seconds since 1970, by the clock that tells agents' ages."""
         ...
 
-    def ended(self, agent: Agent, done: Done | None, end: EndRecord) -> Sequence[Record]:
-        """A turn is over: what is to be written with its end. `end` has happened in memory."""
+    def ended(
+        self, agent: Agent, done: Done | None, end: EndRecord, context: Callable[[], Sequence[int]]
+    ) -> Sequence[Record]:
+        """A turn is over: what is to be written with its end. `end` has happened in memory; `context`: what the next
+        turn goes on from."""
         ...
 
     def write_later(self, *records: Record) -> None:
@@ -188,7 +191,7 @@ class RunningTurn:
         self.over.set()
         if self.discarded:
             return
-        more = self._keeper.ended(self.agent, done, end)
+        more = self._keeper.ended(self.agent, done, end, lambda: self._content.known([*self.request.prompt]))
         if good:
             self._keeper.write_later(record, *more)
             await self._keeper.sync()

@@ -330,11 +330,13 @@ class Turns:
         agent.running = RunningTurn(self, service, agent, turn, request, stream, first)
         return agent.running
 
-    def ended(self, agent: Agent, done: Done | None, end: EndRecord) -> Sequence[Record]:
+    def ended(
+        self, agent: Agent, done: Done | None, end: EndRecord, context: Callable[[], Sequence[int]]
+    ) -> Sequence[Record]:
         """A turn is over: count it. What is to be written with its end."""
         agent.used = end.ended
         if end.state == "finished":
-            self._agents.kv.turn_ended(agent, in_call=end.reason == FinishReason.TOOL_CALLS.value)
+            self._agents.kv.turn_ended(agent, context, in_call=end.reason == FinishReason.TOOL_CALLS.value)
             if agent.record.pinned:
                 self._agents.kv.pin_later(agent)
         return self._agents.pending.count(agent, done) if done is not None else ()

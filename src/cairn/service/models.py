@@ -579,8 +579,8 @@ class Models:
         return msgspec.structs.replace(model.config, model=to, tokenizer=None, **named)
 
     async def _fit_beside(self, model: ServedModel, config: Config, place: Path) -> Fit | None:
-        """What the other takes, if there is room for both. Two of the same files want one folder of KV, and so do two
-        models of a server that has one folder for all."""
+        """What the other takes, if there is room for both. Two of the same files want one folder of KV, and of a server
+        with one model nobody has measured what that takes."""
         if not self.several or place == model.place:
             return None
         if sum(1 for _ in self.loaded()) >= self.config.max_loaded:
