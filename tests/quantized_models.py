@@ -55,6 +55,30 @@ def float8(rows: int, columns: int, name: str = "weight_scale_inv", dtype: Any =
     return pack
 
 
+def four(group: int, whole: str) -> Pack:
+    """fp4 as compressed-tensors and modelopt have it; `whole`: what the scale of all is called."""
+    half = np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6), np.float32)
+    table = np.concatenate([half, -half])
+
+    def pack(array: np.ndarray, rng: np.random.Generator) -> Packed:
+        out, inner = array.shape
+        codes = rng.integers(0, 16, (out, inner), dtype=np.uint8)
+        pairs = codes.reshape(out, -1, 2)
+        packed = {"weight" if whole == "weight_scale_2" else "weight_packed": pairs[..., 0] | pairs[..., 1] << 4}
+        if group == 32:
+            scale = rng.integers(121, 124, (out, inner // group), dtype=np.uint8)
+            wide = np.exp2(scale.astype(np.float32) - 127)
+            return packed | {"weight_scale": scale}, table[codes] * np.repeat(wide, group, 1)
+        most = np.float32(np.abs(array).max() / 6)
+        scale = rng.uniform(100, 448, (out, inner // group)).astype(FLOAT8)
+        one = most / np.float32(448) if whole == "weight_scale_2" else np.float32(448) / most
+        wide = scale.astype(np.float32) * one if whole == "weight_scale_2" else scale.astype(np.float32) / one
+        packed |= {"weight_scale": scale, whole: np.array([one], np.float32)}
+        return packed, table[codes] * np.repeat(wide, group, 1)
+
+    return pack
+
+
 def compressed(bits: int, group: int, dtype: Any = BFLOAT16, zeros: bool = False, order: bool = False) -> Pack:
     """compressed-tensors' pack-quantized; `order`: inputs of a group are no neighbours."""
 

@@ -56,7 +56,13 @@ def test_every_instrument_shows_what_was_recorded() -> None:
     before = samples(metrics)
     for name in ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits", "prompt_tokens"):
         setattr(metrics, name, 3)
-    for name in ("prompt_tokens_cached", "generation_tokens", "preemptions", "worker_restarts"):
+    for name in (
+        "prompt_tokens_cached",
+        "generation_tokens",
+        "generation_tokens_forced",
+        "preemptions",
+        "worker_restarts",
+    ):
         setattr(metrics, name, 3)
     metrics.worker_failures = lambda: 3
     metrics.worker_still = lambda: 3.0

@@ -114,6 +114,7 @@ class Metrics:
         self.prompt_tokens = 0
         self.prompt_tokens_cached = 0
         self.generation_tokens = 0
+        self.generation_tokens_forced = 0
         self.preemptions = 0
         self.worker_restarts = 0
         self.worker_failures: Callable[[], int] = lambda: 0
@@ -283,6 +284,8 @@ class Metrics:
         yield "prompt_tokens", "Prompt tokens processed.", self.prompt_tokens
         yield "prompt_tokens_cached", "Prompt tokens that were not computed again.", self.prompt_tokens_cached
         yield "generation_tokens", "Tokens generated.", self.generation_tokens
+        forced = "Generated tokens that a grammar left no choice about, and that had no step of their own."
+        yield "generation_tokens_forced", forced, self.generation_tokens_forced
         yield "num_preemptions", "Requests sent back to wait because the KV pool was full.", self.preemptions
         yield "worker_restarts", "Times the worker process was replaced.", self.worker_restarts
         loaded = self.prompt_tokens_loaded

@@ -31,6 +31,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+from collections.abc import Callable
 
 from cairn.engine.base import Row, RowResult
 from cairn.errors import Conflict, InvalidRequest
@@ -45,6 +46,8 @@ from cairn.text_queue import encoded
 from cairn.types import FinishReason, Output, Request, Timing
 from cairn.waiting import Passed, WaitingQueue
 
+FORCE_SECONDS = 0.004
+"""How long a step may be held up by looking for tokens that grammars leave no choice about."""
 PATIENCE = 32
 """Steps after which nobody waits any more for what a running prompt, which had no part of them, was to compute."""
 LONG_TOKENS = 256
@@ -112,7 +115,7 @@ class Scheduler:
         durable = request.durable or len(request.prompt) >= LONG_TOKENS
         kv = self._cache.context(request.salt, durable=durable, stored=request.stored)
         sequence = Sequence(request, kv, self._longest, next(self._serial), now, matcher)
-        sequence.force()
+        sequence.force(self._in_time(now))
         self._sequences[request.id] = sequence
         self._waiting.push(sequence)
         self._next_deadline = min(self._next_deadline, sequence.deadline)
@@ -170,6 +173,7 @@ class Scheduler:
             raise RuntimeError("this is not the plan that was made last")
         self._planned = None
         now, outputs = self._clock.now(), list(plan.ended)
+        in_time = self._in_time(now)
         if not isinstance(results, Exception) and len(results) != len(plan.rows):
             results = RuntimeError(f"{len(results)} results for {len(plan.rows)} rows")
         if isinstance(results, Exception):
@@ -180,7 +184,7 @@ class Scheduler:
         for sequence, row, result in zip(plan.sequences, plan.rows, results, strict=True):
             if sequence.state is not State.RUNNING:
                 continue
-            if (output := self._advance(sequence, row, result, now)) is not None:
+            if (output := self._advance(sequence, row, result, now, in_time)) is not None:
                 outputs.append(output)
         return outputs
 
@@ -321,7 +325,13 @@ class Scheduler:
             self._queries += sequence.prompt_len if reuse else 0
             self._hits += min(sequence.computed, sequence.prompt_len)
 
-    def _advance(self, sequence: Sequence, row: Row, result: RowResult, now: float) -> Output | None:
+    def _in_time(self, now: float) -> Callable[[], bool]:
+        """Whether there is time yet to look for forced tokens, from `now` on."""
+        return lambda: self._clock.now() <= now + FORCE_SECONDS
+
+    def _advance(
+        self, sequence: Sequence, row: Row, result: RowResult, now: float, in_time: Callable[[], bool]
+    ) -> Output | None:
         """Take one row's result: what it computed is published, what it sampled is appended."""
         if result.error:
             return self._fail(sequence, now, FinishReason.ERROR, result.error)
@@ -340,7 +350,7 @@ class Scheduler:
         if row.samples:
             if result.token is None:
                 return self._fail(sequence, now, FinishReason.ERROR, "the engine gave neither a token nor an error")
-            finish = sequence.take(result.token, result.mu)
+            finish = sequence.take(result.token, result.mu, in_time)
             tokens = sequence.news()
         cache = None
         if sequence.first_token is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 from cairn.engine.base import Pending, Row
@@ -15,7 +16,7 @@ from cairn.types import FinishReason, Request, Timing
 AGE_SECONDS = 5.0
 """Waiting that weighs as much as one level of priority."""
 MOST_FORCED = 32
-"""Tokens that are appended at once because a grammar leaves no other: finding them holds up the step of all others."""
+"""Tokens that are appended at once because a grammar leaves no other."""
 MAX_PRIORITY = 100
 """Priorities are within ± this, so that `AGE_SECONDS` bounds how long anybody can be overtaken."""
 
@@ -181,26 +182,26 @@ class Sequence:
             return FinishReason.STOP
         return FinishReason.LENGTH if count >= sampling.max_tokens or len(self.tokens) >= self.limit else None
 
-    def take(self, token: int, mu: float | None = None) -> FinishReason | None:
+    def take(self, token: int, mu: float | None, in_time: Callable[[], bool]) -> FinishReason | None:
         """Append the token that was sampled, and what it leaves no choice about; why the answer ends then.
 
-        `mu`: mirostat's state after it.
+        `mu`: mirostat's state after it; `in_time`: as of `force`.
         """
         self._append(token)
         self.mu = mu
-        return self.force()
+        return self.force(in_time)
 
-    def force(self) -> FinishReason | None:
+    def force(self, in_time: Callable[[], bool]) -> FinishReason | None:
         """Append the tokens that are the only ones that may come; why the answer ends with them, if it does.
 
-        Sampling would give the same ones: a mask leaves nothing else. A stop token is left to it, which knows whether
-        one may come yet.
+        Sampling would give the same ones: a mask leaves nothing else. So they may be left to it at any place, as they
+        are where there is no time to look, and as a stop token always is: it knows whether one may come yet.
         """
         finish, matcher = self.ending(), self.matcher
         if matcher is None or not self.forces:
             return finish
         for _ in range(MOST_FORCED):
-            token = matcher.forced() if finish is None else None
+            token = matcher.forced() if finish is None and in_time() else None
             if token is None or token in self.request.sampling.stop_token_ids:
                 break
             self._append(token)

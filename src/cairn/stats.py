@@ -12,6 +12,7 @@ import msgspec
 
 MissReason = Literal[
     "different tokens",
+    "system text changed",
     "template",
     "evicted",
     "not stored yet",
@@ -44,7 +45,7 @@ class Miss(msgspec.Struct, frozen=True, kw_only=True):
     """Where its first token is in the prompt."""
     reason: MissReason
     differs: Differs | None = None
-    """With `different tokens` and `template`."""
+    """With `different tokens`, `system text changed` and `template`."""
 
 
 class CacheReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,10 @@ from cairn.stats import CacheReport
 
 BLOCK_TOKENS = 16
 """Tokens in one KV block."""
+CHUNK_BLOCKS = 4
+"""Blocks in a chunk, which is what stores keep together."""
+CHUNK_TOKENS = CHUNK_BLOCKS * BLOCK_TOKENS
+"""Tokens in a chunk."""
 
 
 class FinishReason(enum.StrEnum):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import tomllib
 from pathlib import Path
 
 from cairn.api.fields import ACCEPTED
@@ -27,6 +29,8 @@ TITLES = {
     "call": "Of a call in an assistant's message",
     "called": "Of a call's `function`",
 }
+PROVIDER = "@ai-sdk/openai-compatible"
+"""A part of Vercel's AI SDK, which is named as a whole."""
 REWRITE = "CAIRN_TEST_WRITE_PAGES"
 """Set it to have the tables written anew."""
 
@@ -49,3 +53,16 @@ def test_the_page_shows_the_table() -> None:
         PAGE.write_text(head + MARK + tables())
         return
     assert shown == tables(), f"run this test with {REWRITE}=1"
+
+
+def test_what_was_tried_is_what_is_installed_to_try() -> None:
+    """The versions that the page names are those of the extra `clients` and of npm in the Makefile, all of them."""
+    root = PAGE.parents[1]
+    text = PAGE.read_text().partition("## What was tried")[2].partition("\n## ")[0]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pins = [one.partition("==") for one in [*extras["clients"], *extras["clients-older"]]]
+    npm = re.findall(r"(@?[\w/-]+)@(\d+[.\d]+)", (root / "Makefile").read_text())
+    wanted = {version for _, _, version in pins} | {version for name, version in npm if name != PROVIDER}
+    assert len(wanted) > 10 and {version for version in wanted if version not in text} == set()
+    named = set(re.findall(r"\d+\.\d+\.\d+", text))
+    assert named == wanted, "and no other"

@@ -415,6 +415,39 @@ async def test_echo_with_logprobs() -> None:
     assert joined == wanted
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_the_prompts_log_probabilities_as_vllm_tells_them(path: str) -> None:
+    """Beside as many of the answer's as were asked for, whichever are more."""
+
+    def script(request: Request) -> list[Any]:
+        assert request.sampling.prompt_logprobs and request.sampling.top_logprobs == 2
+        scores = (
+            TokenLogprob(105, -1.0, ((106, -0.5), (105, -1.0))),
+            TokenLogprob(104, -5.0, ((106, -0.5), (107, -2.0))),
+        )
+        answer = TokenLogprob(97, -0.25, ((97, -0.25), (98, -3.0)))
+        return [Delta(prompt_logprobs=scores), Delta(text="a", tokens=(97,), logprobs=(answer,)), done()]
+
+    chats = path.endswith("chat/completions")
+    async with site(ScriptedService(script)) as at:
+        make = chat if chats else complete
+        more = {"logprobs": True, "top_logprobs": 2} if chats else {"logprobs": 2}
+        found = (await post(at, make(prompt_logprobs=1, **more), path)).json()
+        told = found["prompt_logprobs"] if chats else found["choices"][0]["prompt_logprobs"]
+        first = {"logprob": -0.5, "rank": 1, "decoded_token": "j"}
+        assert told == [
+            None,
+            {"105": {"logprob": -1.0, "rank": None, "decoded_token": "i"}, "106": first},
+            {"104": {"logprob": -5.0, "rank": None, "decoded_token": "h"}, "106": first},
+        ]
+        found = (await post(at, make(prompt_logprobs=2), path)).json()
+        told = found["prompt_logprobs"] if chats else found["choices"][0]["prompt_logprobs"]
+        assert told[1]["105"]["rank"] == 2 and found["choices"][0]["logprobs"] is None
+        for wrong in ({"prompt_logprobs": 21}, {"prompt_logprobs": -1}, {"prompt_logprobs": 1, "stream": True}):
+            refused = await post(at, make(**wrong), path)
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
+
+
 @pytest.mark.parametrize("echo", [False, True])
 async def test_a_completion_keeps_its_space_and_the_offsets_fit(echo: bool, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(

@@ -95,7 +95,7 @@ async def test_calls_in_a_form_of_its_own(name: str, choice: str, tmp_path: Path
             assert sum(len(delta.get("tool_calls") or []) for delta in deltas) == 1
             assert not any(delta.get("content") for delta in deltas)
             told = [*body["messages"], one["message"], {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
-            again = await http.post("/v1/chat/completions", json=body | {"messages": told, "max_tokens": 1})
+            again = await http.post("/v1/chat/completions", json=body | {"messages": told, "max_tokens": 30})
             usage, before = again.json()["usage"], found.json()["usage"]
             assert usage["prompt_tokens"] > before["total_tokens"]
             assert usage["prompt_tokens_details"]["cached_tokens"] >= before["total_tokens"] // 16 * 16 - 16

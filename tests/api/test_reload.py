@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import time
@@ -184,7 +185,9 @@ def test_sighup_reads_the_file_again_and_the_owner_has_a_listener(folder: Path, 
             assert [one["state"] for one in client.get("/v1/admin/models", admin=True)["data"]] == ["loaded"]
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
-    assert "unknown key 'nonsense'" in server.errors.decode()
+    said = [json.loads(line) for line in server.errors.decode().splitlines()]  # each line, from the first on
+    assert any("unknown key 'nonsense'" in one["message"] for one in said)
+    assert any(one["message"].startswith("Cairn serves tiny at http") for one in said)
 
 
 def test_options_can_be_resolved_again(tmp_path: Path) -> None:

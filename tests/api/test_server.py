@@ -492,7 +492,7 @@ def test_a_log_that_nobody_reads_any_more_ends_nothing(monkeypatch: pytest.Monke
     os.close(read)
     for broken in (open(write, "w"), open("/dev/full", "w")):  # noqa: SIM115  (closing fails too)
         monkeypatch.setattr("sys.stderr", broken)
-        lifetime._say("Finishing 2 requests")
+        lifetime._say(Config(), "Finishing 2 requests")
         with contextlib.suppress(OSError):
             broken.close()
 

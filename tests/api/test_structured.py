@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -312,6 +313,22 @@ def test_an_answer_is_made_to_call(server: Served, choice: Any, names: set[str])
         for name, arguments in made:
             assert arguments == {} if name == "now" else set(arguments) == {"city", "days"}
             assert name == "now" or (len(arguments["city"]) <= 8 and arguments["days"] <= 9)
+
+
+@pytest.mark.parametrize("choice", [{"type": "custom", "name": "edit"}, "required", "auto"])
+def test_a_custom_tool_gets_what_its_lark_allows(server: Served, choice: Any) -> None:
+    """Also where the client does not ask for the call: there, whatever is called is called so."""
+    lark = 'start: head line{1,2}\nhead: "*** " ("add" | "cut") LF\nline: SIGN /[a-z]{1,6}/ LF\nSIGN: "+" | "-"\n'
+    form = {"type": "grammar", "syntax": "lark", "definition": lark + "%import common.LF\n"}
+    tools = [{"type": "custom", "name": "edit", "description": "changes a file", "format": form}]
+    for n in range(4):
+        body = {"input": f"Add line {n}.", "tools": tools, "tool_choice": choice, "max_output_tokens": 150}
+        answer = httpx.post(server.url + "/v1/responses", json=body, timeout=60, trust_env=False)
+        assert answer.status_code == 200 and "x-cairn-warning" not in answer.headers, answer.text
+        calls = [item for item in answer.json()["output"] if item["type"] == "custom_tool_call"]
+        assert calls or choice == "auto"
+        for call in calls:
+            assert re.fullmatch(r"\*\*\* (add|cut)\n([+-][a-z]{1,6}\n){1,2}", call["input"]), call
 
 
 def test_tools_and_a_schema_together(server: Served) -> None:

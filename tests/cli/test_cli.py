@@ -86,7 +86,7 @@ def test_help_lists_the_commands_and_no_others():
     """Known failure 50: what the help names exists, and nothing else does."""
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
     models = {"pull", "models", "list", "ls", "show", "rm", "quantize"}
-    servers = {"status", "ps", "load", "unload", "swap", "stop", "cancel", "launch"}
+    servers = {"status", "ps", "load", "unload", "swap", "reload", "stop", "cancel", "launch"}
     assert names == models | servers | {"serve", "chat", "run", "generate", "embed", "doctor", "bench"} | {
         "config",
         "version",

@@ -222,6 +222,16 @@ def test_models_of_a_server_are_changed_by_name(running):
     assert run("swap", "m", "org/other").returncode == 0
 
 
+def test_options_of_a_server_are_read_again(running):
+    unchanged = [{"option": "port", "why": "it takes a restart of the server"}]
+    said = {"object": "reload", "changed": ["tenants"], "unchanged": unchanged}
+    running.answers["/v1/admin/reload"] = [(200, json.dumps(said))]
+    assert run("reload").stdout.splitlines() == [
+        "changed\ttenants",
+        "unchanged\tport: it takes a restart of the server",
+    ]
+
+
 @pytest.mark.parametrize("word", ["list", "ls", "models"])
 def test_models_by_each_of_its_names(word):
     assert run(word).stdout.startswith("demo\t11.8 MB\t")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import json
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,10 +32,15 @@ LEFT_OUT = {
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("whole")
     served = Served(kv_dir=str(folder / "kv"), agents_dir=str(folder / "agents"), context=512, request_timeout=20)
+    assert served.process.stderr is not None
+    log = threading.Thread(target=served.process.stderr.read, daemon=True)
+    log.start()  # who writes thousands of lines to a pipe that nobody reads waits for ever
     served.wait_ready()
     yield served
     served.signal()
-    served.wait()
+    served.process.wait(60)
+    log.join()
+    served.process.stderr.close()
 
 
 FLOW = {"name": "flow", "nodes": {"say": {"type": "agent", "prompt": "Say something."}}}

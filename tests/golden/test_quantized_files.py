@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.golden.test_families import check
-from tests.quantized_models import BFLOAT16, Pack, awq, compressed, eight, float8, gptq, write_quantized
+from tests.quantized_models import BFLOAT16, Pack, awq, compressed, eight, float8, four, gptq, write_quantized
 from tests.tiny_models import MODELS, Driver, load, prompt
 
 from cairn.kernels.base import Quantized
@@ -42,6 +42,10 @@ CASES: dict[str, tuple[Pack, dict[str, Any], str]] = {
     "int8 in words": (compressed(8, 64, np.float16), ct("pack-quantized", 8), ""),
     "int8 of outputs": (eight(0), ct("int-quantized", 8), ""),
     "int8, groups with zero points": (eight(32, zeros=True), ct("int-quantized", 8), ""),
+    "mxfp4": (four(32, ""), ct("mxfp4-pack-quantized", 4, "float"), ""),
+    "nvfp4": (four(16, "weight_global_scale"), ct("nvfp4-pack-quantized", 4, "float"), "NVFP4"),
+    "nvfp4 of modelopt": (four(16, "weight_scale_2"), {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
+    "fp8 of modelopt": (float8(0, 0, "weight_scale"), {"quant_method": "modelopt", "quant_algo": "FP8"}, "FP8"),
     "awq": (awq(32), AWQ, ""),
     "gptq": (gptq(4, 32), GPTQ, ""),
     "gptq 2, zero points": (

@@ -14,7 +14,8 @@ from tests.tiny_models import MODELS, Driver, load, prompt, write_model
 
 from cairn.kv.codec import open_codec
 from cairn.kv.ram import RamStore
-from cairn.kv.store import CHUNK_BLOCKS, Chunk
+from cairn.kv.store import Chunk
+from cairn.types import CHUNK_BLOCKS
 
 CHUNKS, LENGTH = 2, 150
 

@@ -10,7 +10,8 @@ from tests.laws.simulator import VirtualClock
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.kv.cache import Cache
 from cairn.kv.sequence_kv import TierName
-from cairn.kv.store import Chunk, Store
+from cairn.kv.standing import Standing
+from cairn.kv.store import Chunk, DurableStore, Store
 from cairn.kv.store_reader import LoadMode
 from cairn.kv.tiers import Tiers
 from cairn.kv.write_behind import WriteLimits
@@ -41,6 +42,12 @@ class Between:
     def pin(self, owner: str, keys: Sequence[bytes]) -> None:
         self.pinned[owner] = tuple(keys)
         self.inner.pin(owner, keys)
+
+    def mark(self, keys: Sequence[bytes], standing: Standing) -> None:
+        self.inner.mark(keys, standing)
+
+    def durable(self) -> DurableStore | None:
+        return None
 
     def stats(self) -> TierStats:
         return self.inner.stats()

@@ -26,12 +26,11 @@ from cairn.kv.attention_window import first_read, window_blocks
 from cairn.kv.blocks import BlockPool
 from cairn.kv.cache import Cache
 from cairn.kv.snapshots import SPACING
-from cairn.kv.store import CHUNK_BLOCKS
 from cairn.plan import Limits, Pace, Plan
 from cairn.sampling import sample
 from cairn.scheduler import Scheduler
 from cairn.sequence import AGE_SECONDS, Sequence, State
-from cairn.types import FinishReason, Output, Request, SamplingExtras, SamplingParams, TokenLogprob
+from cairn.types import CHUNK_BLOCKS, FinishReason, Output, Request, SamplingExtras, SamplingParams, TokenLogprob
 
 VOCAB = 24
 WINDOWS = ((0,), (0,), (0,), (0, 5), (0, 8), (0, 3), (7, 0, 4), (6,))

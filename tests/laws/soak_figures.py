@@ -18,11 +18,16 @@ MOST_SLOPE = 5.0
 NOISE = 4 << 20
 """Bytes that memory may differ by at any time: a short run tells less than that."""
 JUDGED = 600.0
-"""Seconds of a run from which on the memory of workers is judged."""
+"""Seconds of a run from which on slopes are judged: what is shorter fills tables and pools, and shares the machine with
+who knows what."""
+FILLING = 32 << 20
+"""Bytes that the tables of the front may take in a shorter run."""
 SETTLED = 20.0
 """Seconds that a worker takes to fill its pool."""
 FEW = 4
 """Descriptors and threads that may be more at the end: connections and threads of pools come as they are wanted."""
+ENOUGH = 90
+"""Times that tell whether something gets slower: of fewer, chance decides what is in each third."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -123,7 +128,8 @@ def use_rows(samples: Sequence[Sample]) -> list[Row]:
     end = samples[-1].at if samples else 0.0
     warm = [one for one in samples if one.at >= WARM * end]
     times = [one.at for one in warm]
-    rows = [memory_row("memory of the front", times, [float(one.front.rss) for one in warm], NOISE)]
+    front = [float(one.front.rss) for one in warm]
+    rows = [memory_row("memory of the front", times, front, NOISE if end >= JUDGED else FILLING)]
     settled = _settled(warm)
     total = [float(one.rss) for one in settled]
     # Of a short run pools that fill are all that could be seen.
@@ -137,7 +143,9 @@ def use_rows(samples: Sequence[Sample]) -> list[Row]:
         worst = 0
         for pid in {pid for one in warm for pid in one.workers}:
             life = [getattr(one.workers[pid], what) for one in warm if pid in one.workers]
-            worst = max(worst, life[-1] - life[len(life) // 3]) if len(life) > 10 else worst
+            third = len(life) // 3
+            if third > 3:
+                worst = max(worst, round(statistics.median(life[-third:]) - statistics.median(life[:third])))
         name = "descriptors" if what == "fds" else "threads"
         rows.append(Row(f"{name} of a worker, most growth", f"{worst:+d}", "grew" if worst > FEW else ""))
     return rows
@@ -151,5 +159,6 @@ def pace_row(what: str, done: Sequence[tuple[float, float]]) -> Row:
     warm = [pair for pair in done if pair[0] >= WARM * end]
     third = max(1, len(warm) // 3)
     first, last = (statistics.median(one for _, one in part) for part in (warm[:third], warm[-third:]))
-    fault = f"the median rose from {first * 1000:.0f} to {last * 1000:.0f} ms" if last > 2 * first + 0.25 else ""
+    slower = len(warm) >= ENOUGH and end >= JUDGED and last > 2 * first + 0.25
+    fault = f"the median rose from {first * 1000:.0f} to {last * 1000:.0f} ms" if slower else ""
     return Row(what, f"{percentiles([one for _, one in warm])}; median {first * 1000:.0f} to {last * 1000:.0f}", fault)

@@ -13,9 +13,10 @@ import numpy as np
 from cairn.kv.attention_window import lead
 from cairn.kv.ram import RamStore
 from cairn.kv.sequence_kv import SequenceKV, TierName
-from cairn.kv.store import CHUNK_BLOCKS, Chunk, Store, chunk_pages
+from cairn.kv.store import Chunk, Store, chunk_pages
 from cairn.kv.tiers import Tiers
 from cairn.kv.write_behind import WriteLimits
+from cairn.types import CHUNK_BLOCKS
 
 if TYPE_CHECKING:
     from tests.laws.simulator import World

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.tiny_models import KERNELS, MODELS, Driver, load, prompt, write_model
+from tests.tiny_models import BFLOAT16, KERNELS, MODELS, Driver, load, prompt, write_model
 
 from cairn.config import Config
 from cairn.engine import memory
@@ -107,6 +109,37 @@ def test_a_model_that_is_larger_than_memory_answers_as_one_that_fits(
         patch.setattr(packed_matrices.Reading, "_check", lambda self, kept: checked.append(kept) or real(self, kept))
         assert answer(model, patch) == (got, note, mapped)
     assert len(checked) == mapped, "whoever touched the file may have changed it"
+
+
+RESIDENT = """
+import re, sys
+from pathlib import Path
+from tests.tiny_models import GREEDY, load, prompt
+from cairn.engine.base import Row
+
+def kilobytes(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+tokens, before = prompt(4, 160), [kilobytes("RssAnon"), kilobytes("RssFile")]
+engine = load(Path(sys.argv[1]), weights="int8", experts=sys.argv[2], kv_gb=0.001, step_tokens=16, max_running=1)
+engine.decode([Row(tokens[:1], 0, 1, tuple([0] for _ in engine.info.groups), 0, 1, GREEDY, 0)]).wait()
+print(*(now - old for now, old in zip([kilobytes("RssAnon"), kilobytes("RssFile")], before)))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not say what is resident")
+def test_only_experts_that_tokens_chose_come_into_memory(tmp_path: Path) -> None:
+    """Of 27 MB: what the process holds for itself, and the pages of files that it has read."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 64, "num_experts_per_tok": 2}
+    model = write_model(tmp_path / "model", **MODELS["qwen 3 moe"] | sizes, dtype=BFLOAT16)
+    experts, found = taken(model, "int8")[1].experts // 1024, {}
+    assert experts > 25_000
+    for where in ("memory", "mapped"):
+        command = [sys.executable, "-c", RESIDENT, str(model), where]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+        found[where] = [int(one) for one in done.stdout.split()]
+    assert found["memory"][0] > experts, "where they are held they are memory"
+    assert found["mapped"][0] < experts / 2 and found["mapped"][1] < experts / 2
 
 
 def test_only_what_is_held_counts_as_memory(model: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from tests.models.test_file_fuzz import bend
-from tests.quantized_models import awq, compressed, eight, float8, gptq, write_quantized
+from tests.quantized_models import awq, compressed, eight, float8, four, gptq, write_quantized
 from tests.tiny_models import write_config
 
 from cairn.errors import ModelError, ModelFileError
@@ -30,7 +30,7 @@ def group(**weights: Any) -> dict[str, Any]:
     ("config", "sentence"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "the method 'bitsandbytes' is not supported for saf"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "the method 'modelopt' is not supported"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "the quant_algo 'W4A8_AWQ' of modelopt"),
         ({"quant_method": "mxfp4"}, "the method 'mxfp4'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 in 'e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two whole numbers"),
@@ -39,11 +39,10 @@ def group(**weights: Any) -> dict[str, Any]:
         ({"quant_method": "gptq", "bits": 3}, "gptq with 3 bits"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "the checkpoint_format 'marlin' of gptq"),
         ({"quant_method": "auto-round", "packing_format": "auto_round:exllamav2"}, "the method 'auto_round:exllamav2'"),
-        (PACKED | {"format": "nvfp4-pack-quantized"}, "the format 'nvfp4-pack-quantized'"),
         (PACKED | {"format": "marlin-24"}, "the format 'marlin-24'"),
         (PACKED | {"quantization_status": "frozen"}, "the quantization_status 'frozen'"),
         (PACKED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "the sparsity 'sparse-24-bitmask'"),
-        (PACKED | group(type="float", num_bits=4), "weights of the type 'float' with 4 bits"),
+        (PACKED | group(type="float", num_bits=6), "weights of the type 'float' with 6 bits"),
         (PACKED | group(type="int", num_bits=2), "weights of the type 'int' with 2 bits"),
     ],
 )
@@ -81,7 +80,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, np.ndarray | None], str]] 
         compressed(4, 32),
         PACKED,
         {"weight_packed": np.zeros((128, 8), np.float32)},
-        "weight_packed must be of 2 dimensions in int32, found float32",
+        "weight_packed must be of 2 dimensions in int32 or uint8, found float32",
     ),
     "groups that are not whole": (
         eight(0),
@@ -106,6 +105,18 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, np.ndarray | None], str]] 
         {"quant_method": "gptq", "bits": 4},
         {"qweight": np.zeros((12, 128), np.int32), "g_idx": np.arange(96, dtype=np.int32) // 48},
         r"up_proj\.weight has the shape \[128, 96\], expected \[128, 64\] from config\.json",
+    ),
+    "scales of another size": (
+        four(16, "weight_global_scale"),
+        PACKED | {"format": "nvfp4-pack-quantized"},
+        {"weight_scale": np.zeros((128, 4), np.uint8)},
+        r"weight_scale must be a scale for each 32 of a matrix \[128, 64\], found uint8",
+    ),
+    "two for all": (
+        four(16, "weight_global_scale"),
+        PACKED | {"format": "nvfp4-pack-quantized"},
+        {"weight_global_scale": np.ones(2, np.float32)},
+        "weight_global_scale must be one number in float32",
     ),
     "plain too": (
         awq(32),

@@ -211,6 +211,17 @@ def test_a_long_run_holds_nobody_up_for_long() -> None:
     assert max(added) <= 2 * MOST_FORCED + 1 and len(rig.plans) < 6
 
 
+def test_looking_for_them_holds_a_step_up_for_a_bounded_time() -> None:
+    """Of a clock that goes on with every look: what there is no time for is sampled, and the answer is the same."""
+    plain, slow = answers([made(1)], [GRAMMARS[1]], appended=True), Rig()
+    now = itertools.count()
+    slow.clock.now = lambda: next(now) * 0.002  # type: ignore[method-assign]
+    slow.scheduler.add(made(1), follows(made(1), GRAMMARS[1], appended=True))
+    slow.run()
+    assert [(slow.tokens(1), slow.finish(1))] == plain[0]
+    assert len(plain[1].plans) < len(slow.plans) and max(len(one.tokens) for one in slow.outputs[1]) in (2, 3, 4)
+
+
 def test_log_probabilities_are_those_of_every_token() -> None:
     request = made(1, sampling={"logprobs": True, "top_logprobs": 2})
     found = [answers([request], [GRAMMARS[0]], appended=appended)[1].outputs[1] for appended in (False, True)]

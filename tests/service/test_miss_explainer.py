@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tiny import Answer, collect, config, request
 
-from cairn.service.miss_explainer import CHUNK, CONTEXTS, SHOWN, TENANTS, TOKENS, PromptOrigin, RecentContexts, told_of
+from cairn.service.miss_explainer import CONTEXTS, SHOWN, TENANTS, TOKENS, PromptOrigin, RecentContexts, told_of
 from cairn.service.service import Service
 from cairn.stats import Differs, Miss, MissReason
-from cairn.types import BLOCK_TOKENS
+from cairn.types import BLOCK_TOKENS, CHUNK_TOKENS
 
 MINE, THEIRS = b"mine", b"theirs"
 KNOWN = list(range(1000, 1200))
@@ -39,6 +39,19 @@ def test_where_two_contexts_part_and_how_both_go_on(recent: RecentContexts) -> N
     assert found.differs.position == 70
     assert found.differs.given.startswith("7 8 1072 ") and found.differs.known.startswith("1070 1071 1072 ")
     assert len(found.differs.known) == len(found.differs.given) == SHOWN
+
+
+@pytest.mark.parametrize(
+    ("at", "reason"), [(64, "system text changed"), (5, "system text changed"), (100, "different tokens")]
+)
+def test_a_system_text_that_changed_is_named(recent: RecentContexts, at: int, reason: str) -> None:
+    """The system's text stands at the places 4 to 79; a session's id or a git status in it costs all behind it."""
+    ids = [*KNOWN[:at], 7, *KNOWN[at + 1 :]]
+    system = spell(ids[4:80])
+    told = told_of([{"role": "system", "content": f" {system}\n"}, {"role": "user", "content": "Hello"}])
+    found = why(recent, ids, at // 16 * 16, told)
+    assert found.reason == reason and found.differs is not None and found.differs.position == at
+    assert why(recent, ids, at // 16 * 16, told_of([{"role": "user", "content": system}])).reason == "different tokens"
 
 
 def test_the_nearest_context_is_compared(recent: RecentContexts) -> None:
@@ -72,12 +85,12 @@ def test_new_tokens_behind_a_known_context_were_never_seen(recent: RecentContext
 def test_what_was_computed_and_is_gone(recent: RecentContexts) -> None:
     """A worker that has just begun does not remember; the front does."""
     assert why(recent, [*KNOWN, 1, 2, 3], 0) == Miss(position=0, reason="evicted")
-    assert why(recent, [*KNOWN[:130], 1], CHUNK).reason == "evicted"
+    assert why(recent, [*KNOWN[:130], 1], CHUNK_TOKENS).reason == "evicted"
     recent.note(MINE, [*range(60), *KNOWN], 30)
-    whole = CHUNK * 3 + BLOCK_TOKENS + 4  # its last chunk was never whole
-    assert why(recent, [*range(60), *KNOWN, 1, 2, 3], whole - whole % CHUNK).reason == "evicted"
-    recent.note(THEIRS, KNOWN[: CHUNK + 40], 30)
-    assert why(recent, [*KNOWN[: CHUNK + 40], 1, 2, 3], CHUNK, salt=THEIRS).reason == "not stored yet"
+    whole = CHUNK_TOKENS * 3 + BLOCK_TOKENS + 4  # its last chunk was never whole
+    assert why(recent, [*range(60), *KNOWN, 1, 2, 3], whole - whole % CHUNK_TOKENS).reason == "evicted"
+    recent.note(THEIRS, KNOWN[: CHUNK_TOKENS + 40], 30)
+    assert why(recent, [*KNOWN[: CHUNK_TOKENS + 40], 1, 2, 3], CHUNK_TOKENS, salt=THEIRS).reason == "not stored yet"
 
 
 def test_the_same_messages_that_became_other_tokens() -> None:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cairn.agents.records import pack
-from cairn.agents.turn_tree import CHUNK_TOKENS, Agent, Turn
+from cairn.agents.turn_tree import Agent, Turn
+from cairn.types import CHUNK_TOKENS
 
 DIGEST_BYTES = 8
 """Bytes of one digest."""

@@ -13,13 +13,11 @@ from cairn.agents.content import Content
 from cairn.agents.info import AgentInfo, Savings, TurnInfo, TurnState
 from cairn.agents.records import AgentRecord, EndRecord, TokensRecord, TurnRecord
 from cairn.stats import CacheReport
-from cairn.types import BLOCK_TOKENS
+from cairn.types import CHUNK_TOKENS
 
 if TYPE_CHECKING:
     from cairn.agents.running import RunningTurn
 
-CHUNK_TOKENS = 4 * BLOCK_TOKENS
-"""What the stores keep together: a chunk that is shared in part is not shared."""
 NOBODY = b"\0"
 """Salt of agents whose tenant is not configured any more: no tenant's, so no KV is stored under it."""
 

@@ -17,12 +17,13 @@ from cairn.api.sse import (
     TextLogprobs,
     chat_logprobs,
     error_event,
+    prompt_scores,
     usage_object,
     with_field,
 )
 from cairn.errors import CairnError
 from cairn.service.service import Service
-from cairn.types import Delta, Done
+from cairn.types import Delta, Done, TokenLogprob
 
 _PROGRESS = "prompt_progress"
 
@@ -34,9 +35,19 @@ class ChatAnswer:
     kind = "chat.completion"
 
     def __init__(
-        self, call: Call, service: Service, choices: Sequence[Choice], include_usage: bool, pace: Pace
+        self,
+        call: Call,
+        service: Service,
+        choices: Sequence[Choice],
+        include_usage: bool,
+        pace: Pace,
+        *,
+        top: int | None = None,
+        scored: int | None = None,
     ) -> None:
-        self._pace = pace
+        """`top`: how many of the likeliest tokens are told beside each of the answer's (None: all that are known), and
+        `scored` beside each of the prompt's, where these are told."""
+        self._pace, self._top, self._scored = pace, top, scored
         self._service = service
         self._choices = choices
         self._head = head(call, service, self.prefix, self.kind)
@@ -80,10 +91,14 @@ class ChatAnswer:
         for index, choice in enumerate(self._choices):
             logprobs = None
             if choice.request.sampling.logprobs:
-                logprobs = chat_logprobs(choice.logprobs, self._service.tokenizer)
+                logprobs = chat_logprobs(_cut(choice.logprobs, self._top), self._service.tokenizer)
             message = choice.said.message() | {"refusal": None}
             found.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.reason})
-        return self._head | {"choices": found, "usage": usage_of(self._choices)} | timings_of(self._pace, self._choices)
+        whole = self._head | {"choices": found, "usage": usage_of(self._choices)}
+        if self._scored is not None:
+            entries = _cut(self._choices[0].prompt_logprobs, self._scored)
+            whole["prompt_logprobs"] = prompt_scores(entries, self._service.tokenizer)
+        return whole | timings_of(self._pace, self._choices)
 
 
 class TextAnswer:
@@ -101,8 +116,9 @@ class TextAnswer:
         echoes: Sequence[str] | None,
         top: int | None,
         pace: Pace,
+        scored: int | None = None,
     ) -> None:
-        self._pace = pace
+        self._pace, self._scored, self._tokenizer = pace, scored, service.tokenizer
         self._choices = choices
         self._echoes = echoes
         self._head = head(call, service, self.prefix, self.kind)
@@ -162,6 +178,9 @@ class TextAnswer:
                 logprobs = self._logprobs[index].take()
             text = (self._echoes[index] if self._echoes is not None else "") + choice.said.text
             found.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.reason})
+            if self._scored is not None:
+                scores = prompt_scores(_cut(choice.prompt_logprobs, self._scored), self._tokenizer)
+                found[-1]["prompt_logprobs"] = scores
         return self._head | {"choices": found, "usage": usage_of(self._choices)} | timings_of(self._pace, self._choices)
 
     def _scores(self, choice: Choice, service: Service, top: int) -> TextLogprobs:
@@ -184,6 +203,11 @@ class TextAnswer:
         self._logprobs[index].add(choice.request.prompt[0], None)
         for entry in choice.prompt_logprobs:
             self._logprobs[index].add(entry.token, entry)
+
+
+def _cut(entries: Sequence[TokenLogprob], top: int | None) -> Sequence[TokenLogprob]:
+    """The entries with so many of the likeliest tokens: a request is answered with as many as any part of it wants."""
+    return entries if top is None else [TokenLogprob(one.token, one.logprob, one.top[:top]) for one in entries]
 
 
 def timings_of(pace: Pace, choices: Sequence[Choice]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from cairn.api.json_body import read_json
 from cairn.api.pace import Pace
 from cairn.api.parse import parse
 from cairn.api.reply import Call
-from cairn.api.schemas import ChatBody, CompletionBody, Generation
+from cairn.api.schemas import ChatBody, CompletionBody, Generation, with_prompt_logprobs
 from cairn.config import Config
 from cairn.errors import InvalidRequest
 from cairn.service.service import Service
@@ -41,7 +41,15 @@ class OpenAI:
             self._config,
             self._attribution,
             body,
-            lambda choices: ChatAnswer(call, service, choices, body.include_usage, pace_of(body, choices)),
+            lambda choices: ChatAnswer(
+                call,
+                service,
+                choices,
+                body.include_usage,
+                pace_of(body, choices),
+                top=body.top_logprobs or 0,
+                scored=body.prompt_logprobs,
+            ),
             names_of(body.max_tokens),
         )
         await self._exchanges.run(call, exchange, stream=bool(body.stream))
@@ -58,6 +66,7 @@ class OpenAI:
             top_logprobs=body.logprobs,
             prompt_logprobs=echo and body.logprobs is not None,
         )
+        options = with_prompt_logprobs(options, body.prompt_logprobs, stream=bool(body.stream))
         prompts = self._prompts(body)
         inline = sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= INLINE
         special = body.parse_special is not False
@@ -91,9 +100,10 @@ class OpenAI:
                 echoed(choices) if echo else None,
                 body.logprobs,
                 pace_of(body, choices),
+                body.prompt_logprobs,
             ),
             {"top_logprobs": "logprobs"},
-            allow_empty=echo,
+            allow_empty=echo or body.prompt_logprobs is not None,
         )
         await self._exchanges.run(call, exchange, stream=bool(body.stream))
 

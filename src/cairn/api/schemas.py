@@ -11,11 +11,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from cairn.api.reply import shown
 from cairn.errors import InvalidRequest
-from cairn.service.requests import SamplingOptions
+from cairn.service.requests import MAX_TOP_LOGPROBS, SamplingOptions
 from cairn.service.sampling_extras import BEYOND
 from cairn.service.wanted import FIELDS, wanted_of
 from cairn.text.grammar import Wanted
@@ -353,6 +354,12 @@ class ChatBody(ChatGeneration):
 
     tools: Several[Tool] | None = None
     tool_choice: Any = None
+    prompt_logprobs: Count = None
+    """How many of the likeliest tokens are told beside each of the prompt's, with log-probabilities, as vLLM does."""
+
+    def chat_options(self) -> SamplingOptions:
+        """The sampling options, the prompt's log-probabilities among them."""
+        return with_prompt_logprobs(super().chat_options(), self.prompt_logprobs, stream=bool(self.stream))
 
     def wanted(self) -> Wanted:
         """What the answer has to be, calls included."""
@@ -362,6 +369,19 @@ class ChatBody(ChatGeneration):
             self.tool_choice,
             parallel=self.parallel_tool_calls is not False,
         )
+
+
+def with_prompt_logprobs(options: SamplingOptions, count: int | None, *, stream: bool) -> SamplingOptions:
+    """The options of an answer that also has the log-probabilities of its prompt. InvalidRequest."""
+    field = "prompt_logprobs"
+    if count is None:
+        return options
+    if stream:
+        raise InvalidRequest(f"{field} are told of an answer in one piece, not of a stream", field=field)
+    if not 0 <= count <= MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"{field} must be from 0 to {MAX_TOP_LOGPROBS}; it is {count}", field=field)
+    most = max(count, options.top_logprobs or 0)
+    return msgspec.structs.replace(options, prompt_logprobs=True, top_logprobs=most)
 
 
 def _prompt_kind(value: Any) -> str | None:
@@ -398,6 +418,8 @@ class CompletionBody(Generation):
     """False: control tokens written in the prompt are ordinary text."""
     echo: bool | None = None
     logprobs: Count = None
+    prompt_logprobs: Count = None
+    """As of a chat."""
 
 
 class EmbeddingBody(Body):

@@ -132,6 +132,22 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary) -> d
     return {"content": content, "refusal": None}
 
 
+def prompt_scores(logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: nothing of the first token; of each other what it and the likeliest had in its place.
+
+    The rank of a token that is none of the likeliest is not known.
+    """
+    found: list[dict[str, Any] | None] = [None]
+    for entry in logprobs:
+        ranks = {token: rank for rank, (token, _) in enumerate(entry.top, 1)}
+        told = {}
+        for token, value in ({entry.token: entry.logprob} | dict(entry.top)).items():
+            text = _readable(token, vocabulary)
+            told[str(token)] = {"logprob": _finite(value), "rank": ranks.get(token), "decoded_token": text}
+        found.append(told)
+    return found
+
+
 class TextLogprobs:
     """Collects the parallel lists of a text completion's `logprobs`; offsets are characters of the choice's text.
 

@@ -89,6 +89,8 @@ class CpuEngine:
         `expected`: bytes of stored KV that may be brought up soon, whose memory is taken now. `steps`: what a hidden
         state that is wanted goes through. `rows`: the table that a model's layers get inputs of, if they do.
         """
+        if (rows is None) != (spec.uneven is None or not spec.uneven.inputs):
+            raise ValueError("a table of layers' inputs belongs to a model that has them")
         self._rows = rows
         context = min(spec.context, config.context or spec.context)
         spec = spec.served(context)

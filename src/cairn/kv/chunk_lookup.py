@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from cairn.kv.attention_window import first_read, lead
 from cairn.kv.cache import Cache
-from cairn.kv.disk import DiskStore
 from cairn.kv.layout import Layout
 from cairn.kv.sequence_kv import SequenceKV, TierName
-from cairn.kv.store import CHUNK_BLOCKS, Chunk, Store
+from cairn.kv.store import Chunk, Store
 from cairn.kv.store_reader import Want
+from cairn.types import CHUNK_BLOCKS
 
 
 class Tail(NamedTuple):
@@ -119,10 +119,9 @@ class ChunkLookup:
         Their engines have the same cache groups, so only the identity in the keys differs.
         """
         store.drop(keys)
-        if not isinstance(store, DiskStore):
-            return
-        layout = Layout(self._block_tokens, self._groups)
-        store.drop_of_other_engines(lambda identity: layout.keys(identity, salt, tokens, first))
+        if (durable := store.durable()) is not None:
+            layout = Layout(self._block_tokens, self._groups)
+            durable.drop_of_other_engines(lambda identity: layout.keys(identity, salt, tokens, first))
 
     def counts(self, context: SequenceKV, tokens: Sequence[int]) -> dict[TierName, int]:
         """Leading tokens of a context in each store."""

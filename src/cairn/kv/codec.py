@@ -15,8 +15,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.kv.store import CHUNK_BLOCKS
-from cairn.types import CacheGroup
+from cairn.types import CHUNK_BLOCKS, CacheGroup
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),

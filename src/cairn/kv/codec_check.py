@@ -27,10 +27,9 @@ import xxhash
 from cairn.engine.base import NO_BLOCK, Engine, EngineInfo, Row
 from cairn.errors import ModelError
 from cairn.kv.codec import Codec, Raw, state_groups
-from cairn.kv.store import CHUNK_BLOCKS
 from cairn.kv.store_folder import StoreFolder
 from cairn.seams import FileSystem
-from cairn.types import CacheGroup, SamplingParams, TokenLogprob
+from cairn.types import CHUNK_BLOCKS, CacheGroup, SamplingParams, TokenLogprob
 
 POSITIONS = 2000
 """Tokens that are foretold in a check."""

@@ -21,7 +21,7 @@ from cairn.errors import ConfigError, Conflict
 from cairn.kv import chunk_file, disk_maintenance, portable_kv
 from cairn.kv.chunk_file import Damaged
 from cairn.kv.codec import Codec
-from cairn.kv.disk_maintenance import OtherEngines, Scrubbed
+from cairn.kv.disk_maintenance import OtherEngines
 from cairn.kv.disk_state import DiskState
 from cairn.kv.disk_writer import DiskWriter
 from cairn.kv.layout import Layout
@@ -29,7 +29,7 @@ from cairn.kv.layout import write as write_layout
 from cairn.kv.model_folders import ModelFolders
 from cairn.kv.pins import Pins, pin_bytes, pin_name
 from cairn.kv.standing import Standing
-from cairn.kv.store import Chunk
+from cairn.kv.store import Chunk, Scrubbed
 from cairn.kv.store_folder import PROBE_BYTES, StoreFolder, open_folder
 from cairn.seams import Clock, FileSystem, Lock
 from cairn.stats import TakenIn, TierStats
@@ -306,6 +306,10 @@ class DiskStore:
         with self._state.mutex:
             elsewhere = owner in self._unpinned_elsewhere
             return elsewhere or start in self._unpinned or any(name.startswith(start) for name in self._unsaved)
+
+    def durable(self) -> DiskStore:
+        """It is."""
+        return self
 
     def stats(self) -> TierStats:
         """Figures of all models in the folder."""

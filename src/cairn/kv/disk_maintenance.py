@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.kv import chunk_file
 from cairn.kv.chunk_file import Damaged
 from cairn.kv.disk_index import Entry, chains
 from cairn.kv.disk_state import DiskState
+from cairn.kv.store import Scrubbed
 from cairn.kv.store_folder import Found
 
 Keys = Callable[[bytes], Sequence[bytes]]
@@ -18,17 +18,6 @@ Keys = Callable[[bytes], Sequence[bytes]]
 
 LARGEST_BUDGET = 50 * 10**9
 """The most bytes that a store takes without being told."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scrubbed:
-    """What a scrub found. Counts are chunks."""
-
-    checked: int
-    damaged: int
-    """Removed, with what extended them."""
-    unreadable: int
-    """The disk did not give them; they stay until it is asked again."""
 
 
 def default_budget(free: int, held: int) -> int:

@@ -13,9 +13,8 @@ import msgspec
 import xxhash
 
 from cairn.kv.prefix import Chain, root
-from cairn.kv.store import CHUNK_BLOCKS
 from cairn.kv.store_folder import StoreFolder
-from cairn.types import CacheGroup
+from cairn.types import CHUNK_BLOCKS, CacheGroup
 
 _NAME = "layout"
 _MAGIC = b"cairn kv layout1"

@@ -28,9 +28,9 @@ from cairn.kv.chunk_file import Damaged, Name, parse_name
 from cairn.kv.disk_state import DiskState
 from cairn.kv.layout import read as read_layout
 from cairn.kv.pins import Pins, pin_name
-from cairn.kv.store import CHUNK_BLOCKS
 from cairn.kv.store_folder import DIGITS, MARKER, OF_MODELS, PINS, StoreFolder, check_folder, open_folder
 from cairn.seams import Clock, Entry, FileSystem, Lock
+from cairn.types import CHUNK_BLOCKS
 
 NAME_DIGITS = 32
 """Of a model's identity, in the name of its folder."""

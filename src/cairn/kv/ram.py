@@ -148,6 +148,9 @@ class RamStore:
         with self._lock:
             self._leaves.mark(keys, standing)
 
+    def durable(self) -> None:
+        """It ends with the process."""
+
     def stats(self) -> TierStats:
         """See `Store`."""
         with self._lock:

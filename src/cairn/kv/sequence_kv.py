@@ -14,7 +14,8 @@ from cairn.kv.snapshots import SPACING, Snapshots
 REMEMBERED_KEYS = 1 << 15
 """Keys that a `RecentKeys` holds."""
 
-TierName = Literal["ram", "disk"]
+TierName = str
+"""Tiers are a mapping of names to stores, the fastest first."""
 
 
 BlockedOn = bytes | BlockPool | Literal["load"]

@@ -8,16 +8,15 @@ has, never which of them, so that a hole can not be read over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from cairn.kv.standing import Standing
-from cairn.stats import TierStats
-from cairn.types import CacheGroup
+from cairn.stats import TakenIn, TierStats
+from cairn.types import CHUNK_BLOCKS, CacheGroup
 
-CHUNK_BLOCKS = 4
-"""Blocks in a chunk: 64 tokens."""
 OVERHEAD = 8192
 """Bytes that a chunk as it is kept may have beyond its pages, at most."""
 
@@ -64,6 +63,17 @@ def spared(chunks: Sequence[Chunk]) -> list[Chunk]:
     return rest
 
 
+@dataclass(frozen=True, slots=True)
+class Scrubbed:
+    """What a scrub found. Counts are chunks."""
+
+    checked: int
+    damaged: int
+    """Removed, with what extended them."""
+    unreadable: int
+    """The disk did not give them; they stay until it is asked again."""
+
+
 class Store(Protocol):
     """A tier. Any thread may call; no call raises for what a disk or a network does: it is a miss, counted."""
 
@@ -98,10 +108,57 @@ class Store(Protocol):
         """How soon these may be evicted, also those that are kept later: a hint, which the next `fetch` of one ends."""
         ...
 
+    def durable(self) -> DurableStore | None:
+        """The store itself, with what it can do beside, where it outlives the process; else None."""
+        ...
+
     def stats(self) -> TierStats:
         """What the store holds and has done so far."""
         ...
 
     def close(self) -> None:
         """Give the folder back. No call follows."""
+        ...
+
+
+class DurableStore(Store, Protocol):
+    """A tier that outlives the process, and so has what other processes and other engines left there."""
+
+    def drop_of_other_engines(self, keys: Callable[[bytes], Sequence[bytes]]) -> int:
+        """Drop what `keys` says of the identity of each other engine that has chunks here, now or once the disk allows
+        it; how many went."""
+        ...
+
+    def erase_of_model(self, model: bytes, salt: bytes, tokens: Sequence[int], keep: int) -> bool:
+        """Remove what a model that is not served now has stored of a context beyond its first `keep` tokens; whether
+        nothing of it can be read any more."""
+        ...
+
+    def lingers(self, keys: Sequence[bytes]) -> bool:
+        """Whether something of what was dropped is still there or may come back."""
+        ...
+
+    def unsaved(self, owner: str) -> bool:
+        """Whether what `owner` pinned or unpinned last is not durable."""
+        ...
+
+    def paths(self, keys: Sequence[bytes]) -> list[Path]:
+        """The files of those that are here, in this order."""
+        ...
+
+    def take_in(self, path: Path, keyed: Callable[[int, int, Sequence[int], memoryview], Chunk | None]) -> TakenIn:
+        """Keep what a file has of KV, after every check. `keyed` makes the chunk of what a group, a depth, tokens and
+        pages are."""
+        ...
+
+    def tend(self) -> None:
+        """What has to be done now and then: about once a second, from a thread that may wait for the disk."""
+        ...
+
+    def scrub(self) -> Scrubbed:
+        """Read and verify everything; what is damaged goes, with what extends it."""
+        ...
+
+    def prune(self, *, others: bool = False) -> int:
+        """Remove what nobody used for the time to live, and with `others` all of other models; how many chunks went."""
         ...

@@ -210,7 +210,8 @@ class StoreReader:
         buffers: list[memoryview] = []
         copies: list[Chunk] = []
         # Where a window needs nothing, the stretch counts as the ones after it most likely will.
-        lowest: TierName = "ram" if wants else tuple(self._stores)[-1]
+        tiers = tuple(self._stores)
+        fastest, lowest = tiers[0], tiers[0 if wants else -1]
         began = self._clock.now()
         for want in wants:
             size = self._sizes[want.group]
@@ -218,11 +219,11 @@ class StoreReader:
             buffers.append(kept.popleft() if kept else np.empty(size, np.uint8).data)
             tried = ((tier, store.fetch(want.key, want.tokens, buffers[-1])) for tier, store in self._stores.items())
             tier, chunk = next((one for one in tried if one[1] is not None), (None, None))
-            if chunk is None:
+            if chunk is None or tier is None:
                 return None
-            if tier == "disk":
-                lowest = tier
-                if "ram" in self._stores:
+            if tier != fastest:
+                lowest = max(lowest, tier, key=tiers.index)
+                if self._stores[fastest].durable() is None:
                     copies.append(dataclasses.replace(chunk, pages=bytes(chunk.pages)))
             chunks.append(chunk)
         size = sum(len(memoryview(chunk.pages).cast("B")) for chunk in chunks)

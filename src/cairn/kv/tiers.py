@@ -14,21 +14,22 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from cairn.engine.base import NO_BLOCK, Engine
 from cairn.errors import trace
 from cairn.kv.cache import Cache
 from cairn.kv.chunk_lookup import ChunkLookup
-from cairn.kv.disk import DiskStore
 from cairn.kv.sequence_kv import SequenceKV, TierName
 from cairn.kv.standing import Standing
-from cairn.kv.store import CHUNK_BLOCKS, Chunk, Store, chunk_sizes
+from cairn.kv.store import Chunk, DurableStore, Store, chunk_sizes
 from cairn.kv.store_reader import Arrival, Load, LoadMode, LoadPolicy, StoreReader
 from cairn.kv.store_writer import StoreWriter
 from cairn.kv.write_behind import WriteBehind, WriteLimits
 from cairn.seams import Clock
 from cairn.stats import KvStats, Placed, Swept, TakenIn
+from cairn.types import CHUNK_BLOCKS
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ TURN_BYTES = 32 << 20
 """Put into the pool between two steps for one load, about."""
 
 Done = Callable[[], None]
-Sweep = Callable[[DiskStore], Swept]
+Sweep = Callable[[DurableStore], Swept]
 
 
 class Tiers:
@@ -57,6 +58,8 @@ class Tiers:
         self._engine = engine
         self._clock = clock
         self._stores = stores
+        lasting = (store.durable() for store in stores.values())
+        self._durable = next((store for store in lasting if store is not None), None)
         self._sizes = chunk_sizes(cache.info.groups, cache.info.block_bytes)
         self.load_policy = LoadPolicy(load, clock)
         self.writer = StoreWriter(tuple(stores.values()), clock, wake, self._tend)
@@ -205,7 +208,7 @@ class Tiers:
             context.bring(begin * size, end * size, arrival.tier)
             self._loaded += (end - begin) * size
         if arrival.copies:
-            self._stores["ram"].keep(arrival.copies)
+            next(iter(self._stores.values())).keep(arrival.copies)
         load.landed += 1
         load.heard = self._clock.now()
         context.load_seconds = load.heard - load.started
@@ -305,27 +308,21 @@ class Tiers:
     ) -> None:
         """Erase a context of a model that is not served now from its stores beside this one; `done` hears whether it
         went."""
+        if (store := self._durable) is None:
+            return done(True)
         gone = list[bool]()
-        disk = [store for store in self._stores.values() if isinstance(store, DiskStore)]
-        self.do(
-            lambda store: gone.append(isinstance(store, DiskStore) and store.erase_of_model(model, salt, tokens, keep)),
-            disk,
-            lambda: done(all(gone) and len(gone) == len(disk)),
-        )
+        erase = partial(store.erase_of_model, model, salt, tokens, keep)
+        self.do(lambda one: gone.append(erase()), (store,), lambda: done(gone == [True]))
 
     def paths(self, tokens: Sequence[int], salt: bytes) -> list[Path]:
         """The files that the disk has of a context, what is extended before what extends it."""
-        store = self._stores.get("disk")
-        return (
-            store.paths(self._lookup.all_keys(self._cache.context(salt), tokens))
-            if isinstance(store, DiskStore)
-            else []
-        )
+        keys = self._lookup.all_keys(self._cache.context(salt), tokens)
+        return [] if self._durable is None else self._durable.paths(keys)
 
     def take_in(self, path: Path, tokens: Sequence[int], salt: bytes, done: Callable[[TakenIn], None]) -> None:
         """Keep on the disk what a file has of a context's KV; on a thread of its own, since there may be much."""
-        store, context, sizes = self._stores.get("disk"), self._cache.context(salt), self._sizes
-        if not isinstance(store, DiskStore):
+        store, context, sizes = self._durable, self._cache.context(salt), self._sizes
+        if store is None:
             return done(TakenIn())
 
         def keyed(group: int, depth: int, part: Sequence[int], pages: memoryview) -> Chunk | None:
@@ -345,14 +342,14 @@ class Tiers:
 
     def lingers(self, tokens: Sequence[int], salt: bytes, keep: int) -> bool:
         """Whether something that `evict` was to take from the disk is there still, because the disk refuses that."""
-        store = self._stores.get("disk")
+        store = self._durable
         _, keys = self._beyond(tokens, salt, keep)
-        return isinstance(store, DiskStore) and store.lingers(keys)
+        return store is not None and store.lingers(keys)
 
     def unsaved(self, owner: str) -> bool:
         """Whether what this owner pinned or unpinned last is not durable, because the disk refuses that."""
-        store = self._stores.get("disk")
-        return isinstance(store, DiskStore) and store.unsaved(owner)
+        store = self._durable
+        return store is not None and store.unsaved(owner)
 
     def _beyond(self, tokens: Sequence[int], salt: bytes, keep: int) -> tuple[int, list[bytes]]:
         """The first chunk of a context beyond its first `keep` tokens, and the keys of all from there on."""
@@ -384,8 +381,8 @@ class Tiers:
         `done` gets what came of it, None where it failed. Who asks for a job that runs already shares it: each reads
         all that is stored.
         """
-        store = self._stores.get("disk")
-        if not isinstance(store, DiskStore):
+        store = self._durable
+        if store is None:
             return False
         if job in self._sweeping:
             self._sweeping[job].append(done)
@@ -418,8 +415,8 @@ class Tiers:
 
     def _tend(self) -> None:
         """About once a second, on the writer's thread: look after the disk, and let its news be heard."""
-        store = self._stores.get("disk")
-        if isinstance(store, DiskStore):
+        store = self._durable
+        if store is not None:
             store.tend()
         if self.stats() != self._reported:
             self._wake()

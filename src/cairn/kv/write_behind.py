@@ -28,9 +28,10 @@ from cairn.kv.chunk_lookup import Tail
 from cairn.kv.prefix import extend
 from cairn.kv.sequence_kv import RecentKeys, SequenceKV
 from cairn.kv.snapshots import BOUNDARY
-from cairn.kv.store import CHUNK_BLOCKS, Chunk, Store, chunk_pages, chunk_sizes
+from cairn.kv.store import Chunk, Store, chunk_pages, chunk_sizes
 from cairn.kv.store_writer import StoreWriter
 from cairn.seams import Clock
+from cairn.types import CHUNK_BLOCKS
 
 COPY_SECONDS = 2.0
 """How long a chunk waits in the pool for the step loop to have nothing to do; then it is copied between two steps."""

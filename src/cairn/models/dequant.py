@@ -37,7 +37,7 @@ SLICE = 1 << 19
 
 _IQ4 = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.int8)
 """The sixteen values of IQ4_NL and IQ4_XS."""
-_FP4 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
+FP4 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
 """The sixteen values of MXFP4, doubled."""
 
 
@@ -158,7 +158,7 @@ def _mxfp4(b: Blocks) -> Split:
     # Half of 2 ** (e - 127), because the table is doubled; the two smallest exponents are denormal.
     exponent = b[:, :1].astype(np.uint32)
     bits = np.where(exponent < 2, np.uint32(0x00200000) << exponent, (exponent - np.uint32(1)) << np.uint32(23))
-    return Split(_FP4[_nibbles(b[:, 1:])], bits.view(np.float32))
+    return Split(FP4[_nibbles(b[:, 1:])], bits.view(np.float32))
 
 
 def _quarters(packed: Blocks) -> Blocks:

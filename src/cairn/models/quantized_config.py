@@ -18,7 +18,10 @@ Method = Literal["float8", "integers", "awq", "gptq"]
 FIELDS = ("quantization_config", "compression_config")
 _MOST = 1 << 20
 """Outputs or inputs of a block."""
-SUPPORTED = "fp8 (e4m3), compressed-tensors (float-, int- and pack-quantized), awq (gemm), gptq, and mxfp4 of gpt-oss"
+SUPPORTED = (
+    "fp8 (e4m3), compressed-tensors (float-, int- and pack-quantized, nvfp4, mxfp4), modelopt (fp8, nvfp4), "
+    "awq (gemm), gptq, and mxfp4 of gpt-oss"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ def scheme_of(config: Fields, mxfp4: bool = False) -> Scheme | None:
         "fp8": _float8,
         "fbgemm_fp8": _float8,
         "compressed-tensors": _compressed,
+        "modelopt": _modelopt,
         "awq": _awq,
         "gptq": _gptq,
     }
@@ -85,7 +89,10 @@ def _block(fields: Fields, name: str) -> tuple[int, int]:
     return value[0], value[1]
 
 
-_FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
+_FORMATS = (
+    *("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized"),
+)
 
 
 def _compressed(fields: Fields) -> Scheme:
@@ -110,7 +117,7 @@ def _group(fields: Fields, group: Fields) -> tuple[int, int] | None:
         _known(fields, group.text("format", ""))
     weights = group.object("weights")
     kind, bits = weights.text("type", "int"), weights.integer("num_bits", 1, 64, 8)
-    if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
+    if (kind, bits) not in (("int", 4), ("int", 8), ("float", 4), ("float", 8)):
         raise _no(fields, f"weights of the type {kind[:20]!r} with {bits} bits")
     return _block(weights, "block_structure") if weights.has("block_structure") else None
 
@@ -118,6 +125,13 @@ def _group(fields: Fields, group: Fields) -> tuple[int, int] | None:
 def _known(fields: Fields, named: str) -> None:
     if named not in _FORMATS:
         raise _no(fields, f"the format {named[:40]!r}")
+
+
+def _modelopt(fields: Fields) -> Scheme:
+    named = fields.text("quant_algo", "")
+    if named not in ("FP8", "NVFP4"):
+        raise _no(fields, f"the quant_algo {named[:40]!r} of modelopt")
+    return Scheme("integers")
 
 
 def _awq(fields: Fields) -> Scheme:

@@ -5,6 +5,8 @@ A module's tensors stand beside each other under its name:
     float8      weight e4m3 [out, in], and weight_scale_inv or weight_scale: one, [out], [out, 1] or one for each block
     integers    weight int8 [out, in], or weight_packed int32 [out, in * bits / 32] with its weight_shape; weight_scale
                 [out, G] or fewer; weight_zero_point as the weight is, packed along the outputs; weight_g_idx [in]
+                of fp4 weight_packed or weight uint8 [out, in / 2]; weight_scale e4m3 [out, in / 16], all divided by
+                weight_global_scale or multiplied with weight_scale_2, or e8m0 [out, in / 32]
     awq         qweight int32 [in, out / 8], qzeros [G, out / 8], scales [G, out]; eight outputs out of order in a word
     gptq        qweight int32 [in * bits / 32, out], qzeros [G, out * bits / 32], scales [G, out], g_idx [in]
 
@@ -23,19 +25,31 @@ from numpy.typing import NDArray
 
 from cairn.errors import ModelFileError
 from cairn.models.quantized_config import Scheme
-from cairn.models.stored_codes import FLOAT8, Float8, Rows, Source, Whole, marked
+from cairn.models.stored_codes import FLOAT8, FLOAT_E8, Float8, Four, Rows, Source, Whole, marked
 
 Array = NDArray[Any]
 
 _ENDS = {
     "float8": ("weight_scale_inv", "weight_scale"),
-    "integers": ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx"),
+    "integers": (
+        *("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx"),
+        *("weight_global_scale", "weight_scale_2"),
+    ),
     "awq": ("qweight", "qzeros", "scales"),
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
 }
 """What stands behind the names of modules."""
 ENDS = frozenset(end for ends in _ENDS.values() for end in ends)
-_UNUSED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale", "activation_scale")
+_UNUSED = (
+    "input_scale",
+    "input_global_scale",
+    "input_zero_point",
+    "output_scale",
+    "k_scale",
+    "v_scale",
+    "q_scale",
+    "activation_scale",
+)
 """How activations or KV would be rounded."""
 _AWQ = np.array((0, 4, 1, 5, 2, 6, 3, 7), np.uint32)
 """At which half byte of a word each of eight neighbouring outputs stands."""
@@ -95,8 +109,11 @@ class _Module:
         if scheme.method == "gptq":
             return self._gptq(scheme)
         if "weight_packed" in self.parts:
-            return self._packed()
-        weight = self._part("weight", 2, FLOAT8, np.dtype(np.int8))
+            packed = self._part("weight_packed", 2, np.dtype("<i4"), np.dtype(np.uint8))
+            return self._four(packed) if packed.dtype == np.uint8 else self._packed()
+        weight = self._part("weight", 2, FLOAT8, np.dtype(np.int8), np.dtype(np.uint8))
+        if weight.dtype == np.uint8:
+            return self._four(weight)
         return self._float8(weight, scheme) if weight.dtype == FLOAT8 else self._eight(weight)
 
     def _part(self, name: str, axes: int, *dtypes: np.dtype[Any]) -> Array:
@@ -136,6 +153,20 @@ class _Module:
             shape, (rows, columns) = list(weight.shape), scheme.block
             raise self._error(name, f"scales of a matrix {shape} in blocks of {rows} x {columns}, of outputs, or one")
         return Float8(weight, scales, scheme.block)
+
+    def _four(self, packed: Array) -> Source:
+        """Two numbers of fp4 in a byte."""
+        out, inner = len(packed), 2 * packed.shape[1]
+        scales = self._part("weight_scale", 2, FLOAT8, FLOAT_E8, np.dtype(np.uint8))
+        size = 16 if scales.dtype == FLOAT8 else 32
+        if inner % size or scales.shape != (out, inner // size):
+            raise self._error("weight_scale", f"a scale for each {size} of a matrix {[out, inner]}")
+        divisor, factor = (self.parts.get(name) for name in ("weight_global_scale", "weight_scale_2"))
+        for name, one in (("weight_global_scale", divisor), ("weight_scale_2", factor)):
+            if one is not None and (one.size != 1 or one.dtype != np.float32):
+                raise self._error(name, "one number in float32")
+        whole = [np.float32(1) if one is None else one.reshape(-1)[0] for one in (factor, divisor)]
+        return Four(packed, scales, whole[0], whole[1], self._bytes())
 
     def _eight(self, weight: Array) -> Source:
         """One byte a number."""

@@ -1,10 +1,11 @@
 """Matrices of safetensors that are stored in fewer bits, as numbers and as codes of the kernels.
 
     float8   e4m3 numbers, a scale for all of them, for each output, or for each block of outputs and inputs
+    four     e2m1 numbers with a scale for each 16 (e4m3, and one for all) or 32 (e8m0)
     whole    numbers of 4 or 8 bits, of which a middle or a zero point is taken off, and scales for groups of inputs
 
-Whole numbers become codes of kernels exactly where groups are multiples of 32 neighbours. Everything else is rounded to
-8 bits. All goes in slices, so beside the result a few MB are needed.
+Whole numbers and fp4 become codes of kernels exactly where groups are multiples of 32 neighbours. Everything else is
+rounded to 8 bits. All goes in slices, so beside the result a few MB are needed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.base import GROUP, Quantized
-from cairn.models.dequant import SLICE, Codes
+from cairn.models.dequant import FP4, SLICE, Codes
 from cairn.models.quantize import rounded
 from cairn.models.tensor_meta import TensorMeta, codes
 
@@ -28,6 +29,7 @@ Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+FLOAT_E8 = np.dtype(ml_dtypes.float8_e8m0fnu)
 _FLOAT8 = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)
 
 
@@ -77,6 +79,45 @@ class Float8(Source):
         scales = self._scales[rows // self._block[0]].astype(np.float32)
         found *= np.repeat(scales, self._block[1], axis=1)[:, : self.shape[1]] if scales.shape[1] > 1 else scales
         return found
+
+
+class Four(Source):
+    """Numbers of 4 bits, two in a byte, the first in its low half; their scales are times a factor, and divided."""
+
+    def __init__(
+        self, packed: NDArray[np.uint8], scales: NDArray[Any], factor: np.float32, divisor: np.float32, nbytes: int
+    ) -> None:
+        """`scales` [out, G] in e4m3, or in e8m0, which may be called bytes."""
+        self.kind, self.nbytes = "NVFP4" if scales.dtype == FLOAT8 else "MXFP4", nbytes
+        self.shape = (len(packed), 2 * packed.shape[1])
+        self._packed, self._factor, self._divisor = packed, factor, divisor
+        self._scales = scales if scales.dtype == FLOAT8 else scales.view(FLOAT_E8)
+        self._size = self.shape[1] // scales.shape[1]
+
+    def values(self, rows: Rows) -> Floats:
+        """The numbers of some outputs [n, in]."""
+        return np.repeat(self._scale(rows), self._size, axis=1) * self._codes(rows)
+
+    def outline(self, rows: int) -> TensorMeta | None:
+        """What `packed` gives."""
+        return None if self._size % GROUP else codes((rows, self.shape[1]), 8, "float32")
+
+    def packed(self, rows: Rows) -> Quantized:
+        """Some outputs as codes of kernels."""
+        found, step = np.empty((len(rows), self.shape[1]), np.int8), max(1, SLICE // self.shape[1])
+        for at in range(0, len(rows), step):
+            found[at : at + step] = self._codes(rows[at : at + step])
+        return Quantized(8, found, np.repeat(self._scale(rows), self._size // GROUP, axis=1))
+
+    def _codes(self, rows: Rows) -> NDArray[np.int8]:
+        """Twice the numbers."""
+        packed = self._packed[rows]
+        return FP4[np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)]
+
+    def _scale(self, rows: Rows) -> Floats:
+        """Half the scales."""
+        found: Floats = self._scales[rows].astype(np.float32) * self._factor / self._divisor
+        return found * np.float32(0.5)
 
 
 class Whole(Source):

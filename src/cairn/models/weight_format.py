@@ -29,6 +29,7 @@ from cairn.models.mixture_spec import is_router
 from cairn.models.quantize import rounded
 from cairn.models.recurrent_spec import is_step
 from cairn.models.tensor_meta import TensorMeta
+from cairn.models.uneven_spec import INPUTS
 from cairn.models.weights import small
 from cairn.types import ModelSpec
 
@@ -127,7 +128,7 @@ class HeldWeights(Mapping[str, Any]):
         kind, inexact = _KINDS.get(plain.dtype, plain.dtype), False
         if isinstance(self.source, _Packed):
             kind, inexact = self.source.kind(name)
-        if _is_exact(name):
+        if _is_exact(name) or name == INPUTS:  # which is read from the file by rows
             return kind, ""
         if self._stays(name):
             return kind, "int8" if inexact and len(plain.shape) == 2 else ""

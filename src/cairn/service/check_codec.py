@@ -15,7 +15,6 @@ from cairn.engine.base import Engine
 from cairn.errors import ConfigError
 from cairn.kv.codec import Q8, state_groups
 from cairn.kv.codec_check import POSITIONS, Comparison, compare, remember
-from cairn.kv.store import CHUNK_BLOCKS
 from cairn.kv.store_folder import open_folder
 from cairn.models.hub import locate
 from cairn.models.spec import check_decodes, load_spec
@@ -24,7 +23,7 @@ from cairn.seams import Clock, FileSystem
 from cairn.service.stores import keyed
 from cairn.text.templates import load_text
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import ModelSpec
+from cairn.types import CHUNK_BLOCKS, ModelSpec
 
 _CONTEXT = 2048
 _STEP = 512

@@ -32,7 +32,7 @@ from cairn.types import Request, SamplingExtras
 KEPT = 64
 """Compiled grammars that are kept for the next request."""
 THREADS = 2
-CUT_TEXTS, CUT_BYTES = 4096, 256
+CUT_TEXTS, CUT_BYTES = 2048, 512
 """Texts of so many bytes whose tokens are remembered, and how many."""
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from cairn.kv.cache import Cache
-from cairn.kv.disk import DiskStore
+from cairn.kv.store import DurableStore
 from cairn.kv.tiers import Tiers
 from cairn.service import wire
 from cairn.stats import Placed, Swept, TakenIn
@@ -100,14 +100,14 @@ class Answers:
         self._channel.send(answer)
 
 
-def _scrub(store: DiskStore) -> Swept:
+def _scrub(store: DurableStore) -> Swept:
     before = store.stats().bytes
     found = store.scrub()
     bytes = max(0, before - store.stats().bytes)
     return Swept(checked=found.checked, removed=found.damaged, bytes=bytes, unreadable=found.unreadable)
 
 
-def _prune(store: DiskStore) -> Swept:
+def _prune(store: DurableStore) -> Swept:
     before = store.stats()
     gone = store.prune()
     return Swept(checked=before.chunks, removed=gone, bytes=max(0, before.bytes - store.stats().bytes))

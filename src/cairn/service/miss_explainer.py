@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cairn.stats import Differs, Miss, MissReason
-from cairn.types import BLOCK_TOKENS
+from cairn.types import BLOCK_TOKENS, CHUNK_TOKENS
 
 CONTEXTS = 32
 """Kept of one tenant."""
 TOKENS = 1 << 18
 """Kept of one tenant: 1 MB."""
 TENANTS = 64
-CHUNK = 4 * BLOCK_TOKENS
-"""Tokens that stores keep together."""
 SHOWN_TOKENS = 16
 SHOWN = 48
 """Characters of each side's text."""
+REACH = 1 << 16
+"""Tokens in which a system's text is looked for."""
 OPENING = 16
 """At the end of a prompt a template opens the answer: at most so many tokens, which follow no message."""
 _DIGEST = 8
@@ -44,6 +44,8 @@ class PromptOrigin(NamedTuple):
     """Whether a later report of the tenant may show its text."""
     why: MissReason | None = None
     """What a caller knows to be the reason, if something is missing."""
+    system: str = ""
+    """The system's text that the messages begin with."""
 
 
 class _Context(NamedTuple):
@@ -103,7 +105,7 @@ class RecentContexts:
                 at, known, again = same, context, told_so
         if known is None or at < miss.position:
             return miss
-        size, end = len(known.ids) // _ID, (miss.position // CHUNK + 1) * CHUNK
+        size, end = len(known.ids) // _ID, (miss.position // CHUNK_TOKENS + 1) * CHUNK_TOKENS
         if at >= end and size > end:
             return msgspec.structs.replace(miss, reason="evicted")
         if at < size and at < len(ids):
@@ -112,7 +114,10 @@ class RecentContexts:
                 known=_shown(decode, array("I", known.ids[at * _ID : (at + SHOWN_TOKENS) * _ID])),
                 given=_shown(decode, ids[at : at + SHOWN_TOKENS]),
             )
-            return Miss(position=miss.position, reason="template" if again else "different tokens", differs=differs)
+            reason: MissReason = "template" if again else "different tokens"
+            if not again and _within(told.system, lambda count: decode(ids[:count]), at, len(ids)):
+                reason = "system text changed"
+            return Miss(position=miss.position, reason=reason, differs=differs)
         # Known tokens fill the block: they were computed, but stores take them only with the rest of their chunk.
         known_block = at > miss.position + BLOCK_TOKENS
         return msgspec.structs.replace(miss, reason="not stored yet") if known_block else miss
@@ -122,7 +127,20 @@ def told_of(
     messages: Sequence[Mapping[str, Any]], *, store: bool = True, why: MissReason | None = None
 ) -> PromptOrigin:
     """What is known of a request that was rendered from these messages."""
-    return PromptOrigin(tuple(_digest(message) for message in messages), store, why)
+    first = messages[0] if messages else {}
+    said = first.get("content") if first.get("role") in ("system", "developer") else ""
+    system = said.strip() if isinstance(said, str) else ""
+    return PromptOrigin(tuple(_digest(message) for message in messages), store, why, system)
+
+
+def _within(system: str, before: Callable[[int], str], at: int, size: int) -> bool:
+    """Whether a place in a prompt is in the system's text: `before` gives the text of so many ids."""
+    if not system or at > REACH:
+        return False
+    head, tail = system[:SHOWN_TOKENS], system[-SHOWN:]
+    text = before(min(at + SHOWN_TOKENS, size))
+    begun = text.find(head)
+    return begun >= 0 and tail not in before(at)[begun:]
 
 
 def _digest(message: Mapping[str, Any]) -> bytes:

@@ -174,6 +174,7 @@ class RequestTable:
         if not flight.eager:
             self.metrics.generation_tokens += len(output.tokens)
         if output.tokens:
+            self.metrics.generation_tokens_forced += len(output.tokens) - 1
             if flight.first_at is None:
                 flight.first_at = now
                 self.metrics.first_token.observe(now - flight.arrived)

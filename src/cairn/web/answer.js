@@ -13,6 +13,7 @@ const SOURCES = [
 
 const REASONS = {
   "different tokens": "it differs from what was known",
+  "system text changed": "the system text differs from what was known",
   template: "the template wrote it differently",
   evicted: "that part had been evicted",
   "not stored yet": "that part was not stored yet",

@@ -177,9 +177,11 @@ void Program::run_experts(Buckets& b, const Sizes& sizes) {
         const Index start = b.starts[static_cast<std::size_t>(first)];
         end = b.fit(first, kernels_.group_rows);
         if (b.parts.empty()) continue;
-        for (const ExpertRows& part : b.parts)
-            for (const MatrixView* one : {&b.gate_up[static_cast<std::size_t>(part.expert)], &b.down[static_cast<std::size_t>(part.expert)]})
+        for (const ExpertRows& part : b.parts) {
+            const auto expert = static_cast<std::size_t>(part.expert);
+            for (const MatrixView* one : {&b.gate_up[expert], &b.down[expert]})
                 if (one->mapped) ask_for(one->mapped, one->mapped_bytes);
+        }
         const Index all = static_cast<Index>(b.tiles.size()), rows = b.parts.back().first + b.parts.back().rows;
         tasks(all, rows * size, [&](Index i) {
             const ExpertRows& tile = b.tiles[static_cast<std::size_t>(i)];

@@ -90,7 +90,8 @@ Source source_of(const Shape& shape) {
 }
 
 template <class T>
-Matrix make_matrix(const std::vector<T>& parts, const std::optional<ConstFloats>& bias, const std::byte* mapped = nullptr) {
+Matrix make_matrix(const std::vector<T>& parts, const std::optional<ConstFloats>& bias,
+                   const std::byte* mapped = nullptr) {
     std::vector<Source> sources;
     for (const T& part : parts) sources.push_back(source_of(part));
     std::vector<float> numbers;
@@ -124,7 +125,10 @@ void bind_matrix(nb::module_& module) {
              nb::rv_policy::reference_internal, "Its panels as bytes, to be kept and to be filled.")
         .def_prop_ro("nbytes", &Matrix::bytes)
         .def_prop_ro("out", [](const Matrix& one) { return one.view().out; });
-    module.def("blank", [](const std::vector<Shape>& shapes, const std::optional<ConstFloats>& bias) { return make_matrix(shapes, bias); },
+    module.def("blank",
+               [](const std::vector<Shape>& shapes, const std::optional<ConstFloats>& bias) {
+                   return make_matrix(shapes, bias);
+               },
                nb::arg("shapes"), nb::arg("bias").none(), "A matrix whose memory is to be filled.");
     module.def("mapped", &map_matrix, nb::arg("shapes"), nb::arg("bias").none(), nb::arg("bytes"), nb::keep_alive<0, 3>(),
                "A matrix whose panels are these bytes, which it keeps alive.");
