@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize, quantize
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tests.gguf_files import write_gguf
 from tests.tiny_models import BFLOAT16, MODELS, load, write_model
 
@@ -71,6 +71,14 @@ def test_a_file_that_shrinks_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="became shorter"):
         table.read([5], out)
     table.close()
+
+
+def test_a_table_of_another_type_is_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, **E)
+    spec, tensors = load_spec(folder), load_file(folder / "model.safetensors")
+    save_file(tensors | {INPUTS: tensors[INPUTS].astype(np.int32)}, folder / "model.safetensors")
+    with pytest.raises(ModelFileError, match="is stored as int32; supported are F32"):
+        open_table(folder, spec)
 
 
 def test_a_model_without_has_none_and_an_engine_closes_its_own(tmp_path: Path) -> None:

@@ -100,7 +100,6 @@ def weight_memory(spec: ModelSpec, weights: Mapping[str, Any], kernels: str) -> 
     head: Any = built.head
     mixtures: list[Any] = [layer.mlp for layer in built.layers if isinstance(layer.mlp, Mixture)]
     mixtures += [layer.beside.mixture for layer in built.layers if layer.beside is not None]
-    mixtures += [layer.beside.mixture for layer in built.layers if layer.beside is not None]
     experts = sum(sum((*one.gate_up, *one.down)) for one in mixtures)
     share = spec.experts.chosen / spec.experts.count if spec.experts else 0.0
     return WeightMemory(

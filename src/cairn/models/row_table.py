@@ -19,7 +19,7 @@ from cairn.models.files import is_gguf, opened
 from cairn.models.gguf import read_gguf
 from cairn.models.gguf_architectures import PER_LAYER
 from cairn.models.uneven_spec import INPUTS
-from cairn.models.weights import located
+from cairn.models.weights import DTYPES, located
 from cairn.types import ModelSpec
 
 
@@ -77,6 +77,8 @@ def open_table(folder: Path, spec: ModelSpec) -> RowTable | None:
         tensor = read_gguf(folder).tensors[PER_LAYER]
         return RowTable(Place(tensor.path, tensor.begin, *_two(tensor.shape), tensor.kind))
     path, begin, shape, dtype = located(folder, spec, INPUTS)
+    if dtype not in DTYPES.values():
+        raise ModelFileError(f"{path}: the tensor {INPUTS} is stored as {dtype}; supported are {', '.join(DTYPES)}")
     return RowTable(Place(path, begin, *_two(shape), Kind(str(dtype), 1, dtype.itemsize, dtype)))
 
 
