@@ -81,6 +81,7 @@ class Sequence:
         "prompt_len",
         "rank",
         "report",
+        "reported",
         "request",
         "scored",
         "spare",
@@ -88,7 +89,6 @@ class Sequence:
         "state",
         "to_score",
         "tokens",
-        "told",
         "turn",
     )
 
@@ -111,7 +111,7 @@ class Sequence:
         self.prompt_len = len(request.prompt)
         self.mu = start_mu(request)
         """Mirostat's state after `tokens`, where that is on."""
-        self.told = len(self.tokens)
+        self.reported = len(self.tokens)
         """Leading tokens that the front has: those of the request, and all that `news` has given."""
         self.forces = matcher is not None and forces(request)
         """Whether tokens that its grammar leaves no choice about are appended without a step of their own."""
@@ -217,8 +217,8 @@ class Sequence:
 
     def news(self) -> tuple[int, ...]:
         """The tokens of the answer that were not given out yet: they are now."""
-        tokens = tuple(self.tokens[self.told :])
-        self.told = len(self.tokens)
+        tokens = tuple(self.tokens[self.reported :])
+        self.reported = len(self.tokens)
         return tokens
 
     def row(self, end: int) -> Row:
