@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from homes import home
 from tests.agents.house import talking_model
 
 from cairn.api import quotas
+from cairn.api.app import build_app
+from cairn.api.openapi import document
 from cairn.config import Config, Secret, TenantKeys, TenantLimits, limits_of
 
 TURN = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 4, "ignore_eos": True}
@@ -62,6 +66,8 @@ async def test_two_tenants_have_their_own_limits(folder: Path, monkeypatch: pyte
         answers = [await post("bob", "/v1/agents/b0/turns", **long) for _ in range(3)]
         assert answers[0].status_code == 200 and refused(answers[-1], "max_disk_mib")
         assert refused(await post("bob", "/v1/teams", id="t", members=[{"name": "a"}]), "max_disk_mib")
+        for path in ("/v1/conversations", "/v1/teams/t/tool_results", "/v1/workflows/runs/r/resume"):
+            assert refused(await post("bob", path), "max_disk_mib")
         assert (await post("ada", "/v1/agents/two/turns", **long)).status_code == 200
         held = await house.agents.bytes_of("bob")
         assert held > 2000 > await house.agents.bytes_of("nobody") == 0
@@ -71,6 +77,74 @@ async def test_two_tenants_have_their_own_limits(folder: Path, monkeypatch: pyte
             assert (await http.delete(f"/v1/agents/b{number}", headers=key("bob"))).status_code == 200
         assert await house.agents.bytes_of("bob") == 0
         assert (await post("bob", "/v1/agents", id="again")).status_code == 201
+
+
+KEEP_NOTHING = frozenset(
+    (
+        "/api/chat",
+        "/api/copy",
+        "/api/embed",
+        "/api/embeddings",
+        "/api/generate",
+        "/api/pull",
+        "/api/show",
+        "/apply-template",
+        "/completion",
+        "/detokenize",
+        "/embed",
+        "/infill",
+        "/tokenize",
+        "/v1/admin/drain",
+        "/v1/admin/models/load",
+        "/v1/admin/models/swap",
+        "/v1/admin/models/unload",
+        "/v1/admin/reload",
+        "/v1/agents/x/evict",
+        "/v1/agents/x/pin",
+        "/v1/agents/x/prefetch",
+        "/v1/agents/x/rollback",
+        "/v1/agents/x/unpin",
+        "/v1/cache/flush",
+        "/v1/cache/prune",
+        "/v1/cache/scrub",
+        "/v1/chat/completions",
+        "/v1/chat/completions/input_tokens",
+        "/v1/collections/x/ask",
+        "/v1/collections/x/search",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/models/load",
+        "/v1/models/unload",
+        "/v1/requests/x/cancel",
+        "/v1/rerank",
+        "/v1/reranking",
+        "/v1/responses/compact",
+        "/v1/responses/input_tokens",
+        "/v1/responses/x/cancel",
+        "/v1/score",
+        "/v1/teams/x/interrupt",
+        "/v1/teams/x/rollback",
+        "/v1/vector_stores/x",
+        "/v1/vector_stores/x/file_batches/x/cancel",
+        "/v1/vector_stores/x/files/x",
+        "/v1/vector_stores/x/search",
+        "/v1/workflows/check",
+        "/v1/workflows/runs/x/interrupt",
+        "/v2/rerank",
+    )
+)
+"""Routes whose POST keeps nothing of a tenant's, but for a mark, or what stands in the place of what was there."""
+
+
+def test_each_route_that_keeps_something_is_bounded() -> None:
+    app = build_app(None, Config())
+    routes = json.loads(document(app.described))["paths"].items()
+    taken = {re.sub(r"{[a-z]+}", "x", path) for path, methods in routes if "post" in methods}
+    bounded = {path for path in taken if quotas.WRITES.fullmatch(path)}
+    assert not bounded & KEEP_NOTHING
+    assert taken - bounded == KEEP_NOTHING
 
 
 async def test_tokens_in_and_out_have_limits_of_their_own(folder: Path) -> None:

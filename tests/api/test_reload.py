@@ -19,6 +19,7 @@ from tests.api.homes import home
 from tests.service.several import make_models, several
 from tests.service.tiny import make_model, serving
 
+from cairn.api.lifetime import _reload
 from cairn.cli.client import connect
 from cairn.config import Config, ModelOptions, Secret, TenantKeys, TenantLimits
 from cairn.errors import ConfigError
@@ -89,11 +90,42 @@ async def test_keys_and_limits_change_and_what_cannot_is_named(folder: Path) -> 
         for bad, what in (
             (ConfigError("port is 'x' but must be a whole number", field="port"), "must be a whole number"),
             (msgspec.structs.replace(wanted, cors_origins=("nonsense",)), "nothing is changed"),
+            (
+                msgspec.structs.replace(
+                    wanted, tenants=(tenant("ada", "same"), tenant("bob", "same")), alias=("gpt-5",), load_timeout=7.0
+                ),
+                "nothing is changed: one API key belongs to the tenants ada and bob",
+            ),
         ):
+            options = at.app.options.config
             wanted = bad  # type: ignore[assignment]
             refused = await reload()
             assert refused.status_code == 400 and what in refused.text, refused.text
             assert (await ask("new")).status_code == 200
+            assert at.app.options.config is options and at.app.config is options
+            assert at.app.models is not None and at.app.models.config.load_timeout == options.load_timeout
+            assert "gpt-4o" in service.names and "gpt-5" not in service.names
+            _reload(at.app)  # as a signal: it is said in the log
+
+
+async def test_pages_that_may_call_change_for_forms_too(folder: Path) -> None:
+    async with home(folder) as (house, http):
+        app = house.web.app  # type: ignore[attr-defined]
+
+        async def post(page: str) -> list[int]:
+            """A body without a type, none at all, and a form."""
+            asked: list[tuple[str, dict[str, Any]]] = [
+                ("/api/show", {"content": b"{}"}),
+                ("/v1/agents", {}),
+                ("/v1/files", {"files": {"file": b"text"}, "data": {"purpose": "user_data"}}),
+            ]
+            return [(await http.post(path, headers={"origin": page}, **body)).status_code for path, body in asked]
+
+        for allowed, other in (("https://old.example", "https://new.example"), ("https://new.example", "https://old")):
+            app.options.again = lambda allowed=allowed: Config(cors_origins=(allowed,))
+            assert app.options(app.models).changed == ("cors_origins",)
+            assert await post(other) == [403, 403, 403]
+            assert 403 not in await post(allowed)
 
 
 async def test_without_a_source_nothing_is_read(folder: Path) -> None:

@@ -27,7 +27,7 @@ def test_serve_pulls_a_short_name_that_is_not_here_and_says_so(
 ) -> None:
     done = []
     monkeypatch.setattr(hub, "pull", lambda name, **more: done.append(f"pulled {name}"))
-    monkeypatch.setattr(server, "serve", lambda config: done.append(f"served {config.model}"))
+    monkeypatch.setattr(server, "serve", lambda config, again: done.append(f"served {config.model}"))
     with pytest.raises(SystemExit) as left:
         main(["serve", model])
     assert not left.value.code
@@ -43,7 +43,7 @@ def test_serve_pulls_nothing_that_is_here(monkeypatch: pytest.MonkeyPatch, capsy
     with place.open("wb") as file:
         file.truncate(KNOWN["smollm2"].size)
     served: list[Config] = []
-    monkeypatch.setattr(server, "serve", served.append)
+    monkeypatch.setattr(server, "serve", lambda config, again: served.append(config))
     monkeypatch.setattr(hub, "pull", lambda name, **more: pytest.fail("it was here"))
     with pytest.raises(SystemExit):
         main(["serve", "smollm2"])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from several import make_models, several
 from tiny import collect, request, until
@@ -71,15 +72,56 @@ async def test_a_pinned_model_and_one_in_use_make_no_room(tmp_path: Path) -> Non
                 raise AssertionError("it was loaded")
         assert refused.value.retry_after
     async with several(tmp_path, "alpha beta", max_loaded=1, load_timeout=0.5) as models:
-        async with models.using(models.find("alpha")) as service:
-            with pytest.raises(
-                Unavailable, match=r"alpha would have to make room for beta, and is in use|being loaded"
-            ):
-                async with models.using(models.find("beta")):
-                    raise AssertionError("it was loaded")
-            assert await answered(service)
-            assert models.models[0].loaded is not None and models.models[1].loaded is None
+        done = asyncio.Event()
+
+        async def hold() -> str:
+            async with models.using(models.find("alpha")) as service:
+                await done.wait()
+                return await answered(service)
+
+        holding = asyncio.create_task(hold())
+        await until(lambda: models.models[0].loaded and models.models[0].loaded.users)
+        with pytest.raises(Unavailable, match=r"alpha would have to make room for beta, and is in use|being loaded"):
+            async with models.using(models.find("beta")):
+                raise AssertionError("it was loaded")
+        done.set()
+        assert await holding
+        assert models.models[0].loaded is not None and models.models[1].loaded is None
         await until(lambda: "ing" not in states(models))  # whoever asked is gone; the load may go on all the same
+
+
+async def test_a_call_does_not_wait_for_what_it_has_itself(tmp_path: Path) -> None:
+    async with several(tmp_path, "alpha beta gamma delta", max_loaded=1, load_timeout=60) as models:
+        await until(lambda: models.models[-1].spec)
+
+        async def beside(first: str, second: str, ready: asyncio.Event | None = None) -> str:
+            async with models.using(models.find(first)):
+                if ready is not None:
+                    await ready.wait()
+                task = asyncio.create_task(nested(second))  # as a stream's work, which is a task of its own
+                return await task
+
+        async def nested(name: str) -> str:
+            async with models.using(models.find(name)) as service:
+                return await answered(service)
+
+        async with asyncio.timeout(10):
+            with pytest.raises(Unavailable, match=r"beta is needed beside alpha, .*\(max_loaded 1, or memory\)"):
+                await beside("alpha", "beta")
+            assert await beside("alpha", "alpha") and await nested("beta")  # nothing is held any more
+        models.config = msgspec.structs.replace(models.config, max_loaded=2)
+        async with asyncio.timeout(10):
+            assert await nested("alpha") and await beside("beta", "gamma")  # what nobody has goes, though used last
+            assert await nested("alpha") and await nested("beta")
+            ready = asyncio.Event()
+            calls = [asyncio.create_task(beside(*pair, ready)) for pair in (("alpha", "gamma"), ("beta", "delta"))]
+            await until(lambda: all(loaded.users for _, loaded in models.loaded()))
+            other = asyncio.create_task(nested("gamma"))  # waits for one of theirs
+            await until(lambda: "unloading" in states(models))
+            ready.set()
+            told = await asyncio.gather(*calls, other, return_exceptions=True)
+            assert any(isinstance(one, Unavailable) for one in told[:2])  # not one waits for the other
+            assert await nested("alpha") and await nested("delta")
 
 
 async def test_a_request_that_waits_gets_the_model_once_the_other_is_free(tmp_path: Path) -> None:

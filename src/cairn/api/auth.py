@@ -54,14 +54,15 @@ class Access:
 
     def configure(self, config: Config) -> None:
         """These rules hold from now on."""
-        self._tenants = [(_digest(key), tenant) for key, tenant in _tenants(config)]
+        origins, tenants = Origins(config), _tenants(config)  # either may refuse: then the old rules hold
+        self._origins = origins
+        self._tenants = [(_digest(key), tenant) for key, tenant in tenants]
         self._admin = _digest(_bytes(config.admin_key)) if config.admin_key else None
         self._hosts = {"localhost", "127.0.0.1", "::1", _bare(config.host)}
         if config.admin_port is not None:
             self._hosts.add(_bare(config.admin_host))
         self._hosts |= {_bare(_without_port(host)) for host in config.allowed_hosts}
         self._any_host = "*" in config.allowed_hosts
-        self._origins = Origins(config)
 
     def check(self, call: Call) -> None:
         """Let the call pass and give it its tenant, or raise Unauthorized or Forbidden."""
@@ -97,6 +98,7 @@ class Access:
 
     def cors(self, call: Call) -> None:
         """Add the CORS headers if the page's origin is one of the configured ones; never reflect another."""
+        call.admits = self._origins.allow
         if not self._origins:
             return
         call.headers.append((b"vary", b"origin"))

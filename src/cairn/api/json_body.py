@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cairn.api.origins import Origins
 from cairn.api.reply import Call, shown
 from cairn.config import Config
 from cairn.errors import Forbidden, InvalidRequest, UnsupportedMedia
@@ -20,7 +19,7 @@ async def read_nothing(call: Call, config: Config) -> dict[str, Any]:
     """The body of a request that takes nothing: a JSON object, whose fields the caller refuses, or no body at all."""
     body = await call.body()
     if not body:
-        check_origin(call, config)
+        check_origin(call)
         return {}
     _check_headers(call)
     return _parsed(body, config)
@@ -38,19 +37,19 @@ async def read_plain(call: Call, config: Config) -> dict[str, Any]:
     A web page need not ask before it sends such a body, so a page must be one that may.
     """
     if (call.header(b"content-type") or b"").partition(b";")[0].strip().lower() != b"application/json":
-        check_origin(call, config)
+        check_origin(call)
     _check_coding(call)
     return _parsed(await call.body(), config)
 
 
-def check_origin(call: Call, config: Config) -> None:
+def check_origin(call: Call) -> None:
     """Forbidden for a web page that may not call. Any may send a request without a body, or a form, and need not ask
     first as it must for JSON."""
     origin = (call.header(b"origin") or b"").decode("latin-1")
     if not origin or call.header(b"sec-fetch-site") in (b"same-origin", b"none"):
         return
     host = (call.header(b"host") or b"").decode("latin-1")
-    if origin.partition("://")[2] != host and not Origins(config).allow(origin):
+    if origin.partition("://")[2] != host and not call.admits(origin):
         raise Forbidden(
             f"pages of {shown(origin)} may not call this server; allow them with --cors-origins, or send {{}} as JSON"
         )

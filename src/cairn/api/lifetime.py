@@ -24,7 +24,7 @@ from cairn.api.auth import has_keys, is_local, salts
 from cairn.api.folders import agents_folder
 from cairn.api.listener import Listener
 from cairn.config import Config
-from cairn.errors import ConfigError, InvalidRequest
+from cairn.errors import CairnError, ConfigError
 from cairn.seams import Network
 from cairn.service.launch import ENDING, KILL_SECONDS, First
 from cairn.service.models import Models
@@ -168,7 +168,7 @@ def _reload(app: App) -> None:
     """What SIGHUP asks for."""
     try:
         app.options(app.models)
-    except InvalidRequest as error:
+    except CairnError as error:
         log.error("%s", error)
 
 

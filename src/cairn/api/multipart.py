@@ -45,7 +45,7 @@ async def upload(call: Call, config: Config, folder: Path, most: int) -> AsyncIt
     InvalidRequest or TooLarge for what is none, Forbidden for a web page that may not send it: browsers do not ask
     before they send forms.
     """
-    check_origin(call, config)
+    check_origin(call)
     kind, options = parse_options_header(call.header(b"content-type"))
     boundary = options.get(b"boundary", b"")
     if kind != MEDIA or not 1 <= len(boundary) <= 70:

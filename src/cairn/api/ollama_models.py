@@ -213,7 +213,8 @@ class OllamaModels:
 
     def _check_owner(self) -> None:
         """Forbidden where anybody from elsewhere could fill or empty the disk."""
-        if not has_keys(self._config) and not is_local(self._config.host):
+        config = self.registry.config  # as it holds now
+        if not has_keys(config) and not is_local(config.host):
             raise Forbidden("downloads are changed over HTTP only by the admin key, or on this machine alone")
 
     def _is_served(self, name: str) -> bool:

@@ -16,8 +16,9 @@ from cairn.errors import QuotaExceeded
 from cairn.seams import Clock
 
 WRITES = re.compile(
-    r"/v1/(agents(/import|/[^/]+/(turns|fork))?|teams(/[^/]+/(rounds|messages|votes|fork))?|workflows/runs"
-    r"|collections(/[^/]+/documents)?|files|vector_stores(/[^/]+/(files|file_batches))?|responses)"
+    r"/v1/(agents(/import|/[^/]+/(turns|fork|resume))?|teams(/[^/]+/(rounds|messages|votes|fork|tool_results))?"
+    r"|workflows/runs(/[^/]+/resume)?|conversations(/[^/]+(/items)?)?|collections(/[^/]+/documents)?|files"
+    r"|vector_stores(/[^/]+/(files|file_batches))?|responses)"
 )
 """Routes whose POST keeps more than was there."""
 FRESH_SECONDS = 5.0

@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from cairn.api.auth import check_exposure
-from cairn.api.origins import Origins
+from cairn.api.auth import Access, check_exposure
 from cairn.api.tls import check_tls
 from cairn.config import LIMITS, Config
 from cairn.errors import ConfigError, InvalidRequest
@@ -60,13 +59,13 @@ class Reload:
             read = self.again()
             wanted, unchanged = _possible(self.config, read)
             check_exposure(wanted)
-            Origins(wanted)
+            Access(wanted)  # whatever refuses is asked before anything is replaced
             check_tls(wanted)
+            if models is not None:
+                unchanged |= models.configure(wanted)
         except ConfigError as error:
             why = f"the options cannot be used, and nothing is changed: {error}"
             raise InvalidRequest(why, field=error.field) from None
-        if models is not None:
-            unchanged |= models.configure(wanted)
         changed = tuple(name for name in sorted(CHANGED) if getattr(wanted, name) != getattr(self.config, name))
         self.config = wanted
         logging.getLogger("cairn").setLevel(wanted.log_level.upper())

@@ -65,11 +65,16 @@ def _printable(text: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
+def _nobody(origin: str) -> bool:
+    return False
+
+
 class Call:
     """One request and its answer: a thin layer over ASGI that puts the request id on every response.
 
-    `id` is 16 hexadecimal digits, unique for ever; `tenant`, `salt` and `share` are set by the access layer. `name` is
-    what the client calls the request in X-Request-ID, if that is of a form that can be used: other values mean nothing.
+    `id` is 16 hexadecimal digits, unique for ever; `admits`, `tenant`, `salt` and `share` are set by the access layer.
+    `name` is what the client calls the request in X-Request-ID, if that is of a form that can be used: other values
+    mean nothing.
     """
 
     __slots__ = (
@@ -78,6 +83,7 @@ class Call:
         "_peeked",
         "_receive",
         "_send",
+        "admits",
         "ended",
         "headers",
         "id",
@@ -105,6 +111,8 @@ class Call:
         """Sent with every answer beside the endpoint's own (CORS)."""
         self.warnings: list[str] = []
         """What the sender should know of a request that is answered all the same: told in a header, and in bodies."""
+        self.admits: Callable[[str], bool] = _nobody
+        """Whether pages of an origin may call, as the access layer has it."""
         self.tenant = "default"
         self.salt = b""
         self.share = ""

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,19 @@ SHOWN_NAMES = 20
 """How many names a refusal lists."""
 
 
+class _Hold:
+    """One call has a model. Tasks that the call has begun see when it is over, too."""
+
+    __slots__ = ("model", "over")
+
+    def __init__(self, model: ServedModel) -> None:
+        self.model, self.over = model, False
+
+
+HELD: ContextVar[tuple[_Hold, ...]] = ContextVar("held", default=())
+"""What the call of this task has: it would wait for itself if that had to make room for another model of its own."""
+
+
 class Models:
     """All models of a server. Make it, `start` it; end it with `close`."""
 
@@ -81,6 +95,8 @@ class Models:
         self._tasks: set[asyncio.Task[None]] = set()
         self._retiring: set[Loaded] = set()
         """Models whose names are another's now, while their last requests go on."""
+        self._waiting: list[tuple[_Hold, ...]] = []
+        """What calls have that wait for another model: it does not get free before they have that."""
         self._closed = False
 
     @classmethod
@@ -191,10 +207,11 @@ class Models:
     async def using(self, model: ServedModel) -> AsyncIterator[Service]:
         """While a call is answered by this model, which is loaded first where it is not: it stays loaded.
 
-        Raises Unavailable where that takes longer than `load_timeout`, or cannot be done.
+        Raises Unavailable where that takes longer than `load_timeout`, or cannot be done; at once where there is no
+        room for it beside what the same call has.
         """
-        loaded = model.loaded
-        if loaded is None or loaded.closing:
+        loaded, mine = model.loaded, any(hold.model is model and not hold.over for hold in HELD.get())
+        if loaded is None or (loaded.closing and not mine):
             began = self._clock.now()
             try:
                 loaded = await self._wait(model)
@@ -202,9 +219,13 @@ class Models:
                 if (spans := PRESENT.get()) is not None:
                     spans.add("load", began, self._clock.now(), what="model", model=model.name)
         loaded.users += 1
+        before, hold = HELD.get(), _Hold(model)
+        HELD.set((*before, hold))
         try:
             yield loaded.service
         finally:
+            hold.over = True
+            HELD.set(before)
             loaded.users -= 1
             loaded.used = self._clock.now()
 
@@ -212,7 +233,9 @@ class Models:
         """Until the model is loaded."""
         now = self._clock.now()
         end = now + deadline.left(now, self.config.load_timeout)
+        held, tried = tuple(hold for hold in HELD.get() if not hold.over), False
         model.waiting += 1
+        self._waiting.append(held)
         try:
             while True:
                 if self.draining:
@@ -222,7 +245,14 @@ class Models:
                 pause = model.failed_at + FAILED_SECONDS - self._clock.now()
                 if model.failure and pause > 0:
                     raise Unavailable(f"{model.name} cannot be loaded: {model.failure}", retry_after=pause)
-                task = self._loading(model)
+                if tried and held and model.delay:
+                    beside = ", ".join(dict.fromkeys(hold.model.name for hold in held))
+                    raise Unavailable(
+                        f"{model.name} is needed beside {beside}, and there is no room for both (max_loaded "
+                        f"{self.config.max_loaded}, or memory): {model.delay}",
+                        retry_after=FAILED_SECONDS,
+                    )
+                task, tried = self._loading(model), True
                 left = end - self._clock.now()
                 done, _ = await asyncio.wait({task}, timeout=max(0.0, left))
                 if not done:
@@ -230,6 +260,7 @@ class Models:
                     raise Unavailable(why, retry_after=self._load_left(model))
         finally:
             model.waiting -= 1
+            self._waiting.remove(held)
 
     def _load_left(self, model: ServedModel) -> float:
         """Seconds until a model that is being loaded will be there: as its last load took, else as others' did."""
@@ -377,12 +408,13 @@ class Models:
             self.services.lead(service)
 
     async def _unload(self, model: ServedModel, grace: float, *, surely: bool) -> bool:
-        """Unload it; whether it was. Without `surely` one that is still used after `grace` stays. With the turn."""
+        """Unload it; whether it was. Without `surely` one stays that is still used after `grace`, or that is of a call
+        which waits for another model. With the turn."""
         loaded = model.loaded
         assert loaded is not None
         loaded.closing = True
         try:
-            if not await self._ended(loaded, grace) and not surely:
+            if not await self._ended(loaded, grace, None if surely else model) and not surely:
                 return False
             await self._end(loaded.service)
             model.loaded = None
@@ -390,11 +422,11 @@ class Models:
         finally:
             loaded.closing = False
 
-    async def _ended(self, loaded: Loaded, grace: float) -> bool:
-        """Wait until nobody has it any more, but not longer."""
+    async def _ended(self, loaded: Loaded, grace: float, model: ServedModel | None = None) -> bool:
+        """Wait until nobody has it any more, but not longer, nor for a call that has `model` and waits itself."""
         end = self._clock.now() + grace
         while not loaded.idle:
-            if self._clock.now() >= end:
+            if self._clock.now() >= end or (model is not None and self._waits(model)):
                 return False
             await asyncio.sleep(LOOK_SECONDS)
         return True
@@ -450,6 +482,8 @@ class Models:
                     retry_after=FAILED_SECONDS,
                 )
             if not await self._unload(victim, max(0.0, end - self._clock.now()), surely=False):
+                if self._waits(victim) and self._clock.now() < end:
+                    continue
                 raise Unavailable(
                     f"{victim.name} would have to make room for {model.name}, and is in use",
                     retry_after=victim.loaded.service.metrics.mean_seconds if victim.loaded is not None else 1.0,
@@ -471,9 +505,17 @@ class Models:
 
     def _victim(self) -> ServedModel | None:
         """The loaded model that makes room for another: an idle one before others, then the one that was not used for
-        longest; never a pinned one."""
-        found = [(loaded.idle, -loaded.used, model) for model, loaded in self.loaded() if not model.pinned]
+        longest; never a pinned one, nor one of a call that waits for another model."""
+        found = [
+            (loaded.idle, -loaded.used, model)
+            for model, loaded in self.loaded()
+            if not model.pinned and not self._waits(model)
+        ]
         return max(found, key=lambda one: one[:2])[2] if found else None
+
+    def _waits(self, model: ServedModel) -> bool:
+        """Whether a call that has this model waits for another one."""
+        return any(hold.model is model and not hold.over for held in self._waiting for hold in held)
 
     # ---------------------------------------------------------------------------------------------------- swap
 
