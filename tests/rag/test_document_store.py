@@ -165,3 +165,9 @@ def test_a_file_of_the_form_before_keeps_its_collections(tmp_path: Path) -> None
     store = DocumentStore(path, lambda: 1000.0)
     assert [store.collection("me", "c").key, store.create("me", "d", 1000, 100, {}).key] == [7, 8]
     store.close()
+
+
+def test_bytes_of_a_tenant_are_of_headings_texts_and_vectors(shelf: Shelf) -> None:
+    one = shelf.store.create("me", "c", 1000, 100, {})
+    shelf.store.add(one, new("a"), [Piece("h" * 100, "ö" * 10)], [vector(1, 0, 0)], MODEL)
+    assert (shelf.store.bytes_of("me"), shelf.store.bytes_of("you")) == (2 * 120 + 12, 0)

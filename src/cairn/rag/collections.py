@@ -16,7 +16,7 @@ from cairn.rag.citations import CitationFilter
 from cairn.rag.definition import BINARY, MAX_BYTES, MAX_CHUNKS, Collection, Found, NewDocument, Search, StoredDocument
 from cairn.rag.document_store import DocumentStore
 from cairn.rag.extractor import Extractor
-from cairn.rag.outline import Section
+from cairn.rag.outline import Section, Unreadable
 from cairn.rag.reading import sections
 from cairn.service.embeddings import Asking, finished, scores, vectors
 from cairn.service.requests import SamplingOptions
@@ -140,7 +140,10 @@ class Collections:
         if not isinstance(new.content, str):
             return await self._extractor.read(new.kind, new.content, new.field)
         if new.kind not in ("html", *BINARY):
-            return await asyncio.to_thread(sections, new.content, new.kind)
+            try:
+                return await asyncio.to_thread(sections, new.content, new.kind)
+            except Unreadable as error:
+                raise InvalidRequest(f"{new.field}: {error}", field=new.field) from None
         data = new.content.encode("utf-8", "replace")
         with tempfile.TemporaryFile() as file:
             await asyncio.to_thread(file.write, data)

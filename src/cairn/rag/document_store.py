@@ -110,10 +110,11 @@ class DocumentStore:
             return self._collection(db, tenant, id)
 
     def bytes_of(self, tenant: str) -> int:
-        """About how many bytes a tenant's collections take: texts, and vectors of their chunks."""
+        """About how many bytes a tenant's collections take: vectors of their chunks, and headings and texts, which the
+        index of words has once more."""
         with self._read() as db:
             (found,) = db.execute(
-                "SELECT coalesce(sum(length(text) + length(vector)), 0) FROM chunks "
+                "SELECT coalesce(sum(2 * length(CAST(heading || text AS BLOB)) + length(vector)), 0) FROM chunks "
                 "WHERE collection IN (SELECT key FROM collections WHERE tenant=?)",
                 (tenant,),
             ).fetchone()
