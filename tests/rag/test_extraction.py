@@ -32,7 +32,7 @@ def read(kind: DocumentKind, data: bytes) -> list[Section]:
 async def read_apart(kind: DocumentKind, data: bytes, folder: Path) -> list[Section]:
     (folder / "file").write_bytes(data)
     with open(folder / "file", "rb") as file:
-        return await Extractor().read(kind, file, "file")
+        return await Extractor().read("me", kind, file, "file")
 
 
 TABLE = (
@@ -116,7 +116,7 @@ async def test_what_takes_too_much_costs_its_process_alone(tmp_path: Path, monke
     monkeypatch.setattr(extractor, "STALLED", 0.3)
     pipe, other = os.pipe()  # a file that never ends
     with os.fdopen(pipe, "rb") as file, pytest.raises(Exception, match="was not read in"):
-        await Extractor().read("pdf", file, "file")
+        await Extractor().read("me", "pdf", file, "file")
     os.close(other)
 
 

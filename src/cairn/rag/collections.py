@@ -122,7 +122,7 @@ class Collections:
         if new.size > MAX_BYTES:
             raise TooLarge(f"{field} has {new.size} bytes; the limit of a document is {MAX_BYTES}", field=field)
         collection = await asyncio.to_thread(self.store.collection, tenant, id)
-        found = await self._read(new)
+        found = await self._read(tenant, new)
         chunk, overlap = new.sizes or (collection.chunk, collection.overlap)
         pieces = await asyncio.to_thread(lambda: list(chunks(found, chunk, overlap)))
         if not pieces:
@@ -135,10 +135,10 @@ class Collections:
         model = (embedder.service.name, spec.identity, len(made[0]))
         return await asyncio.to_thread(self.store.add, collection, new, pieces, made, model)
 
-    async def _read(self, new: NewDocument) -> list[Section]:
+    async def _read(self, tenant: str, new: NewDocument) -> list[Section]:
         """The sections of a document. What a stranger's file can do to its reader it does in a process of its own."""
         if not isinstance(new.content, str):
-            return await self._extractor.read(new.kind, new.content, new.field)
+            return await self._extractor.read(tenant, new.kind, new.content, new.field)
         if new.kind not in ("html", *BINARY):
             try:
                 return await asyncio.to_thread(sections, new.content, new.kind)
@@ -148,7 +148,7 @@ class Collections:
         with tempfile.TemporaryFile() as file:
             await asyncio.to_thread(file.write, data)
             file.seek(0)
-            return await self._extractor.read(new.kind, file, new.field)
+            return await self._extractor.read(tenant, new.kind, file, new.field)
 
     async def search(
         self,

@@ -13,6 +13,7 @@ from cairn.errors import InvalidRequest, Unavailable
 from cairn.rag.definition import MAX_BYTES, DocumentKind
 from cairn.rag.extraction import MEMORY, SECONDS, Extracted
 from cairn.rag.outline import Section
+from cairn.rag.turns import Turns
 from cairn.system import without_secrets
 
 AT_ONCE = 2
@@ -25,18 +26,18 @@ MOST_READ = 2 * MAX_BYTES + (16 << 20)
 
 
 class Extractor:
-    """Reads documents, a few at once."""
+    """Reads documents, a few at once, one of a tenant."""
 
     def __init__(self) -> None:
-        self._room = asyncio.Semaphore(AT_ONCE)
+        self._turns = Turns(AT_ONCE)
 
-    async def read(self, kind: DocumentKind, file: BinaryIO, field: str) -> list[Section]:
+    async def read(self, tenant: str, kind: DocumentKind, file: BinaryIO, field: str) -> list[Section]:
         """The sections of a document in a real file, from where it stands.
 
         InvalidRequest naming `field` for what cannot be read, or not within the limits; Unavailable where no process
         can be started. The process is gone on return, also when the caller was cancelled.
         """
-        async with self._room:
+        async with self._turns.place(tenant):
             try:
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-P", "-m", "cairn.rag.extraction", kind),  # -P: nothing from the working folder
