@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +14,7 @@ from cairn.rag.chunking import chunks
 from cairn.rag.citations import CitationFilter
 from cairn.rag.definition import BINARY, MAX_BYTES, MAX_CHUNKS, Collection, Found, NewDocument, Search, StoredDocument
 from cairn.rag.document_store import DocumentStore
-from cairn.rag.extractor import Extractor
+from cairn.rag.extractor import Extractor, aside
 from cairn.rag.outline import Section, Unreadable
 from cairn.rag.reading import sections
 from cairn.service.embeddings import Asking, finished, scores, vectors
@@ -145,9 +144,7 @@ class Collections:
             except Unreadable as error:
                 raise InvalidRequest(f"{new.field}: {error}", field=new.field) from None
         data = new.content.encode("utf-8", "replace")
-        with tempfile.TemporaryFile() as file:
-            await asyncio.to_thread(file.write, data)
-            file.seek(0)
+        with await asyncio.to_thread(aside, data) as file:
             return await self._extractor.read(tenant, new.kind, file, new.field)
 
     async def search(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from typing import BinaryIO
+import tempfile
+from typing import BinaryIO, cast
 
 import msgspec
 
@@ -23,6 +24,21 @@ STALLED = 4.0 * SECONDS
 waits for something."""
 MOST_READ = 2 * MAX_BYTES + (16 << 20)
 """Bytes that a process may answer: text of the longest document, and headings."""
+
+
+def aside(data: bytes) -> BinaryIO:
+    """A real file without a name that holds this, at its beginning. Unavailable where the disk refuses it."""
+    try:
+        file = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
+        try:
+            file.write(data)
+            file.seek(0)
+        except BaseException:
+            file.close()
+            raise
+    except OSError as error:
+        raise Unavailable(f"the document cannot be kept: {error.strerror or error}", retry_after=10.0) from error
+    return cast(BinaryIO, file)
 
 
 class Extractor:
