@@ -17,6 +17,7 @@ from tests.api.sockets import site
 
 from cairn.api.auth import salts
 from cairn.config import Config, Secret, TenantKeys
+from cairn.kv.disk import DiskStore
 from cairn.kv.portable_kv import MAGIC
 
 OCTETS = {"content-type": "application/octet-stream"}
@@ -128,6 +129,23 @@ async def test_damage_costs_what_it_hits_and_no_wrong_byte_is_taken(folder: Path
         for query in ("?kv=1", "?id=", "?name=x"):
             assert (await http.post("/v1/agents/import" + query, content=file, headers=OCTETS)).status_code == 400
         assert (await http.get("/v1/agents/ada/export?kv=perhaps")).status_code == 400
+
+
+async def test_chunks_that_no_model_has_are_refused_before_they_are_read(folder: Path, tmp_path: Path) -> None:
+    """Millions of small ones would hold up all imports, a large one the worker that unpacks it."""
+    async with server(folder, tmp_path / "a") as http:
+        file = await exported(http)
+    small = MAGIC + (struct.pack("<I", 1) + b"x") * 1000 + file[len(MAGIC) :]
+    large = MAGIC + struct.pack("<I", 2 << 20) + bytes(2 << 20) + file[len(MAGIC) :]
+    async with server(folder, tmp_path / "b") as http:
+        for query in ("?kv=true", ""):
+            bad = await http.post("/v1/agents/import" + query, content=small, headers=OCTETS)
+            assert bad.status_code == 400 and "damaged or cut off" in bad.text
+        read: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DiskStore, "_checked", lambda self, data, keyed: read.append(len(data)))
+            assert (await imported(http, large))["chunks"] == 0
+        assert read and max(read) < 2 << 20
 
 
 async def test_no_more_kv_is_exported_than_so_many_bytes(folder: Path, tmp_path: Path) -> None:

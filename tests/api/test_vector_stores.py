@@ -17,12 +17,14 @@ from tests.rag.document_files import pdf
 
 from cairn.api import quotas
 from cairn.config import Secret, TenantKeys, TenantLimits
+from cairn.deadline import DEADLINE
 from cairn.errors import InvalidRequest
 from cairn.rag import vector_stores
 from cairn.rag.attachments import Attachments
 from cairn.rag.definition import NewDocument
 from cairn.rag.document_store import DocumentStore
 from cairn.rag.filters import filter_of
+from cairn.spans import PRESENT
 
 CAIRNS = b"# Cairns\n\nA cairn is a heap of stones.\n\n# Bread\n\nBread is made of flour.\n"
 
@@ -171,6 +173,24 @@ async def test_a_batch_is_cancelled(folder: Path, tmp_path: Path, monkeypatch: p
         assert again.status == "completed"
 
 
+async def test_the_deadline_of_a_call_is_not_that_of_what_it_began(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: list[object] = []
+
+    async def add(*_: object) -> None:
+        known.extend((DEADLINE.get(), PRESENT.get()))
+
+    monkeypatch.setattr(vector_stores.Collections, "add", add)
+    async with client(folder, tmp_path) as ai:
+        file = await ai.files.create(file=("a.md", CAIRNS), purpose="assistants")
+        store = await ai.vector_stores.create()
+        asked = {"X-Request-Timeout": "60", "Server-Timing": "1"}
+        await ai.vector_stores.files.create(store.id, file_id=file.id, extra_headers=asked)
+        await ai.vector_stores.files.poll(file.id, vector_store_id=store.id, poll_interval_ms=20)
+    assert known == [None, None]
+
+
 async def test_collections_are_vector_stores(folder: Path, tmp_path: Path) -> None:
     async with client(folder, tmp_path) as ai:
         await ai.post("/collections", body={"id": "mine"}, cast_to=object)
@@ -219,6 +239,8 @@ WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("/mine/search", {"query": "x", "filters": {"type": "eq"}}, "filters.key must be a text"),
     ("/mine/search", {"query": "x", "ranking_options": {"ranker": "best"}}, "ranker must be one of"),
     ("/mine/files", {"file_id": "f", "attributes": {"a": []}}, "attributes.a must be a text"),
+    ("/mine/files", {"file_id": "f", "attributes": {"a": 10**400}}, "attributes.a: a number has at most 64 bits"),
+    ("/mine/search", {"query": "x", "ranking_options": {"score_threshold": 10**400}}, "score_threshold"),
     ("/mine/files", {"file_id": "f", "attributes": {str(at): 1 for at in range(17)}}, "the limit is 16"),
     ("/mine/file_batches", {"file_ids": ["f"] * 2001}, "the limit is 2000"),
     ("/mine/file_batches", {}, "give file_ids, or files"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from cairn.errors import Conflict, NotFound, Overloaded
 from cairn.rag import document_store
+from cairn.rag.attachments import Attachments, Wanted
 from cairn.rag.chunking import Piece
 from cairn.rag.definition import Collection, NewDocument, Search
 from cairn.rag.document_store import DocumentStore
@@ -136,3 +138,36 @@ def test_vectors_are_held_of_those_that_were_searched_last(shelf: Shelf, monkeyp
     for number in (0, 1, 0, 2, 1):
         assert shelf.found(made[number], "x", vector(1, 0, 0)) == [f"of c{number}"]
     assert list(shelf.store._matrices) == [made[2].key, made[1].key]
+
+
+def test_a_collection_that_is_gone_is_nobody_elses(shelf: Shelf) -> None:
+    gone = shelf.store.create("me", "c", 1000, 100, {})
+    shelf.add(gone, "a", "mine")
+    shelf.store.delete("me", "c")
+    shelf.store.close()
+    shelf.open()  # not only while the server runs
+    other = shelf.store.create("you", "c", 1000, 100, {})
+    shelf.add(other, "a", "a secret")
+    assert shelf.found(gone, "secret", vector(1, 0, 0)) == []
+    with pytest.raises(NotFound, match="no collection c"):
+        shelf.add(gone, "b", "put in")
+    with pytest.raises(NotFound, match="no collection c"):
+        Attachments(shelf.store.database, lambda: 1000.0).begin(gone, [Wanted("file")], "")
+    assert shelf.found(other, "secret", vector(1, 0, 0)) == ["a secret"]
+
+
+def test_a_file_of_the_form_before_keeps_its_collections(tmp_path: Path) -> None:
+    path = tmp_path / "collections.sqlite"
+    with sqlite3.connect(path) as db:
+        db.executescript("".join(document_store.FORMS[:2]) + "PRAGMA user_version=2;")
+        db.execute("INSERT INTO collections VALUES (7,'me','c',1,1000,100,'',x'',0,'{}','')")
+    db.close()
+    store = DocumentStore(path, lambda: 1000.0)
+    assert [store.collection("me", "c").key, store.create("me", "d", 1000, 100, {}).key] == [7, 8]
+    store.close()
+
+
+def test_bytes_of_a_tenant_are_of_headings_texts_and_vectors(shelf: Shelf) -> None:
+    one = shelf.store.create("me", "c", 1000, 100, {})
+    shelf.store.add(one, new("a"), [Piece("h" * 100, "ö" * 10)], [vector(1, 0, 0)], MODEL)
+    assert (shelf.store.bytes_of("me"), shelf.store.bytes_of("you")) == (2 * 120 + 12, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.rag.document_files import STYLES, docx, paragraph, pdf
 
-from cairn.errors import InvalidRequest
+from cairn.errors import InvalidRequest, Unavailable
 from cairn.rag import docx as docx_module
 from cairn.rag import extraction, extractor
 from cairn.rag import pdf as pdf_module
@@ -32,7 +33,7 @@ def read(kind: DocumentKind, data: bytes) -> list[Section]:
 async def read_apart(kind: DocumentKind, data: bytes, folder: Path) -> list[Section]:
     (folder / "file").write_bytes(data)
     with open(folder / "file", "rb") as file:
-        return await Extractor().read(kind, file, "file")
+        return await Extractor().read("me", kind, file, "file")
 
 
 TABLE = (
@@ -116,7 +117,7 @@ async def test_what_takes_too_much_costs_its_process_alone(tmp_path: Path, monke
     monkeypatch.setattr(extractor, "STALLED", 0.3)
     pipe, other = os.pipe()  # a file that never ends
     with os.fdopen(pipe, "rb") as file, pytest.raises(Exception, match="was not read in"):
-        await Extractor().read("pdf", file, "file")
+        await Extractor().read("me", "txt", file, "file")
     os.close(other)
 
 
@@ -132,3 +133,15 @@ async def test_time_is_bounded_by_the_system(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(extractor.asyncio, "create_subprocess_exec", loops)  # type: ignore[attr-defined]
     with pytest.raises(InvalidRequest, match="takes more than 120 s"):
         await read_apart("pdf", b"x", tmp_path)
+
+
+def test_a_disk_that_refuses_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.BytesIO):
+        def write(self, data: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = Full()
+    monkeypatch.setattr(extractor.tempfile, "TemporaryFile", lambda: file)  # type: ignore[attr-defined]
+    with pytest.raises(Unavailable, match="cannot be kept: No space left"):
+        extractor.aside(b"x")
+    assert file.closed

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 
+import pytest
+
+from cairn.rag import outline
 from cairn.rag.chunking import chunks
 from cairn.rag.citations import CitationFilter
-from cairn.rag.outline import Section
+from cairn.rag.outline import MAX_TITLE, Outline, Section, Unreadable
 from cairn.rag.reading import sections
 
 MARKDOWN = """Before.
@@ -74,3 +78,25 @@ def test_citations_of_nothing_are_taken_out_and_counted() -> None:
         told = "".join(checked.push(text[at : at + size]) for at in range(0, len(text), size)) + checked.finish()
         assert told == "Yes [1], no [2] or ; [x] [12 and [2] [99999999999", size
         assert checked.cited == {1, 2} and checked.removed == 3
+
+
+def test_headings_take_no_longer_than_they_are() -> None:
+    began = time.process_time()
+    for line in ("# a" + " " * 1_200 + "b", "# " + "\t" * 100_000 + "a", "# a" + " #" * 1_200 + "b"):
+        sections(f"{line}\ntext", "md")
+    assert time.process_time() - began < 1.0
+    for line, title in (("#  a \t##\t ", "a"), ("   ## #a# b ", "#a# b"), ("# #", ""), ("#\ta#", "a"), ("#", None)):
+        (found,) = sections(f"{line}\ntext", "md")
+        assert found == (Section("", f"{line}\ntext") if title is None else Section(title, "text"))
+
+
+def test_what_headings_repeat_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = Outline()
+    for level in range(1, 1000):
+        levels.head(level, f"{level} " + "x" * 1000)
+    levels.add("text")
+    assert MAX_TITLE == 200 and [len(one) for one in levels.sections[0].heading.split(" > ")] == [200] * 9
+    monkeypatch.setattr(outline, "MAX_CHUNKS", 3)
+    assert len(sections("# a\ntext\n" * 3, "md")) == 3
+    with pytest.raises(Unreadable, match="more than 3 sections"):
+        sections("# a\ntext\n" * 4, "md")

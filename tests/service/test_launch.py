@@ -88,7 +88,7 @@ def test_little_is_imported_before_the_first_worker_is_started() -> None:
 def test_a_server_that_does_not_come_about_takes_its_worker_along(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[launch.First] = []
 
-    def fails(config: Config, sock: object, models: object, first: launch.First) -> None:
+    def fails(config: Config, sock: object, models: object, first: launch.First, *_: object) -> None:
         seen.append(first)
         raise RuntimeError("no server")
 

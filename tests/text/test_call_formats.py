@@ -13,10 +13,11 @@ from tests.text.call_templates import FURTHER, derived
 from tests.text.test_declared_form import DECLARED
 from tests.text.walks import accepts, walk
 
+from cairn.text import python_calls
 from cairn.text.call_formats import BY_NAME, FORMATS, CallFormat, format_of, name_of
 from cairn.text.call_grammar import callable_tools, lark_of_calls
 from cairn.text.declared_form import declared_form
-from cairn.text.grammar import Shape, checked
+from cairn.text.grammar import GrammarError, Shape, checked
 from cairn.text.split import splitter
 from cairn.text.tools import offered_tools
 from cairn.types import OutputFormat, ToolCallDelta
@@ -226,6 +227,50 @@ def test_a_pattern_of_a_whole_text_is_held_to(form: CallFormat) -> None:
             ((_, arguments),) = read(said, output_of(form, tools))[1]
             assert re.fullmatch("[a-c]{2}/x|d", arguments["input"]), said
     assert whole > 5
+
+
+@pytest.mark.parametrize("name", ["gemma", "lfm2"])
+def test_a_grammar_of_tools_grows_no_faster_than_they_do(name: str) -> None:
+    """It is made where all requests are read: types that are listed again, and arguments that all may be left out."""
+    nested: dict[str, Any] = {"type": "integer"}
+    for _ in range(20):
+        nested = {"type": ["object"] * 4, "properties": {"a": nested}, "required": ["a"]}
+    deep = callable_tools([tool("f", {"type": "object", "properties": {"a": nested}})], None, None)
+    assert len(lark_of_calls(BY_NAME[name], deep, required=True, parallel=False)) < 20_000
+    properties = {f"p{number}": {"type": "integer"} for number in range(1000)}
+    wide = callable_tools([tool("f", {"type": "object", "properties": properties})], None, None)
+    assert len(lark_of_calls(BY_NAME[name], wide, required=True, parallel=False)) < 300_000
+    properties = {f"p{number}": {"type": "integer"} for number in range(20_000)}
+    wide = callable_tools([tool("f", {"type": "object", "properties": properties})], None, None)
+    with pytest.raises(GrammarError, match="grammar of more than 1048576 characters"):
+        lark_of_calls(BY_NAME[name], wide, required=True, parallel=False)
+
+
+def test_arguments_that_may_all_be_left_out_come_in_their_order() -> None:
+    properties = {key: {"type": "integer"} for key in "abc"}
+    tools = callable_tools([tool("f", {"type": "object", "properties": properties})], None, None)
+    grammar = checked(Shape(calls=lark_of_calls(BY_NAME["lfm2"], tools, required=True, parallel=False)))
+    for inner in ("", "a=1", "b=1", "a=1, c=2", "b=1, c=2", "a=1, b=2, c=3"):
+        assert accepts(grammar, f"<|tool_call_start|>[f({inner})]<|tool_call_end|>"), inner
+    for inner in ("b=1, a=2", "c=1, c=2", "a=1,"):
+        assert not accepts(grammar, f"<|tool_call_start|>[f({inner})]<|tool_call_end|>"), inner
+
+
+def test_a_value_of_pythons_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many commas it has; and what would be no UTF-8 is written as an escape."""
+    looks: list[str] = []
+    monkeypatch.setattr(python_calls, "literal", lambda text, of=python_calls.literal: looks.append(text) or of(text))
+    many = ", ".join(f"'a{number}'" for number in range(300))
+    (call,) = python_calls.python_calls(f"[f(x=[{many}], y=('(', \"b)\", {{'c': 'it\\'s'}}), z='\\ud800')]") or ()
+    assert len(looks) == 3
+    assert call.arguments.encode()
+    assert json.loads(call.arguments) == {
+        "x": [f"a{number}" for number in range(300)],
+        "y": ["(", "b)", {"c": "it's"}],
+        "z": "\ud800",
+    }
+    looks.clear()
+    assert python_calls.python_calls("[f(x=['a'" + ", 'a'" * 500) is None and len(looks) <= 1
 
 
 def test_a_template_without_calls_has_no_form() -> None:

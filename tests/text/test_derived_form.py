@@ -85,6 +85,21 @@ async def test_what_cannot_be_told_is_no_form(name: str) -> None:
     assert await derived(NOT_TOLD[name]) is None
 
 
+@pytest.mark.parametrize("more", ["{{ c.name }} " * 9, "x" * 100_000])
+async def test_what_a_template_writes_at_length_is_not_read(more: str) -> None:
+    """That would take time that grows with a power of its length."""
+    section = f"<call>{EACH}{more}{{{{ c.name }}}}|{{{{ c.arguments | tojson }}}}{{% endfor %}}</call>"
+    assert await written(template(section)) == {}
+    assert await written(template(section.replace(more, "x"))) != {}
+
+
+async def test_brackets_that_nobody_can_nest_show_no_form() -> None:
+    deep = '{"a":' + "[" * 30_000
+    section = f"<call>{EACH}{deep}{{{{ c.name }}}}|{{{{ c.arguments | tojson }}}}{{% endfor %}}</call>"
+    assert await written(template(section)) != {}
+    assert await derived(section) is None
+
+
 async def test_a_form_that_reads_one_of_its_calls_as_another_is_none() -> None:
     found = await written(template(TABLE["glm"]))
     assert reads(BY_NAME["glm"], found)

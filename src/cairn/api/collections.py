@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, BinaryIO
 
@@ -43,6 +42,7 @@ from cairn.config import Config
 from cairn.errors import InvalidRequest
 from cairn.rag.collections import SourcedAnswer
 from cairn.rag.definition import Found, NewDocument, check_name
+from cairn.rag.extractor import aside
 from cairn.service.service import Service
 from cairn.workflows.answerer import Asker
 
@@ -111,9 +111,7 @@ class CollectionRoutes:
         if isinstance(content, str):
             await self._add(call, body, content, len(content.encode("utf-8", "replace")))
             return
-        with tempfile.TemporaryFile() as file:
-            file.write(content)
-            file.seek(0)
+        with await asyncio.to_thread(aside, content) as file:
             await self._add(call, body, file, len(content))
 
     async def _add(self, call: Call, body: CollectionDocumentBody, content: str | BinaryIO, size: int) -> None:

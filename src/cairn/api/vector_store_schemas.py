@@ -196,6 +196,8 @@ def attributes_of(given: Mapping[str, Any] | None) -> dict[str, Attribute]:
             raise InvalidRequest(f"{field} must be a text, a number, true or false", field=field)
         if len(name) > 64 or (isinstance(value, str) and len(value) > 512):
             raise InvalidRequest(f"{field}: a name has at most 64 characters, a text 512", field=field)
+        if isinstance(value, int) and abs(value) > 1 << 63:  # many digits are no float at all
+            raise InvalidRequest(f"{field}: a number has at most 64 bits", field=field)
     return {name: value if isinstance(value, str | bool) else float(value) for name, value in given.items()}
 
 

@@ -40,6 +40,8 @@ RESERVE = 256 << 20
 """Bytes of the disk that the store does not grow into: the logs of agents need them more."""
 AHEAD = 2
 """How many chunks on the disk is told what will be read: it reads while a chunk is checked."""
+_HEADERS = 1 << 20
+"""More than a chunk's file has beside its pages: headers and tokens."""
 _PRUNE_EVERY = 600.0
 _PRUNES = 10
 """Looks for what is unused within a time to live, at least."""
@@ -274,6 +276,9 @@ class DiskStore:
             for at, length in portable_kv.frames(file):
                 if not length:
                     break
+                if length > self._largest:  # unpacking it would cost more than any chunk of this model
+                    refused += 1
+                    continue
                 chunk = self._checked(file.read(at, length), keyed)
                 if chunk is None:
                     ignored += 1
@@ -286,6 +291,13 @@ class DiskStore:
         finally:
             file.close()
         return TakenIn(chunks=chunks, bytes=size, ignored=ignored, refused=refused)
+
+    @property
+    def _largest(self) -> int:
+        """Bytes of the largest file that a chunk of this model can have."""
+        if self._layout is None:
+            return portable_kv.MOST_CHUNK
+        return max(self._codec.size(group) for group in range(len(self._layout.groups))) + _HEADERS
 
     def _checked(
         self, data: bytes, keyed: Callable[[int, int, Sequence[int], memoryview], Chunk | None]

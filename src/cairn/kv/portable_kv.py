@@ -18,6 +18,8 @@ MAGIC = b"cairn agent kv 1"
 _LENGTH = struct.Struct("<I")
 MOST_CHUNK = 1 << 30
 """Bytes of one chunk's file, at most."""
+LEAST_CHUNK = 128
+"""Bytes that every chunk's file has: its header alone is longer."""
 END = _LENGTH.pack(0)
 
 
@@ -54,8 +56,8 @@ def frames(file: Readable) -> Iterator[tuple[int, int]]:
         head = file.read(at, _LENGTH.size)
         length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else MOST_CHUNK + 1
         at += _LENGTH.size
-        if length > MOST_CHUNK or at + length > size:
-            raise Broken(f"a chunk at byte {at} is longer than the file")
+        if length > MOST_CHUNK or 0 < length < LEAST_CHUNK or at + length > size:
+            raise Broken(f"a chunk at byte {at} has {length} bytes, which none has or the file does not")
         yield at, length
         if not length:
             return

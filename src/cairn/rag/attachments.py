@@ -57,9 +57,11 @@ class Attachments:
     def begin(self, collection: Collection, wanted: Sequence[Wanted], batch: str) -> list[Attachment]:
         """Note files that are to be read; those that are there already, or are being read, are passed over.
 
-        What is new of them. Conflict where they are too many."""
+        What is new of them. Conflict where they are too many, NotFound where the collection is gone."""
         found = []
         with self._database.change() as db:
+            if db.execute("SELECT 1 FROM collections WHERE key=?", (collection.key,)).fetchone() is None:
+                raise NotFound(f"there is no collection {collection.id}", field="id")
             (count,) = db.execute("SELECT count(*) FROM attachments WHERE collection=?", (collection.key,)).fetchone()
             for one in wanted:
                 known = self._find(db, collection, one.file)

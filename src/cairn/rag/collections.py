@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,8 +14,8 @@ from cairn.rag.chunking import chunks
 from cairn.rag.citations import CitationFilter
 from cairn.rag.definition import BINARY, MAX_BYTES, MAX_CHUNKS, Collection, Found, NewDocument, Search, StoredDocument
 from cairn.rag.document_store import DocumentStore
-from cairn.rag.extractor import Extractor
-from cairn.rag.outline import Section
+from cairn.rag.extractor import Extractor, aside
+from cairn.rag.outline import Section, Unreadable
 from cairn.rag.reading import sections
 from cairn.service.embeddings import Asking, finished, scores, vectors
 from cairn.service.requests import SamplingOptions
@@ -122,7 +121,7 @@ class Collections:
         if new.size > MAX_BYTES:
             raise TooLarge(f"{field} has {new.size} bytes; the limit of a document is {MAX_BYTES}", field=field)
         collection = await asyncio.to_thread(self.store.collection, tenant, id)
-        found = await self._read(new)
+        found = await self._read(tenant, new)
         chunk, overlap = new.sizes or (collection.chunk, collection.overlap)
         pieces = await asyncio.to_thread(lambda: list(chunks(found, chunk, overlap)))
         if not pieces:
@@ -135,17 +134,18 @@ class Collections:
         model = (embedder.service.name, spec.identity, len(made[0]))
         return await asyncio.to_thread(self.store.add, collection, new, pieces, made, model)
 
-    async def _read(self, new: NewDocument) -> list[Section]:
+    async def _read(self, tenant: str, new: NewDocument) -> list[Section]:
         """The sections of a document. What a stranger's file can do to its reader it does in a process of its own."""
         if not isinstance(new.content, str):
-            return await self._extractor.read(new.kind, new.content, new.field)
+            return await self._extractor.read(tenant, new.kind, new.content, new.field)
         if new.kind not in ("html", *BINARY):
-            return await asyncio.to_thread(sections, new.content, new.kind)
+            try:
+                return await asyncio.to_thread(sections, new.content, new.kind)
+            except Unreadable as error:
+                raise InvalidRequest(f"{new.field}: {error}", field=new.field) from None
         data = new.content.encode("utf-8", "replace")
-        with tempfile.TemporaryFile() as file:
-            await asyncio.to_thread(file.write, data)
-            file.seek(0)
-            return await self._extractor.read(new.kind, file, new.field)
+        with await asyncio.to_thread(aside, data) as file:
+            return await self._extractor.read(tenant, new.kind, file, new.field)
 
     async def search(
         self,

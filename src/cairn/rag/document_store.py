@@ -65,6 +65,10 @@ CREATE TABLE attachments (collection INTEGER NOT NULL, file TEXT NOT NULL, batch
   state TEXT NOT NULL, code TEXT NOT NULL DEFAULT '', why TEXT NOT NULL DEFAULT '', attributes BLOB NOT NULL,
   chunk INTEGER NOT NULL DEFAULT 0, overlap INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (collection, file));
 """,
+    """
+CREATE TABLE last (key INTEGER NOT NULL);
+INSERT INTO last SELECT coalesce(max(key), 0) FROM collections;
+""",
 )
 """The forms that the file has had, each made of the one before."""
 
@@ -93,21 +97,24 @@ class DocumentStore:
             (count,) = db.execute("SELECT count(*) FROM collections WHERE tenant=?", (tenant,)).fetchone()
             if count >= MAX_COLLECTIONS:
                 raise Overloaded(f"there are {MAX_COLLECTIONS} collections, the limit; delete some", retry_after=60.0)
+            # never one that a collection has had: callers hold keys while they embed, and would go on with another's
+            (key,) = db.execute("UPDATE last SET key = key + 1 RETURNING key").fetchone()
             try:
                 db.execute(
-                    "INSERT INTO collections (tenant, id, created, chunk, overlap, metadata, name) "
-                    "VALUES (?,?,?,?,?,?,?)",
-                    (tenant, id, self._now(), chunk, overlap, msgspec.json.encode(metadata), name),
+                    "INSERT INTO collections (key, tenant, id, created, chunk, overlap, metadata, name) "
+                    "VALUES (?,?,?,?,?,?,?,?)",
+                    (key, tenant, id, self._now(), chunk, overlap, msgspec.json.encode(metadata), name),
                 )
             except sqlite3.IntegrityError:
                 raise Conflict(f"there is a collection {id} already", field="id") from None
             return self._collection(db, tenant, id)
 
     def bytes_of(self, tenant: str) -> int:
-        """About how many bytes a tenant's collections take: texts, and vectors of their chunks."""
+        """About how many bytes a tenant's collections take: vectors of their chunks, and headings and texts, which the
+        index of words has once more."""
         with self._read() as db:
             (found,) = db.execute(
-                "SELECT coalesce(sum(length(text) + length(vector)), 0) FROM chunks "
+                "SELECT coalesce(sum(2 * length(CAST(heading || text AS BLOB)) + length(vector)), 0) FROM chunks "
                 "WHERE collection IN (SELECT key FROM collections WHERE tenant=?)",
                 (tenant,),
             ).fetchone()
@@ -263,8 +270,10 @@ class DocumentStore:
     # ------------------------------------------------------------------------------------------------------- search
 
     def search(self, collection: Collection, question: str, vector: Vector, wanted: Search) -> list[Found]:
-        """The chunks that fit best."""
+        """The chunks that fit best; none of a collection that is gone."""
         with self._read() as db:
+            if db.execute("SELECT 1 FROM collections WHERE key=?", (collection.key,)).fetchone() is None:
+                return []
             allowed = self._allowed(db, collection, wanted)
             keys, scores = self._scores(db, collection, vector)
             score_of = dict(zip(keys.tolist(), scores.tolist(), strict=True))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from typing import BinaryIO
+import tempfile
+from typing import BinaryIO, cast
 
 import msgspec
 
@@ -13,6 +14,7 @@ from cairn.errors import InvalidRequest, Unavailable
 from cairn.rag.definition import MAX_BYTES, DocumentKind
 from cairn.rag.extraction import MEMORY, SECONDS, Extracted
 from cairn.rag.outline import Section
+from cairn.rag.turns import Turns
 from cairn.system import without_secrets
 
 AT_ONCE = 2
@@ -24,19 +26,34 @@ MOST_READ = 2 * MAX_BYTES + (16 << 20)
 """Bytes that a process may answer: text of the longest document, and headings."""
 
 
+def aside(data: bytes) -> BinaryIO:
+    """A real file without a name that holds this, at its beginning. Unavailable where the disk refuses it."""
+    try:
+        file = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
+        try:
+            file.write(data)
+            file.seek(0)
+        except BaseException:
+            file.close()
+            raise
+    except OSError as error:
+        raise Unavailable(f"the document cannot be kept: {error.strerror or error}", retry_after=10.0) from error
+    return cast(BinaryIO, file)
+
+
 class Extractor:
-    """Reads documents, a few at once."""
+    """Reads documents, a few at once, one of a tenant."""
 
     def __init__(self) -> None:
-        self._room = asyncio.Semaphore(AT_ONCE)
+        self._turns = Turns(AT_ONCE)
 
-    async def read(self, kind: DocumentKind, file: BinaryIO, field: str) -> list[Section]:
+    async def read(self, tenant: str, kind: DocumentKind, file: BinaryIO, field: str) -> list[Section]:
         """The sections of a document in a real file, from where it stands.
 
         InvalidRequest naming `field` for what cannot be read, or not within the limits; Unavailable where no process
         can be started. The process is gone on return, also when the caller was cancelled.
         """
-        async with self._room:
+        async with self._turns.place(tenant):
             try:
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-P", "-m", "cairn.rag.extraction", kind),  # -P: nothing from the working folder

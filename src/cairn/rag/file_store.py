@@ -23,7 +23,12 @@ CREATE TABLE files (key INTEGER PRIMARY KEY, tenant TEXT NOT NULL, id TEXT NOT N
   purpose TEXT NOT NULL, created REAL NOT NULL, size INTEGER NOT NULL, UNIQUE (tenant, id));
 CREATE TABLE pieces (file INTEGER NOT NULL, number INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY (file, number));
 """,
+    """
+CREATE TABLE last (key INTEGER NOT NULL);
+INSERT INTO last SELECT coalesce(max(key), 0) FROM files;
+""",
 )
+"""The forms that the file has had, each made of the one before."""
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,10 +63,12 @@ class FileStore:
                 raise Overloaded(f"there are {MAX_FILES} files, the limit; delete some", retry_after=60.0)
             if kept + size > MAX_KEPT:
                 raise Overloaded(f"the files would have {kept + size} bytes; the limit is {MAX_KEPT}", retry_after=60.0)
-            key = db.execute(
-                "INSERT INTO files (tenant, id, name, purpose, created, size) VALUES (?,?,?,?,?,?)",
-                (tenant, id, name, purpose, self._now(), size),
-            ).lastrowid
+            # never one that a file has had: who reads a file that is deleted meanwhile would go on with another's
+            (key,) = db.execute("UPDATE last SET key = key + 1 RETURNING key").fetchone()
+            db.execute(
+                "INSERT INTO files (key, tenant, id, name, purpose, created, size) VALUES (?,?,?,?,?,?,?)",
+                (key, tenant, id, name, purpose, self._now(), size),
+            )
             number = 0
             while data := file.read(_PIECE):
                 db.execute("INSERT INTO pieces VALUES (?,?,?)", (key, number, data))

@@ -12,7 +12,8 @@ from html.parser import HTMLParser
 from cairn.rag.definition import BINARY, DocumentKind
 from cairn.rag.outline import Outline, Section
 
-_HEADING = re.compile(r" {0,3}(#{1,6})[ \t]+(.*?)[ \t]*#*[ \t]*$")
+_HEADING = re.compile(r" {0,3}(#{1,6})[ \t](.*)")
+"""What closes a heading is taken off apart: an expression for it as well tries all ways to share out the blanks."""
 _FENCE = re.compile(r" {0,3}(```+|~~~+)")
 _BLOCKS = frozenset({"p", "div", "section", "article", "main", "header", "footer", "aside", "nav", "ul", "ol", "li"})
 _BLOCKS |= {"table", "tr", "td", "th", "pre", "blockquote", "br", "hr", "dl", "dt", "dd"}
@@ -46,7 +47,7 @@ def _markdown(text: str) -> list[Section]:
             continue
         outline.add("\n".join(lines))
         lines = []
-        outline.head(len(heading[1]), heading[2])
+        outline.head(len(heading[1]), heading[2].strip(" \t").rstrip("#").rstrip(" \t"))
     outline.add("\n".join(lines))
     return outline.sections
 

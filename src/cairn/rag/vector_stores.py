@@ -9,16 +9,19 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
+from cairn.deadline import DEADLINE
 from cairn.errors import CairnError, NotFound, trace
 from cairn.rag.attachments import Attachment, Attachments, Wanted
 from cairn.rag.collections import Collections, Embedder
 from cairn.rag.definition import Attribute, Collection, NewDocument, kind_of
 from cairn.rag.file_store import FileStore, StoredFile
+from cairn.rag.turns import Turns
+from cairn.spans import PRESENT
 
 log = logging.getLogger("cairn.api")
 
 AT_ONCE = 2
-"""Files that are read and embedded at once."""
+"""Files that are read and embedded at once, one of a tenant."""
 FIELD = "file"
 
 Embedders = Callable[[], AbstractAsyncContextManager[Embedder]]
@@ -33,7 +36,7 @@ class VectorStores:
         self.files, self.attachments = files, attachments
         self._tasks: dict[tuple[int, str], asyncio.Task[None]] = {}
         """What puts a file in, by its collection's key and its id."""
-        self._room = asyncio.Semaphore(AT_ONCE)
+        self._turns = Turns(AT_ONCE)
 
     async def attach(
         self, tenant: str, id: str, wanted: Sequence[Wanted], embedders: Embedders, batch: str = ""
@@ -56,9 +59,11 @@ class VectorStores:
         self, tenant: str, collection: Collection, file: StoredFile, one: Attachment, embedders: Embedders
     ) -> None:
         """Read and embed a file. How it ended is noted; what a cancellation leaves is noted by whoever cancels."""
+        DEADLINE.set(None)  # the call that asked for it is answered long before
+        PRESENT.set(None)
         code = why = ""
         try:
-            async with self._room:
+            async with self._turns.place(tenant):
                 with tempfile.TemporaryFile(dir=self.files.folder) as copy:
                     await asyncio.to_thread(self.files.copy, file, copy)
                     copy.seek(0)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cairn.text.call_formats import CallFormat
-from cairn.text.grammar import HARMONY_FINAL, GrammarError, literal, with_blanks
+from cairn.text.grammar import HARMONY_FINAL, MAX_TEXT, GrammarError, literal, with_blanks
 from cairn.text.tools import is_text
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -80,6 +80,7 @@ class _Grammar:
     def __init__(self, form: CallFormat) -> None:
         self._form = form
         self._rules: list[str] = []
+        self._size = 0
         self._count = 0
 
     def text(self) -> str:
@@ -87,7 +88,10 @@ class _Grammar:
         return "\n".join(["%llguidance {}", *reversed(self._rules)]) + "\n"
 
     def rule(self, name: str, body: str) -> None:
-        """Add one."""
+        """Add one. GrammarError where all of them have grown too long."""
+        self._size += len(name) + len(body)
+        if self._size > 4 * MAX_TEXT:
+            raise GrammarError(f"the tools make a grammar of more than {4 * MAX_TEXT} characters, the limit")
         self._rules.append(f"{name}: {body}")
 
     def call(self, tool: Offered) -> str:
@@ -165,10 +169,11 @@ class _Grammar:
             return f" {apart} ".join(needed) + "".join(f" ({apart} {one})?" for one in others)
         if not others:
             return ""
-        starts = [
-            one + "".join(f" ({apart} {later})?" for later in others[number + 1 :]) for number, one in enumerate(others)
-        ]
-        return f"({' | '.join(starts)})?"
+        starts, rest = list[str](), ""
+        for one in reversed(others):  # what may follow each is one rule, which the one before it goes on with
+            starts.append(f"{one} {rest}".rstrip())
+            rest = self._named("r", f"({apart} {one})? {rest}".rstrip())
+        return f"({' | '.join(reversed(starts))})?"
 
     def _braced(self, schema: Any) -> str:
         """A value in braces. Lengths and patterns of texts and lists are not held to."""
@@ -270,8 +275,8 @@ def _whole_pattern(schema: Any) -> str:
 
 
 def _kinds(kind: Any) -> list[str]:
-    """The types of a schema that has several."""
-    return kind if isinstance(kind, list) else []
+    """The types of a schema that has several, each once."""
+    return [one for n, one in enumerate(kind) if one not in kind[:n]] if isinstance(kind, list) else []
 
 
 def _numbered(text: str) -> str:

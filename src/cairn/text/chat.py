@@ -203,7 +203,7 @@ class Chat:
                 self._forms[name] = await chosen_form(
                     text, partial(render, name), self._traits[name][True], declared, ends
                 )
-            except CairnError as error:
+            except (CairnError, RecursionError, ValueError) as error:
                 log.warning("how the chat template calls tools is known by its signs alone: %s", error)
         await renderer.settled()
 

@@ -125,7 +125,7 @@ def _object_in(text: str) -> tuple[int, int, str, str, str] | None:
     for found in re.finditer(r"\{", text[: text.find(FIRST)]):
         try:
             value, end = decoder.raw_decode(text, found.start())
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         inner = value.get("function") if isinstance(value.get("function"), dict) else value
         named = next((key for key, one in inner.items() if one == FIRST), None)
@@ -160,7 +160,7 @@ def _as_named(written: Written) -> CallFormat | None:
     start = text.find("{", at + len(FIRST))
     try:
         value, end = json.JSONDecoder().raw_decode(text, start) if start >= 0 else (None, 0)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if value != {KEY: VALUE} or FIRST in text[at + len(FIRST) :]:
         return None
@@ -303,7 +303,7 @@ def _argument_end(text: str, at: int) -> int:
     if start >= 0:
         try:
             return json.JSONDecoder().raw_decode(text, start)[1]
-        except ValueError:
+        except (ValueError, RecursionError):
             pass
     return end
 

@@ -8,6 +8,7 @@ import re
 import warnings
 
 from cairn.text.json_scan import JsonScanner
+from cairn.text.tokenizer import valid_text
 from cairn.text.tools import Call
 
 MAX_LITERAL = 4096
@@ -15,7 +16,7 @@ MAX_LITERAL = 4096
 _COMMA = re.compile(r"\s*,\s*")
 _CLOSING = re.compile(r"\s*\)")
 _BEHIND = re.compile(r"\s*[,)]")
-_BEHIND_ANY = re.compile(r"[,)]")
+_MARKS = re.compile(r"\\.|['\"()\[\]{},]", re.DOTALL)
 _KEYWORD = re.compile(r"""\s*([^\s=,(){}\[\]'"]{1,128})\s*=\s*""")
 _PYTHON_NAME = re.compile(r"\s*([\w.-]{1,256})\s*\(")
 
@@ -64,9 +65,27 @@ def _python_value(text: str, at: int, end: int) -> tuple[str, int] | None:
     stop = scanner.feed(text[:end] + " ", at)
     if scanner.done and _BEHIND.match(text, stop, end):
         return scanner.text.strip(), stop
-    for found in _BEHIND_ANY.finditer(text, at, min(end, at + MAX_LITERAL)):
-        if (written := literal(text[at : found.start()].strip())) is not None:
-            return written, found.start()
+    behind = _behind(text, at, min(end, at + MAX_LITERAL))
+    if behind is not None and (written := literal(text[at:behind].strip())) is not None:
+        return written, behind
+    return None
+
+
+def _behind(text: str, at: int, end: int) -> int | None:
+    """Where a value ends: at the first comma or bracket that is in no text of it and in no brackets of its own."""
+    depth, quote = 0, ""
+    for found in _MARKS.finditer(text, at, end):
+        one = found.group()
+        if quote:
+            quote = "" if one == quote else quote
+        elif one in "'\"":
+            quote = one
+        elif one in "([{":
+            depth += 1
+        elif not depth and one in ",)":
+            return found.start()
+        elif one in ")]}":
+            depth -= 1
     return None
 
 
@@ -78,7 +97,8 @@ def literal(text: str) -> str | None:
         try:
             with warnings.catch_warnings(action="ignore"):
                 value = ast.literal_eval(tried)
-            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+            written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            return written if valid_text(written) == written else json.dumps(value, allow_nan=False)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
     return None

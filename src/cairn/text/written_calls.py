@@ -14,6 +14,10 @@ FIRST, SECOND = "probe_first", "probe_other"
 KEY, NEXT = "probe_key", "probe_next"
 ID = "qzjx"
 VALUE, LAST = "probe of value", "probe of more"
+_WORDS = (FIRST, SECOND, KEY, NEXT, VALUE, LAST)
+MAX_PLACE, MAX_COUNT = 1 << 16, 8
+"""Characters of what a template makes of a few calls, and how often it may repeat a word of them: reading it takes time
+that grows with both."""
 
 Arguments = Mapping[str, Any]
 Calls = tuple[tuple[str, Arguments], ...]
@@ -53,7 +57,9 @@ async def written_by(
         calls = CHECKS[check]
         text = await render(in_parts([ASKED, _message(calls)], traits.parts), variables)
         if text is not None and all(name in text for name, _ in calls):
-            found[check] = _ended(_place(text, head, tail), ends, calls[-1][0])
+            place = _ended(_place(text, head, tail), ends, calls[-1][0])
+            if len(place) <= MAX_PLACE and all(place.count(word) <= MAX_COUNT for word in _WORDS):
+                found[check] = place
     return found
 
 
