@@ -159,3 +159,54 @@ async def test_tokens_in_and_out_have_limits_of_their_own(folder: Path) -> None:
         other = await http.post("/v1/messages", json=message, headers=key("bob"))
         assert other.headers["anthropic-ratelimit-output-tokens-limit"] == "30"
         assert (await http.post("/v1/chat/completions", json=TURN, headers=key("ada"))).status_code == 200
+
+
+class Still:
+    """A clock of a test: no bucket fills again."""
+
+    def now(self) -> float:
+        return 1000.0
+
+
+async def test_tokens_count_whatever_they_are_computed_for(folder: Path, tmp_path: Path) -> None:
+    keys = (TenantKeys("bob", (Secret("key-of-bob"),), TenantLimits(tokens_per_minute=1_000_000)),)
+    async with home(folder, tenants=keys, agents_dir=str(tmp_path / "agents")) as (house, http):
+        rates = house.web.app._rates  # type: ignore[attr-defined]
+        rates._clock = Still()
+        used = 0
+
+        async def spent() -> int:
+            nonlocal used
+            before, used = used, 1_000_000 - int(rates._tenants["bob"].buckets["tokens"].left(1000.0))
+            return used - before
+
+        async def post(path: str, **body: Any) -> Any:
+            answer = await http.post(path, json=body, headers=key("bob"))
+            assert answer.status_code in (200, 201, 202), answer.text
+            return answer.json()
+
+        several = await post("/v1/chat/completions", **TURN, n=3)
+        assert await spent() == several["usage"]["total_tokens"] and several["usage"]["completion_tokens"] == 12
+        vectors = await post("/v1/embeddings", input=["one", "two words"])
+        assert await spent() == vectors["usage"]["total_tokens"] > 0
+        await post("/v1/agents", id="a")
+        assert await spent() == 0
+        assert await post("/v1/agents/a/turns", **TURN) and await spent() > 4
+        await post("/v1/collections", id="c")
+        await post("/v1/collections/c/documents", name="a.txt", text="A cairn is a heap of stones. " * 10)
+        assert await spent() > 200
+        await post("/v1/collections/c/ask", query="What is a cairn?", min_score=-1, max_tokens=4)
+        assert await spent() > 200
+        members = [{"name": name, "role": "Talk.", "max_tokens": 4} for name in ("ada", "cy")]
+        await post("/v1/teams", id="t", members=members)
+        assert await spent() == 0
+        assert await post("/v1/teams/t/rounds", content="Begin.") and await spent() > 50
+        await post("/v1/teams/t/votes", question="Which?", options=["one", "two"])
+        assert await spent() > 50
+        node = {"id": "n", "prompt": "Talk", "role": "planner", "sampling": {"max_tokens": 4}}
+        await post("/v1/workflows/runs", workflow={"name": "w", "nodes": [node]})
+        assert await spent() > 4
+        made = await post("/v1/responses", input="hello", background=True, max_output_tokens=4)
+        while made["status"] in ("queued", "in_progress"):
+            made = (await http.get(f"/v1/responses/{made['id']}", headers=key("bob"))).json()
+        assert await spent() == made["usage"]["total_tokens"] > 4

@@ -87,7 +87,7 @@ async def test_tokens_are_counted_once_they_are_known(folder: Path) -> None:
 async def test_requests_at_once_are_bounded(folder: Path) -> None:
     config = Config(**tenants(ada=TenantLimits(max_concurrent=1), bob=TenantLimits()))
     async with serving(folder) as service, site(service, config) as at, at.http() as http:
-        asked = {"messages": HELLO["messages"], "max_tokens": 400, "stream": True}
+        asked = {"messages": HELLO["messages"], "max_tokens": 400, "ignore_eos": True, "stream": True}
         async with http.stream("POST", "/v1/chat/completions", json=asked, headers=key("ada")) as stream:
             await anext(stream.aiter_bytes())
             refused = await http.post("/v1/chat/completions", json=HELLO, headers=key("ada"))

@@ -1,7 +1,8 @@
 """How much a tenant may ask for: requests and tokens a minute, and requests at once.
 
-Buckets of each tenant, each as large as what a minute brings; tokens are taken when they are known, at the end of an
-answer, so the last request before an empty bucket is answered whole. Headers: OpenAI's `x-ratelimit-*`
+Buckets of each tenant, each as large as what a minute brings; tokens are taken when they are known, at the end of each
+request that a model computes (an answer, a member's turn, a text that becomes a vector), whoever waits for it, so what
+is begun before the bucket is empty is answered whole. Headers: OpenAI's `x-ratelimit-*`
 (platform.openai.com/docs/guides/rate-limits), and for clients of Anthropic `anthropic-ratelimit-*`
 (docs.anthropic.com/en/api/rate-limits). Without keys a tenant is a client, by its address.
 """
@@ -87,7 +88,7 @@ class _Tenant:
         }
 
     def take(self, now: float, tokens: tuple[int, int]) -> None:
-        """An answer has ended, with so many tokens of its prompt and of its own."""
+        """A request has ended, with so many tokens of its prompt and of its own."""
         for what, count in (("tokens", sum(tokens)), ("input_tokens", tokens[0]), ("output_tokens", tokens[1])):
             if what in self.buckets:
                 self.buckets[what].take(count, now)
@@ -137,8 +138,11 @@ class RateLimits:
             yield
         finally:
             tenant.ended(now, self._clock.now())
-            if call.tokens is not None:
-                tenant.take(self._clock.now(), call.tokens)
+
+    def used(self, share: str, prompt_tokens: int, completion_tokens: int) -> None:
+        """A request that takes this share of the server has ended, with so many tokens."""
+        if (tenant := self._tenants.get(share)) is not None:
+            tenant.take(self._clock.now(), (prompt_tokens, completion_tokens))
 
     def _tenant(self, call: Call, now: float) -> _Tenant:
         found = self._tenants.get(call.share)

@@ -26,6 +26,7 @@ from cairn.errors import CairnError, Conflict, InvalidRequest, ModelError, Unava
 from cairn.seams import Clock
 from cairn.service.fit import Fit, free_now, measure
 from cairn.service.launch import First, launch_first
+from cairn.service.request_table import Used
 from cairn.service.served_model import Loaded, ServedModel, check_names, first_of, locate, served_models
 from cairn.service.service import SHUTTING_DOWN, Service
 from cairn.service.services import RequestIds, Services
@@ -86,6 +87,7 @@ class Models:
         self.services: Services
         """Set once the first model is loaded."""
         self.draining = False
+        self._used: Used | None = None
         self._in_process, self._clock, self._patience = in_process, clock or SystemClock(), patience
         self._free, self._weights = free, weights or {}
         self._ids = RequestIds(self._clock)
@@ -288,6 +290,12 @@ class Models:
         finally:
             model.loading = None
 
+    def tell(self, used: Used) -> None:
+        """Let somebody know what the requests of all models use, also of those that are loaded later."""
+        self._used = used
+        for _, loaded in self.loaded():
+            loaded.service.used = used
+
     def keep(self, model: ServedModel, seconds: float) -> None:
         """Unload the model once nobody has asked for it for so long; a pinned one stays, and the only one."""
         if model.loaded is not None and self.several:
@@ -392,6 +400,8 @@ class Models:
     def _take(self, model: ServedModel, service: Service, fit: Fit | None) -> None:
         """From now on this service answers in the model's names."""
         before = model.loaded.service if model.loaded is not None else None
+        if self._used is not None:
+            service.used = self._used
         model.loaded = Loaded(service, fit, self._clock.now(), model.ttl)
         model.spec, model.identity = service.spec, service.spec.identity
         model.name = service.name

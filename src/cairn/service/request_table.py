@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -74,6 +74,10 @@ class History:
 
 log = logging.getLogger(__name__)
 
+Used = Callable[[str, int, int], None]
+"""Is told of each request that was begun, at its end, however that came: whose share of the server it took, and how
+many tokens its prompt and its answer have. A prompt of several choices counts with the first of them."""
+
 _LATE = 1.0
 """Seconds past a deadline after which the front ends a request itself; the worker normally does."""
 
@@ -90,6 +94,7 @@ class RequestTable:
         self.queue = Queue(config)
         self.history = History()
         self.recent = RecentContexts()
+        self.used: Used | None = None
         self._supervisor, self._clock = supervisor, clock
         self._stall, self._limit = config.stream_stall, config.stream_buffer_kib << 10
         self._stepped = 0.0
@@ -278,6 +283,9 @@ class RequestTable:
     def _remember(self, flight: RequestState, reason: FinishReason, timing: Timing, now: float) -> None:
         """What is left of a request that has ended."""
         request = flight.request
+        if self.used is not None and flight.started_at is not None:
+            prompt = len(request.prompt) if request.choice == 0 else 0
+            self.used(request.share, prompt, flight.text.completion_tokens)
         _note_spans(flight, flight.reason or reason, timing, now)
         self.metrics.record_end(
             flight.reason or reason,

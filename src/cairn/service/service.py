@@ -27,7 +27,7 @@ from cairn.service.last_hour import LastHour
 from cairn.service.launch import First, launch_first
 from cairn.service.miss_explainer import PromptOrigin
 from cairn.service.request_state import PLAIN, InFlight, RequestState, RequestStatus
-from cairn.service.request_table import RequestTable
+from cairn.service.request_table import RequestTable, Used
 from cairn.service.services import RequestIds
 from cairn.service.stream import Stream
 from cairn.service.supervisor import Supervisor
@@ -176,6 +176,15 @@ class Service:
     def next_id(self) -> int:
         """A request id: see `RequestIds`."""
         return self._ids.draw()
+
+    @property
+    def used(self) -> Used | None:
+        """Who is told what each request has used, if anybody."""
+        return self._traffic.used
+
+    @used.setter
+    def used(self, used: Used) -> None:
+        self._traffic.used = used
 
     def check_generates(self) -> None:
         """InvalidRequest for a model that was not made to answer."""
