@@ -171,3 +171,11 @@ def test_bytes_of_a_tenant_are_of_headings_texts_and_vectors(shelf: Shelf) -> No
     one = shelf.store.create("me", "c", 1000, 100, {})
     shelf.store.add(one, new("a"), [Piece("h" * 100, "ö" * 10)], [vector(1, 0, 0)], MODEL)
     assert (shelf.store.bytes_of("me"), shelf.store.bytes_of("you")) == (2 * 120 + 12, 0)
+
+
+def test_a_question_of_another_width_is_a_conflict(shelf: Shelf) -> None:
+    one = shelf.store.create("me", "c", 1000, 100, {})
+    assert [shelf.found(one, "x", vector(*numbers)) for numbers in ((1, 0, 0), (1, 0))] == [[], []]
+    shelf.add(one, "a", "first")
+    with pytest.raises(Conflict, match="of another model meanwhile"):
+        shelf.found(one, "x", vector(1, 0))

@@ -320,6 +320,10 @@ class DocumentStore:
         while len(self._matrices) > 1 and sum(matrix.nbytes for _, matrix in self._matrices.values()) > MAX_HELD:
             self._matrices.popitem(last=False)
         keys, matrix = self._matrices[collection.key]
+        if not len(keys):
+            return keys, np.zeros(0, np.float32)
+        if matrix.shape[1] != len(vector):  # while the question was embedded, its documents were made anew
+            raise Conflict(f"the vectors of collection {collection.id} are of another model meanwhile; ask again")
         return keys, matrix @ vector
 
     def _by_words(self, db: sqlite3.Connection, collection: Collection, question: str) -> list[int]:
