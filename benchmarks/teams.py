@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--model", default=smollm2(), help="what cairn serve takes")
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--shared", type=int, default=2000, help="tokens of the shared beginning")
-    parser.add_argument("--answer", type=int, default=32, help="tokens of an answer at most")
+    parser.add_argument("--answer", type=int, default=8, help="tokens of an answer: few, so that nobody ends early")
     parser.add_argument("--kv-gb", default="1", help="of each server")
     parser.add_argument("--json", type=Path, help="write the figures into this file")
     given = parser.parse_args()

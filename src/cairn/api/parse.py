@@ -95,7 +95,7 @@ class _Reader:
         """Whether an unknown field is let through, which its sender is told."""
         field = where + shown(name)
         near = closest(name, [*kind.model_fields, *kind.synonyms])
-        what = "this route" if not where else f"a {kind.place}"
+        what = "this route" if not where else "this object" if kind.place == "other" else f"a {kind.place}"
         lenient = self._lenient or kind.lenient
         if lenient and self._call is not None:
             self._call.warn(f"{field} is not a field of {what} and has no effect{near}")
