@@ -40,6 +40,10 @@ def test_a_worker_on_a_thread_finds_all_heavy_modules_imported(engine: str) -> N
     assert set(done.stdout.split()) <= {"cairn.kernels._native"}  # one file of ours, which imports nothing
 
 
+CUT = b"(the answer was cut at the token limit: finish_reason length)\n"
+"""All that is said: no traceback."""
+
+
 def test_many_starts_under_load(prove: bool) -> None:
     """Five at once, so that each is interrupted at every place."""
     if not prove:
@@ -48,5 +52,5 @@ def test_many_starts_under_load(prove: bool) -> None:
     command = [sys.executable, "-c", f"from cairn.cli import main; main({ask})"]
     for _ in range(10):
         starts = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(5)]
-        assert [said for one in starts if (said := one.communicate()[1])] == []
+        assert [one.communicate()[1] for one in starts] == [CUT] * 5
         assert [one.returncode for one in starts] == [0] * 5
