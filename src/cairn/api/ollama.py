@@ -7,6 +7,7 @@ Shapes: github.com/ollama/ollama, docs/api.md, as ollama-python's `_types` state
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -127,7 +128,7 @@ class Ollama:
         await self._exchanges.run(call, exchange, stream=body.streams)
 
 
-class Answer:
+class Answer(ABC):
     """How an answer looks: `piece` is what is said in one line of it."""
 
     def __init__(self, service: Service, body: OllamaBody) -> None:
@@ -141,9 +142,9 @@ class Answer:
         (self._choice,) = choices
         return self
 
+    @abstractmethod
     def piece(self, text: str, thought: str, calls: Sequence[tuple[str, str, str]] = ()) -> dict[str, Any]:
         """What a line says."""
-        raise NotImplementedError
 
     def begin(self) -> bytes:
         """Nothing."""
