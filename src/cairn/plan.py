@@ -9,9 +9,10 @@ from typing import Protocol
 
 from cairn.engine.base import Engine, Row, RowResult
 from cairn.kv.blocks import Copy
+from cairn.outputs import FinishReason, Output
+from cairn.request import Request
 from cairn.sequence import Matcher, Sequence
 from cairn.stats import SchedulerStats
-from cairn.types import FinishReason, Output, Request
 
 ENOUGH_TOKENS = 128
 """Prompt tokens of a step from which an engine is not much faster with more."""

@@ -38,12 +38,13 @@ from cairn.errors import Conflict, InvalidRequest
 from cairn.kv.blocks import BlockPool
 from cairn.kv.cache import Cache
 from cairn.kv.sequence_kv import Match
+from cairn.outputs import FinishReason, Output, Timing
 from cairn.plan import Limits, Pace, Plan, StepBudget, sizes
+from cairn.request import Request
 from cairn.seams import Clock
 from cairn.sequence import MAX_PRIORITY, Matcher, Sequence, State, check_prompt
 from cairn.stats import SchedulerStats
 from cairn.text_queue import encoded
-from cairn.types import FinishReason, Output, Request, Timing
 from cairn.waiting import Passed, WaitingQueue
 
 FORCE_SECONDS = 0.004

@@ -10,8 +10,9 @@ from typing import Protocol
 from cairn.engine.base import Pending, Row
 from cairn.errors import ContextTooLong, InvalidRequest
 from cairn.kv.sequence_kv import SequenceKV
+from cairn.outputs import FinishReason, Timing
+from cairn.request import Request
 from cairn.stats import CacheReport, Miss
-from cairn.types import FinishReason, Request, Timing
 
 AGE_SECONDS = 5.0
 """Waiting that weighs as much as one level of priority."""

@@ -8,7 +8,7 @@ from cairn.kv.blocks import Copy
 from cairn.kv.cache import Cache
 from cairn.kv.sequence_kv import SequenceKV
 from cairn.kv.waiters import Waiters
-from cairn.types import CacheGroup
+from cairn.layer_spec import CacheGroup
 
 SIZE = 4
 TOKENS = list(range(50, 90))

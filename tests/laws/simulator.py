@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from tests.laws.storage_world import Broken, Storage, law
 
+from cairn.block_size import CHUNK_BLOCKS
 from cairn.engine.base import NO_BLOCK, Ready, Row, RowResult
 from cairn.engine.fake import STATE, FakeEngine, fake_spec
 from cairn.errors import ContextTooLong, InvalidRequest
@@ -26,11 +27,13 @@ from cairn.kv.attention_window import first_read, window_blocks
 from cairn.kv.blocks import BlockPool
 from cairn.kv.cache import Cache
 from cairn.kv.snapshots import SPACING
+from cairn.outputs import FinishReason, Output, TokenLogprob
 from cairn.plan import Limits, Pace, Plan
+from cairn.request import Request
 from cairn.sampling import sample
+from cairn.sampling_params import SamplingExtras, SamplingParams
 from cairn.scheduler import Scheduler
 from cairn.sequence import AGE_SECONDS, Sequence, State
-from cairn.types import CHUNK_BLOCKS, FinishReason, Output, Request, SamplingExtras, SamplingParams, TokenLogprob
 
 VOCAB = 24
 WINDOWS = ((0,), (0,), (0,), (0, 5), (0, 8), (0, 3), (7, 0, 4), (6,))

@@ -31,8 +31,8 @@ from cairn.kv.prefix import Chain, root
 from cairn.kv.sequence_kv import BlockedOn, LowerTiers, Match, RecentKeys, SequenceKV
 from cairn.kv.snapshots import BOUNDARY, SPACING
 from cairn.kv.waiters import Waiters
+from cairn.layer_spec import CacheGroup
 from cairn.stats import GroupUse, Miss
-from cairn.types import CacheGroup
 
 
 class Cache:

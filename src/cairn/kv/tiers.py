@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from cairn.block_size import CHUNK_BLOCKS
 from cairn.engine.base import NO_BLOCK, Engine
 from cairn.errors import trace
 from cairn.kv.cache import Cache
@@ -29,7 +30,6 @@ from cairn.kv.store_writer import StoreWriter
 from cairn.kv.write_behind import WriteBehind, WriteLimits
 from cairn.seams import Clock
 from cairn.stats import KvStats, Placed, Swept, TakenIn
-from cairn.types import CHUNK_BLOCKS
 
 log = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from cairn.block_size import CHUNK_BLOCKS
 from cairn.engine.base import Engine
 from cairn.kv.attention_window import lead
 from cairn.kv.cache import Cache
@@ -31,7 +32,6 @@ from cairn.kv.snapshots import BOUNDARY
 from cairn.kv.store import Chunk, Store, chunk_pages, chunk_sizes
 from cairn.kv.store_writer import StoreWriter
 from cairn.seams import Clock
-from cairn.types import CHUNK_BLOCKS
 
 COPY_SECONDS = 2.0
 """How long a chunk waits in the pool for the step loop to have nothing to do; then it is copied between two steps."""
