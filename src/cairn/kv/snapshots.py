@@ -73,6 +73,11 @@ class Snapshots:
         ends = range(first // BOUNDARY * BOUNDARY + BOUNDARY, stop + 1, BOUNDARY)
         return [end - 1 for end in ends if self.wanted(end)]
 
+    def settle(self) -> int:
+        """Nothing takes the place of the newest after the prompt any more: its boundary, 0 where there is none."""
+        boundary, self.passing = self.passing, 0
+        return boundary
+
     def took(self, boundary: int, *, own: bool = True) -> list[int]:
         """A wanted snapshot is there; which are kept no longer. `own`: nobody else had left it there before."""
         gone: list[int] = []
