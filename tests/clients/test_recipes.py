@@ -73,7 +73,7 @@ class Recipe(NamedTuple):
 
     def lines(self) -> list[str]:
         """Without what only imports."""
-        return [line for line in self.text.splitlines() if not re.match(r"(from|import) ", line)]
+        return [line for line in self.text.splitlines() if line and not re.match(r"(from|import) ", line)]
 
     def at(self, url: str) -> str:
         return self.text.replace(BASE, url)
