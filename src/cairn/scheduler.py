@@ -258,7 +258,7 @@ class Scheduler:
                 if budget.kept:
                     passed.add(sequence)
                 continue
-            self._start(sequence, now, started)
+            self._start(sequence, now, started, whole=finish is not None)
             if finish is None and sequence.computed >= sequence.target:
                 finish = FinishReason.LENGTH
             if finish is not None:
@@ -309,16 +309,16 @@ class Scheduler:
             return Turn.STOPS if self._running and short and fewer else None
         return None if match.blocked_on is None else Turn.PASSES
 
-    def _start(self, sequence: Sequence, now: float, started: list[int]) -> None:
-        """A waiting sequence runs, from what is computed of it on."""
+    def _start(self, sequence: Sequence, now: float, started: list[int], *, whole: bool) -> None:
+        """A waiting sequence runs, from what is computed of it on. `whole`: its answer is there without a step."""
         sequence.become(State.RUNNING)
         self._waiting.start(sequence)
         self._running.append(sequence)
         sequence.turn = sequence.turn or next(self._turns)
         if sequence.admitted is None:
-            reuse = sequence.scored >= sequence.to_score
+            reuse = sequence.scored >= sequence.to_score and not whole
             miss = self._cache.miss(sequence.kv, sequence.tokens, sequence.computed) if reuse else None
-            sequence.start(now, miss)
+            sequence.start(now, miss, whole=whole)
             started.append(sequence.request.id)
             self._queries += sequence.prompt_len if reuse else 0
             self._hits += min(sequence.computed, sequence.prompt_len)

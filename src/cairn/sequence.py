@@ -251,9 +251,10 @@ class Sequence:
             mask=mask,
         )
 
-    def start(self, now: float, miss: Miss | None) -> None:
-        """It runs for the first time: what is computed of it now is where its prompt's KV came from."""
-        covered = min(self.computed, self.prompt_len)
+    def start(self, now: float, miss: Miss | None, *, whole: bool = False) -> None:
+        """It runs for the first time: what is computed of it now is where its prompt's KV came from. `whole`: nothing
+        of it has to be computed, since its answer is there."""
+        covered = self.prompt_len if whole else min(self.computed, self.prompt_len)
         brought = self.kv.progress.origin(covered)
         self.admitted = now
         self.report = CacheReport(

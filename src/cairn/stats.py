@@ -49,7 +49,10 @@ class Miss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the KV of a prompt came from, in tokens. `computed + pool + ram + disk` is the prompt's length."""
+    """Where the KV of a prompt came from, in tokens. `computed + pool + ram + disk` is the prompt's length.
+
+    Of a prompt that no step was needed for all counts as found: none of it was computed.
+    """
 
     computed: int = 0
     pool: int = 0

@@ -288,6 +288,6 @@ async def _together(service: Service, wholes: Sequence[Whole], asking: Asking) -
             for index, event in batch:
                 if isinstance(event, Done):
                     found[index] = np.frombuffer(event.vector, np.float32)
-    if not all(found[index].size for index in range(len(wholes))):
+    if not all(index in found and found[index].size for index in range(len(wholes))):
         raise GenerationFailed("the engine gave no vector")
     return [found[index] for index in range(len(wholes))]
