@@ -259,7 +259,7 @@ BUGS = (
     Bug("prompt logprobs are sent again after preemption", SCHEDULER, "Scheduler._advance", "sequence.scored += len(result.prompt_logprobs)", "pass"),
     Bug("a cache report with every token", SCHEDULER, "Scheduler._advance", "sequence.first_token is None", "True"),
     Bug("the covered prefix is computed again", SCHEDULER, "Scheduler._open", "sequence.computed = covered", "sequence.computed = 0"),
-    Bug("a sampled token is lost", SCHEDULER, "Scheduler._advance", "sequence.news()", "sequence.news()[:end % 7 * 99]"),
+    Bug("a sampled token is lost", SEQUENCE, "Sequence.take", "(token,)", "(token,)[:len(self.tokens) % 7 * 99]"),
     Bug("a forced token is not told", SEQUENCE, "Sequence.news", "tuple(self.tokens[self.reported:])", "tuple(self.tokens[-1:])"),
     Bug("a token is told again", SEQUENCE, "Sequence.news", "self.reported = len(self.tokens)", "self.reported = max(self.reported, len(self.tokens) - 1)"),
     Bug("forced tokens have no end", SEQUENCE, "Sequence.force", "finish = self.ending()", "pass"),
