@@ -35,6 +35,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from family_models import SHAPES
 from side_by_side import Side, load, machine, median_ratio, model_file, write_json
 
 ROOM = 512
@@ -82,6 +83,7 @@ ROWS = [
     *rows_of(QWEN, "Q4_K_M", 3.0, 1.3, 3.0, 2.8),
     *rows_of(QWEN, "BF16", 1.9, 1.0, 1.9, 2.1),
     *rows_of(LLAMA, "Q4_0", 2.7, 1.3, 2.8, 2.5),
+    *(row for name, shape in SHAPES.items() for row in rows_of(name, shape.kind, 1.0, 1.0, 1.0)),
 ]
 
 
