@@ -219,7 +219,7 @@ def _qwen_hybrid(shape: Shape, layer: int) -> Iterator[Tensor]:
     if (layer + 1) % 4:
         heads, keys = shape.more["ssm.time_step_rank"], shape.more["ssm.group_count"]
         channels = (heads + 2 * keys) * STATE
-        _, plain, finer = _kinds(shape, layer)
+        plain = _kinds(shape, layer)[1]
         yield "attn_qkv.weight", (channels, shape.hidden), "Q5_K"
         yield "attn_gate.weight", (heads * STATE, shape.hidden), plain
         for part in ("alpha", "beta"):
