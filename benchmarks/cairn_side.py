@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from both_sides import STEP, answer_lines, peak, tokens_of
+from both_sides import STEP, Timed, answer_lines, peak, tokens_of
 from cairn.config import Config
 from cairn.engine.base import Row, RowResult
 from cairn.engine.cpu import CpuEngine
@@ -35,7 +35,7 @@ def kv_gb(spec: ModelSpec, tokens: int) -> float:
     return found / 1e9
 
 
-class Side:
+class Side(Timed):
     """One engine, and the blocks of the row that is being measured."""
 
     sizes: tuple[int, int, int] | None = None
@@ -82,23 +82,23 @@ class Side:
     def prefill(self, tokens: int) -> dict[str, Any]:
         """A prompt of `tokens` after the depth, and the choice of the token after it."""
         whole = self.context + tokens_of(tokens, self.vocab, 1)
-        began = time.perf_counter()
+        began = self.now()
         for start in range(self.depth, len(whole), STEP):
             end = min(start + STEP, len(whole))
             found = self.step([self.row(0, whole, start, end, wanted=end == len(whole))])
         chosen_of(found)
-        return {"seconds": [time.perf_counter() - began], "tokens": tokens}
+        return {"seconds": [self.now() - began], "tokens": tokens}
 
     def decode(self, steps: int) -> dict[str, Any]:
         """`steps` steps of all sequences, each token the greedy choice of the step before."""
         texts = [[*self.context, (31 * number + 7) % self.vocab] for number in range(self.batch)]
         times = []
         for _ in range(steps):
-            began = time.perf_counter()
+            began = self.now()
             rows = [self.row(number, text, len(text) - 1, len(text)) for number, text in enumerate(texts)]
             for text, token in zip(texts, chosen_of(self.engine.decode(rows).wait()), strict=True):
                 text.append(token)
-            times.append(time.perf_counter() - began)
+            times.append(self.now() - began)
         return {"seconds": times, "tokens": self.batch}
 
     def answers(self, prompts: list[list[int]], steps: int, top: int) -> dict[str, Any]:
