@@ -6,19 +6,21 @@ told otherwise.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from both_sides import STEP, answer_lines, peak, tokens_of
+from both_sides import STEP, Timed, answer_lines, peak, tokens_of
 from cairn.block_size import BLOCK_TOKENS
 from cairn.config import Config
 from cairn.engine.base import Row, RowResult
 from cairn.engine.cpu import CpuEngine
 from cairn.kernels import roofline
 from cairn.kernels.choose import chosen
+from cairn.model_spec import ModelSpec
 from cairn.models.spec import load_spec
 from cairn.sampling_params import SamplingParams
 from cairn.system import SystemClock
@@ -26,7 +28,16 @@ from cairn.system import SystemClock
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0)
 
 
-class Side:
+def kv_gb(spec: ModelSpec, tokens: int) -> float:
+    """GB of a pool for so many tokens in float32, and of states enough for 8 sequences, which have two each."""
+    found = 0
+    for number, group in enumerate(spec.groups):
+        numbers = len(group.layers) * math.prod(spec.page(number))
+        found += 4 * numbers * (40 if group.kind == "state" else -(-tokens // BLOCK_TOKENS))
+    return found / 1e9
+
+
+class Side(Timed):
     """One engine, and the blocks of the row that is being measured."""
 
     sizes: tuple[int, int, int] | None = None
@@ -40,10 +51,9 @@ class Side:
         """An engine whose pool holds `tokens` tokens."""
         began = time.perf_counter()
         spec = load_spec(Path(path), identify=False)
-        kv = 2 * 4 * spec.layers * spec.kv_heads * spec.head_dim * tokens / 1e9
         context = min(spec.context, 8192)
         whole = {"keep_packed": False, **options}  # the time to load is that of a first start
-        config = Config(model=path, threads=threads, context=context, kv_gb=max(kv, 0.3), **whole)
+        config = Config(model=path, threads=threads, context=context, kv_gb=max(kv_gb(spec, tokens), 0.3), **whole)
         self.engine = CpuEngine.load(spec, Path(path), config)
         self.vocab = spec.vocab
         return {"seconds": time.perf_counter() - began, "vocab": spec.vocab}
@@ -55,8 +65,11 @@ class Side:
         self.sizes = (batch, depth, room)
         each = -(-(depth + room) // BLOCK_TOKENS)
         self.tables = [range(number * each, (number + 1) * each) for number in range(batch)]
-        if batch * each > min(self.engine.info.blocks):
-            raise RuntimeError(f"{batch * each} blocks do not fit the pool")
+        for group, blocks in zip(self.engine.info.groups, self.engine.info.blocks, strict=True):
+            if (2 * batch if group.kind == "state" else batch * each) > blocks:
+                raise RuntimeError(f"{batch} sequences of {depth + room} tokens do not fit the pool")
+        if depth and any(group.kind == "state" for group in self.engine.info.groups):
+            raise RuntimeError("a state cannot be put back to the depth")
         self.batch, self.depth = batch, depth
         self.context = tokens_of(depth, self.vocab)
         for start in range(0, depth, STEP):
@@ -71,23 +84,23 @@ class Side:
     def prefill(self, tokens: int) -> dict[str, Any]:
         """A prompt of `tokens` after the depth, and the choice of the token after it."""
         whole = self.context + tokens_of(tokens, self.vocab, 1)
-        began = time.perf_counter()
+        began = self.now()
         for start in range(self.depth, len(whole), STEP):
             end = min(start + STEP, len(whole))
             found = self.step([self.row(0, whole, start, end, wanted=end == len(whole))])
         chosen_of(found)
-        return {"seconds": [time.perf_counter() - began], "tokens": tokens}
+        return {"seconds": [self.now() - began], "tokens": tokens}
 
     def decode(self, steps: int) -> dict[str, Any]:
         """`steps` steps of all sequences, each token the greedy choice of the step before."""
         texts = [[*self.context, (31 * number + 7) % self.vocab] for number in range(self.batch)]
         times = []
         for _ in range(steps):
-            began = time.perf_counter()
+            began = self.now()
             rows = [self.row(number, text, len(text) - 1, len(text)) for number, text in enumerate(texts)]
             for text, token in zip(texts, chosen_of(self.engine.decode(rows).wait()), strict=True):
                 text.append(token)
-            times.append(time.perf_counter() - began)
+            times.append(self.now() - began)
         return {"seconds": times, "tokens": self.batch}
 
     def answers(self, prompts: list[list[int]], steps: int, top: int) -> dict[str, Any]:
@@ -99,7 +112,7 @@ class Side:
             self.begin(1, 0, len(prompt) + steps)
             text, said, start = list(prompt), [], 0
             for _ in range(steps):
-                row = Row(text, start, len(text), (self.tables[0],), len(text) - 1, len(prompt), sampling, 0)
+                row = Row(text, start, len(text), self.tables_of(0), len(text) - 1, len(prompt), sampling, 0)
                 result = self.step([row])[0]
                 start = len(text)
                 text += chosen_of([result])
@@ -109,8 +122,13 @@ class Side:
         return {"answers": found}
 
     def row(self, number: int, tokens: Sequence[int], start: int, end: int, wanted: bool = True) -> Row:
-        tables = (self.tables[number],) * len(self.engine.info.groups)
-        return Row(tokens, start, end, tables, end - 1 if wanted else None, self.depth + 1, GREEDY, 0)
+        return Row(tokens, start, end, self.tables_of(number), end - 1 if wanted else None, self.depth + 1, GREEDY, 0)
+
+    def tables_of(self, number: int) -> tuple[Sequence[int], ...]:
+        """The blocks of a sequence in every group; of states two, in turns."""
+        own = self.tables[number]
+        turns = [2 * number + place % 2 for place in range(len(own))]
+        return tuple(turns if group.kind == "state" else own for group in self.engine.info.groups)
 
     def step(self, rows: list[Row]) -> list[RowResult]:
         return self.engine.prefill(rows).wait()

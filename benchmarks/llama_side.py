@@ -15,14 +15,14 @@ from typing import Any
 import llama_cpp as c
 import numpy as np
 
-from both_sides import STEP, answer_lines, peak, tokens_of
+from both_sides import STEP, Timed, answer_lines, peak, tokens_of
 
 TYPES = {"Q4_0": 2, "Q8_0": 7, "Q4_K_M": 15}
 """llama_ftype."""
 QUIET = c.llama_log_callback(lambda level, text, _: sys.stderr.write(text.decode()) if level == 4 else None)
 
 
-class Side:
+class Side(Timed):
     """One model and the context of the row that is being measured."""
 
     context: Any = None
@@ -71,22 +71,22 @@ class Side:
         """A prompt of `tokens` after the depth, and the choice of the token after it."""
         self.forget()
         prompt = tokens_of(tokens, self.vocab, 1)
-        began = time.perf_counter()
+        began = self.now()
         for at in range(0, tokens, STEP):
             part = prompt[at : at + STEP]
             self.step([(0, self.depth + at + k, token) for k, token in enumerate(part)], last=True)
         self.chosen(1)
-        return {"seconds": [time.perf_counter() - began], "tokens": tokens}
+        return {"seconds": [self.now() - began], "tokens": tokens}
 
     def decode(self, steps: int) -> dict[str, Any]:
         """`steps` steps of all sequences, each token the greedy choice of the step before."""
         self.forget()
         last, times = [(31 * number + 7) % self.vocab for number in range(self.batch)], []
         for at in range(self.depth, self.depth + steps):
-            began = time.perf_counter()
+            began = self.now()
             self.step([(number, at, token) for number, token in enumerate(last)])
             last = self.chosen(self.batch)
-            times.append(time.perf_counter() - began)
+            times.append(self.now() - began)
         return {"seconds": times, "tokens": self.batch}
 
     def answers(self, prompts: list[list[int]], steps: int, top: int) -> dict[str, Any]:

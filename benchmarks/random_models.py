@@ -33,7 +33,7 @@ def write_random(path: Path, spec: ModelSpec) -> None:
     writer = gguf.GGUFWriter(path, name)
     for key, value in metadata(spec, name).items():
         put(writer, key, value)
-    _add_tokenizer(writer, spec.vocab)
+    add_tokenizer(writer, spec.vocab)
     for known, shape in expected_tensors(spec).items():
         values = _drawn(known, shape)
         if len(shape) == 1:
@@ -55,7 +55,7 @@ def _drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return values
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
     """256 bytes, merges of capitals and digits, and the end of an answer."""
     merges = list(itertools.islice(_merges(), vocab - 257))
     tokens = [*_byte_letters(), *(a + b for a, b in merges), "<|endoftext|>"]

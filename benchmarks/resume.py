@@ -95,14 +95,15 @@ def write_model(folder: Path, shape: str) -> None:
 class Server:
     """One `cairn serve MODEL`, with its own files below `home`."""
 
-    def __init__(self, model: str, home: Path, *options: str) -> None:
+    def __init__(self, model: str, home: Path, *options: str, cache: Path | None = None) -> None:
+        """`cache`: where packed weights are kept, for other servers too; by default its own."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
         command = [sys.executable, "-c", "from cairn.cli import main; main()", "serve", model, *options]
         command += ["--port", self.url.rpartition(":")[2], "--log-level", "warning", "--request-timeout", "36000"]
         home = home / f"home{self.url.rpartition(':')[2]}"
-        environment = {**os.environ, "XDG_DATA_HOME": str(home), "XDG_CACHE_HOME": str(home)}
+        environment = {**os.environ, "XDG_DATA_HOME": str(home), "XDG_CACHE_HOME": str(cache or home)}
         quiet = subprocess.DEVNULL
         self.process = subprocess.Popen(command, start_new_session=True, env=environment, stdout=quiet, stderr=quiet)
         try:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from family_models import SHAPES, write_family
+
 HERE = Path(__file__).parent
 SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16", "asimddp", "i8mm", "bf16")
 
@@ -80,14 +82,17 @@ def load() -> float:
 
 
 def model_file(folder: Path, shape: str, kind: str, llama: str) -> Path:
-    """The GGUF file of a shape with random weights, made if it is not there: BF16, or what llama.cpp makes of that."""
+    """The GGUF file of a shape with random weights, made if it is not there: one of `family_models`, BF16, or what
+    llama.cpp makes of that."""
     path = folder / f"{shape}-{kind}.gguf"
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     print(f"writing {path}", file=sys.stderr)
-    if kind == "BF16":
+    if shape in SHAPES:
+        write_family(partial, shape)
+    elif kind == "BF16":
         from cairn.models.random_weights import shape_spec
         from random_models import write_random
 

@@ -35,6 +35,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from family_models import SHAPES
 from side_by_side import Side, load, machine, median_ratio, model_file, write_json
 
 ROOM = 512
@@ -82,6 +83,7 @@ ROWS = [
     *rows_of(QWEN, "Q4_K_M", 3.0, 1.3, 3.0, 2.8),
     *rows_of(QWEN, "BF16", 1.9, 1.0, 1.9, 2.1),
     *rows_of(LLAMA, "Q4_0", 2.7, 1.3, 2.8, 2.5),
+    *(row for name, shape in SHAPES.items() for row in rows_of(name, shape.kind, 1.0, 1.0, 1.0)),
 ]
 
 
@@ -149,6 +151,7 @@ def measure_file(rows: list[Row], given: argparse.Namespace) -> dict[str, Any]:
             ),
             "llama": llama("load", path=str(path), threads=given.threads),
         }
+        sides.both("clock", name=given.clock)
         checked = sides.check(ready["cairn"]["vocab"])
         print(f"  answers: {checked}", file=sys.stderr)
         found = []
@@ -188,6 +191,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32, help=f"of a decode row, at most {MOST_STEPS}")
     parser.add_argument("--quick", action="store_true", help="one round of 12 steps")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: of a busy machine, with a thread"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "cairn-bench", metavar="FOLDER")
     parser.add_argument("--option", type=options, action="append", default=[], metavar="NAME=VALUE", help="of Cairn")
@@ -203,6 +209,7 @@ def main() -> None:
         return
     wanted = [ROWS[n - 1] for n in numbers(given.rows or f"1-{len(ROWS)}")]
     about = {"machine": machine(given.threads), "rounds": given.rounds, "steps": given.steps, "options": given.option}
+    about["clock"] = given.clock
     print(f"load before: {about['machine']['load']:.1f}", file=sys.stderr)
     rows: list[dict[str, Any]] = []
     files: list[dict[str, Any]] = []

@@ -20,6 +20,7 @@ from cairn.kernels.base import GROUP, Quantized
 from cairn.kernels.native import NativeKernels, form_of, packed_bytes
 from cairn.kernels.quantized import activation_codes
 from cairn.kernels.reference import ReferenceKernels
+from cairn.models.dequant import FP4, IQ4
 
 VARIANTS = [name for name in KERNELS if name != "reference"]
 
@@ -131,6 +132,28 @@ def test_every_code_is_where_it_belongs(kernels: Any) -> None:
         part = quantized(40, 96, bits, np.float32, None)  # type: ignore[arg-type]
         x = 127 * np.eye(96, dtype=np.float32)
         np.testing.assert_allclose(product(kernels, x, [part]), meaning(x, [part]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [np.float16, np.float32])
+@pytest.mark.parametrize(("table", "values"), [("fp4", FP4), ("iq4", IQ4)])
+def test_codes_of_a_table_are_bytes_in_half_the_memory(kernels: Any, table: Any, values: Any, scale: Any) -> None:
+    """The same bits as their values in bytes, in products of any height and as rows of a table."""
+    rng = np.random.default_rng(3)
+    codes, scales = values[rng.integers(0, 16, (33, 96))], rng.uniform(0.5, 2, (33, 3)).astype(scale)
+    codes[:2, :16] = values
+    small, wide = Quantized(8, codes, scales, table=table), Quantized(8, codes, scales)
+    each_row_is_its_own(kernels, [small], random(37, 96, seed=5))
+    x = np.concatenate([random(20, 96, seed=6), 127 * np.eye(96, dtype=np.float32)])
+    for rows in (1, 7, 16, len(x)):
+        assert product(kernels, x[:rows], [small]).tobytes() == product(kernels, x[:rows], [wide]).tobytes()
+    made = kernels.matrix([small], [None])
+    assert made.nbytes == packed_bytes([(33, 96, form_of(small))]) < packed_bytes([(33, 96, form_of(wide))])
+    found = []
+    for one in (small, wide):
+        hidden = np.zeros((33, 96), np.float32)
+        kernels.embed(kernels.table(one), np.arange(33, dtype=np.int32), hidden)
+        found.append(hidden.tobytes())
+    assert found[0] == found[1] == (codes * np.repeat(scales.astype(np.float32), 32, axis=1)).tobytes()
 
 
 def test_activations_are_rounded_as_the_reference_rounds_them(kernels: Any) -> None:

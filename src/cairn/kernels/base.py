@@ -56,6 +56,9 @@ class Quantized:
     """[out, in / 256]"""
     block_minimum: NDArray[np.float16] | None = None
     """[out, in / 256]"""
+    table: Literal["", "fp4", "iq4"] = ""
+    """Of codes of 8 bits: which sixteen values they are all of, so that they can be held in 4 bits (`dequant.FP4`,
+    `dequant.IQ4`)."""
 
     def __post_init__(self) -> None:
         wanted = np.int8 if self.bits == 8 else np.uint8
@@ -68,6 +71,8 @@ class Quantized:
             return
         if self.bits not in (4, 8) or self.block_minimum is not None:
             raise ValueError(f"codes of {self.bits} bits, and a block_minimum, want a block_scale")
+        if self.table and (self.bits != 8 or self.minimum is not None):
+            raise ValueError("codes of a table have 8 bits and no minima")
         groups = (self.codes.shape[0], self.codes.shape[1] // GROUP)
         for name, numbers in (("scale", self.scale), ("minimum", self.minimum)):
             if numbers is not None and (numbers.shape != groups or numbers.dtype not in (np.float16, np.float32)):
@@ -98,7 +103,7 @@ class Quantized:
 
     def rows(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Quantized:
         """This matrix with its outputs in another order: `change` puts the rows of each array in it."""
-        return Quantized(self.bits, *(None if one is None else change(one) for one in self._every))  # type: ignore[arg-type]
+        return Quantized(self.bits, *(None if one is None else change(one) for one in self._every), table=self.table)  # type: ignore[arg-type,misc]
 
     @property
     def _every(self) -> tuple[NDArray[Any] | None, ...]:

@@ -32,7 +32,7 @@ VERSION = "native-5"
 """Version of the order of operations, of the KV layout and of packed matrices; a change that can move a bit gets a new
 one, here and in `csrc/module.cpp`."""
 
-INTERFACE = 6
+INTERFACE = 7
 """Version of what is called in the module; a change that moves no bit gets a new one, in both places too."""
 
 _MODULE = "cairn.kernels._native"
@@ -72,15 +72,15 @@ def variants() -> dict[str, bool]:
 
 def form_of(weight: NDArray[Any] | Quantized) -> str:
     """How a part of a matrix is stored: numpy's name of its type, or for a quantised one the words `int4` or `int8`,
-    `half` or `float` (its scales and minima, which share a type), and `minimum` where it has minima; `q4_k`, `q5_k` or
-    `q6_k` for super-blocks."""
+    `half` or `float` (its scales and minima, which share a type), and `minimum` where it has minima; `fp4` or `iq4` in
+    the place of `int8` where its codes are of such a table; `q4_k`, `q5_k` or `q6_k` for super-blocks."""
     if not isinstance(weight, Quantized):
         return str(weight.dtype)
     if weight.block_scale is not None:
         return f"q{weight.bits}_k"
     numbers = [one for one in (weight.scale, weight.minimum) if one is not None]
     half = all(one.dtype == np.float16 for one in numbers)
-    return f"int{weight.bits} {'half' if half else 'float'}{' minimum' * (len(numbers) > 1)}"
+    return f"{weight.table or f'int{weight.bits}'} {'half' if half else 'float'}{' minimum' * (len(numbers) > 1)}"
 
 
 def packed_bytes(parts: Sequence[tuple[int, int, str]]) -> int:
@@ -98,9 +98,10 @@ def _panel_bytes(inner: int, form: str) -> int:
     if form in _BLOCK_BYTES:
         front = inner // BLOCK * _LANES * (2 if form == "q6_k" else 4)
         return -(-front // _ALIGN) * _ALIGN + inner // BLOCK * _BLOCK_BYTES[form]
-    if form.startswith("int"):
-        kind, number, *minimum = form.split()
-        group = (16 if kind == "int4" else 32) + (2 if number == "half" else 4) * (1 + len(minimum))
+    kind, *beside = form.split()
+    if beside:
+        number, *minimum = beside
+        group = (32 if kind == "int8" else 16) + (2 if number == "half" else 4) * (1 + len(minimum))
         return -(-inner // (2 * GROUP)) * 2 * group * _LANES
     return _LANES * {"float32": 4 * inner, "float16": 2 * inner, "bfloat16": (inner + 1) // 2 * 4}[form]
 
@@ -499,7 +500,14 @@ def _matrix_part(weight: NDArray[Any] | Quantized) -> tuple[Any, ...]:
     if minimum is not None and minimum.dtype != scale.dtype:
         scale, minimum = scale.astype(np.float32), minimum.astype(np.float32)
     codes = _carried(weight.codes).view(np.uint8)
-    return f"int{weight.bits}", codes, _carried(scale), None if minimum is None else _carried(minimum), None, None
+    return (
+        form_of(weight).split()[0],
+        codes,
+        _carried(scale),
+        None if minimum is None else _carried(minimum),
+        None,
+        None,
+    )
 
 
 def _carried(source: NDArray[Any]) -> NDArray[Any]:

@@ -35,7 +35,7 @@ Floats = NDArray[np.float32]
 SLICE = 1 << 19
 """Values that are turned at a time."""
 
-_IQ4 = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.int8)
+IQ4 = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.int8)
 """The sixteen values of IQ4_NL and IQ4_XS."""
 FP4 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
 """The sixteen values of MXFP4, doubled."""
@@ -74,6 +74,8 @@ class Kind:
     """Types of the scales and the minima that `split` gives; "" for no minima."""
     blocks: bool = False
     """Whether `split` gives super-blocks."""
+    table: Literal["", "fp4", "iq4"] = ""
+    """As `Quantized.table`, of what `split` gives."""
     turn: Callable[[Blocks], Floats] | None = None
     """Blocks as values, where that is not what `split` says."""
 
@@ -151,7 +153,7 @@ def _q8_0(b: Blocks) -> Split:
 
 
 def _iq4_nl(b: Blocks) -> Split:
-    return Split(_IQ4[_nibbles(b[:, 2:])], _half(b, 0))
+    return Split(IQ4[_nibbles(b[:, 2:])], _half(b, 0))
 
 
 def _mxfp4(b: Blocks) -> Split:
@@ -247,7 +249,7 @@ def _iq4_xs(b: Blocks) -> Split:
     shifts = np.arange(0, 16, 2, dtype=np.uint16)
     high = (np.ascontiguousarray(b[:, 2:4]).view("<u2") >> shifts & 3).astype(np.uint8)
     scale = _wide(b, 0) * ((low | high << 4).astype(np.float32) - 32)
-    return Split(_IQ4[_nibbles(b[:, 8:].reshape(-1, 8, 16))].reshape(-1, 256), scale)
+    return Split(IQ4[_nibbles(b[:, 8:].reshape(-1, 8, 16))].reshape(-1, 256), scale)
 
 
 def _grouped(make: Callable[[Blocks], codebooks.Grouped]) -> Callable[[Blocks], Split]:
@@ -311,15 +313,15 @@ KINDS: dict[int, Kind] = {
     17: Kind("IQ2_XS", 256, 74, turn=_values(codebooks.iq2_xs)),
     18: Kind("IQ3_XXS", 256, 98, split=_grouped(codebooks.iq3_xxs), scaled=_WIDE),
     19: Kind("IQ1_S", 256, 50, bits=4, split=_iq1_s, scaled=_WIDE_BOTH, turn=_values(codebooks.iq1_s)),
-    20: Kind("IQ4_NL", 32, 18, split=_iq4_nl),
+    20: Kind("IQ4_NL", 32, 18, split=_iq4_nl, table="iq4"),
     21: Kind("IQ3_S", 256, 110, bits=4, split=_iq3_s, scaled=_WIDE_BOTH, turn=_values(codebooks.iq3_s)),
     22: Kind("IQ2_S", 256, 82, turn=_values(codebooks.iq2_s)),
-    23: Kind("IQ4_XS", 256, 136, split=_iq4_xs, scaled=_WIDE),
+    23: Kind("IQ4_XS", 256, 136, split=_iq4_xs, scaled=_WIDE, table="iq4"),
     29: Kind("IQ1_M", 256, 56, turn=_values(codebooks.iq1_m)),
     30: Kind("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
     34: Kind("TQ1_0", 256, 54, bits=4, split=_one_scale(codebooks.tq1_0, 52)),
     35: Kind("TQ2_0", 256, 66, bits=4, split=_one_scale(codebooks.tq2_0, 64)),
-    39: Kind("MXFP4", 32, 17, split=_mxfp4, scaled=_WIDE),
+    39: Kind("MXFP4", 32, 17, split=_mxfp4, scaled=_WIDE, table="fp4"),
     41: Kind("Q1_0", 128, 18, bits=4, split=_one_scale(codebooks.q1_0, 0)),
 }
 """The number of a tensor's type -> what it means."""

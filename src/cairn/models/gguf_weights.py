@@ -251,7 +251,7 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         if kind.blocks and kind.bits != 8:
             found = super_blocks(tensor.shape, kind.bits)
         else:
-            found = codes(tensor.shape, kind.bits, *kind.scaled)
+            found = codes(tensor.shape, kind.bits, *kind.scaled, table=kind.table)
         return replace(found, made=2 * found.made) if self._turned(name) else found
 
     def packed(self, name: str) -> tuple[Quantized, float]:

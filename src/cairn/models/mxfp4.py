@@ -59,7 +59,7 @@ class Mxfp4:
 
     def packed_outline(self) -> TensorMeta:
         """What `packed` gives."""
-        return codes(self.shape, _KIND.bits, *_KIND.scaled)
+        return codes(self.shape, _KIND.bits, *_KIND.scaled, table=_KIND.table)
 
     def packed(self) -> tuple[Quantized, float]:
         """The matrix as codes of kernels; no error."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -54,6 +55,7 @@ def unpack(kind: Kind, blocks: Blocks, shape: tuple[int, ...]) -> tuple[Quantize
         np.zeros(groups, minimum) if minimum else None,
         np.empty((out, inner // BLOCK), np.float16) if kind.blocks else None,
         np.empty((out, inner // BLOCK), np.float16) if kind.blocks and minimum else None,
+        kind.table,
     )
     step = SLICE // kind.values
     into = [one.reshape(len(blocks), -1) for one in held.arrays]
@@ -62,6 +64,8 @@ def unpack(kind: Kind, blocks: Blocks, shape: tuple[int, ...]) -> tuple[Quantize
             found = kind.split(np.ascontiguousarray(blocks[at : at + step]))
             for whole, part in zip(into, (one for one in found if one is not None), strict=True):
                 whole[at : at + step] = part
+        if kind.table and scale == "float32" and np.array_equal(half := held.scale.astype(np.float16), held.scale):
+            held = replace(held, scale=half)
     return held, 0.0
 
 

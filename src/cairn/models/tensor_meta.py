@@ -25,11 +25,17 @@ class TensorMeta:
     """Type of the codes' minima; "" for none."""
     block: Literal[0, 4, 5, 6] = 0
     """Bits of codes in super-blocks; 0 for everything else."""
+    table: str = ""
+    """As `Quantized.table`."""
 
     @property
     def bits(self) -> int:
         """Of a number: 4 to 8 for codes, 16 or 32."""
-        return self.block or {"uint8": 4, "int8": 8, "float16": 16, "bfloat16": 16, "float32": 32}[self.dtype]
+        return (
+            4
+            if self.table
+            else self.block or {"uint8": 4, "int8": 8, "float16": 16, "bfloat16": 16, "float32": 32}[self.dtype]
+        )
 
     @property
     def form(self) -> str:
@@ -39,7 +45,7 @@ class TensorMeta:
         if self.block:
             return f"q{self.block}_k"
         half = self.scale == "float16" and self.minimum in ("", "float16")
-        return f"int{self.bits} {'half' if half else 'float'}{' minimum' * bool(self.minimum)}"
+        return f"{self.table or f'int{self.bits}'} {'half' if half else 'float'}{' minimum' * bool(self.minimum)}"
 
 
 @runtime_checkable
@@ -72,9 +78,11 @@ def blocks(shape: tuple[int, ...], bits: Literal[4, 5, 6]) -> TensorMeta:
     return TensorMeta(shape, "uint8", count + beside, scale, minimum, bits)
 
 
-def codes(shape: tuple[int, ...], bits: int, scale: str, minimum: str = "", passing: int = 0) -> TensorMeta:
+def codes(
+    shape: tuple[int, ...], bits: int, scale: str, minimum: str = "", passing: int = 0, table: str = ""
+) -> TensorMeta:
     """The outline of groups of codes; `passing` bytes are needed beside them while they are made."""
     groups = math.prod(shape) // GROUP
     beside = sum({"float16": 2, "float32": 4}[one] * groups for one in (scale, minimum) if one)
     made = math.prod(shape) + beside + passing
-    return TensorMeta(shape, "uint8" if bits == 4 else "int8", made, scale, minimum)
+    return TensorMeta(shape, "uint8" if bits == 4 else "int8", made, scale, minimum, table=table)

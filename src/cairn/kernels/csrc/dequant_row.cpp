@@ -28,11 +28,13 @@ void numbers(const Segment& part, const std::byte* panel, Index offset, Index la
 int code_of(const std::byte* codes, Index lane, Index k, Form form) {
     if (form == Form::int8) return static_cast<std::int8_t>(static_cast<std::uint8_t>(codes[k / 4 * 64 + lane * 4 + k % 4]) ^ 0x80);
     const auto both = static_cast<std::uint8_t>(codes[k / 8 * 64 + lane * 4 + k % 4]);
-    return k % 8 < 4 ? both & 15 : both >> 4;
+    const int code = k % 8 < 4 ? both & 15 : both >> 4;
+    const std::uint8_t* values = values_of(form);
+    return values ? values[code] - 128 : code;
 }
 
 void codes(const Segment& part, const std::byte* panel, Index lane, const Variant& kernels, float* scratch, float* out) {
-    const Index groups = part.inner / GROUP, size = (part.form == Form::int4 ? 16 : 32) * LANES;
+    const Index groups = part.inner / GROUP, size = part.group_codes() * LANES;
     const Index beside = 2 * (part.half ? 2 : 4) * LANES;
     const int middle = part.form == Form::int4 && !part.minimum ? 8 : 0;
     float *scale = scratch, *minimum = scratch + groups;

@@ -8,7 +8,7 @@ namespace cairn::CAIRN_VARIANT {
 
 // `add<R, H>(x, sum)` adds to sum[R] the products with R of a tile's H rows, x in the order of Activations: of 4 to 6 bits
 // as they are stored, from 0 on, and of bytes as they are stored, code + 128, or where SIGNED_BYTES of the codes
-// themselves. `add<R, H, FROM, TO>` does so for k = 4 FROM to 4 TO alone.
+// themselves; bytes with a TABLE are stored as places in it. `add<R, H, FROM, TO>` does so for k = 4 FROM to 4 TO alone.
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
 constexpr bool SIGNED_BYTES = true;
 #else
@@ -17,7 +17,7 @@ constexpr bool SIGNED_BYTES = false;
 
 #if defined(__AVX512VNNI__)
 
-template <int BITS>
+template <int BITS, Form TABLE = Form::int8>
 struct Codes {
     __m512i weight[8];  // [q][16 outputs][4]: k = 4 q + j
 
@@ -29,7 +29,13 @@ struct Codes {
         const __m512i low = _mm512_set1_epi8(15);
 #pragma GCC unroll 8
         for (int q = 0; q < 8; q++) {
-            if constexpr (BITS == 8) {
+            if constexpr (values_of(TABLE) != nullptr) {
+                const __m512i values = _mm512_maskz_broadcast_i32x4(
+                    0xffff, _mm_load_si128(reinterpret_cast<const __m128i*>(values_of(TABLE))));
+                const __m512i both = _mm512_load_si512(at + q / 2 * 64);
+                weight[q] = _mm512_maskz_shuffle_epi8(
+                    ~0ull, values, _mm512_and_si512(q % 2 ? _mm512_srli_epi16(both, 4) : both, low));
+            } else if constexpr (BITS == 8) {
                 weight[q] = _mm512_load_si512(at + q * 64);
             } else if (q % 2 == 0) {
                 const __m512i both = _mm512_load_si512(at + q * 32);
@@ -85,7 +91,7 @@ struct Codes {
 #elif defined(__AVX2__)
 
 // Steps are written as instructions: left to itself GCC 12 brings all of x up first, and spills it and the sums.
-template <int BITS>
+template <int BITS, Form TABLE = Form::int8>
 struct Codes {
     const std::byte* at;
 
@@ -112,11 +118,16 @@ struct Codes {
 
     // Codes of k = 4 q + j, of 8 outputs.
     __m256i codes(int q, int half) const {
-        if constexpr (BITS == 8) return line(q * 64, half);
-        if constexpr (BITS < 6) {
+        constexpr bool PLACES = values_of(TABLE) != nullptr;
+        if constexpr (BITS == 8 && !PLACES) return line(q * 64, half);
+        if constexpr (BITS < 6 || PLACES) {
             const __m256i nibbles =
                 _mm256_and_si256(_mm256_srli_epi16(line(q / 2 * 64, half), q % 2 * 4), _mm256_set1_epi8(15));
             if constexpr (BITS == 4) return nibbles;
+            if constexpr (PLACES) {
+                const auto* values = reinterpret_cast<const __m128i*>(values_of(TABLE));
+                return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(values)), nibbles);
+            }
             const __m256i bit = _mm256_and_si256(_mm256_srli_epi16(line(256, half), q), _mm256_set1_epi8(1));
             return _mm256_or_si256(nibbles, _mm256_slli_epi16(bit, 4));
         }
@@ -211,15 +222,16 @@ struct Codes {
 #else
 
 // In floats, which hold these integers exactly: sums stay below 32 * 255 * 127.
-template <int BITS>
+template <int BITS, Form TABLE = Form::int8>
 struct Codes {
     float weight[GROUP][LANES];
 
     explicit Codes(const std::byte* from) {
         const auto* at = reinterpret_cast<const std::uint8_t*>(from);
+        constexpr const std::uint8_t* VALUES = values_of(TABLE);
         for (Index k = 0; k < GROUP; k++)
             for (Index n = 0; n < LANES; n++)
-                weight[k][n] = BITS == 8 ? at[k / 4 * 64 + n * 4 + k % 4] : block_code(from, BITS, n, k);
+                weight[k][n] = VALUES ? VALUES[block_code(from, 4, n, k)] : BITS == 8 ? at[k / 4 * 64 + n * 4 + k % 4] : block_code(from, BITS, n, k);
     }
     template <int R, int H, int FROM = 0, int TO = 8>
     void add(const std::int8_t* x, IntVec (&sum)[R]) const {

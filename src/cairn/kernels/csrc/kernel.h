@@ -24,7 +24,17 @@ enum class Dtype : int { f32, f16, bf16 };
 enum class Activation : int { silu, gelu_tanh, gelu, tanh, clamped_silu, relu2 };
 
 // How a part of a matrix is stored; see Segment.
-enum class Form : int { f32, f16, bf16, int4, int8, q4_k, q5_k, q6_k };
+enum class Form : int { f32, f16, bf16, int4, int8, q4_k, q5_k, q6_k, fp4, iq4 };
+
+// What the codes of fp4 and iq4 stand for, 128 higher: those of MXFP4, doubled, and those of IQ4_NL and IQ4_XS.
+constexpr Index CODEBOOK = 16;
+alignas(16) constexpr std::uint8_t FP4_VALUES[CODEBOOK] = {128, 129, 130, 131, 132, 134, 136, 140,
+                                                           128, 127, 126, 125, 124, 122, 120, 116};
+alignas(16) constexpr std::uint8_t IQ4_VALUES[CODEBOOK] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                                           129, 141, 153, 166, 181, 197, 217, 241};
+constexpr const std::uint8_t* values_of(Form form) {
+    return form == Form::fp4 ? FP4_VALUES : form == Form::iq4 ? IQ4_VALUES : nullptr;
+}
 
 // Outputs of a packed matrix that are stored alike, in panels of 16, each streamed along the inner index k.
 //   f32   [inner][16] floats
@@ -34,6 +44,7 @@ enum class Form : int { f32, f16, bf16, int4, int8, q4_k, q5_k, q6_k };
 //         [2][codes of a group], [2][16] scales, [2][16] minima where there are any; both in floats or in halves
 //         codes of int4: [4][16][4], k = 8 p + j in the low half of a byte, k = 8 p + 4 + j in the high half
 //         codes of int8: [8][16][4], k = 4 q + j, each 128 higher than the code is
+//   fp4, iq4  like int4; what a code of int8 is stands in a table: see values_of
 //   q4_k, q5_k, q6_k  first each super-block's [16] scales and, but for q6_k, [16] minima in halves, padded to a line;
 //         then each super-block's whole numbers, and the codes of its 8 groups
 //         whole numbers of q4_k and q5_k: [8][16] scales and [8][16] minima from 0 to 63, the first 192 in the low six
@@ -51,12 +62,14 @@ struct Segment {
     Index column;  // its first output in the matrix
 
     Index panel_count() const { return (out + LANES - 1) / LANES; }
-    bool quantised() const { return form == Form::int4 || form == Form::int8 || in_blocks(); }
+    bool quantised() const { return in_nibbles() || form == Form::int8 || in_blocks(); }
+    bool in_nibbles() const { return form == Form::int4 || form == Form::fp4 || form == Form::iq4; }
     bool in_blocks() const { return form == Form::q4_k || form == Form::q5_k || form == Form::q6_k; }
-    // Bytes of two groups of int4 and int8.
+    // Bytes of two groups, and of one output's codes of a group.
     Index unit_bytes() const {
-        return 2 * ((form == Form::int4 ? 16 : 32) + (half ? 2 : 4) * (minimum ? 2 : 1)) * LANES;
+        return 2 * (group_codes() + (half ? 2 : 4) * (minimum ? 2 : 1)) * LANES;
     }
+    Index group_codes() const { return in_nibbles() ? 16 : 32; }
     // Of super-blocks: bits of a code, bytes of a group's codes, of the whole numbers of one, and of what stands first.
     Index bits() const { return form == Form::q4_k ? 4 : form == Form::q5_k ? 5 : 6; }
     Index code_bytes() const { return bits() * GROUP * LANES / 8; }

@@ -18,6 +18,16 @@ void put_nibbles(std::byte* to, Index lane, const std::uint8_t* code) {
         to[k / 8 * 64 + lane * 4 + k % 4] |= static_cast<std::byte>((code[k] & 15) << (k % 8 < 4 ? 0 : 4));
 }
 
+// Codes as their places in a table of values, which has all of them.
+void put_places(std::byte* to, Index lane, const std::uint8_t* code, const std::uint8_t* values) {
+    std::uint8_t places[GROUP];
+    for (Index k = 0; k < GROUP; k++) {
+        places[k] = 0;
+        while (places[k] < CODEBOOK - 1 && values[places[k]] != (code[k] ^ 0x80)) places[k]++;
+    }
+    put_nibbles(to, lane, places);
+}
+
 void put_bytes(std::byte* to, Index lane, const std::uint8_t* code) {
     for (Index k = 0; k < GROUP; k++)
         to[k / 4 * 64 + lane * 4 + k % 4] = static_cast<std::byte>(code[k] ^ 0x80);
@@ -25,7 +35,7 @@ void put_bytes(std::byte* to, Index lane, const std::uint8_t* code) {
 
 // One output of a quantised part; see Segment for the order.
 void put_groups(const Segment& part, std::byte* panel, Index lane, const Source& from, Index row) {
-    const Index groups = part.inner / GROUP, codes = (part.form == Form::int4 ? 16 : 32) * LANES;
+    const Index groups = part.inner / GROUP, codes = part.group_codes() * LANES;
     const Index width = part.half ? 2 : 4, scales = width * LANES;
     const auto* code = static_cast<const std::uint8_t*>(from.data) + row * part.inner;
     const auto number = [&](const void* numbers, Index group) {
@@ -35,6 +45,8 @@ void put_groups(const Segment& part, std::byte* panel, Index lane, const Source&
         std::byte* unit = panel + group / 2 * part.unit_bytes();
         if (part.form == Form::int4)
             put_nibbles(unit + group % 2 * codes, lane, code);
+        else if (const std::uint8_t* values = values_of(part.form))
+            put_places(unit + group % 2 * codes, lane, code, values);
         else
             put_bytes(unit + group % 2 * codes, lane, code);
         std::byte* beside = unit + 2 * codes + group % 2 * scales + lane * width;

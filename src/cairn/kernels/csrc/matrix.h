@@ -8,7 +8,7 @@
 
 namespace cairn {
 
-// One [out, in] matrix in row-major order. With a quantised form `data` holds a byte a code (int4: 0 to 15, int8: signed),
+// One [out, in] matrix in row-major order. With a quantised form `data` holds a byte a code (int4: 0 to 15, others: signed),
 // scales and minima are [out, in / 32], halves or floats. In super-blocks `data` holds a byte a code from 0 on, scales and
 // minima are bytes ([out, in / 32], of q6_k [out, in / 16]), and block_ ones are halves [out, in / 256]. Without `data` the rows stay zero until memory() is filled.
 struct Source {

@@ -15,7 +15,7 @@ namespace nb = nanobind;
 namespace cairn {
 namespace {
 
-// One part: its type ("int4", "int8", "q4_k" ... for codes), its numbers or codes, scales and minima of codes, and those
+// One part: its type ("int4", "int8", "fp4", "q4_k" ... for codes), its numbers or codes, scales and minima of codes, and those
 // of super-blocks.
 using Part = std::tuple<std::string, Weights, std::optional<Weights>, std::optional<Weights>, std::optional<Weights>,
                         std::optional<Weights>>;
@@ -23,6 +23,8 @@ using Part = std::tuple<std::string, Weights, std::optional<Weights>, std::optio
 Form form_of(const std::string& name) {
     if (name == "int4") return Form::int4;
     if (name == "int8") return Form::int8;
+    if (name == "fp4") return Form::fp4;
+    if (name == "iq4") return Form::iq4;
     if (name == "q4_k") return Form::q4_k;
     if (name == "q5_k") return Form::q5_k;
     if (name == "q6_k") return Form::q6_k;
@@ -30,6 +32,7 @@ Form form_of(const std::string& name) {
     return kind == Dtype::f32 ? Form::f32 : kind == Dtype::f16 ? Form::f16 : Form::bf16;
 }
 
+bool in_groups(Form form) { return form == Form::int4 || form == Form::int8 || values_of(form); }
 bool in_blocks(Form form) { return form == Form::q4_k || form == Form::q5_k || form == Form::q6_k; }
 
 // The codes of `found` are in super-blocks.
@@ -58,7 +61,7 @@ Source source_of(const Part& part) {
         take_blocks(found, part);
         return found;
     }
-    if (found.form != Form::int4 && found.form != Form::int8) {
+    if (!in_groups(found.form)) {
         check(data.itemsize() == (found.form == Form::f32 ? 4u : 2u), "a matrix part has the type it names");
         return found;
     }
@@ -83,8 +86,7 @@ Source source_of(const Shape& shape) {
     Source found = {};
     found.half = half, found.minimum = minimum, found.out = out, found.inner = inner;
     found.form = form_of(name);
-    const bool codes = found.form == Form::int4 || found.form == Form::int8;
-    check(!codes || inner % GROUP == 0, "codes are in groups of 32");
+    check(!in_groups(found.form) || inner % GROUP == 0, "codes are in groups of 32");
     check(!in_blocks(found.form) || inner % SUPER == 0, "codes are in super-blocks of 256");
     return found;
 }

@@ -41,7 +41,7 @@ namespace {
 constexpr const char* VERSION = "native-5";
 
 // Of what Python calls: what `native.INTERFACE` says.
-constexpr int INTERFACE = 6;
+constexpr int INTERFACE = 7;
 
 bool runs(const std::string& name) {
 #if defined(__x86_64__)

@@ -15,12 +15,14 @@ inline Vec to_float(const IntVec& x) {
     return each([&](int i) { return __builtin_convertvector(x.part[i], Part); });
 }
 
-template <int BITS_, bool HALF, bool MINIMUM_>
+// With a TABLE, codes of 8 bits are stored as places in it.
+template <int BITS_, bool HALF, bool MINIMUM_, Form TABLE_ = Form::int8>
 struct Quantised {
     static constexpr int BITS = BITS_;
+    static constexpr Form TABLE = TABLE_;
     static constexpr bool MINIMUM = MINIMUM_;
     static constexpr bool STARTS = BITS == 8 ? !SIGNED_BYTES : !MINIMUM;
-    static constexpr Index CODES = BITS * 64, SCALES = LANES * (HALF ? 2 : 4);
+    static constexpr Index CODES = (values_of(TABLE) ? 4 : BITS) * 64, SCALES = LANES * (HALF ? 2 : 4);
     static constexpr Index UNIT = 2 * (CODES + SCALES * (MINIMUM ? 2 : 1));
 
     static Vec numbers(const std::byte* at) {
@@ -34,7 +36,7 @@ struct Quantised {
 // One group of 16 outputs.
 template <class Form>
 struct Group {
-    Codes<Form::BITS> codes;
+    Codes<Form::BITS, Form::TABLE> codes;
     Vec scale, minimum;
 
     Group(const std::byte* from, const std::byte* scales)
@@ -102,10 +104,12 @@ inline void hot_panels(const Product& job, const Segment& part, Index first_pane
     }
 }
 
-template <int BITS>
+template <int BITS, Form TABLE = Form::int8>
 void group_product(const Product& job, const Segment& part, Index first, Index last) {
-    Tile (*tile)(Index) = group_tile_of<Quantised<BITS, false, false>>;
-    if (part.half && part.minimum)
+    Tile (*tile)(Index) = group_tile_of<Quantised<BITS, false, false, TABLE>>;
+    if constexpr (TABLE != Form::int8)
+        tile = part.half ? group_tile_of<Quantised<BITS, true, false, TABLE>> : tile;
+    else if (part.half && part.minimum)
         tile = group_tile_of<Quantised<BITS, true, true>>;
     else if (part.half)
         tile = group_tile_of<Quantised<BITS, true, false>>;

@@ -28,6 +28,8 @@ void one_part(const Product& job, const Segment& part, Index first, Index last) 
         case Form::bf16: return product<SixteenBits>(job, part, first, last);
         case Form::int4: return group_product<4>(job, part, first, last);
         case Form::int8: return group_product<8>(job, part, first, last);
+        case Form::fp4: return group_product<8, Form::fp4>(job, part, first, last);
+        case Form::iq4: return group_product<8, Form::iq4>(job, part, first, last);
         case Form::q4_k: return block_product<4>(job, part, first, last);
         case Form::q5_k: return block_product<5>(job, part, first, last);
         case Form::q6_k: return block_product<6>(job, part, first, last);
