@@ -49,16 +49,16 @@ def free_port() -> int:
 
 
 class Served:
-    """A server process. `options` are fields of Config, and `config_file` a file of more."""
+    """A server process. `options` are fields of Config, and `config_file` a file of more; `plant` is run first."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, plant: str = "", **options: Any) -> None:
         self.port = options.setdefault("port", free_port())
         options.setdefault("engine", "fake")
         options.setdefault("kv_gb", KV_GB)
         options.setdefault("agents_dir", f"{FOLDERS}/{next(_numbers)}")
         environment = {name: value for name, value in os.environ.items() if not name.startswith("CAIRN_")}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", MAIN, json.dumps(options)],
+            [sys.executable, "-c", plant + MAIN, json.dumps(options)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=environment | {"OMP_NUM_THREADS": "1"},
