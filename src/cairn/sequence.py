@@ -10,11 +10,10 @@ from typing import Protocol
 from cairn.engine.base import Pending, Row
 from cairn.errors import ContextTooLong, InvalidRequest
 from cairn.kv.sequence_kv import SequenceKV
+from cairn.round_robin import AGE_SECONDS
 from cairn.stats import CacheReport, Miss
 from cairn.types import FinishReason, Request, Timing
 
-AGE_SECONDS = 5.0
-"""Waiting that weighs as much as one level of priority."""
 MOST_FORCED = 32
 """Tokens that are appended at once because a grammar leaves no other."""
 MAX_PRIORITY = 100

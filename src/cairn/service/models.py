@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from cairn import deadline
-from cairn.config import Config, ModelOptions
+from cairn.config import Config, ModelOptions, TenantTurns
 from cairn.errors import CairnError, Conflict, InvalidRequest, ModelError, Unavailable, UnknownModel, trace
 from cairn.seams import Clock
 from cairn.service.fit import Fit, free_now, measure
@@ -77,9 +77,9 @@ class Models:
         clock: Clock | None = None,
         patience: Patience | None = None,
         free: Callable[[], int] = free_now,
-        weights: Mapping[str, float] | None = None,
+        turns: TenantTurns | None = None,
     ) -> None:
-        """`free` tells the bytes of memory that are free; `weights`: of tenants, where they take unequal turns."""
+        """`free` tells the bytes of memory that are free; `turns`: of tenants that are not like all others."""
         self.config = config
         self.models = served_models(config) if models is None else models
         self.several = len(self.models) > 1
@@ -89,7 +89,7 @@ class Models:
         self.draining = False
         self._used: Used | None = None
         self._in_process, self._clock, self._patience = in_process, clock or SystemClock(), patience
-        self._free, self._weights = free, weights or {}
+        self._free, self._turns = free, turns
         self._ids = RequestIds(self._clock)
         self._by_name = dict(check_names(self.models))
         self._turn = asyncio.Lock()
@@ -383,7 +383,7 @@ class Models:
         if first is None:
             blocks = fit.blocks if fit is not None else ()
             launching = asyncio.ensure_future(
-                asyncio.to_thread(launch_first, config, self._in_process, place, blocks, part, self._weights)
+                asyncio.to_thread(launch_first, config, self._in_process, place, blocks, part, self._turns)
             )
             try:
                 first = await asyncio.shield(launching)
