@@ -16,12 +16,12 @@ from cairn.text.tokenizer import Tokenizer
 SMALL: dict[str, Any] = {"kv_gb": 0.05, "threads": 1, "step_tokens": 96, "max_running": 6}
 
 
-def model(folder: Path, name: str) -> str:
-    """A tiny model with a tokenizer."""
+def model(folder: Path, name: str, context: int = 2048) -> str:
+    """A tiny model with a tokenizer, and positions for `context` tokens."""
     write_text(folder, KINDS["byte-level"](), {**QWEN_CONFIG}, QWEN_TEMPLATE)
     size = Tokenizer.load(folder).vocab_size
     fields = {key: value for key, value in MODELS[name].items() if key != "vocab_size"}
-    write_model(folder, vocab_size=size, max_position_embeddings=2048, **fields)
+    write_model(folder, vocab_size=size, max_position_embeddings=context, **fields)
     return str(folder)
 
 
