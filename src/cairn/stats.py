@@ -1,6 +1,6 @@
 """What is told of KV: where a prompt's came from, why a part of it was missing, and what pools and stores hold.
 
-Frozen msgspec structs like those of `cairn.types`: they cross the wire between worker and front as they are.
+Frozen msgspec structs like those of `cairn.request`: they cross the wire between worker and front as they are.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class Miss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the KV of a prompt came from, in tokens. `computed + pool + ram + disk` is the prompt's length."""
+    """Where the KV of a prompt came from, in tokens. `computed + pool + ram + disk` is the prompt's length.
+
+    Of a prompt that no step was needed for all counts as found: none of it was computed.
+    """
 
     computed: int = 0
     pool: int = 0

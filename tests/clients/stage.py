@@ -11,8 +11,10 @@ import contextlib
 import http.client
 import http.server
 import json
+import os
 import re
 import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -54,6 +56,9 @@ PARTS = """\
 {%- endif %}
 """
 PAGES = Path(__file__).parents[2] / "docs"
+NODE = Path(__file__).parents[2] / ".venv/npm/node_modules"
+SAID = "It is 7 degrees in Oslo."
+FACTS = {"city": "Oslo", "degrees": 7}
 
 
 def calling(name: str, arguments: dict[str, Any]) -> list[str]:
@@ -235,6 +240,25 @@ def stage(
 
 def found(program: str) -> str | None:
     """Where a program of an agent is: on the path, or where npm put those of this project."""
-    return shutil.which(program) or shutil.which(
-        program, path=str(Path(__file__).parents[2] / ".venv/npm/node_modules/.bin")
-    )
+    return shutil.which(program) or shutil.which(program, path=str(NODE / ".bin"))
+
+
+def run_script(script: str, *arguments: str) -> str:
+    """What a module of node.js prints, with the packages of this project."""
+    node = shutil.which("node")
+    assert node is not None
+    file = NODE / f".cairn-test-{os.getpid()}.mjs"
+    file.write_text(script)
+    try:
+        done = subprocess.run([node, str(file), *arguments], capture_output=True, text=True, timeout=60, check=False)
+    finally:
+        file.unlink()
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def environment(program: str, home: Path, **more: str) -> dict[str, str]:
+    """What an agent is started with: a home of its own, and nothing of who runs the tests."""
+    kept = {key: os.environ[key] for key in ("PATH", "LANG", "TERM") if key in os.environ}
+    kept["PATH"] = f"{Path(program).parent}:{kept.get('PATH', '')}"
+    return kept | {"HOME": str(home), "NO_COLOR": "1", "CI": "1"} | more

@@ -6,13 +6,12 @@ They are programs of npm (`make clients`), there or anywhere on the path; where 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tests.clients.stage import Prompter, calling, found, stage
+from tests.clients.stage import Prompter, calling, environment, found, stage
 
 from cairn.cli.launch import Place, start
 from cairn.cli.launch_table import AGENTS
@@ -64,14 +63,11 @@ def run(name: str, at: Prompter, folder: Path, home: Path) -> subprocess.Complet
     begun = start(AGENTS[name], Place(at.url, "part", "none", 65_536), home, PARTS[name].arguments)
     for path, text in begun.files.items():
         path.write_text(text)
-    kept = {key: os.environ[key] for key in ("PATH", "LANG", "TERM") if key in os.environ}
-    kept["PATH"] = f"{Path(program).parent}:{kept.get('PATH', '')}"
-    environment = kept | {"HOME": str(home), "NO_COLOR": "1", "CI": "1"} | begun.env
     return subprocess.run(
         begun.command,
         executable=program,
         cwd=folder,
-        env=environment,
+        env=environment(program, home, **begun.env),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -31,7 +31,7 @@ LEFT_OUT = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("whole")
-    served = Served(kv_dir=str(folder / "kv"), agents_dir=str(folder / "agents"), context=512, request_timeout=20)
+    served = Served(kv_dir=str(folder / "kv"), agents_dir=str(folder / "agents"), context=512, request_timeout=50)
     assert served.process.stderr is not None
     log = threading.Thread(target=served.process.stderr.read, daemon=True)
     log.start()  # who writes thousands of lines to a pipe that nobody reads waits for ever
@@ -103,7 +103,7 @@ def test_no_request_that_the_document_allows_is_a_5xx(server: Served, prove: boo
             asked += 1
             if known is not None and asked % 2:  # noqa: B023  it is asked before the next one
                 case.path_parameters["id"] = known  # noqa: B023
-            answer = case.call(timeout=60)
+            answer = case.call(timeout=60)  # more than the server's own limit: on a slow machine neither is reached
             try:
                 case.validate_response(answer, checks=checks)
             except* Exception as group:

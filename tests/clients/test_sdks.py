@@ -9,22 +9,15 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-import shutil
-import subprocess
-import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 import pytest
 from pydantic import BaseModel
-from tests.clients.stage import Prompter, calling, stage
+from tests.clients.stage import FACTS, SAID, Prompter, run_script
 
-SAID = "It is 7 degrees in Oslo."
-FACTS = {"city": "Oslo", "degrees": 7}
 ASKED = "How warm is it in Oslo?"
-NODE = Path(__file__).parents[2] / ".venv/npm/node_modules"
+pytestmark = pytest.mark.usefixtures("quiet")
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": SCHEMA}}
 
@@ -39,24 +32,6 @@ class Weather(BaseModel):
 def weather(city: str) -> str:
     """The weather of a city."""
     return f"7 degrees in {city}"
-
-
-@pytest.fixture(scope="module")
-def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prompter]:
-    answers = [calling("weather", {"city": "Oslo"}), [SAID]]
-    with stage(tmp_path_factory.mktemp("sdks"), answers, [json.dumps(FACTS)], natural=True) as found:
-        yield found
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What libraries warn of is theirs; and none of them is to look for a proxy, or to tell anybody anything."""
-    for name, value in (("OPENAI_API_KEY", "none"), ("LITELLM_LOCAL_MODEL_COST_MAP", "True"), ("NO_PROXY", "*")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("OPENAI_AGENTS_DISABLE_TRACING", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def needs(*names: str) -> list[Any]:
@@ -213,24 +188,10 @@ console.log(JSON.stringify({ said: told.text, steps: told.steps.length, streamed
 """
 
 
-def test_vercels_ai_sdk(at: Prompter, tmp_path: Path) -> None:
-    node = shutil.which("node")
-    if node is None or not (NODE / "ai").is_dir() or not (NODE / "@ai-sdk/openai-compatible").is_dir():
-        pytest.skip("the AI SDK is not installed: make clients")
-    script = NODE / ".cairn-test.mjs"
-    script.write_text(SCRIPT)
-    try:
-        done = subprocess.run(
-            [node, str(script), at.url + "/v1", json.dumps(SCHEMA)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    finally:
-        script.unlink()
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout) == {"said": SAID, "steps": 2, "streamed": FACTS}
+@pytest.mark.usefixtures("node")
+def test_vercels_ai_sdk(at: Prompter) -> None:
+    told = json.loads(run_script(SCRIPT, at.url + "/v1", json.dumps(SCHEMA)))
+    assert told == {"said": SAID, "steps": 2, "streamed": FACTS}
 
 
 def test_the_server_says_what_it_is(at: Prompter) -> None:

@@ -14,7 +14,7 @@ from cairn.engine.base import Row
 from cairn.kernels.native import NativeKernels
 from cairn.kernels.vocabulary import NUMPY, ONE, Choice, Line, Sampler, random_bits
 from cairn.sampling import NOT_FINITE, NOTHING_LEFT, sample
-from cairn.types import SamplingParams
+from cairn.sampling_params import SamplingParams
 
 VARIANTS = [name for name in KERNELS if name != "reference"]
 VOCABS = [1, 2, 15, 16, 17, 63, 64, 65, 1000, 1023, 1024, 1025, 4096, 5003]
@@ -76,7 +76,10 @@ def large_lines() -> tuple[Any, list[tuple[list[Line], list[Choice]]]]:
         {"temperature": 0.6, "min_p": 0.05, "temperature_last": True},
     ]
     options = [SamplingParams(max_tokens=9, seed=seed, **one) for one in every for seed in range(2)]  # type: ignore[arg-type]
-    asked = [[Line(Row([1], 0, 1, (), 0, 1, params, 0), 5)] * len(logits) for params in options]
+    masks = [np.packbits(rng.random(vocab) < part, bitorder="little").tobytes() for part in (0.001, 0.95)]
+    held = (None, *masks, None)
+    asked = [[Line(Row([1], 0, 1, (), 0, 1, params, 0), 5, mask) for mask in held] for params in options]
+    asked += [[Line(line.row, None, mask) for line, mask in zip(one, held[::-1], strict=True)] for one in asked]
     return logits, [(lines, NUMPY.choose(lines, logits)) for lines in asked]
 
 

@@ -135,6 +135,28 @@ async def test_time_is_bounded_by_the_system(tmp_path: Path, monkeypatch: pytest
         await read_apart("pdf", b"x", tmp_path)
 
 
+@pytest.mark.parametrize("why", [BlockingIOError(errno.EAGAIN, "no process"), RuntimeError("can't start new thread")])
+async def test_a_process_that_is_refused_for_a_moment_is_asked_for_again(
+    why: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refused = extractor.asyncio.create_subprocess_exec, list[int]()  # type: ignore[attr-defined]
+
+    async def refuses(*command: str, **more: object) -> object:
+        refused.append(1)
+        if len(refused) <= times:
+            raise why
+        return await real(*command, **more)
+
+    monkeypatch.setattr(extractor.asyncio, "create_subprocess_exec", refuses)  # type: ignore[attr-defined]
+    monkeypatch.setattr(extractor, "PAUSES", (0.01, 0.01))
+    times = 2
+    assert await read_apart("txt", b"A fact.", tmp_path) == [Section("", "A fact.")]
+    times = 9
+    with pytest.raises(Unavailable, match="cannot be read now") as found:
+        await read_apart("txt", b"A fact.", tmp_path)
+    assert found.value.retry_after == 5.0 and len(refused) == 3 + 3
+
+
 def test_a_disk_that_refuses_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(io.BytesIO):
         def write(self, data: object) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -13,12 +14,14 @@ from tests.test_scheduler import Rig
 
 from cairn.engine.base import Pending
 from cairn.errors import InvalidRequest
+from cairn.outputs import FinishReason
+from cairn.request import OutputFormat, Request
+from cairn.sampling_params import SamplingExtras, SamplingParams
 from cairn.sequence import MOST_FORCED, Matcher
 from cairn.service.grammars import GrammarMatcher, Tokens, Vocabulary, compile_grammar
 from cairn.service.masks import Masks
 from cairn.service.reasoning_budget import BudgetMatcher
 from cairn.text.grammar import Shape, Structure, checked
-from cairn.types import FinishReason, OutputFormat, Request, SamplingExtras, SamplingParams
 
 PIECES = (b"name", b"na", b"am", b"me", b'":', b'"', b"ab", b"abc", b"bc", b"the", b"th", b"he", b'{"', b'"}', b', "')
 END = 63
@@ -200,6 +203,25 @@ def test_an_answer_without_any_choice_takes_no_step() -> None:
     ((tokens, finish),), rig = answers([made(1)], ["thename"], appended=True)
     assert finish is FinishReason.STOP and not any(plan.rows for plan in rig.plans)
     assert [tokens] == [answers([made(1)], ["thename"], appended=False)[0][0][0]]
+    report = rig.outputs[1][0].cache
+    assert report is not None and (report.computed, report.cached, report.miss) == (0, len(made(1).prompt), None)
+
+
+def test_any_of_several_tokens_ends_an_answer_and_only_where_the_grammar_may_end() -> None:
+    """As of Llama 3, whose messages end with one and turns with another; a third control token never comes."""
+    other, ends = END - 1, set()
+    for appended in (False, True):
+        for seed in range(60):
+            rig = Rig()
+            request = made(1, sampling={"stop_token_ids": (other, END), "seed": seed})
+            matcher: Matcher = GrammarMatcher(compiled("name(ab)*").deep_copy(), vocabulary(), (other, END), MASKS)
+            rig.scheduler.add(request, matcher if appended else OneByOne(matcher))
+            rig.run()
+            *said, end = rig.tokens(1)
+            ends.add(end)
+            text = vocabulary().tokenizer.decode_bytes(said)
+            assert re.fullmatch(rb"name(ab)*", text) and rig.finish(1) is FinishReason.STOP, text
+    assert ends == {other, END}
 
 
 def test_a_long_run_holds_nobody_up_for_long() -> None:

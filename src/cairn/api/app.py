@@ -65,7 +65,7 @@ from cairn.api.page import Page
 from cairn.api.quotas import Quotas
 from cairn.api.rate_limits import RateLimits
 from cairn.api.reload import Reload
-from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
+from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, shown, unforeseen
 from cairn.api.request_deadline import deadline_of
 from cairn.api.responses import Responses
 from cairn.api.resumable import EventLogs
@@ -176,7 +176,7 @@ class App:
     def open(self, models: Models) -> None:
         """From now on requests are served, by these."""
         self.models, self._router = models, Router(models, self.attribution)
-        models.tell(self._rates.used)
+        models.loader.tell(self._rates.used)
         every = (self._admin, self._model_admin, self._ollama_models, self._stored, self._library)
         for routes in every:
             routes.registry = models
@@ -215,7 +215,7 @@ class App:
         except Exception as error:
             log.error("request %s: %s", call.id, trace(error))
             failed = CairnError.code
-            await self._fail(call, internal(call.id))
+            await self._fail(call, unforeseen(error, call.id))
         finally:
             call.release()
             if traced is not None:

@@ -7,6 +7,7 @@ Error bodies are OpenAI's: {"error": {"message", "type", "param", "code"}}
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 
 from cairn.api.body_budget import BodyBudget
-from cairn.errors import CairnError, ContextTooLong, RequestTimeout, TooLarge
+from cairn.errors import CairnError, ContextTooLong, RequestTimeout, TooLarge, Unavailable
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -28,6 +29,10 @@ JSON = (b"content-type", b"application/json")
 _NAME = re.compile(rb"[!-.0-~]{1,128}")
 """What a client may call a request: visible characters, and no slash, since it stands in a path."""
 encode = msgspec.json.Encoder().encode
+USED_UP = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
+NO_THREAD = "can't start new thread"
+USED_RETRY = 5.0
+"""Seconds until who found a machine without memory, threads or files may try again."""
 
 
 class Disconnected(Exception):
@@ -239,6 +244,16 @@ def too_slow(what: str, seconds: float) -> RequestTimeout:
 def internal(id: str) -> CairnError:
     """The error for what was not foreseen; it tells the client nothing but where to look."""
     return CairnError(f"an internal error; the server's log names request {id}")
+
+
+def unforeseen(error: Exception, id: str) -> CairnError:
+    """`internal`, but for a machine that has no memory, thread or file left: that passes, so it is Unavailable."""
+    used_up = isinstance(error, OSError) and error.errno in USED_UP
+    if used_up or isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_THREAD in str(error)):
+        return Unavailable(
+            f"the machine has nothing left to serve request {id} with; try again", retry_after=USED_RETRY
+        )
+    return internal(id)
 
 
 class Watch:

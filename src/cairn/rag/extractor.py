@@ -22,6 +22,8 @@ AT_ONCE = 2
 STALLED = 4.0 * SECONDS
 """Seconds after which a process is killed that has not used up its own processor time: the machine is busy, or it
 waits for something."""
+PAUSES = (0.1, 0.5, 2.0)
+"""Seconds after which a process that the system refused is asked for again."""
 MOST_READ = 2 * MAX_BYTES + (16 << 20)
 """Bytes that a process may answer: text of the longest document, and headings."""
 
@@ -54,17 +56,7 @@ class Extractor:
         can be started. The process is gone on return, also when the caller was cancelled.
         """
         async with self._turns.place(tenant):
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-P", "-m", "cairn.rag.extraction", kind),  # -P: nothing from the working folder
-                    stdin=file,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.DEVNULL,
-                    env=without_secrets(),
-                    start_new_session=True,  # Ctrl-C in a terminal is for the parent
-                )
-            except OSError as error:
-                raise Unavailable(f"the document cannot be read now: {error}", retry_after=5.0) from error
+            process = await _started(kind, file)
             try:
                 async with asyncio.timeout(STALLED):
                     data = await _all(process)
@@ -76,6 +68,25 @@ class Extractor:
                     process.kill()
                     await process.wait()
         return _read(data, ended, field)
+
+
+async def _started(kind: DocumentKind, file: BinaryIO) -> asyncio.subprocess.Process:
+    """A process that reads a document. A machine under load refuses one for a moment: it is asked again."""
+    for pause in (*PAUSES, None):
+        try:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "cairn.rag.extraction", kind),  # -P: nothing from the working folder
+                stdin=file,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                env=without_secrets(),
+                start_new_session=True,  # Ctrl-C in a terminal is for the parent
+            )
+        except (OSError, RuntimeError) as error:  # a RuntimeError: of the thread that waits for the process
+            if pause is None:
+                raise Unavailable(f"the document cannot be read now: {error}", retry_after=5.0) from error
+            await asyncio.sleep(pause)
+    raise AssertionError("the last try returns or raises")
 
 
 async def _all(process: asyncio.subprocess.Process) -> bytes:

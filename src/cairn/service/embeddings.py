@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cairn.errors import ContextTooLong, GenerationFailed, InvalidRequest, Overloaded
+from cairn.outputs import Done
+from cairn.request import Request
+from cairn.sampling_params import SamplingParams
 from cairn.service.service import Service
 from cairn.service.stream import merge
 from cairn.text import length
 from cairn.text.reranker_prompt import Question
 from cairn.text.tokenizer import INLINE
 from cairn.text.whole import Whole
-from cairn.types import Done, Request, SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
@@ -286,6 +288,6 @@ async def _together(service: Service, wholes: Sequence[Whole], asking: Asking) -
             for index, event in batch:
                 if isinstance(event, Done):
                     found[index] = np.frombuffer(event.vector, np.float32)
-    if not all(found[index].size for index in range(len(wholes))):
+    if not all(index in found and found[index].size for index in range(len(wholes))):
         raise GenerationFailed("the engine gave no vector")
     return [found[index] for index in range(len(wholes))]

@@ -1,6 +1,7 @@
 #include "sampler.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -26,24 +27,6 @@ std::int64_t short_of(double top_p, std::int64_t mass) {
 }
 
 constexpr Index lined(Index bytes) { return (bytes + 63) / 64 * 64; }
-
-// What the mask leaves out is -inf from the start: no bias and no penalty makes anything else of it.
-void copy(const Ask& ask, Index vocab, float* line) {
-    if (!ask.mask) {
-        std::memcpy(line, ask.logits, static_cast<std::size_t>(vocab) * 4);
-        return;
-    }
-    for (Index from = 0; from < vocab; from += 32) {
-        std::uint32_t allowed;
-        std::memcpy(&allowed, ask.mask + from / 8, 4);
-        const Index count = std::min<Index>(32, vocab - from);
-        if (!allowed) std::fill_n(line + from, count, ALL);
-        else std::memcpy(line + from, ask.logits + from, static_cast<std::size_t>(count) * 4);
-        if (!allowed || allowed == 0xffffffffu) continue;
-        for (Index i = 0; i < count; i++)
-            if (!(allowed >> i & 1)) line[from + i] = ALL;
-    }
-}
 
 }  // namespace
 
@@ -82,37 +65,73 @@ void Sampler::run() {
     });
 }
 
-Told Sampler::answer(Index number, const Room& room) {
+// `room` is a copy: what its line holds is this ask's.
+Told Sampler::answer(Index number, Room room) {
     const Ask& ask = asks[static_cast<std::size_t>(number)];
-    Peak peak = passes_.peak(ask.logits, vocab_);
+    const bool masked = ask.draw && ask.mask;
+    Peak peak = masked ? passes_.allowed_peak(ask.logits, vocab_, ask.mask) : passes_.peak(ask.logits, vocab_);
     if (!peak.finite) return {NOT_FINITE, 0, 0};
     Told told = {NOT_ASKED, 0, peak.value};
+    if (masked && ask.top >= 0) told.peak = passes_.peak(ask.logits, vocab_).value;
     if (ask.top >= 0) {
-        told.mass = passes_.weigh(ask.logits, vocab_, peak.value, ALL, room.sums);
+        told.mass = passes_.weigh(ask.logits, vocab_, told.peak, ALL, room.sums);
         const Index count = std::min(ask.top, vocab_);
-        highest(ask.logits, count, room);
+        highest(ask.logits, vocab_, count, room);
         std::sort(room.keys, room.keys + count, FALLING);
         for (Index i = 0; i < count; i++)
             tops[static_cast<std::size_t>(number * top_width + i)] = id_of(room.keys[i]);
     }
     if (!ask.draw) return told;
     const float* line = ask.logits;
+    bool packed = false;  // whether tokens are known by their places among those that the mask allows
+    room.count = vocab_;
     if (ask.adjusts()) {
-        copy(ask, vocab_, room.line);
+        line = room.line, packed = masked;
+        if (masked) {
+            room.count = passes_.pack(ask.logits, vocab_, ask.mask, 0, 1, room.line);
+            number_allowed(ask, room);
+        } else std::memcpy(room.line, ask.logits, static_cast<std::size_t>(vocab_) * 4);
         adjust(ask, room.line, room.counts);
-        line = room.line;
-        peak = passes_.peak(line, vocab_);
-        if (peak.nan || !std::isfinite(peak.value)) {
-            told.token = NOTHING_LEFT;
-            return told;
-        }
+        peak = room.count ? passes_.peak(line, room.count) : Peak{ALL, 0, true, false};
+    }
+    if (peak.nan || !std::isfinite(peak.value)) {
+        told.token = NOTHING_LEFT;
+        return told;
     }
     told.token = peak.at;
     if (ask.divisor > 0) {
-        passes_.relate(line, vocab_, peak.value, ask.late ? 1.0f : ask.divisor, room.line);
+        const float divisor = ask.late ? 1.0f : ask.divisor;
+        if (masked && !packed) {
+            room.count = passes_.pack(line, vocab_, ask.mask, peak.value, divisor, room.line);
+            packed = true;
+        } else passes_.relate(line, room.count, peak.value, divisor, room.line);
         told.token = draw(ask, room);
     }
+    if (packed) told.token = passes_.place(ask.mask, told.token);
     return told;
+}
+
+// Of the ids that the ask names makes their places among those that are allowed. The others get the place behind the
+// line, where nobody looks: none of them can come, whatever is done to it.
+void Sampler::number_allowed(const Ask& ask, const Room& room) {
+    if (ask.bias == ask.seen_end) return;
+    const auto word_of = [&](Index word) {
+        std::uint32_t bits;
+        std::memcpy(&bits, ask.mask + word * 4, 4);
+        return bits;
+    };
+    const Index words = (vocab_ + 31) / 32;
+    std::uint64_t before = 0;
+    for (Index word = 0; word < words; word++) {
+        room.keys[word] = before;
+        before += static_cast<std::uint64_t>(std::popcount(word_of(word)));
+    }
+    for (Index i = ask.bias; i < ask.seen_end; i++) {
+        const std::int32_t word = ids[i] / 32, bit = ids[i] % 32;
+        const std::uint32_t bits = word_of(word), lower = (1u << bit) - 1;
+        const auto place = static_cast<std::int32_t>(room.keys[word]) + std::popcount(bits & lower);
+        ids[i] = bits >> bit & 1 ? place : static_cast<std::int32_t>(room.count);
+    }
 }
 
 void Sampler::adjust(const Ask& ask, float* line, std::int32_t* counts) const {
@@ -146,11 +165,11 @@ std::int64_t Sampler::draw(const Ask& ask, const Room& room) const {
 }
 
 std::int64_t Sampler::draw_whole(const Ask& ask, float least, const Room& room) const {
-    std::int64_t goal = part(ask.bits, passes_.weigh(room.line, vocab_, 0, least, room.sums));
+    std::int64_t goal = part(ask.bits, passes_.weigh(room.line, room.count, 0, least, room.sums));
     Index chunk = 0, at = 0;
     while (goal >= room.sums[chunk]) goal -= room.sums[chunk++];
     const Index from = chunk * CHUNK;
-    passes_.weights(room.line + from, std::min(CHUNK, vocab_ - from), least, room.chunk);
+    passes_.weights(room.line + from, std::min(CHUNK, room.count - from), least, room.chunk);
     while (goal >= room.chunk[at]) goal -= room.chunk[at++];
     return from + at;
 }
@@ -160,7 +179,7 @@ std::int64_t Sampler::draw_late(const Ask& ask, const Room& room) const {
     std::uint64_t last = key_of(ask.least, ANY_ID);
     if (ask.cuts_k(vocab_)) last = keep_ranked(ask, room).last;
     else if (ask.top_p < 1) last = keep_nucleus(ask, room).kept.last;
-    for (Index i = 0; i < vocab_; i++) {
+    for (Index i = 0; i < room.count; i++) {
         float& value = room.line[i];
         value = key_of(value, static_cast<std::uint32_t>(i)) >= last ? value / ask.divisor : ALL;
     }
@@ -169,16 +188,17 @@ std::int64_t Sampler::draw_late(const Ask& ask, const Room& room) const {
 
 // Of the `top_k` highest tokens, whose keys are then sorted.
 Sampler::Kept Sampler::keep_ranked(const Ask& ask, const Room& room) const {
-    highest(room.line, ask.top_k, room);
-    std::sort(room.keys, room.keys + ask.top_k, FALLING);
+    const Index count = std::min(ask.top_k, room.count);
+    highest(room.line, room.count, count, room);
+    std::sort(room.keys, room.keys + count, FALLING);
     std::int64_t mass = 0;
-    each_weight(ask.top_k, room, [&](std::uint64_t, std::int64_t weight) {
+    each_weight(count, room, [&](std::uint64_t, std::int64_t weight) {
         mass += weight;
         return true;
     });
     const std::int64_t enough = ask.top_p < 1 ? short_of(ask.top_p, mass) : mass + 1;
     Kept kept = {0, 0};
-    each_weight(ask.top_k, room, [&](std::uint64_t key, std::int64_t weight) {
+    each_weight(count, room, [&](std::uint64_t key, std::int64_t weight) {
         if (value_of(key) < ask.least) return false;
         kept = {kept.mass + weight, key};
         return kept.mass < enough;
@@ -188,7 +208,7 @@ Sampler::Kept Sampler::keep_ranked(const Ask& ask, const Room& room) const {
 
 std::int64_t Sampler::draw_ranked(const Ask& ask, const Room& room) const {
     std::int64_t goal = part(ask.bits, keep_ranked(ask, room).mass), token = 0;
-    each_weight(ask.top_k, room, [&](std::uint64_t key, std::int64_t weight) {
+    each_weight(std::min(ask.top_k, room.count), room, [&](std::uint64_t key, std::int64_t weight) {
         token = id_of(key), goal -= weight;
         return goal >= 0;
     });
@@ -197,7 +217,7 @@ std::int64_t Sampler::draw_ranked(const Ask& ask, const Room& room) const {
 
 // The keys of one bucket, in order; how many.
 Index Sampler::sort_bucket(const Nucleus& nucleus, Index which, const Room& room) const {
-    const Index count = passes_.bucket(room.line, vocab_, nucleus.least, nucleus.factor, which, room.keys);
+    const Index count = passes_.bucket(room.line, room.count, nucleus.least, nucleus.factor, which, room.keys);
     // Equal values are in order already.
     if (!std::is_sorted(room.keys, room.keys + count, FALLING)) std::sort(room.keys, room.keys + count, FALLING);
     return count;
@@ -205,17 +225,17 @@ Index Sampler::sort_bucket(const Nucleus& nucleus, Index which, const Room& room
 
 // Tokens are sorted only within the bucket of values that top-p ends in, and the one that the draw falls into.
 Sampler::Nucleus Sampler::keep_nucleus(const Ask& ask, const Room& room) const {
-    const std::int64_t mass = passes_.weigh(room.line, vocab_, 0, ALL, room.sums);
+    const std::int64_t mass = passes_.weigh(room.line, room.count, 0, ALL, room.sums);
     const std::int64_t enough = short_of(ask.top_p, mass);
     // All that weigh less than this are together less than the tail that is cut; if rounding says otherwise, all count.
-    const double tail = static_cast<double>(mass) / static_cast<double>(ONE) * (1 - ask.top_p) / static_cast<double>(vocab_);
+    const double tail = static_cast<double>(mass) / static_cast<double>(ONE) * (1 - ask.top_p) / static_cast<double>(room.count);
     const float likely = std::max(LOWEST, std::min(0.0f, static_cast<float>(std::log(tail) - 0.01)));
     Nucleus found = {};
     Kept& kept = found.kept;
     for (const float bound : {likely, LOWEST}) {
         found.least = std::max(bound, ask.least);
         found.factor = static_cast<float>(BUCKETS - 1) / std::max(-found.least, 1e-3f);
-        passes_.tally(room.line, vocab_, found.least, found.factor, room.buckets);
+        passes_.tally(room.line, room.count, found.least, found.factor, room.buckets);
         found.sorted = -1, kept = {0, key_of(found.least, ANY_ID)};
         for (Index which = 0; which < BUCKETS && found.sorted < 0; which++) {
             if (kept.mass + room.buckets[which] < enough) {
@@ -259,18 +279,18 @@ void Sampler::each_weight(Index count, const Room& room, F&& f) const {
     }
 }
 
-// The first `count` keys are then those of the highest tokens, the last of them in its place.
-void Sampler::highest(const float* line, Index count, const Room& room) const {
+// The first `count` keys are then those of the highest of n tokens, the last of them in its place.
+void Sampler::highest(const float* line, Index n, Index count, const Room& room) const {
     if (!count) return;
-    const Index groups = (vocab_ + STRIPE * LANES - 1) / (STRIPE * LANES) * LANES;
+    const Index groups = (n + STRIPE * LANES - 1) / (STRIPE * LANES) * LANES;
     float least = ALL;
     if (count <= groups) {
         // The count-th highest of any so many distinct tokens is a lower bound: take the maxima of groups.
-        passes_.maxima(line, vocab_, room.maxima);
+        passes_.maxima(line, n, room.maxima);
         std::nth_element(room.maxima, room.maxima + count - 1, room.maxima + groups, std::greater<float>());
         least = room.maxima[count - 1];
     }
-    const Index found = passes_.gather(line, vocab_, least, room.keys);
+    const Index found = passes_.gather(line, n, least, room.keys);
     std::nth_element(room.keys, room.keys + count - 1, room.keys + found, FALLING);
 }
 

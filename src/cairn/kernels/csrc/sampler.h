@@ -46,6 +46,11 @@ inline std::int32_t id_of(std::uint64_t key) {
 struct Passes {
     Peak (*peak)(const float* x, Index n);
     void (*relate)(const float* x, Index n, float peak, float divisor, float* out);  // out = (x - peak) / divisor
+    // The same of the numbers that a mask allows, side by side in their order; `finite` is of all, `at` a place in x.
+    // What is packed, so many numbers of it, may be followed by up to LANES others, within n rounded up.
+    Peak (*allowed_peak)(const float* x, Index n, const unsigned char* mask);
+    Index (*pack)(const float* x, Index n, const unsigned char* mask, float peak, float divisor, float* out);
+    Index (*place)(const unsigned char* mask, Index packed);  // where in x such a number comes from
     void (*maxima)(const float* x, Index n, float* out);                             // of each STRIPE
     Index (*gather)(const float* x, Index n, float least, std::uint64_t* keys);      // of those >= least, ids rising
     // Weights of those x - shift that are >= least, summed over each CHUNK; returns the whole.
@@ -72,7 +77,7 @@ struct Ask {
     const unsigned char* mask;  // a bit a token that may come, in words of 32; null: all
 
     bool cuts_k(Index vocab) const { return 0 < top_k && top_k < vocab; }
-    bool adjusts() const { return bias != bias_end || banned != banned_end || seen != seen_end || mask; }
+    bool adjusts() const { return bias != bias_end || banned != banned_end || seen != seen_end; }
 };
 
 enum Verdict : std::int64_t { NOT_FINITE = -1, NOTHING_LEFT = -2, NOT_ASKED = -3 };
@@ -102,7 +107,10 @@ class Sampler {
     void run();
 
   private:
+    // `line` is of `count` numbers: those of all tokens, or of the ones that a mask allows alone. Places in it rank as
+    // their ids do, and what is left out would weigh nothing.
     struct Room {
+        Index count;
         float *line, *maxima;
         std::int64_t *sums, *buckets, *chunk;
         std::int32_t* counts;
@@ -120,7 +128,8 @@ class Sampler {
         Index sorted, count;
     };
 
-    Told answer(Index number, const Room& room);
+    Told answer(Index number, Room room);
+    void number_allowed(const Ask& ask, const Room& room);
     void adjust(const Ask& ask, float* line, std::int32_t* counts) const;
     std::int64_t draw(const Ask& ask, const Room& room) const;
     std::int64_t draw_whole(const Ask& ask, float least, const Room& room) const;
@@ -130,7 +139,7 @@ class Sampler {
     Index sort_bucket(const Nucleus& nucleus, Index which, const Room& room) const;
     Nucleus keep_nucleus(const Ask& ask, const Room& room) const;
     std::int64_t draw_nucleus(const Ask& ask, const Room& room) const;
-    void highest(const float* line, Index count, const Room& room) const;
+    void highest(const float* line, Index n, Index count, const Room& room) const;
     template <class F>
     void each_weight(Index count, const Room& room, F&& f) const;
 

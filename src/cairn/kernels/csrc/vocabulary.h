@@ -147,6 +147,76 @@ inline Peak peak(const float* x, Index n) {
     return found;
 }
 
+// What a mask says of the tokens from here on, a multiple of 16.
+inline unsigned allowed(const unsigned char* mask, Index at) {
+    std::uint16_t bits;
+    __builtin_memcpy(&bits, mask + at / 8, 2);
+    return bits;
+}
+
+inline Peak allowed_peak(const float* x, Index n, const unsigned char* mask) {
+    constexpr Index BLOCK = 4096;
+    Peak found = {NOTHING, 0, true, false};
+    Index block = 0;
+    IntPart odd = {};
+    for (Index from = 0; from < n; from += BLOCK) {
+        Vec best = set(NOTHING);
+        const Index count = n - from < BLOCK ? n - from : BLOCK;
+        over(x + from, count, x[from], [&](const Vec& v, Index at, unsigned there) CAIRN_INLINE {
+#pragma GCC unroll 4
+            for (int i = 0; i < PARTS; i++) odd |= ((IntPart)v.part[i] & 0x7f800000) == 0x7f800000;
+            const unsigned bits = allowed(mask, from + at) & there;
+            if (bits) best = larger(best, keep(v, bits, NOTHING));
+        });
+        if (const float here = largest(best); here > found.value) found.value = here, block = from;
+    }
+    found.finite = !bits_of(odd);
+    const auto is_it = [&](Index at) { return x[at] == found.value && allowed(mask, at & ~Index{15}) >> (at & 15) & 1; };
+    for (found.at = block; found.at < n && !is_it(found.at);) found.at++;
+    return found;
+}
+
+// Puts the lanes in `bits` side by side, and perhaps anything behind them, up to LANES in all.
+CAIRN_INLINE inline float* put(float* out, const Vec& x, unsigned bits) {
+    if (bits == EVERY) {
+        store(out, x);
+        return out + LANES;
+    }
+#if defined(__AVX512F__)
+    const __m512 packed = _mm512_maskz_compress_ps(static_cast<__mmask16>(bits), (__m512)x.part[0]);
+    _mm512_storeu_ps(out, packed);
+    return out + __builtin_popcount(bits);
+#else
+    float lane[LANES];
+    store(lane, x);
+    for (; bits; bits &= bits - 1) *out++ = lane[__builtin_ctz(bits)];
+    return out;
+#endif
+}
+
+inline Index pack(const float* x, Index n, const unsigned char* mask, float peak, float divisor, float* out) {
+    float* end = out;
+    const Vec high = set(peak), by = set(divisor);
+    over(x, n, 0.0f, [&](const Vec& v, Index at, unsigned there) CAIRN_INLINE {
+        if (const unsigned bits = allowed(mask, at) & there; bits) end = put(end, (v - high) / by, bits);
+    });
+    return end - out;
+}
+
+inline Index place(const unsigned char* mask, Index packed) {
+    for (Index at = 0;; at += 32) {
+        std::uint32_t bits;
+        __builtin_memcpy(&bits, mask + at / 8, 4);
+        const Index count = __builtin_popcount(bits);
+        if (packed >= count) {
+            packed -= count;
+            continue;
+        }
+        for (; packed; packed--) bits &= bits - 1;
+        return at + __builtin_ctz(bits);
+    }
+}
+
 inline void relate(const float* x, Index n, float peak, float divisor, float* out) {
     for (Index i = 0; i < n; i++) out[i] = (x[i] - peak) / divisor;
 }
@@ -242,6 +312,6 @@ inline Index bucket(const float* x, Index n, float least, float factor, Index wh
     return count;
 }
 
-constexpr Passes PASSES = {peak, relate, maxima, gather, weigh, weights, tally, bucket};
+constexpr Passes PASSES = {peak, relate, allowed_peak, pack, place, maxima, gather, weigh, weights, tally, bucket};
 
 }  // namespace cairn::CAIRN_VARIANT

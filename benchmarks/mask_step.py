@@ -1,0 +1,138 @@
+"""What do grammars cost a whole step? The same step of an engine with masks and without, one after the other: what more
+it takes, of time and of processor time.
+
+    .venv/bin/python benchmarks/mask_step.py MODEL [--rows 32] [--pairs 100] [--depth 64]
+
+MODEL is a model's folder or file. Rows draw with top-k 40, top-p 0.95 and min-p 0.05, whether they are held or not.
+A step is from asking for the masks until every row has its token and has followed it, as the scheduler goes about it;
+what is forced is looked for, too, and then not used, so that both have as many rows. The goal is at most 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from cairn.types import BLOCK_TOKENS, SamplingParams
+
+from cairn.config import Config
+from cairn.engine.base import Row
+from cairn.engine.cpu import CpuEngine
+from cairn.models.hub import locate
+from cairn.models.spec import check_decodes, load_spec
+from cairn.service.grammars import GrammarMatcher, Vocabulary, compile_grammar, read_vocabulary
+from cairn.service.masks import Masks
+from cairn.text.templates import load_text
+from mask_cost import grammars
+
+PARAMS = SamplingParams(max_tokens=1 << 20, temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, seed=1)
+
+
+class Step(NamedTuple):
+    """Seconds of one."""
+
+    wall: float
+    cpu: float
+
+
+class Held:
+    """Rows that follow a grammar, each in another place of it. One that has come to its end begins again."""
+
+    def __init__(self, vocabulary: Vocabulary, text: str, ends: Sequence[int], computing: Masks, rows: int) -> None:
+        self._compiled = compile_grammar(vocabulary, text)
+        self._made = (vocabulary, ends, computing)
+        self._ends = frozenset(ends)
+        self._rng = random.Random(1)
+        self._over: set[int] = set()
+        self.matchers = [self._fresh() for _ in range(rows)]
+
+    def _fresh(self) -> GrammarMatcher:
+        return GrammarMatcher(self._compiled.deep_copy(), *self._made)
+
+    def follow(self, tokens: Sequence[int | None]) -> None:
+        """What the rows drew."""
+        for row, token in enumerate(tokens):
+            if token is None or token in self._ends or self._rng.random() < 0.01:
+                self._over.add(row)
+                continue
+            self.matchers[row].consume(token)
+            if self.matchers[row].over:
+                self._over.add(row)
+            else:
+                self.matchers[row].forced()
+
+    def renew(self) -> None:
+        """Begin again what is over: a request's grammar is copied once, and no step's business."""
+        for row in self._over:
+            self.matchers[row] = self._fresh()
+        self._over.clear()
+
+
+def tables(engine: CpuEngine, row: int, tokens: int) -> tuple[range, ...]:
+    count = -(-tokens // BLOCK_TOKENS)
+    return tuple(range(row * count, (row + 1) * count) for _ in engine.info.groups)
+
+
+def timed(work: Callable[[], None]) -> Step:
+    start, cpu = time.perf_counter(), time.process_time()
+    work()
+    return Step(time.perf_counter() - start, time.process_time() - cpu)
+
+
+def pairs(engine: CpuEngine, held: Held, asked: Any) -> list[tuple[Step, Step]]:
+    """Steps without masks, and right after them with."""
+    depth, vocab = asked.depth, engine.info.vocab
+    known = [[(7919 * at + 104_729 * row) % vocab for at in range(depth + 1)] for row in range(asked.rows)]
+    places = [tables(engine, row, depth + 1) for row in range(asked.rows)]
+
+    def step(number: int, *, with_masks: bool) -> None:
+        rows = []
+        for row, (tokens, place) in enumerate(zip(known, places, strict=True)):
+            mask = held.matchers[row].mask() if with_masks else None
+            tokens[-1] = (number * 31 + row) % vocab
+            rows.append(Row(tokens, depth, depth + 1, place, depth, 1, PARAMS, number, mask=mask))
+        results = engine.decode(rows).wait()
+        if with_masks:
+            held.follow([one.token for one in results])
+
+    found = []
+    for number in range(asked.pairs + 5):
+        plain = timed(lambda: step(number, with_masks=False))  # noqa: B023  it runs before the next number
+        found.append((plain, timed(lambda: step(number, with_masks=True))))  # noqa: B023
+        held.renew()
+    return found[5:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--pairs", type=int, default=100)
+    parser.add_argument("--depth", type=int, default=64, help="tokens of each row's context")
+    asked = parser.parse_args()
+    folder = locate(asked.model)
+    spec = check_decodes(load_spec(folder))
+    config = Config(max_running=asked.rows, step_tokens=512, context=asked.depth + BLOCK_TOKENS)
+    blocks = asked.rows * -(-(asked.depth + 1) // BLOCK_TOKENS)
+    engine = CpuEngine.load(spec, folder, config, blocks=tuple(blocks for _ in spec.groups))
+    tokenizer, _ = load_text(folder, None)
+    ends = sorted(tokenizer.end_ids)
+    vocabulary = read_vocabulary(folder, None, spec.vocab, ends)
+    print(f"{asked.rows} rows, {spec.vocab} tokens, {asked.pairs} pairs of steps; medians, milliseconds")
+    for name, text in grammars().items():
+        computing = Masks()
+        found = pairs(engine, Held(vocabulary, text, ends, computing, asked.rows), asked)
+        computing.close()
+        for what in ("wall", "cpu"):
+            plain = 1e3 * statistics.median(getattr(one, what) for one, _ in found)
+            more = 1e3 * statistics.median(getattr(two, what) - getattr(one, what) for one, two in found)
+            print(f"{name:30} {what:4} {plain:7.2f} without   {more:+6.2f} with masks   {100 * more / plain:+6.1f} %")
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

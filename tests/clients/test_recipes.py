@@ -1,0 +1,208 @@
+"""The recipes of docs/clients.md, taken from the page: what is said there of a client is what it is run with here.
+
+Libraries and agents that are not installed (`make clients`) are skipped; of every recipe the addresses are asked, and
+its names are those by which `cairn launch` starts the same client, or that are listed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from tests.clients.stage import FACTS, PAGES, Prompter, environment, found, run_script, stage
+
+from cairn.cli.launch_table import AGENTS
+
+BASE = "http://127.0.0.1:8000"
+ASKED, LAST = "How warm is it in Oslo?", "It is warm."
+MODULES = {
+    "openai-python": "openai",
+    "anthropic-python": "anthropic",
+    "openai-agents": "agents.run",
+    "LangChain": "langchain_openai",
+    "LlamaIndex": "llama_index.llms.openai_like",
+    "pydantic-ai": "pydantic_ai",
+    "instructor": "instructor",
+    "LiteLLM": "litellm",
+    "ollama-python": "ollama",
+}
+
+
+class Led(NamedTuple):
+    """How an agent that is pointed here by a recipe is asked something."""
+
+    agent: str
+    arguments: tuple[str, ...] = ()
+    file: str = ""
+    """Where the block is to stand, in the agent's home; "": it is run."""
+
+
+LED = {
+    "Claude Code": Led("claude", ("-p", ASKED)),
+    "codex": Led(
+        "codex",
+        ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", ASKED),
+        ".codex/config.toml",
+    ),
+    "opencode": Led("opencode", ("run", ASKED), ".config/opencode/opencode.json"),
+    "qwen-code": Led("qwen", ("-p", ASKED)),
+    "aider": Led("aider"),
+    "pi": Led("pi", (), ".pi/agent/models.json"),
+}
+LIBRARIES = "OpenAI's and Anthropic's libraries, and what is built on them"
+OTHERS = {"Vercel's AI SDK", LIBRARIES}
+FREE = {"name", "cairn", "any"}
+"""Keys that are a name of ours, and those that say it."""
+
+
+class Recipe(NamedTuple):
+    """A block of the page."""
+
+    client: str
+    language: str
+    text: str
+
+    def lines(self) -> list[str]:
+        """Without what only imports."""
+        return [line for line in self.text.splitlines() if line and not re.match(r"(from|import) ", line)]
+
+    def at(self, url: str) -> str:
+        return self.text.replace(BASE, url)
+
+
+def recipes() -> dict[str, Recipe]:
+    page = (PAGES / "clients.md").read_text()
+    part = page.partition("\n## Each client in three lines\n")[2].partition("\n## ")[0]
+    found = re.findall(r"^### ([^\n]+)\n((?:(?!^### ).)*?)^```(\w+)\n(.*?)^```$", part, re.M | re.S)
+    return {client: Recipe(client, language, text) for client, _, language, text in found}
+
+
+RECIPES = recipes()
+
+
+def variables(text: str) -> dict[str, str]:
+    """What a block of a shell exports."""
+    return dict(re.findall(r"([A-Z_]+)=(\S+)", " ".join(re.findall(r"^export (.*)$", text, re.M))))
+
+
+def keys(value: Any) -> Iterator[str]:
+    """All names of a configuration, and what is no number of its texts."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from keys(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from keys(inner)
+
+
+def launched(name: str) -> set[str]:
+    """Every name that `cairn launch` has for an agent: variables, and keys of its configuration."""
+    agent = AGENTS[name]
+    told = set(agent.env) | set(re.findall(r"[\w.]+(?==)", " ".join(agent.arguments)))
+    held: Iterable[Any] = [*agent.env.values(), *agent.files.values()]
+    return told | {part for one in told for part in one.split(".")} | {key for one in held for key in keys(one)}
+
+
+def test_every_client_has_a_recipe_of_three_lines() -> None:
+    assert set(RECIPES) == {*MODULES, *LED, *OTHERS}
+    long = {one.client: one.lines() for one in RECIPES.values() if len(one.lines()) > 3}
+    assert not long
+
+
+def test_every_name_in_a_recipe_is_one_that_its_client_reads() -> None:
+    for client, led in LED.items():
+        recipe = RECIPES[client]
+        match recipe.language:
+            case "sh":
+                used = set(variables(recipe.text))
+                assert recipe.lines()[-1].split()[0] == AGENTS[led.agent].program
+                flags = set(re.findall(r" (--[\w-]+)", recipe.text))
+                assert flags <= set(AGENTS[led.agent].arguments), client
+            case "toml":
+                used = set(keys(tomllib.loads(recipe.text)))
+            case _:
+                used = set(keys(json.loads(recipe.text)))
+        assert used and used <= launched(led.agent) | FREE, client
+    assert set(variables(RECIPES[LIBRARIES].text)) <= launched("claude") | launched("qwen")
+
+
+def test_every_address_in_a_recipe_answers(at: Prompter) -> None:
+    """What ends in /v1 lists its models there, and what does not is asked for /v1/models and as Ollama."""
+    with httpx.Client(trust_env=False) as http:
+        for recipe in RECIPES.values():
+            urls = re.findall(r"http://[^\s\"'`,]+", recipe.at(at.url))
+            assert urls, recipe.client
+            for url in urls:
+                paths = ("/models",) if url.endswith("/v1") else ("/v1/models", "/api/version")
+                assert all(http.get(url + path).status_code == 200 for path in paths), url
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("client", MODULES)
+def test_a_librarys_recipe(client: str, at: Prompter) -> None:
+    pytest.importorskip(MODULES[client], reason=f"{client} is not installed: make clients")
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        exec(compile(RECIPES[client].at(at.url), f"the recipe of {client}", "exec"), {"__name__": "recipe"})
+    assert all(str(value) in told.getvalue() for value in FACTS.values()), told.getvalue()
+
+
+@pytest.mark.usefixtures("quiet")
+def test_what_libraries_are_told_by_their_environment(at: Prompter, monkeypatch: pytest.MonkeyPatch) -> None:
+    openai = pytest.importorskip("openai", reason="openai is not installed: make clients")
+    anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed: make clients")
+    for name, value in variables(RECIPES[LIBRARIES].at(at.url)).items():
+        monkeypatch.setenv(name, value)
+    said = openai.OpenAI().responses.create(model="any", input=ASKED).output_text
+    assert json.loads(said) == FACTS
+    asked = [{"role": "user", "content": ASKED}]
+    answer = anthropic.Anthropic().messages.create(model="any", max_tokens=100, messages=asked)
+    assert json.loads(answer.content[0].text) == FACTS
+
+
+@pytest.mark.usefixtures("node")
+def test_the_recipe_of_vercels_ai_sdk(at: Prompter) -> None:
+    assert json.loads(run_script(RECIPES["Vercel's AI SDK"].at(at.url))) == FACTS
+
+
+@pytest.mark.parametrize("client", LED)
+def test_an_agents_recipe(client: str, tmp_path: Path, prove: bool) -> None:
+    led, recipe = LED[client], RECIPES[client]
+    program = found(AGENTS[led.agent].program)
+    if program is None or not led.arguments:
+        pytest.skip(f"{client} is not installed: {AGENTS[led.agent].install}")
+    if not prove:
+        pytest.skip("takes some seconds: make prove")
+    folder, home = tmp_path / "work", tmp_path / "home"
+    folder.mkdir()
+    home.mkdir()
+    with stage(tmp_path, [[LAST]], [LAST]) as at:
+        if led.file:
+            (home / led.file).parent.mkdir(parents=True)
+            (home / led.file).write_text(recipe.at(at.url))
+            script = AGENTS[led.agent].program
+        else:
+            script = recipe.at(at.url).rstrip()
+        done = subprocess.run(
+            ["bash", "-c", f'{script} "$@"', "bash", *led.arguments],
+            cwd=folder,
+            env=environment(program, home),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert done.returncode == 0 and LAST in done.stdout, (
+            f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}\n{at.others}"
+        )
