@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cairn.config import Config, ModelOptions, Secret, TenantKeys, TenantLimits
+from cairn.config import Config, ModelOptions, Secret, TenantKeys, TenantLimits, TenantTurns, turns_of
 from cairn.errors import ConfigError
 from cairn.option import options
 from cairn.resolve import resolve
@@ -362,8 +362,8 @@ def test_tenants_are_named_with_their_keys(elsewhere):
             "tenants in cairn.toml: unknown key 'api_kye' in [tenants.ada]; did you mean api_key?",
         ),
         (
-            "[tenants.ada]\napi_key = 'hush'\nport = 1",
-            "tenants in cairn.toml: unknown key 'port' in [tenants.ada]",
+            "[tenants.ada]\napi_key = 'hush'\nhost = 1",
+            "tenants in cairn.toml: unknown key 'host' in [tenants.ada]",
         ),
         ("[tenants.ada]\napi_key = []", NO_KEY),
         ("[tenants.ada]\napi_key = ['hush', 7]", NO_KEY),
@@ -445,9 +445,17 @@ def test_one_model_and_several_are_not_given_together(elsewhere):
 def test_a_tenants_limits_stand_beside_its_keys(elsewhere):
     Path("cairn.toml").write_text(
         "[tenants.ada]\napi_key = 'k1'\nrequests_per_minute = 5\nweight = 2\n[tenants.bob]\napi_key = 'k2'\n"
+        "[tenants.batch]\napi_key = 'k3'\npriority = 10\n"
     )
-    ada, bob = resolve({}, {}).config.tenants
+    config = resolve({}, {}).config
+    ada, bob, batch = config.tenants
+    assert batch.limits == TenantLimits(priority=10)
+    assert turns_of(config) == TenantTurns({"ada": 2.0}, {"batch": 10})
     assert ada.limits == TenantLimits(requests_per_minute=5, weight=2.0) and bob.limits == TenantLimits()
     Path("cairn.toml").write_text("[tenants.ada]\napi_key = 'k1'\nweight = 0\n")
     with pytest.raises(ConfigError, match=r"weight is 0 but must be a number from 0\.01 to 100"):
         resolve({}, {})
+    for priority in ("101", "-101", "0.5", "true", "'high'"):
+        Path("cairn.toml").write_text(f"[tenants.ada]\napi_key = 'k1'\npriority = {priority}\n")
+        with pytest.raises(ConfigError, match=r"priority is .* but must be a whole number from -100 to 100"):
+            resolve({}, {})

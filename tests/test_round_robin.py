@@ -4,7 +4,7 @@ from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.kv.cache import Cache
 from cairn.plan import Limits
 from cairn.request import Request
-from cairn.round_robin import RoundRobin
+from cairn.round_robin import AGE_SECONDS, Classes, RoundRobin
 from cairn.sampling_params import SamplingParams
 from cairn.scheduler import Scheduler
 from cairn.system import SystemClock
@@ -27,10 +27,10 @@ def test_each_tenant_has_one_then_a_second_and_whoever_was_served_steps_back() -
     assert rounds.line("a") == ["a0", "a2", "a3"] and rounds.line("nobody") == []
 
 
-def begun(asked: list[tuple[str, int]], running: int = 1) -> list[str]:
-    """In which order requests of these tenants and priorities begin that came in this order."""
+def begun(asked: list[tuple[str, int]], running: int = 1, **priorities: int) -> list[str]:
+    """In which order requests of these tenants and priorities begin that came so; `priorities` are the tenants'."""
     engine = FakeEngine(fake_spec(), blocks=200)
-    scheduler = Scheduler(Cache(engine.info), Limits(max_running=running), SystemClock())
+    scheduler = Scheduler(Cache(engine.info), Limits(max_running=running, priorities=priorities), SystemClock())
     for id, (share, priority) in enumerate(asked):
         sampling = SamplingParams(max_tokens=3, temperature=0.0)
         request = Request(id=id, prompt=(id % 8, 2, 3), sampling=sampling, share=share, priority=priority)
@@ -81,3 +81,19 @@ def test_what_waits_is_told_in_the_order_in_which_it_is_served() -> None:
         rounds.remove(line[0][0], line[0])
         rounds.served(line[0][0])
     assert served == told
+
+
+def test_tenants_of_a_class_come_before_those_of_later_ones_and_take_turns_among_themselves() -> None:
+    asked = [("b", 0)] * 3 + [("a", 0)] * 3 + [("x", 0)] + [("c", 0)] * 2
+    assert begun(asked, b=1, x=-1) == ["x", "a", "c", "a", "c", "a", "b", "b", "b"]
+    assert begun([("b", -100), ("a", 100)], b=1) == ["a 1", "b 0"], "what a request asks for is its tenant's own affair"
+
+
+def test_a_class_that_waits_gets_on_however_much_others_ask_for() -> None:
+    classes = Classes({"b": 2, "c": 2, "d": 5})
+    came = [("a", 0.0), ("b", 0.0), ("c", 1.0), ("d", 0.0)]
+    assert classes.levels(came, 0.0) == {"a": 0, "b": 2, "c": 2, "d": 5}
+    assert classes.levels(came, 2 * AGE_SECONDS) == {"a": 0, "b": 0, "c": 0, "d": 3}, "nobody comes before the first"
+    classes.served("c", 2 * AGE_SECONDS)
+    assert classes.levels(came, 3 * AGE_SECONDS) == {"a": 0, "b": 1, "c": 1, "d": 2}
+    assert classes.levels([("d", 99.0)], 99.0) == {"d": 5}

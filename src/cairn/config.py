@@ -63,6 +63,17 @@ class TenantLimits(msgspec.Struct, frozen=True):
     max_disk_mib: int | None = None
     weight: float = 1.0
     """Its turns in the scheduler, against those of others that wait."""
+    priority: int = 0
+    """Its class: those of a lower number come before others, as requests of one tenant do."""
+
+
+class TenantTurns(msgspec.Struct, frozen=True):
+    """How the scheduler treats tenants that are not like all others, by their names."""
+
+    weights: dict[str, float] = {}
+    """How many turns they have against others that wait; 1 where nothing is said."""
+    priorities: dict[str, int] = {}
+    """Their classes; 0 where nothing is said."""
 
 
 class TenantKeys(msgspec.Struct, frozen=True):
@@ -514,3 +525,12 @@ def _with(limits: TenantLimits, default: TenantLimits) -> TenantLimits:
     """A tenant's own limits; where it has none the server's."""
     lacking = {name: getattr(default, name) for name in LIMITS if getattr(limits, name) is None}
     return msgspec.structs.replace(limits, **lacking)
+
+
+def turns_of(config: Config) -> TenantTurns:
+    """How the scheduler treats those tenants of whom the options say it."""
+    limits = {one.name: one.limits for one in config.tenants}
+    return TenantTurns(
+        {name: one.weight for name, one in limits.items() if one.weight != 1},
+        {name: one.priority for name, one in limits.items() if one.priority},
+    )

@@ -33,6 +33,8 @@ class Limits:
     """Tokens of prompts that a step may have however long they take."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """How many turns tenants have against others that wait; 1 where nothing is said."""
+    priorities: Mapping[str, int] = field(default_factory=dict)
+    """Of tenants, 0 where nothing is said: those of a lower number come before others, see `round_robin.Classes`."""
 
 
 class Share(NamedTuple):

@@ -247,6 +247,12 @@ def _limits(given: _Given, written: object) -> dict[str, TenantLimits]:
                     f"{where} weight is {weight!r} but must be a number from 0.01 to 100", field="tenants"
                 )
             more["weight"] = float(weight)
+        if (priority := table.get("priority")) is not None:
+            if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > 100:
+                raise ConfigError(
+                    f"{where} priority is {priority!r} but must be a whole number from -100 to 100", field="tenants"
+                )
+            more["priority"] = priority
         found[name] = TenantLimits(**more)
     return found
 
@@ -315,7 +321,7 @@ def _named(given: _Given, written: object) -> list[tuple[str, Any]]:
         pairs = []
         for name, table in written.items():
             for key in table if isinstance(table, dict) else ():
-                if key not in (known := ("api_key", "weight", *LIMITS)):
+                if key not in (known := ("api_key", "weight", "priority", *LIMITS)):
                     near = closest(key, known)
                     raise ConfigError(f"{given.source}: unknown key {key!r} in [tenants.{name}]{near}", field="tenants")
             if not isinstance(table, dict) or "api_key" not in table:

@@ -6,7 +6,8 @@ then the prompts that are being computed, in chunks, then new sequences. Sequenc
 Tenants take turns (`Rounds`): each in turn begins one request, whoever has how many waiting. Which of its own that is
 says `rank`, lowest first: the time of arrival, less `AGE_SECONDS` for every level of priority. Waiting therefore raises
 all of a tenant's alike, and a request is only ever overtaken by those of its tenant that arrive within `AGE_SECONDS`
-times the difference in priority after it; what priority one tenant asks for is nothing to the others. One that does not
+times the difference in priority after it; what priority one tenant asks for is nothing to the others. Which tenants
+come before others is said by the server's owner alone, as classes (`Classes`). One that does not
 fit is not overtaken at all; one that waits for another to compute their common prefix may be, for a bounded time, and a
 long one by short ones as below. When blocks run out, the running sequence that began last goes back to waiting, before
 all that never ran: it keeps its tokens and its turn and computes its KV again. The one that began first is never
@@ -76,7 +77,7 @@ class Scheduler:
         self._pace = Pace(limits.step_seconds, limits.least_tokens)
         self._longest = min(cache.info.context, cache.longest)
         self._sequences: dict[int, Sequence] = {}
-        self._waiting = WaitingQueue(limits.weights)
+        self._waiting = WaitingQueue(limits.weights, limits.priorities, clock.now)
         self._running: list[Sequence] = []
         self._planned: Plan | None = None
         self._next_deadline = math.inf

@@ -12,10 +12,9 @@ from cairn.errors import ContextTooLong, InvalidRequest
 from cairn.kv.sequence_kv import SequenceKV
 from cairn.outputs import FinishReason, Timing
 from cairn.request import Request
+from cairn.round_robin import AGE_SECONDS
 from cairn.stats import CacheReport, Miss
 
-AGE_SECONDS = 5.0
-"""Waiting that weighs as much as one level of priority."""
 MOST_FORCED = 32
 """Tokens that are appended at once because a grammar leaves no other."""
 MAX_PRIORITY = 100

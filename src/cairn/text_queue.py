@@ -15,7 +15,7 @@ from cairn.errors import Conflict, ContextTooLong, InvalidRequest
 from cairn.outputs import FinishReason, Output, Timing
 from cairn.plan import Limits, Pace, Plan
 from cairn.request import Request
-from cairn.round_robin import RoundRobin
+from cairn.round_robin import Classes, RoundRobin
 from cairn.seams import Clock
 from cairn.sequence import Matcher
 from cairn.stats import CacheReport, SchedulerStats
@@ -40,6 +40,7 @@ class TextQueue:
         self._step_tokens = min(limits.step_tokens, info.max_tokens)
         self._max_rows = min(limits.max_running, info.max_rows)
         self._waiting: RoundRobin[_Text] = RoundRobin(limits.weights)
+        self._classes = Classes(limits.priorities)
         self._texts: dict[int, _Text] = {}
         self._planned: tuple[Plan, list[_Text], float] | None = None
         self._pace = Pace(math.inf, limits.least_tokens)
@@ -100,7 +101,8 @@ class TextQueue:
             raise RuntimeError("the last plan was not committed")
         now = self._clock.now()
         ended, chosen, tokens = list[Output](), list[_Text](), 0
-        for text in self._waiting:
+        came = ((share, first.arrival) for share, first in self._waiting.firsts())
+        for text in self._waiting.by_level(self._classes.levels(came, now)) if self._classes else self._waiting:
             size = len(text.request.prompt)
             if text.deadline <= now:
                 del self._texts[text.request.id]
@@ -115,6 +117,7 @@ class TextQueue:
         for text in chosen:
             self._take(text)
             self._waiting.served(text.request.share)
+            self._classes.served(text.request.share, now)
         if not chosen and not ended:
             return None
         rows = [_row(text.request) for text in chosen]

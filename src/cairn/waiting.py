@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 
-from cairn.round_robin import RoundRobin
+from cairn.round_robin import Classes, RoundRobin
 from cairn.sequence import Sequence
 
 
 class WaitingQueue:
     """The requests that wait; how many there may be is the business of whoever adds them."""
 
-    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, float] | None = None,
+        priorities: Mapping[str, int] | None = None,
+        now: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._back: list[Sequence] = []
         """Those that ran before and were preempted."""
         self._rounds: RoundRobin[Sequence] = RoundRobin(weights)
         """All others."""
+        self._classes, self._now = Classes(priorities or {}), now
         self._count = 0
         self.tokens = 0
         """Tokens of all waiting requests; a request's do not change while it waits."""
@@ -27,8 +33,14 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         """Go through them in order: those that ran before by their turn, then one of each tenant, a second of each,
-        and so on; those of a tenant by rank. The queue may change meanwhile; the iteration does not."""
-        return chain(tuple(self._back), self._rounds) if self._back else iter(self._rounds)
+        and so on, one class of tenants after the other; those of a tenant by rank. The queue may change meanwhile; the
+        iteration does not."""
+        rounds = self._by_class() if self._classes else iter(self._rounds)
+        return chain(tuple(self._back), rounds) if self._back else rounds
+
+    def _by_class(self) -> Iterator[Sequence]:
+        came = ((share, first.arrival) for share, first in self._rounds.firsts())
+        return self._rounds.by_level(self._classes.levels(came, self._now()))
 
     def push(self, sequence: Sequence) -> None:
         """Queue a sequence, also one that was preempted."""
@@ -53,6 +65,7 @@ class WaitingQueue:
         self.discard(sequence)
         if not sequence.turn:
             self._rounds.served(sequence.request.share)
+            self._classes.served(sequence.request.share, self._now())
 
 
 class Passed:

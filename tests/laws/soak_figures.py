@@ -104,20 +104,26 @@ def memory_row(what: str, times: Sequence[float], values: Sequence[float], noise
     return Row(what, f"{middle / 2**20:.0f} MiB, {hourly:+.1f} % an hour ({grown / 2**20:+.1f} MiB in all)", fault)
 
 
-def count_row(what: str, values: Sequence[int]) -> Row:
-    """How many there were in the first and the last third."""
+def count_row(what: str, times: Sequence[float], values: Sequence[int]) -> Row:
+    """How many there were in the first and the last third, and how many more that is an hour."""
     third = max(1, len(values) // 3)
     first, last = (statistics.median(part) for part in (values[:third], values[-third:])) if values else (0.0, 0.0)
     fault = f"grew from {first:g} to {last:g}" if last > first + FEW else ""
-    return Row(what, f"{first:g} to {last:g}", fault)
+    return Row(what, f"{first:g} to {last:g}, {3600 * slope(times, values):+.1f} an hour", fault)
 
 
-def _settled(samples: Sequence[Sample]) -> list[Sample]:
-    """Samples that can be compared: with as many workers as mostly, none of them young, since pools are empty then."""
+def _born(samples: Sequence[Sample]) -> dict[int, float]:
+    """When each worker was seen first."""
     born: dict[int, float] = {}
     for one in samples:
         for pid in one.workers:
             born.setdefault(pid, one.at)
+    return born
+
+
+def _settled(samples: Sequence[Sample]) -> list[Sample]:
+    """Samples that can be compared: with as many workers as mostly, none of them young, since pools are empty then."""
+    born = _born(samples)
     old = [one for one in samples if all(one.at - born[pid] >= SETTLED for pid in one.workers)]
     usual = statistics.mode([len(one.workers) for one in old]) if old else 0
     return [one for one in old if len(one.workers) == usual]
@@ -137,12 +143,14 @@ def use_rows(samples: Sequence[Sample]) -> list[Row]:
     usual = len(settled[0].workers) if settled else 0
     if total or end >= JUDGED:
         rows.append(memory_row(f"memory of all, with {usual} workers", [one.at for one in settled], total, noise))
-    rows.append(count_row("descriptors of the front", [one.front.fds for one in warm]))
-    rows.append(count_row("threads of the front", [one.front.threads for one in warm]))
+    rows.append(count_row("descriptors of the front", times, [one.front.fds for one in warm]))
+    rows.append(count_row("threads of the front", times, [one.front.threads for one in warm]))
+    born = _born(samples)
     for what in ("fds", "threads"):
         worst = 0
         for pid in {pid for one in warm for pid in one.workers}:
-            life = [getattr(one.workers[pid], what) for one in warm if pid in one.workers]
+            old = [one for one in warm if pid in one.workers and one.at - born[pid] >= SETTLED]
+            life = [getattr(one.workers[pid], what) for one in old]
             third = len(life) // 3
             if third > 3:
                 worst = max(worst, round(statistics.median(life[-third:]) - statistics.median(life[:third])))

@@ -19,6 +19,27 @@ def test_a_minute_of_mixed_load(tmp_path: Path, prove: bool, figure: Callable[[s
     assert not faults, faults
 
 
+LEAK = """
+import os, threading
+from cairn.service.request_table import RequestTable
+enter, kept = RequestTable.enter, []
+def leaking(self, flight):
+    kept.append((b"x" * (1 << 20), os.open("/dev/null", os.O_RDONLY)))
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    enter(self, flight)
+RequestTable.enter = leaking
+"""
+"""A MiB, a descriptor and a thread for each request."""
+
+
+def test_a_server_that_leaks_fails(tmp_path: Path, prove: bool) -> None:
+    if not prove:
+        pytest.skip("takes most of a minute: make prove")
+    _, faults = soak(0.7, tmp_path, seed=1, plant=LEAK)
+    found = [fault.partition(":")[0] for fault in faults]
+    assert {"memory of the front", "descriptors of the front", "threads of the front"} <= set(found), faults
+
+
 def run(seconds: int = 1800, *, leak: float = 0.0, fds: float = 0.0, threads: float = 0.0) -> list[Sample]:
     """Samples of a server that leaks so many bytes, descriptors and threads a second; its two workers are replaced
     every five minutes, and fill a pool of 30 MiB in 15 s."""

@@ -23,14 +23,14 @@ from cairn.api.app import AdminSide, App, build_app
 from cairn.api.auth import has_keys, is_local, salts
 from cairn.api.folders import agents_folder
 from cairn.api.listener import Listener
-from cairn.config import Config
+from cairn.config import Config, turns_of
 from cairn.errors import CairnError, ConfigError
 from cairn.model_spec import Kind
 from cairn.seams import Network
 from cairn.service.launch import ENDING, KILL_SECONDS, First
 from cairn.service.models import Models
 from cairn.service.requests import sampling_defaults, sentence
-from cairn.service.served_model import ServedModel, weights_of
+from cairn.service.served_model import ServedModel
 from cairn.service.service import Service
 from cairn.service.supervisor import STORE_SECONDS
 from cairn.system import SystemClock, SystemFiles, SystemNetwork, SystemRng
@@ -72,7 +72,7 @@ async def _serve(
     admin: socket.socket | None = None,
     again: Callable[[], Config] | None = None,
 ) -> None:
-    models = Models(config, every, weights=weights_of(config))
+    models = Models(config, every, turns=turns_of(config))
     app = build_app(None, config)
     app.options.again = again
     stop = Signals(lambda: _reload(app))

@@ -15,7 +15,7 @@ import msgspec
 
 from cairn.api.auth import Access, check_exposure
 from cairn.api.tls import check_tls
-from cairn.config import LIMITS, Config
+from cairn.config import LIMITS, Config, TenantLimits
 from cairn.errors import ConfigError, InvalidRequest
 from cairn.service.models import Models
 
@@ -82,8 +82,9 @@ def _possible(now: Config, read: Config) -> tuple[Config, dict[str, str]]:
     differing = {name for name in Config.__struct_fields__ if getattr(now, name) != getattr(read, name)}
     unchanged = dict.fromkeys(sorted(differing - CHANGED), RESTART)
     taken: dict[str, Any] = {name: getattr(read, name) for name in differing & CHANGED}
-    weights = {one.name: one.limits.weight for one in now.tenants}
+    before = {one.name: one.limits for one in now.tenants}
     for one in read.tenants:
-        if one.limits.weight != weights.get(one.name, 1.0):
-            unchanged[f"tenants.{one.name}.weight"] = RESTART
+        for name in ("weight", "priority"):
+            if getattr(one.limits, name) != getattr(before.get(one.name, TenantLimits()), name):
+                unchanged[f"tenants.{one.name}.{name}"] = RESTART
     return msgspec.structs.replace(now, **taken), unchanged

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -22,7 +21,7 @@ import msgspec
 import xxhash
 
 import cairn
-from cairn.config import Config
+from cairn.config import Config, TenantTurns
 from cairn.errors import ConfigError, ModelError
 from cairn.models.hub import locate
 from cairn.service import wire
@@ -71,16 +70,16 @@ def launch_first(
     folder: Path | None = None,
     blocks: tuple[int, ...] = (),
     kv_part: float = 0.0,
-    weights: Mapping[str, float] | None = None,
+    turns: TenantTurns | None = None,
 ) -> First:
     """Start a worker that loads the model, which is in `folder` where that is known already.
 
-    `blocks`, `kv_part`, `weights`: as of `wire.Load`.
+    `blocks`, `kv_part`, `turns`: as of `wire.Load`.
 
     Raises ModelError where the model or a worker cannot be had, ConfigError for an option that cannot be told to it.
     """
     found = folder or locate(config.model)
-    load = wire.Load(plain(config), str(found), blocks, kv_part, dict(weights or {}))
+    load = wire.Load(plain(config), str(found), blocks, kv_part, turns or TenantTurns())
     seen = b""
     if not in_process:
         with contextlib.suppress(OSError):  # one file that cannot be read is no reason not to serve

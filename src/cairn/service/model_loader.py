@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from cairn.config import Config
+from cairn.config import Config, TenantTurns
 from cairn.errors import CairnError, ModelError, Unavailable
 from cairn.seams import Clock
 from cairn.service.fit import Fit, free_now, measure
@@ -51,9 +51,9 @@ class ModelLoader:
         clock: Clock | None = None,
         patience: Patience | None = None,
         free: Callable[[], int] = free_now,
-        weights: Mapping[str, float] | None = None,
+        turns: TenantTurns | None = None,
     ) -> None:
-        """`free` tells the bytes of memory that are free; `weights`: of tenants, where they take unequal turns."""
+        """`free` tells the bytes of memory that are free; `turns`: of tenants that are not like all others."""
         self.services: Services | None = None
         """Those that are loaded; None before the first one is."""
         self.turn = asyncio.Lock()
@@ -62,7 +62,7 @@ class ModelLoader:
         """See `Services.want`."""
         self._registry, self._leases = registry, leases
         self._in_process, self._clock, self._patience = in_process, clock or SystemClock(), patience
-        self._free, self._weights = free, weights or {}
+        self._free, self._turns = free, turns
         self._ids = RequestIds(self._clock)
         self._used: Used | None = None
         self._retiring: set[Loaded] = set()
@@ -91,7 +91,7 @@ class ModelLoader:
         if first is None:
             blocks = fit.blocks if fit is not None else ()
             launching = asyncio.ensure_future(
-                asyncio.to_thread(launch_first, config, self._in_process, place, blocks, part, self._weights)
+                asyncio.to_thread(launch_first, config, self._in_process, place, blocks, part, self._turns)
             )
             try:
                 first = await asyncio.shield(launching)

@@ -13,11 +13,11 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from cairn import deadline
-from cairn.config import Config, ModelOptions
+from cairn.config import Config, ModelOptions, TenantTurns
 from cairn.errors import CairnError, Conflict, ModelError, Unavailable, trace
 from cairn.seams import Clock
 from cairn.service.fit import free_now
@@ -53,7 +53,7 @@ class Models(ModelRegistry):
         clock: Clock | None = None,
         patience: Patience | None = None,
         free: Callable[[], int] = free_now,
-        weights: Mapping[str, float] | None = None,
+        turns: TenantTurns | None = None,
     ) -> None:
         """See `ModelLoader`."""
         super().__init__(config, served_models(config) if models is None else models)
@@ -67,7 +67,7 @@ class Models(ModelRegistry):
             clock=self._clock,
             patience=patience,
             free=free,
-            weights=weights,
+            turns=turns,
         )
         if self.several:
             self.loader.want = self._want

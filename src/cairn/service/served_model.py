@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from cairn.config import Config, ModelOptions
+from cairn.config import Config, ModelOptions, turns_of
 from cairn.errors import ConfigError, ModelError
 from cairn.model_spec import ModelSpec
 from cairn.models import hub
@@ -269,9 +269,4 @@ def first_worker(config: Config, models: list[ServedModel]) -> First:
                 f"{model.name} needs {found.most / 10**9:.2f} GB of memory, and memory_gb is {config.memory_gb:g}"
             )
         blocks = found.blocks
-    return launch_first(model.config, False, place, blocks, model.part, weights_of(config))
-
-
-def weights_of(config: Config) -> dict[str, float]:
-    """The turns of tenants in the scheduler that are not 1."""
-    return {one.name: one.limits.weight for one in config.tenants if one.limits.weight != 1}
+    return launch_first(model.config, False, place, blocks, model.part, turns_of(config))

@@ -6,6 +6,7 @@ Everything runs on one event loop. What becomes of a request after its admission
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import logging
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from cairn.service.launch import First, launch_first
 from cairn.service.miss_explainer import PromptOrigin
 from cairn.service.request_state import PLAIN, InFlight, RequestState, RequestStatus
 from cairn.service.request_table import RequestTable, Used
+from cairn.service.sent_marks import Mark, SentMarks
 from cairn.service.services import RequestIds
 from cairn.service.stream import Stream
 from cairn.service.supervisor import Supervisor
@@ -113,6 +115,9 @@ class Service:
         self._trouble = ""
         self._logged: dict[str, str] = {}
         """The trouble of each store as the log has it."""
+        self._marks = SentMarks()
+        self._telling: asyncio.Task[None] | None = None
+        """Tells a new worker what the one before it was told."""
         self.hour = LastHour()
         self._loaded = False
         self._draining = False
@@ -300,8 +305,9 @@ class Service:
         if self._closed:
             return
         self._closed = True
-        if self._ticker is not None:
-            self._ticker.cancel()
+        for task in (self._ticker, self._telling):
+            if task is not None:
+                task.cancel()
         try:
             await self._supervisor.close()
         finally:
@@ -327,7 +333,9 @@ class Service:
         self._answered(await self._supervisor.ask("pin", owner=owner))
 
     async def mark(self, tokens: Sequence[int], salt: bytes, standing: Standing, *, keep: int = 0) -> None:
-        """Say how soon the stores may evict this context beyond its first `keep` tokens: see `kv.standing`."""
+        """Say how soon the stores may evict this context beyond its first `keep` tokens: see `kv.standing`. The next
+        worker is told so, too."""
+        self._marks.add(Mark(tokens, salt, standing, keep))
         asked = self._supervisor.ask("mark", tokens=tuple(tokens), salt=salt, keep=keep, standing=standing)
         self._answered(await asked)
 
@@ -340,6 +348,8 @@ class Service:
 
         Its first `keep` tokens stay, because others need them; so does what a running request holds.
         """
+        if disk:
+            self._marks.forget(tokens, salt, keep)
         asked = self._supervisor.ask("evict", tokens=tuple(tokens), salt=salt, keep=keep, disk=disk)
         return self._answered(await asked).placed
 
@@ -408,9 +418,17 @@ class Service:
             self.name = self._config.served_name or ready.spec.name
             self.names, self.strict = names_of(self._config, ready.spec), self._config.strict_model
             self.metrics = self._traffic.metrics = Metrics(self._config.metrics_prefix, self.name)
+        else:
+            self._telling = asyncio.create_task(self._mark_again())
         self.metrics.worker_restarts = self._supervisor.restarts
         self.metrics.worker_failures = lambda: self._supervisor.failures
         self.metrics.worker_still = lambda: self._supervisor.still
+
+    async def _mark_again(self) -> None:
+        """Tell a new worker how contexts stand, as the one before it knew."""
+        with contextlib.suppress(Unavailable):  # it is gone again: the next one is told
+            for tokens, salt, standing, keep in self._marks:
+                await self._supervisor.ask("mark", tokens=tuple(tokens), salt=salt, keep=keep, standing=standing)
 
     def _with_ends(self, spec: ModelSpec) -> ModelSpec:
         """The spec with all that ends an answer: with what the tokenizer and the chat template know, once loaded."""

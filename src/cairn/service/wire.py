@@ -14,7 +14,7 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-from cairn.config import Config
+from cairn.config import Config, TenantTurns
 from cairn.errors import CairnError
 from cairn.kv.standing import Standing
 from cairn.model_spec import ModelSpec
@@ -48,8 +48,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """Blocks in the pool of each group, as the worker before had them; none: as many as the configuration gives."""
     kv_part: float = 0.0
     """Where several models share the folder of stored KV: this one's part of its bytes, in a folder of its own."""
-    weights: dict[str, float] = {}
-    """How many turns tenants have against others, by the share that their requests take; 1 where nothing is said."""
+    turns: TenantTurns = TenantTurns()
+    """Of tenants, by the share that their requests take."""
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):

@@ -350,7 +350,8 @@ def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
         max_running=config.max_running,
         step_tokens=config.step_tokens,
         step_seconds=config.step_seconds,
-        weights=load.weights,
+        weights=load.turns.weights,
+        priorities=load.turns.priorities,
     )
     scheduler: Planner = Scheduler(cache, limits, clock) if generates else TextQueue(known, limits, clock)
     info = wire.Info(
