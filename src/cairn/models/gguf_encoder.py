@@ -72,7 +72,8 @@ _KEYS = frozenset(
 
 def is_encoder(gguf: Gguf) -> bool:
     """Whether a file is an encoder's."""
-    return gguf.metadata.get("general.architecture") in ENCODERS
+    name = gguf.metadata.get("general.architecture")
+    return isinstance(name, str) and name in ENCODERS
 
 
 def encoder_name(architecture: str, name: str) -> str | None:
