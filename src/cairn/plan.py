@@ -99,8 +99,11 @@ class StepBudget:
     def _use_kept(self, long: int) -> None:
         """The long prompt has `long` tokens of the step; what is left is what was kept."""
         self._long = long
-        if not self._whole:
-            self.left, self._base = min(self.kept, self._most - self.taken), self.taken
+        self.left = min(self.kept, self._most - self.taken)
+        if self._whole:
+            self.left = min(self.left, max(0, self._base + ENOUGH_TOKENS - self.taken))
+        else:
+            self._base = self.taken
 
     def use_rest(self) -> None:
         """What is left is what the long prompt may still have: as much as the others have, if that is more."""
@@ -142,9 +145,11 @@ class Pace:
             self._rows = rows
             return
         alone = self._rows_alone(rows)
-        if seconds < alone:  # they have become faster since they were alone
-            self._alone *= seconds / alone
-            alone = seconds
+        if seconds < alone:  # the machine has become faster since they were alone, for prompts as for them
+            known = tokens * self._each if self._each < math.inf else 0.0
+            faster = seconds / (alone + known)
+            self._alone *= faster
+            alone *= faster
         each = (seconds - alone) / tokens
         self._each = each if each > self._each or self._each == math.inf else self._each + _WEIGHT * (each - self._each)
 

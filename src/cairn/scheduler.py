@@ -348,8 +348,7 @@ class Scheduler:
         if row.samples:
             if result.token is None:
                 return self._fail(sequence, now, FinishReason.ERROR, "the engine gave neither a token nor an error")
-            finish = sequence.take(result.token, result.mu, in_time)
-            tokens = sequence.news()
+            finish, tokens = sequence.take(result.token, result.mu, in_time)
         cache = None
         if sequence.first_token is None:
             sequence.first_token, cache = now, sequence.report

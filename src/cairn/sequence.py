@@ -183,14 +183,20 @@ class Sequence:
             return FinishReason.STOP
         return FinishReason.LENGTH if count >= sampling.max_tokens or len(self.tokens) >= self.limit else None
 
-    def take(self, token: int, mu: float | None, in_time: Callable[[], bool]) -> FinishReason | None:
-        """Append the token that was sampled, and what it leaves no choice about; why the answer ends then.
+    def take(
+        self, token: int, mu: float | None, in_time: Callable[[], bool]
+    ) -> tuple[FinishReason | None, tuple[int, ...]]:
+        """Append the token that was sampled, and what it leaves no choice about; why the answer ends then, and `news`.
 
         `mu`: mirostat's state after it; `in_time`: as of `force`.
         """
-        self._append(token)
         self.mu = mu
-        return self.force(in_time)
+        if self.matcher is None:  # it has no news but this token
+            self.tokens.append(token)
+            self.reported += 1
+            return self.ending(), (token,)
+        self._append(token)
+        return self.force(in_time), self.news()
 
     def force(self, in_time: Callable[[], bool]) -> FinishReason | None:
         """Append the tokens that are the only ones that may come; why the answer ends with them, if it does.

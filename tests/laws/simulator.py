@@ -689,7 +689,8 @@ class World:
             if awaiting or is_long or outranked:
                 kept = kept or self.need(client)
             elif short and long and room and running + (place > 0) < self.max_rows and not self.shared(plan):
-                law(not self.fits(client, running, kept), "a short prompt waits for a long one")
+                late = missing > half - self.finishing(plan, before)
+                law(late or not self.fits(client, running, kept), "a short prompt waits for a long one")
                 short = False
             else:
                 short = False
@@ -726,6 +727,14 @@ class World:
         """Whether a step that is short of time has prompts that are not whole in it beside the first of those."""
         parts = [one for one, row in zip(plan.sequences, plan.rows, strict=True) if row.end < one.target]
         return self.pace.last < self.limits.step_tokens and len(parts) > 1
+
+    def finishing(self, plan: Plan, before: dict[int, State]) -> int:
+        """Tokens with which prompts that ran already are whole in a step: they come out of what is kept for short ones."""
+        return sum(
+            row.end - row.start
+            for one, row in self.parts(plan, before)[1]
+            if before.get(one.request.id) is State.RUNNING and row.end == one.target
+        )
 
     def half(self, plan: Plan, before: dict[int, State]) -> tuple[int, bool]:
         """Half of what the step had for prompts, and whether one of them was too long for all of it."""

@@ -383,7 +383,10 @@ class Cache:
             keys = [context.chains[0].key(end - 1, tokens) for end in ends]
         elif blocked_on != "load" and hit < last:
             key, more = context.chains[0].key, range(hit + 1, last) if self._windows else ()
-            keys = [key(hit, tokens), *(one for index in more if (one := key(index, tokens)) in self._computing)]
+            # What all groups but windows have may be computed once more for these, by one that claims nothing.
+            reach = self._reach(context, tokens, hit) if self._windows else hit
+            later = ((index, key(index, tokens)) for index in more)
+            keys = [key(hit, tokens), *(one for index, one in later if index < reach or one in self._computing)]
         self._waiters.remember(context, match, keys)
         return match
 
