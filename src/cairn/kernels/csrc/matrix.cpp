@@ -18,13 +18,10 @@ void put_nibbles(std::byte* to, Index lane, const std::uint8_t* code) {
         to[k / 8 * 64 + lane * 4 + k % 4] |= static_cast<std::byte>((code[k] & 15) << (k % 8 < 4 ? 0 : 4));
 }
 
-// Codes as their places in a table of values, which has all of them.
-void put_places(std::byte* to, Index lane, const std::uint8_t* code, const std::uint8_t* values) {
+// Codes as their places in a table of values; `place` has them by the bytes that are stored of int8.
+void put_places(std::byte* to, Index lane, const std::uint8_t* code, const std::uint8_t* place) {
     std::uint8_t places[GROUP];
-    for (Index k = 0; k < GROUP; k++) {
-        places[k] = 0;
-        while (places[k] < CODEBOOK - 1 && values[places[k]] != (code[k] ^ 0x80)) places[k]++;
-    }
+    for (Index k = 0; k < GROUP; k++) places[k] = place[code[k] ^ 0x80];
     put_nibbles(to, lane, places);
 }
 
@@ -41,12 +38,15 @@ void put_groups(const Segment& part, std::byte* panel, Index lane, const Source&
     const auto number = [&](const void* numbers, Index group) {
         return static_cast<const std::byte*>(numbers) + (row * groups + group) * width;
     };
+    const std::uint8_t* values = values_of(part.form);
+    std::uint8_t place[256] = {};
+    for (Index i = CODEBOOK; values && i-- > 0;) place[values[i]] = static_cast<std::uint8_t>(i);
     for (Index group = 0; group < groups; group++, code += GROUP) {
         std::byte* unit = panel + group / 2 * part.unit_bytes();
         if (part.form == Form::int4)
             put_nibbles(unit + group % 2 * codes, lane, code);
-        else if (const std::uint8_t* values = values_of(part.form))
-            put_places(unit + group % 2 * codes, lane, code, values);
+        else if (values)
+            put_places(unit + group % 2 * codes, lane, code, place);
         else
             put_bytes(unit + group % 2 * codes, lane, code);
         std::byte* beside = unit + 2 * codes + group % 2 * scales + lane * width;
