@@ -749,7 +749,7 @@ class World:
         return self.pace.last < self.limits.step_tokens and len(parts) > 1
 
     def finishing(self, plan: Plan, before: dict[int, State]) -> int:
-        """Tokens with which prompts that ran already are whole in a step: they come out of what is kept for short ones."""
+        """Tokens with which prompts that ran already end in a step: they come out of what is kept for short ones."""
         return sum(
             row.end - row.start
             for one, row in self.parts(plan, before)[1]
