@@ -85,9 +85,11 @@ check: .venv/.test  ## format, lint, types, import direction
 	$(BIN)/lint-imports
 
 # llama.cpp, compiled for some minutes: what it computes is compared with what tests/models has of it. Not the extra
-# `bench`, with which Cairn's own kernels would be compiled again.
+# `bench`, with which Cairn's own kernels would be compiled again. Without AMX: GCC 12 leaves out what its tiles are to be
+# like, and llama.cpp dies of an illegal instruction where the machine has it.
+AMX := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 .venv/.bench: .venv/.test
-	$(PIP) llama-cpp-python matplotlib
+	CMAKE_ARGS='-DCMAKE_C_FLAGS="$(AMX)" -DCMAKE_CXX_FLAGS="$(AMX)"' $(PIP) llama-cpp-python matplotlib
 	@touch $@
 
 # Python's clients into .venv/clients, which has Cairn and all else from .venv, and two that want another openai than
