@@ -1,6 +1,9 @@
 # Needs Python 3.11+ with headers, g++, make and git; without g++ the kernels are numpy, and slow. Everything else is installed into .venv.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+# Bytecode is kept, also where the environment says otherwise (images of containers do): without it each of the hundreds
+# of servers that tests start compiles numpy, pydantic and Cairn anew, three times the work of the start itself.
+export PYTHONDONTWRITEBYTECODE :=
 # Bytecode is written for what the server imports: a third less disk than compiling all of every dependency.
 INSTALL := --no-compile --disable-pip-version-check -c constraints.txt
 PIP := $(BIN)/pip install --quiet $(INSTALL)

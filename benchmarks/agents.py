@@ -24,11 +24,11 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cairn.block_size import BLOCK_TOKENS
 from cairn.config import Config
 from cairn.engine.memory import block_bytes, kv_dtype
 from cairn.models.hub import demo_folder
 from cairn.models.spec import load_spec
-from cairn.types import BLOCK_TOKENS
 from resume import Server
 
 CHUNK = 64

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from both_sides import STEP, answer_lines, peak, tokens_of
+from cairn.block_size import BLOCK_TOKENS
 from cairn.config import Config
 from cairn.engine.base import Row, RowResult
 from cairn.engine.cpu import CpuEngine
 from cairn.kernels import roofline
 from cairn.kernels.choose import chosen
 from cairn.models.spec import load_spec
+from cairn.sampling_params import SamplingParams
 from cairn.system import SystemClock
-from cairn.types import BLOCK_TOKENS, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0)
 

@@ -25,13 +25,13 @@ from cairn.engine.base import Row
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.vocabulary import Line
 from cairn.models.hub import locate
+from cairn.sampling_params import SamplingParams
 from cairn.service.grammars import GrammarMatcher, Vocabulary, compile_grammar, read_vocabulary
 from cairn.service.masks import THREADS, Masks
 from cairn.text.call_formats import BY_NAME
 from cairn.text.call_grammar import callable_tools, lark_of_calls
 from cairn.text.grammar import Shape, Structure, checked
 from cairn.text.templates import load_text
-from cairn.types import SamplingParams
 
 TEXT = {"type": "string"}
 EDIT = {"path": TEXT, "old": TEXT, "new": TEXT, "all": {"type": "boolean"}, "line": {"type": "integer"}}

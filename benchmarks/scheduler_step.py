@@ -12,9 +12,10 @@ import time
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.kv.cache import Cache
 from cairn.plan import Limits
+from cairn.request import Request
+from cairn.sampling_params import SamplingParams
 from cairn.scheduler import Scheduler
 from cairn.system import SystemClock
-from cairn.types import Request, SamplingParams
 
 VOCAB = 3000
 

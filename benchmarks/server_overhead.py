@@ -356,9 +356,10 @@ def scheduler() -> float:
     from cairn.engine.fake import FakeEngine, fake_spec
     from cairn.kv.cache import Cache
     from cairn.plan import Limits
+    from cairn.request import Request
+    from cairn.sampling_params import SamplingParams
     from cairn.scheduler import Scheduler
     from cairn.system import SystemClock
-    from cairn.types import Request, SamplingParams
 
     engine = FakeEngine(fake_spec(context=4096), blocks=4096)
     steps = Scheduler(Cache(engine.info), Limits(max_running=32), SystemClock())

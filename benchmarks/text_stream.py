@@ -19,10 +19,12 @@ from tokenizers.decoders import DecodeStream
 
 import cairn
 from cairn.config import Config
+from cairn.outputs import FinishReason
+from cairn.request import OutputFormat, Request
+from cairn.sampling_params import SamplingParams
 from cairn.text.chat import Chat
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import FinishReason, OutputFormat, Request, SamplingParams
 
 DEMO = Path(cairn.__file__).parent / "demo"
 TOKENS = 20_000

@@ -18,6 +18,7 @@ from typing import Any
 import jinja2
 from tokenizers import Tokenizer
 
+from cairn.block_size import BLOCK_TOKENS
 from cairn.config import Config
 from cairn.engine.base import Row
 from cairn.engine.cpu import CpuEngine
@@ -26,7 +27,8 @@ from cairn.models import hub
 from cairn.models.spec import load_spec
 from cairn.models.weight_format import HeldWeights, form_of
 from cairn.models.weights import open_weights
-from cairn.types import BLOCK_TOKENS, SamplingParams, TokenLogprob
+from cairn.outputs import TokenLogprob
+from cairn.sampling_params import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 from demo_data import conversations

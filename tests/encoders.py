@@ -18,8 +18,8 @@ from cairn.engine.base import Row
 from cairn.engine.encoder import EncoderEngine
 from cairn.models.hub import demo_folder
 from cairn.models.spec import load_spec
+from cairn.sampling_params import SamplingParams
 from cairn.text.gguf import SPLITS
-from cairn.types import SamplingParams
 
 SIZES: dict[str, Any] = {
     "vocab_size": 120,

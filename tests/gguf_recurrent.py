@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cairn.types import ModelSpec, Recurrence
+from cairn.layer_spec import Recurrence
+from cairn.model_spec import ModelSpec
 
 SCANS = {
     "in_proj_qkv.weight": "attn_qkv.weight",

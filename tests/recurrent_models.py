@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from cairn.types import ModelSpec, Recurrence
+from cairn.layer_spec import Recurrence
+from cairn.model_spec import ModelSpec
 
 RECURRENT: dict[str, dict[str, Any]] = {
     "qwen 3.5": {

@@ -17,6 +17,7 @@ from cairn.cli import app
 from cairn.config import Config
 from cairn.metrics import Metrics, ServerMetrics
 from cairn.option import options
+from cairn.service import model_health
 from cairn.service.models import Models
 from cairn.service.served_model import served_models
 
@@ -30,7 +31,9 @@ def metric_names() -> set[str]:
     """All that /metrics can name, with the endings of histograms and counters."""
     models = Models(Config(), served_models(Config()))
     models.models[0].loads = 1
-    text = ServerMetrics("cairn", lambda: [Metrics("cairn", "m")], models.metrics).render().decode()
+    text = (
+        ServerMetrics("cairn", lambda: [Metrics("cairn", "m")], lambda: model_health.metrics(models)).render().decode()
+    )
     return {line.split(" ")[0].partition("{")[0] for line in text.splitlines() if not line.startswith("#")}
 
 

@@ -29,9 +29,9 @@ from cairn.errors import (
     Unavailable,
 )
 from cairn.llm import _Loop
+from cairn.outputs import Delta, Done, FinishReason, ToolCallDelta, Usage
 from cairn.service.requests import SamplingOptions
 from cairn.stats import CacheReport
-from cairn.types import Delta, Done, FinishReason, ToolCallDelta, Usage
 
 SMALL = {"engine": "cpu", "kv_gb": 0.1, "threads": 1}
 NINE = {"max_tokens": 9, "ignore_eos": True}

@@ -6,8 +6,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cairn.metrics import TURN_STATES, AgentFigures, Metrics, Tally
+from cairn.outputs import FinishReason, Timing
 from cairn.stats import KvStats, TierStats
-from cairn.types import FinishReason, Timing
 
 VLLM = {
     "num_requests_running",

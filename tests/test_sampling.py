@@ -14,7 +14,7 @@ from cairn.engine.base import Row, RowResult
 from cairn.kernels import vocabulary
 from cairn.kernels.vocabulary import ONE, random_bits, weigh
 from cairn.sampling import sample
-from cairn.types import SamplingParams
+from cairn.sampling_params import SamplingParams
 
 VOCAB = 64
 

@@ -12,10 +12,12 @@ from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.errors import Conflict, ContextTooLong, InvalidRequest
 from cairn.kv.blocks import BlockPool
 from cairn.kv.cache import Cache
+from cairn.outputs import FinishReason, Output
 from cairn.plan import ENOUGH_TOKENS, Limits, Plan
+from cairn.request import Request
+from cairn.sampling_params import SamplingParams
 from cairn.scheduler import PATIENCE, Scheduler
 from cairn.sequence import AGE_SECONDS, Sequence
-from cairn.types import FinishReason, Output, Request, SamplingParams
 
 VOCAB = 64
 PROMPT = tuple(range(3, 43))

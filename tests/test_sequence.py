@@ -6,8 +6,10 @@ import pytest
 
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.kv.cache import Cache
+from cairn.outputs import FinishReason
+from cairn.request import Request
+from cairn.sampling_params import SamplingParams
 from cairn.sequence import LEGAL, Sequence, State
-from cairn.types import FinishReason, Request, SamplingParams
 
 
 def sequence(prompt: tuple[int, ...] = (1, 2, 3), limit: int = 100, **sampling: object) -> Sequence:

@@ -8,9 +8,11 @@ import pytest
 
 from cairn.engine.base import EngineInfo, RowResult
 from cairn.errors import Conflict, ContextTooLong, InvalidRequest
+from cairn.outputs import FinishReason
 from cairn.plan import Limits, Plan
+from cairn.request import Request
+from cairn.sampling_params import SamplingParams
 from cairn.text_queue import TextQueue
-from cairn.types import FinishReason, Request, SamplingParams
 
 INFO = EngineInfo(
     groups=(),

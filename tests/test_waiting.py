@@ -2,8 +2,9 @@ from __future__ import annotations
 
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.kv.cache import Cache
+from cairn.request import Request
+from cairn.sampling_params import SamplingParams
 from cairn.sequence import Sequence
-from cairn.types import Request, SamplingParams
 from cairn.waiting import WaitingQueue
 
 

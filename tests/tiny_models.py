@@ -21,10 +21,11 @@ from cairn.engine.base import Row, RowResult
 from cairn.engine.cpu import CpuEngine
 from cairn.kernels import native
 from cairn.kernels.vocabulary import Sampler
+from cairn.model_spec import ModelSpec
 from cairn.models.spec import load_spec
 from cairn.models.tensor_names import turn
 from cairn.models.weights import expected_tensors
-from cairn.types import ModelSpec, SamplingParams
+from cairn.sampling_params import SamplingParams
 
 PLAIN: dict[str, Any] = {
     "hidden_size": 48,

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from cairn.errors import CairnError, Cancelled, DeadlineExceeded, GenerationFailed
+from cairn.outputs import Delta, Done, FinishReason, TokenLogprob, Usage
+from cairn.request import Request
 from cairn.stats import CacheReport
 from cairn.text.message_builder import MessageBuilder, message_of
-from cairn.types import Delta, Done, FinishReason, Request, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from cairn.service.service import Service

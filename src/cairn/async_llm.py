@@ -13,10 +13,10 @@ from cairn.answer import Answer, AsyncStream
 from cairn.config import Config
 from cairn.errors import ConfigError, InvalidRequest, Overloaded, Unavailable
 from cairn.option import closest, local_options, options
+from cairn.request import OutputFormat, Request
 from cairn.resolve import resolve
 from cairn.service.requests import SamplingOptions, requests
 from cairn.service.wanted import wanted_of
-from cairn.types import OutputFormat, Request
 
 if TYPE_CHECKING:
     from cairn.service.embeddings import Vector

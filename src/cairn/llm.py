@@ -26,7 +26,7 @@ from cairn.answer import Answer, AsyncStream
 from cairn.async_llm import AsyncLLM, Message, Prompt, objects
 from cairn.config import Config
 from cairn.errors import Cancelled, InvalidRequest, Unavailable
-from cairn.types import Delta
+from cairn.outputs import Delta
 
 if TYPE_CHECKING:
     from cairn.service.embeddings import Vector

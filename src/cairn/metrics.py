@@ -17,8 +17,8 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from cairn.outputs import FinishReason, Timing
 from cairn.stats import KvStats, MissReason, TierStats
-from cairn.types import FinishReason, Timing
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Content type of `Metrics.render()`."""

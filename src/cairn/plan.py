@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cairn.engine.base import Engine, Row, RowResult
 from cairn.kv.blocks import Copy
+from cairn.outputs import FinishReason, Output
+from cairn.request import Request
 from cairn.sequence import Matcher, Sequence
 from cairn.stats import SchedulerStats
-from cairn.types import FinishReason, Output, Request
 
 ENOUGH_TOKENS = 128
 """Prompt tokens of a step from which an engine is not much faster with more."""
@@ -34,8 +35,19 @@ class Limits:
     """How many turns tenants have against others that wait; 1 where nothing is said."""
 
 
+class Share(NamedTuple):
+    """What a step has for a prompt, as far as there are blocks for it."""
+
+    tokens: int
+    missing: int
+    """All of the prompt's that are not in the step yet."""
+    long: bool
+    """Whether it is the long prompt beside which half of the step is kept."""
+
+
 class StepBudget:
-    """Prompt tokens that the step being planned still takes.
+    """Prompt tokens that the step being planned still takes: what it has for a prompt, it says (`offer`), and what the
+    prompt had blocks for, it hears (`take`).
 
     Everybody in a step gets a token at its end. So once a prompt is whole in it, no other is taken beyond
     `ENOUGH_TOKENS`: that would hold the first one up and gain nothing. Nor does a prompt that needs several steps get
@@ -57,28 +69,34 @@ class StepBudget:
         self.taken = self._base = self._long = 0
         self._whole = False
 
-    def long(self, missing: int) -> bool:
-        """Whether a prompt of which so many tokens are missing takes several steps."""
-        return missing > min(self._tokens, max(self._tokens // 2, ENOUGH_TOKENS))
-
     def short(self, missing: int) -> bool:
         """Whether a prompt of which so many tokens are missing may have a part of what is kept."""
         return missing <= (self.left if self._most == self._tokens else self.kept)
 
-    def take(self, count: int, *, whole: bool) -> None:
-        """`count` tokens of a prompt are in the step; `whole`: its last ones too."""
+    def offer(self, missing: int) -> Share:
+        """What there is for a prompt of which so many tokens are missing. The first that takes several steps is the
+        long one: from then on half of the step is kept."""
+        long = not self.kept and missing > min(self._tokens, max(self._tokens // 2, ENOUGH_TOKENS))
+        if long:
+            self._keep_half()
+        return Share(min(self.left, missing), missing, long)
+
+    def take(self, share: Share, count: int) -> None:
+        """So many tokens of a share are in the step."""
         self.taken += count
         self.left -= count
-        self._whole |= whole
-        if whole:
+        if count == share.missing:
+            self._whole = True
             self.left = min(self.left, max(0, self._base + ENOUGH_TOKENS - self.taken))
+        if share.long:
+            self._use_kept(count)
 
-    def keep_half(self) -> None:
+    def _keep_half(self) -> None:
         """What is left is for a long prompt, and half of the step is kept."""
         self.kept = self._tokens // 2
         self.left = min(self.left, self._most - self._most // 2, ENOUGH_TOKENS)
 
-    def use_kept(self, long: int) -> None:
+    def _use_kept(self, long: int) -> None:
         """The long prompt has `long` tokens of the step; what is left is what was kept."""
         self._long = long
         if not self._whole:

@@ -18,7 +18,8 @@ from cairn.engine.base import Row, RowResult
 from cairn.errors import NOTHING_LEFT, TOO_COMPLEX
 from cairn.kernels.extras import choose
 from cairn.kernels.vocabulary import GREEDY_BELOW, NUMPY, ONE, Choice, Line, Sampler
-from cairn.types import SamplingParams, TokenLogprob
+from cairn.outputs import TokenLogprob
+from cairn.sampling_params import SamplingParams
 
 NOT_FINITE = "the model produced logits that are not finite numbers"
 

@@ -38,12 +38,13 @@ from cairn.errors import Conflict, InvalidRequest
 from cairn.kv.blocks import BlockPool
 from cairn.kv.cache import Cache
 from cairn.kv.sequence_kv import Match
+from cairn.outputs import FinishReason, Output, Timing
 from cairn.plan import Limits, Pace, Plan, StepBudget, sizes
+from cairn.request import Request
 from cairn.seams import Clock
 from cairn.sequence import MAX_PRIORITY, Matcher, Sequence, State, check_prompt
 from cairn.stats import SchedulerStats
 from cairn.text_queue import encoded
-from cairn.types import FinishReason, Output, Request, Timing
 from cairn.waiting import Passed, WaitingQueue
 
 FORCE_SECONDS = 0.004
@@ -142,16 +143,16 @@ class Scheduler:
                 prompts.append(sequence)
             elif self._fit(sequence, sequence.computed + 1):
                 work[sequence] = sequence.computed + 1
-        room = StepBudget(self._step_tokens - len(work), self._pace.tokens(len(work)))
+        budget = StepBudget(self._step_tokens - len(work), self._pace.tokens(len(work)))
         for sequence in prompts:
-            if not room.kept or room.short(sequence.missing):
-                self._chunk(sequence, room, work)
+            if not budget.kept or budget.short(sequence.missing):
+                self._chunk(sequence, budget, work)
         if self._preemptions == preemptions:
-            self._admit(work, room, now, ended, started)
-        if room.kept:
-            room.use_rest()
+            self._admit(work, budget, now, ended, started)
+        if budget.kept:
+            budget.use_rest()
             for sequence in tuple(self._running):
-                self._chunk(sequence, room, work)
+                self._chunk(sequence, budget, work)
         if self._preemptions != preemptions:
             work = {sequence: end for sequence, end in work.items() if sequence.state is State.RUNNING}
         self._lapse(work)
@@ -159,7 +160,7 @@ class Scheduler:
         if not work and not ended:
             return None
         rows = [sequence.row(end) for sequence, end in work.items()]
-        self._planned = Plan(rows, list(work), ended, started, copies, *sizes(rows, prompts=room.taken > 0))
+        self._planned = Plan(rows, list(work), ended, started, copies, *sizes(rows, prompts=budget.taken > 0))
         return self._planned
 
     def commit(self, plan: Plan, results: list[RowResult] | Exception, seconds: float = 0.0) -> list[Output]:
@@ -200,7 +201,7 @@ class Scheduler:
     def _fit(self, sequence: Sequence, end: int) -> bool:
         """Give a running sequence room up to `end`, at the cost of those behind it; False if it was preempted."""
         while sequence.state is State.RUNNING:
-            if end <= sequence.kv.capacity or self._cache.grow(sequence.kv, end):
+            if end <= sequence.kv.table.capacity or self._cache.grow(sequence.kv, end):
                 return True
             if self._cache.below is not None and self._cache.below.yield_blocks():
                 continue
@@ -213,14 +214,13 @@ class Scheduler:
             self._preemptions += 1
         return False
 
-    def _chunk(self, sequence: Sequence, room: StepBudget, work: dict[Sequence, int]) -> None:
+    def _chunk(self, sequence: Sequence, budget: StepBudget, work: dict[Sequence, int]) -> None:
         """Plan as much (more) of a running prompt as the step and the blocks have room for."""
         if sequence.state is not State.RUNNING:
             return
         start = work.get(sequence, sequence.computed)
-        if long := not room.kept and room.long(sequence.target - start):
-            room.keep_half()
-        count = min(room.left, sequence.target - start)
+        share = budget.offer(sequence.target - start)
+        count = share.tokens
         while count > 1 and not self._cache.grow(sequence.kv, start + count):
             count //= 2
         if count < 1 or (sequence in work and not self._cache.grow(sequence.kv, start + count)):
@@ -228,9 +228,7 @@ class Scheduler:
         if not self._fit(sequence, start + count):
             return
         work[sequence], sequence.stalled = start + count, 0
-        room.take(count, whole=start + count == sequence.target)
-        if long:
-            room.use_kept(count)
+        budget.take(share, count)
 
     def _lapse(self, work: dict[Sequence, int]) -> None:
         """Let nobody wait for a prompt that has had no part of a step for long."""
@@ -242,22 +240,22 @@ class Scheduler:
                 self._cache.lapse(sequence.kv, sequence.tokens)
 
     def _admit(
-        self, work: dict[Sequence, int], room: StepBudget, now: float, ended: list[Output], started: list[int]
+        self, work: dict[Sequence, int], budget: StepBudget, now: float, ended: list[Output], started: list[int]
     ) -> None:
         """Let waiting sequences run, in order, while there is room in the step, a row and blocks."""
         if self._cache.blocked == len(self._waiting):
             return
         passed = Passed()
         for sequence in self._waiting:
-            if room.left < 1 or len(self._running) + passed.any >= self._max_rows:
+            if budget.left < 1 or len(self._running) + passed.any >= self._max_rows:
                 break
-            if room.kept and passed.again(sequence, room.kept):
+            if budget.kept and passed.again(sequence, budget.kept):
                 continue
             finish = sequence.ending()
-            if finish is None and (turn := self._open(sequence, room, passed)) is not Turn.RUNS:
+            if finish is None and (turn := self._open(sequence, budget, passed)) is not Turn.RUNS:
                 if turn is Turn.STOPS:
                     break
-                if room.kept:
+                if budget.kept:
                     passed.add(sequence)
                 continue
             self._start(sequence, now, started, whole=finish is not None)
@@ -268,13 +266,13 @@ class Scheduler:
                 tokens = sequence.news()
                 ended.append(Output(id=sequence.request.id, tokens=tokens, finish=finish, cache=cache, timing=timing))
             else:
-                self._chunk(sequence, room, work)
+                self._chunk(sequence, budget, work)
 
-    def _open(self, sequence: Sequence, room: StepBudget, passed: Passed) -> Turn:
+    def _open(self, sequence: Sequence, budget: StepBudget, passed: Passed) -> Turn:
         """Give a waiting sequence blocks, what is cached among them, if it may run now."""
-        if (known := self._known(sequence, room, passed)) is not None:
+        if (known := self._known(sequence, budget, passed)) is not None:
             return known
-        kv, kept, spare, ahead = sequence.kv, room.kept, len(self._running), 0
+        kv, kept, spare, ahead = sequence.kv, budget.kept, len(self._running), 0
         reuse = sequence.scored >= sequence.to_score
         sequence.long_beside = 0
         match = Match(0, len(sequence.tokens))
@@ -282,12 +280,12 @@ class Scheduler:
             match = self._cache.match(kv, sequence.tokens, spare, kept or None)
         if match.blocked_on is not None:
             return Turn.PASSES
-        if kept and not kv.tried:  # what was loaded must be held before others take its blocks
+        if kept and not kv.claim.tried:  # what was loaded must be held before others take its blocks
             missing = sequence.target - match.covered
             if missing > kept:
                 sequence.long_beside = kept
                 return Turn.PASSES
-            if not room.short(missing):
+            if not budget.short(missing):
                 return Turn.STOPS
             ahead = passed.needs(self._cache.info.block_tokens)
         covered = self._cache.open(kv, sequence.tokens, match, reuse=reuse, spare=spare, ahead=ahead)
@@ -298,12 +296,12 @@ class Scheduler:
         sequence.computed = covered
         return Turn.RUNS
 
-    def _known(self, sequence: Sequence, room: StepBudget, passed: Passed) -> Turn | None:
+    def _known(self, sequence: Sequence, budget: StepBudget, passed: Passed) -> Turn | None:
         """What the last look at a waiting sequence says for this step too, since nothing has happened meanwhile."""
-        match, kept = sequence.kv.match, room.kept
+        match, kept = sequence.kv.claim.match, budget.kept
         if match is None:
             return None
-        beside = kept > 0 and not sequence.kv.tried
+        beside = kept > 0 and not sequence.kv.claim.tried
         if isinstance(match.blocked_on, BlockPool):
             spare, ahead = len(self._running), passed.needs(self._cache.info.block_tokens) if beside else 0
             short = not beside or sequence.target - match.covered <= kept

@@ -10,8 +10,9 @@ from typing import Protocol
 from cairn.engine.base import Pending, Row
 from cairn.errors import ContextTooLong, InvalidRequest
 from cairn.kv.sequence_kv import SequenceKV
+from cairn.outputs import FinishReason, Timing
+from cairn.request import Request
 from cairn.stats import CacheReport, Miss
-from cairn.types import FinishReason, Request, Timing
 
 AGE_SECONDS = 5.0
 """Waiting that weighs as much as one level of priority."""
@@ -129,10 +130,10 @@ class Sequence:
         self.report: CacheReport | None = None
         """Where its prompt's KV came from, once it has run."""
         self.long_beside = 0
-        """As long as `kv.match` holds: with how many tokens kept for short prompts it was a long one."""
+        """As long as `kv.claim.match` holds: with how many tokens kept for short prompts it was a long one."""
         self.spare = self.ahead = 0
-        """As long as `kv.match` is blocked on a pool: how many blocks were to be left there, for those that run and for
-        one that was passed."""
+        """As long as `kv.claim.match` is blocked on a pool: how many blocks were to be left there, for those that run
+        and for one that was passed."""
         self.stalled = 0
         """Steps since it had a part of one, while it runs."""
         self.scored = 0
@@ -160,7 +161,7 @@ class Sequence:
 
     def needs(self, block_tokens: int) -> int:
         """Blocks of a full group that it does not hold yet."""
-        return -(-len(self.tokens) // block_tokens) - len(self.kv.tables[0])
+        return -(-len(self.tokens) // block_tokens) - len(self.kv.table.groups[0])
 
     def become(self, state: State) -> None:
         """Change the state; anything but a legal transition is a bug of ours."""
@@ -234,7 +235,7 @@ class Sequence:
             self.tokens,
             self.computed,
             end,
-            self.kv.tables,
+            self.kv.table.groups,
             first,
             self.prompt_len,
             request.sampling,
@@ -248,14 +249,14 @@ class Sequence:
         """It runs for the first time: what is computed of it now is where its prompt's KV came from. `whole`: nothing
         of it has to be computed, since its answer is there."""
         covered = self.prompt_len if whole else min(self.computed, self.prompt_len)
-        brought = self.kv.origin(covered)
+        brought = self.kv.progress.origin(covered)
         self.admitted = now
         self.report = CacheReport(
             computed=self.prompt_len - covered,
             pool=covered - brought["ram"] - brought["disk"],
             ram=brought["ram"],
             disk=brought["disk"],
-            load=self.kv.load_seconds,
+            load=self.kv.progress.load_seconds,
             miss=miss,
         )
 

@@ -1,6 +1,6 @@
 """What is told of KV: where a prompt's came from, why a part of it was missing, and what pools and stores hold.
 
-Frozen msgspec structs like those of `cairn.types`: they cross the wire between worker and front as they are.
+Frozen msgspec structs like those of `cairn.request`: they cross the wire between worker and front as they are.
 """
 
 from __future__ import annotations

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 from cairn.engine.base import EngineInfo, Row, RowResult
 from cairn.errors import Conflict, ContextTooLong, InvalidRequest
+from cairn.outputs import FinishReason, Output, Timing
 from cairn.plan import Limits, Pace, Plan
+from cairn.request import Request
 from cairn.round_robin import RoundRobin
 from cairn.seams import Clock
 from cairn.sequence import Matcher
 from cairn.stats import CacheReport, SchedulerStats
-from cairn.types import FinishReason, Output, Request, Timing
 
 
 @dataclass(slots=True, eq=False)

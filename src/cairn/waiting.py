@@ -80,7 +80,7 @@ class Passed:
         """Pass this one if the last look at it says that it is long where so many tokens are kept for short ones, or if
         one of its tenant's that has a higher priority was passed."""
         request = sequence.request
-        known = kept <= sequence.long_beside and sequence.kv.match is not None
+        known = kept <= sequence.long_beside and sequence.kv.claim.match is not None
         if not known and self._priorities.get(request.share, request.priority) <= request.priority:
             return False
         self.add(sequence)

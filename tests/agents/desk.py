@@ -24,9 +24,10 @@ from cairn.agents.running import RunningTurn
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.agents.turns import Turns
 from cairn.agents.writer import Writer
+from cairn.request import Request
+from cairn.sampling_params import SamplingParams
 from cairn.text.chat import Sampled
 from cairn.text.replay import Answer
-from cairn.types import Request, SamplingParams
 
 FOLDER = Path("/agents")
 

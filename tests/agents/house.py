@@ -17,11 +17,11 @@ from cairn.agents.agents import Agents
 from cairn.agents.running import RunningTurn
 from cairn.config import Config
 from cairn.errors import CairnError
+from cairn.outputs import Delta, Done
 from cairn.service.requests import SamplingOptions
 from cairn.service.service import Service
 from cairn.system import SystemClock
 from cairn.text.replay import ReplayTable
-from cairn.types import Delta, Done
 
 FOLDER = Path("/agents")
 SALTS = {"default": b"default", "other": b"other"}

@@ -21,8 +21,8 @@ from cairn.agents.records import AgentRecord, EndRecord, TurnRecord, pack
 from cairn.agents.segment import Record
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.errors import Damaged, Unavailable
+from cairn.sampling_params import SamplingParams
 from cairn.system import SystemFiles, SystemRng
-from cairn.types import SamplingParams
 
 MOST = 600
 """Bytes of a turn."""

@@ -24,8 +24,8 @@ SYSTEM = [{"role": "system", "content": "You remember."}]
 
 async def stateless(at: House, messages: list[dict[str, Any]], options: SamplingOptions = GREEDY) -> Heard:
     """The answer to a client that resends its conversation."""
+    from cairn.outputs import Delta
     from cairn.service.requests import requests
-    from cairn.types import Delta
 
     service = at.service
     prompt = await service.chat.prompt(messages)

@@ -16,8 +16,8 @@ from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.segment import Record
 from cairn.agents.turn_tree import Agent
 from cairn.errors import Unavailable
+from cairn.outputs import Done, FinishReason, Usage
 from cairn.stats import CacheReport
-from cairn.types import Done, FinishReason, Usage
 
 MANY = 150
 DONE = Done(reason=FinishReason.STOP, usage=Usage(prompt_tokens=3, completion_tokens=1), cache=CacheReport())

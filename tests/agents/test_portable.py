@@ -20,8 +20,8 @@ from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnReco
 from cairn.agents.segment import HEADER_BYTES, Header, Record, decode_header, encode_header, encode_record, scan
 from cairn.agents.turn_tree import Turn
 from cairn.errors import CairnError, Conflict, InvalidRequest
+from cairn.sampling_params import SamplingParams
 from cairn.stats import Miss
-from cairn.types import SamplingParams
 
 SYSTEM = [{"role": "system", "content": "You remember."}]
 

@@ -25,8 +25,8 @@ from cairn.agents.running import RunningTurn
 from cairn.agents.segment import Record
 from cairn.agents.turn_tree import Turn
 from cairn.errors import Conflict, Damaged, NotFound, Unavailable
+from cairn.outputs import Delta
 from cairn.service.requests import SamplingOptions
-from cairn.types import Delta
 
 SYSTEM = [{"role": "system", "content": "You remember."}]
 TEXTS = ("the first message", "the second message", "the third message")

@@ -12,10 +12,10 @@ from cairn.agents import replay_records as replays_module
 from cairn.agents.index import Kind
 from cairn.agents.replay_records import KEEP_SECONDS, ReplayRecords
 from cairn.agents.segment import Record
+from cairn.outputs import Delta
 from cairn.service.requests import requests
 from cairn.text.chat import Sampled
 from cairn.text.replay import Answer
-from cairn.types import Delta
 
 SAMPLED = Sampled(b"b" * 32, Answer(b"v" * 32, "because"), [1, 2, 3], 1)
 

@@ -9,8 +9,8 @@ import pytest
 from house import GREEDY, House, house
 from tests.agents.test_agent_kv import LONG
 
+from cairn.outputs import Done, FinishReason
 from cairn.service.service import Service
-from cairn.types import Done, FinishReason
 
 
 def listening(at: House, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:

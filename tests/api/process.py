@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 KV_GB = 0.2
+FAULTY = Path(__file__).parents[1] / "service" / "faulty_worker.py"
 FOLDERS = tempfile.mkdtemp(prefix="cairn-agents-")
 """Each server keeps its agents in a folder of its own below, and all are removed at the end."""
 atexit.register(shutil.rmtree, FOLDERS, ignore_errors=True)
@@ -31,8 +33,10 @@ from pathlib import Path
 from cairn.api.server import serve
 from cairn.resolve import resolve
 from cairn.errors import CairnError
+from cairn.service import launch
 try:
     options = json.loads(sys.argv[1])
+    launch.WORKER = tuple(options.pop("worker", launch.WORKER))
     file = options.pop("config_file", None)
     resolved = resolve(options, {}, None if file is None else Path(file))
     serve(resolved.config, lambda: resolved.again().config)
@@ -49,22 +53,38 @@ def free_port() -> int:
 
 
 class Served:
-    """A server process. `options` are fields of Config, and `config_file` a file of more."""
+    """A server process. `options` are fields of Config, and `config_file` a file of more.
 
-    def __init__(self, **options: Any) -> None:
+    With `holds`, answers stop at their 100th token while the file `hold` is there, however fast the machine is.
+    """
+
+    def __init__(self, *, holds: bool = False, **options: Any) -> None:
         self.port = options.setdefault("port", free_port())
         options.setdefault("engine", "fake")
         options.setdefault("kv_gb", KV_GB)
-        options.setdefault("agents_dir", f"{FOLDERS}/{next(_numbers)}")
+        number = next(_numbers)
+        options.setdefault("agents_dir", f"{FOLDERS}/{number}")
+        self.hold = Path(FOLDERS, f"{number}.hold")
+        if holds:
+            options["worker"] = (sys.executable, str(FAULTY), "held")
         environment = {name: value for name, value in os.environ.items() if not name.startswith("CAIRN_")}
         self.process = subprocess.Popen(
             [sys.executable, "-c", MAIN, json.dumps(options)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            env=environment | {"OMP_NUM_THREADS": "1"},
+            env=environment | {"OMP_NUM_THREADS": "1", "HOLD": str(self.hold)},
             start_new_session=True,
         )
         self.errors = b""
+        # Read all the while: a server that writes into a full pipe would stand still.
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as pipe:
+            for line in pipe:
+                self.errors += line
 
     @property
     def url(self) -> str:
@@ -132,11 +152,8 @@ class Served:
         return code
 
     def stderr(self) -> str:
-        """What it wrote, once it has ended."""
-        assert self.process.stderr is not None
-        if not self.process.stderr.closed:
-            self.errors += self.process.stderr.read()
-            self.process.stderr.close()
+        """What it wrote, once it and all its processes have ended."""
+        self._reader.join()
         return self.errors.decode()
 
     def end(self) -> None:

@@ -11,11 +11,14 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from cairn.errors import CairnError, Cancelled
+from cairn.layer_spec import CacheGroup
 from cairn.metrics import Metrics
+from cairn.model_spec import ModelSpec
 from cairn.models.ends import Middle
+from cairn.outputs import Delta, Done, Event, FinishReason, Usage
+from cairn.request import OutputFormat, Request
 from cairn.stats import CacheReport
 from cairn.text.shared_time import LongTexts
-from cairn.types import CacheGroup, Delta, Done, Event, FinishReason, ModelSpec, OutputFormat, Request, Usage
 
 SPEC = ModelSpec(
     name="scripted",

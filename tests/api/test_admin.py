@@ -10,7 +10,7 @@ from scripted import ScriptedService
 from sockets import answer, request_bytes, site
 
 from cairn.config import Config
-from cairn.types import Delta
+from cairn.outputs import Delta
 
 CHAT: dict[str, Any] = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}
 

@@ -19,8 +19,9 @@ from cairn.api.anthropic_schemas import MessagesBody, chat_of
 from cairn.api.parse import parse
 from cairn.config import Config, Secret
 from cairn.errors import CairnError, ContextTooLong, GenerationFailed, Overloaded
+from cairn.outputs import Delta, Done, FinishReason, ToolCallDelta, Usage
+from cairn.request import OutputFormat
 from cairn.stats import CacheReport
-from cairn.types import Delta, Done, FinishReason, OutputFormat, ToolCallDelta, Usage
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"name": "weather", "description": "of a place", "input_schema": {"type": "object", "properties": {}}}

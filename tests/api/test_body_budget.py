@@ -21,7 +21,7 @@ from cairn.api.agents import MAX_IMPORTS
 from cairn.api.body_budget import BodyBudget
 from cairn.config import Config, Secret, TenantKeys
 from cairn.errors import Overloaded, Unavailable
-from cairn.types import Delta
+from cairn.outputs import Delta
 
 TENANTS = tuple(TenantKeys(name, (Secret(name * 4),)) for name in ("ada", "bob", "eve"))
 OCTETS = {"content-type": "application/octet-stream"}

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from cairn.api.exchange import Batches, Choice, Exchange
+from cairn.outputs import Delta, Done, FinishReason, Usage
+from cairn.request import Request
+from cairn.sampling_params import SamplingParams
 from cairn.stats import CacheReport
-from cairn.types import Delta, Done, FinishReason, Request, SamplingParams, Usage
 
 ENDED = Done(reason=FinishReason.STOP, usage=Usage(prompt_tokens=1, completion_tokens=1), cache=CacheReport())
 

@@ -13,7 +13,7 @@ from sockets import Site, answer, request_bytes, site
 from cairn.api.deadlines import Phase
 from cairn.api.guard import FIRST_LOOK, Guard
 from cairn.config import Config
-from cairn.types import Delta
+from cairn.outputs import Delta
 
 CHAT = json.dumps({"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}).encode()
 

@@ -14,7 +14,8 @@ from tests.service.tiny import make_model, serving
 from cairn.config import Config
 from cairn.errors import GenerationFailed
 from cairn.models.ends import Middle
-from cairn.types import Delta, FinishReason, SamplingExtras, TokenLogprob
+from cairn.outputs import Delta, FinishReason, TokenLogprob
+from cairn.sampling_params import SamplingExtras
 
 HI = [{"role": "user", "content": "hi"}]
 

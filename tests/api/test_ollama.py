@@ -23,7 +23,8 @@ from cairn.config import Config, Secret
 from cairn.errors import CairnError, GenerationFailed, ModelError
 from cairn.models.ends import Middle
 from cairn.models.hub import Progress
-from cairn.types import Delta, FinishReason, SamplingExtras, TokenLogprob, ToolCallDelta
+from cairn.outputs import Delta, FinishReason, TokenLogprob, ToolCallDelta
+from cairn.sampling_params import SamplingExtras
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}

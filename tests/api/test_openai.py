@@ -19,10 +19,11 @@ from tests.text import text_models
 from cairn.config import Config, Secret
 from cairn.errors import GenerationFailed, InvalidRequest, Overloaded, Unavailable
 from cairn.models.ends import Middle
+from cairn.outputs import Delta, Done, FinishReason, TokenLogprob, ToolCallDelta, Usage
+from cairn.request import Request
 from cairn.stats import CacheReport, Miss
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import Delta, Done, FinishReason, Request, TokenLogprob, ToolCallDelta, Usage
 
 HI = [{"role": "user", "content": "hi"}]
 

@@ -32,8 +32,8 @@ from cairn.api.responses_schemas import ResponseBody, Tools, chat_of
 from cairn.config import Config
 from cairn.engine.fake import FakeEngine
 from cairn.errors import CairnError, ContextTooLong, GenerationFailed, Overloaded
+from cairn.outputs import Delta, FinishReason, ToolCallDelta
 from cairn.system import SystemClock, SystemFiles, SystemRng
-from cairn.types import Delta, FinishReason, ToolCallDelta
 
 TOOL = {"type": "function", "name": "weather", "description": "of a place", "parameters": {"type": "object"}}
 CALL = ToolCallDelta(index=0, id="call_1", name="weather", arguments='{"place": "Oslo"}')

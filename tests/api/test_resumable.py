@@ -25,8 +25,9 @@ from cairn.api.resumable import EventLogs
 from cairn.api.sse import HEARTBEAT, error_event
 from cairn.config import Config, Secret
 from cairn.errors import NotFound, Overloaded
+from cairn.outputs import Delta
+from cairn.request import Request
 from cairn.service.stream import Waker
-from cairn.types import Delta, Request
 
 MARK = {"X-Cairn-Resumable": "1"}
 GRACE = 0.15

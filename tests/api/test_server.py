@@ -28,13 +28,13 @@ from cairn.api.app import build_app
 from cairn.cli import main
 from cairn.config import Config
 from cairn.errors import ConfigError, ModelFileError, Unavailable
+from cairn.outputs import Delta
 from cairn.paths import with_folder
 from cairn.service.launch import KILL_SECONDS
 from cairn.service.served_model import served_models
 from cairn.service.service import Service
 from cairn.service.supervisor import STORE_SECONDS
 from cairn.system import SystemFile, SystemFiles
-from cairn.types import Delta
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 FIRST: Any = object()

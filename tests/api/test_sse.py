@@ -27,9 +27,9 @@ from cairn.api.sse import (
     usage_object,
 )
 from cairn.errors import InvalidRequest, Overloaded, Unauthorized
+from cairn.outputs import Delta, TokenLogprob, ToolCallDelta
 from cairn.stats import CacheReport, Differs, Miss
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import Delta, TokenLogprob, ToolCallDelta
 
 HEAD = {"id": 'a"b', "object": "chat.completion", "created": 1, "model": "m\u2028\n\n", "system_fingerprint": None}
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)

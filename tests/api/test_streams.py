@@ -19,8 +19,8 @@ import cairn
 from cairn.config import Config
 from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
+from cairn.sampling_params import SamplingParams
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import SamplingParams
 
 DEMO = Path(cairn.__file__).parent / "demo"
 TOKENS = 64

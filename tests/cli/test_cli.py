@@ -30,8 +30,8 @@ from cairn.cli.generate import write
 from cairn.config import Config
 from cairn.errors import CairnError, ConfigError, GenerationFailed, Unavailable
 from cairn.option import options
+from cairn.outputs import Delta, FinishReason, Usage
 from cairn.stats import CacheReport
-from cairn.types import Delta, FinishReason, Usage
 
 MAIN = "from cairn.cli import main; main()"
 

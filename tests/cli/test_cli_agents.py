@@ -28,7 +28,7 @@ from cairn.errors import CairnError
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served(max_running=4) as process:
+    with served(max_running=4, holds=True) as process:
         yield process
 
 
@@ -103,6 +103,7 @@ def test_an_agents_kv_is_given_up_and_brought_back(server: Served) -> None:
 def test_an_interrupted_turn_is_resumed(server: Served) -> None:
     server.post("/v1/agents", {"id": "rex"})
     client = Client(server.url)
+    server.hold.touch()
     with contextlib.closing(
         client.turn("rex", {"role": "user", "content": "Go on."}, max_tokens=1500, ignore_eos=True)
     ) as stream:
@@ -112,6 +113,7 @@ def test_an_interrupted_turn_is_resumed(server: Served) -> None:
             for _ in stream:
                 pass
     client.close()
+    server.hold.unlink()
     code, out, err = run(server, "agents", "resume", "rex", "--stream")
     assert (code, err) == (0, "(the answer was cut at the token limit: finish_reason length)\n")
     assert len(out) > 500
@@ -217,15 +219,19 @@ def test_ctrl_c_takes_the_question_back(server: Served) -> None:
             if select.select([lead], [], [], 0.5)[0]:
                 seen += os.read(lead, 4096)
 
+    server.hold.touch()
     try:
         read_until(b"agent zoe is new")
         os.write(lead, b"Tell me a story\n")
         read_until(b"story", more=len(seen) + 200)
         talk.send_signal(signal.SIGINT)
+        read_until(b"(stopped)")
+        server.hold.unlink()
         read_until(b"took back: Tell me a story")
         os.write(lead, b"/exit\n")
         assert talk.wait(30) == 0
     finally:
+        server.hold.unlink(missing_ok=True)
         talk.kill()
         talk.wait()
         os.close(lead)

@@ -29,9 +29,9 @@ from cairn.errors import (
     NotFound,
     Unavailable,
 )
+from cairn.outputs import Done, FinishReason, Usage
 from cairn.resolve import resolve
 from cairn.stats import CacheReport, Miss
-from cairn.types import Done, FinishReason, Usage
 
 SAID = "one\u2028two\u2029three\u0085four \u4f60\U0001f600"
 

@@ -22,6 +22,7 @@ from tests.tiny_models import (
     write_model,
 )
 
+from cairn.block_size import BLOCK_TOKENS
 from cairn.config import Config
 from cairn.engine import cpu
 from cairn.engine.base import NO_BLOCK, Row, RowResult
@@ -30,7 +31,7 @@ from cairn.engine.device import load_engine
 from cairn.errors import ModelError
 from cairn.kernels import native, reference
 from cairn.models.spec import load_spec
-from cairn.types import BLOCK_TOKENS, SamplingParams
+from cairn.sampling_params import SamplingParams
 
 
 def test_info_says_what_was_loaded(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from cairn.engine.base import NO_BLOCK, Row
 from cairn.engine.fake import STATE, FakeEngine, fake_spec
 from cairn.sampling import sample
-from cairn.types import SamplingParams
+from cairn.sampling_params import SamplingParams
 
 PROMPT = list(range(7, 30))
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)

@@ -29,11 +29,12 @@ from cairn.errors import ModelError
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.quantized import Segments
 from cairn.kv.attention_window import longest
+from cairn.layer_spec import CacheGroup
+from cairn.model_spec import ModelSpec
 from cairn.models.decoder import build
 from cairn.models.spec import load_spec
 from cairn.models.weight_format import HeldWeights, form_of
 from cairn.models.weights import open_weights, parameters
-from cairn.types import CacheGroup, ModelSpec
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from cairn.engine.device import load_engine
 from cairn.engine.encoder import EncoderEngine
 from cairn.errors import ContextTooLong, InvalidRequest, ModelError
 from cairn.models.spec import load_spec
+from cairn.pooling_spec import Judge
 from cairn.text.reranker_prompt import INSTRUCTION
-from cairn.types import Judge
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 65, 100, 130)
 CLOSE = 3e-5

@@ -17,7 +17,7 @@ from cairn import LLM
 from cairn.engine.base import Row
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.spec import load_spec
-from cairn.types import Judge
+from cairn.pooling_spec import Judge
 
 __all__ = ["judge"]
 

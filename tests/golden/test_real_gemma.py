@@ -13,10 +13,11 @@ from tests.api.process import served
 from tests.tiny_models import load
 from tools.make_gemma_figures import FILE, GENERATED
 
+from cairn.block_size import BLOCK_TOKENS
 from cairn.engine.base import Row
 from cairn.engine.cpu import CpuEngine
+from cairn.sampling_params import SamplingParams
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import BLOCK_TOKENS, SamplingParams
 
 FIGURES: dict[str, Any] = json.loads(FILE.read_text("utf-8"))
 TYPICAL, LARGEST, CLEAR = 0.25, 1.2, 0.8

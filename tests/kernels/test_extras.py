@@ -16,7 +16,7 @@ from cairn.kernels.extras import choose, repeats
 from cairn.kernels.native import NativeKernels
 from cairn.kernels.vocabulary import NUMPY, Line
 from cairn.sampling import sample
-from cairn.types import SamplingExtras, SamplingParams
+from cairn.sampling_params import SamplingExtras, SamplingParams
 
 
 def row(extras: SamplingExtras, tokens: Any = (0,), prompt: int = 1, seed: int = 1, **more: Any) -> Row:

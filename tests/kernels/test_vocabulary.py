@@ -14,7 +14,7 @@ from cairn.engine.base import Row
 from cairn.kernels.native import NativeKernels
 from cairn.kernels.vocabulary import NUMPY, ONE, Choice, Line, Sampler, random_bits
 from cairn.sampling import NOT_FINITE, NOTHING_LEFT, sample
-from cairn.types import SamplingParams
+from cairn.sampling_params import SamplingParams
 
 VARIANTS = [name for name in KERNELS if name != "reference"]
 VOCABS = [1, 2, 15, 16, 17, 63, 64, 65, 1000, 1023, 1024, 1025, 4096, 5003]

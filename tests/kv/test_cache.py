@@ -8,7 +8,7 @@ from cairn.kv.blocks import Copy
 from cairn.kv.cache import Cache
 from cairn.kv.sequence_kv import SequenceKV
 from cairn.kv.waiters import Waiters
-from cairn.types import CacheGroup
+from cairn.layer_spec import CacheGroup
 
 SIZE = 4
 TOKENS = list(range(50, 90))
@@ -71,8 +71,8 @@ def test_a_prefix_is_shared_without_a_copy() -> None:
     first = compute(kv, TOKENS[:18])
     second = kv.context(b"")
     assert kv.open(second, [*TOKENS[:13], 1, 2, 3, 4]) == 12
-    assert second.tables[0][:3] == first.tables[0][:3]
-    assert not set(second.tables[0][3:]) & set(first.tables[0])
+    assert second.table.groups[0][:3] == first.table.groups[0][:3]
+    assert not set(second.table.groups[0][3:]) & set(first.table.groups[0])
 
 
 def test_a_whole_prompt_hit_leaves_something_to_compute() -> None:
@@ -89,18 +89,18 @@ def test_a_shared_block_is_never_written_to() -> None:
     first = compute(kv, TOKENS[:16])
     again = kv.context(b"")
     assert kv.open(again, TOKENS[:16]) == 15
-    assert kv.copies() == [Copy(0, first.tables[0][3], again.tables[0][3])]
-    assert kv.pools[0].holders(again.tables[0][3]) == 1
-    assert kv.pools[0].published(again.tables[0][3]) is None
+    assert kv.copies() == [Copy(0, first.table.groups[0][3], again.table.groups[0][3])]
+    assert kv.pools[0].holders(again.table.groups[0][3]) == 1
+    assert kv.pools[0].published(again.table.groups[0][3]) is None
     kv.publish(again, TOKENS[:16], 16)
-    assert again.tables == first.tables  # the copy is given up for what it was made from
+    assert again.table.groups == first.table.groups  # the copy is given up for what it was made from
 
 
 def test_a_partly_filled_block_is_never_published() -> None:
     """Known failure 34."""
     kv = cache((20, 0))
     context = compute(kv, TOKENS[:7])
-    assert [kv.pools[0].published(block) is not None for block in context.tables[0]] == [True, False]
+    assert [kv.pools[0].published(block) is not None for block in context.table.groups[0]] == [True, False]
     kv.close(context, TOKENS[:7])
     assert left(kv) == [(19, 1, 0)]
 
@@ -156,7 +156,7 @@ def test_a_failed_open_holds_nothing() -> None:
     context = kv.context(b"")
     assert kv.open(context, TOKENS[:40]) is None
     assert left(kv) == before
-    assert not any(context.tables)
+    assert not any(context.table.groups)
     assert not waits(kv, kv.context(b""), TOKENS[:40])
 
 
@@ -168,7 +168,7 @@ def test_a_failed_grow_takes_nothing() -> None:
     assert not kv.grow(context, 13)
     assert left(kv) == [(19, 0, 1), (3, 0, 0)]
     assert kv.grow(context, 12)
-    assert context.capacity == 12
+    assert context.table.capacity == 12
 
 
 def test_spare_blocks_are_left() -> None:
@@ -182,9 +182,9 @@ def test_a_window_gives_back_what_it_has_passed_and_it_is_still_found() -> None:
     kv = cache((40, 0), (40, 6))
     context = compute(kv, TOKENS[:18], chunk=3)
     # position 18 reads from 13 on: block 3
-    assert context.tables[1][:3] == [NO_BLOCK] * 3
-    assert NO_BLOCK not in context.tables[1][3:]
-    assert NO_BLOCK not in context.tables[0]
+    assert context.table.groups[1][:3] == [NO_BLOCK] * 3
+    assert NO_BLOCK not in context.table.groups[1][3:]
+    assert NO_BLOCK not in context.table.groups[0]
     assert kv.use()[1].held == 2
     assert covered(kv, TOKENS[:10]) == 8
 
@@ -199,8 +199,8 @@ def test_a_hit_needs_the_window_before_it() -> None:
     assert kv.grow(other, 4 * SIZE)
     reopened = kv.context(b"")
     assert kv.open(reopened, TOKENS[:21]) == 20
-    assert reopened.tables[1] == [NO_BLOCK] * 3 + reopened.tables[1][3:]
-    assert len(reopened.tables[1]) == 5
+    assert reopened.table.groups[1] == [NO_BLOCK] * 3 + reopened.table.groups[1][3:]
+    assert len(reopened.table.groups[1]) == 5
     kv.close(reopened, TOKENS[:21])
     # Without block 4 of the window group the longest hit ends before it, but those before are gone.
     assert kv.grow(other, 6 * SIZE)
@@ -230,7 +230,7 @@ def test_a_hit_in_the_smallest_window_pool_leaves_room_to_go_on() -> None:
     kv.close(compute(kv, TOKENS[:21], chunk=1), TOKENS[:21])
     assert kv.use()[1].cached > 0
     again = compute(kv, [*TOKENS[:21], 1, 2, 3, 4, 5], chunk=1)
-    assert again.capacity >= 26
+    assert again.table.capacity >= 26
 
 
 def test_full_pools_come_first_and_windows_limit_the_longest_sequence() -> None:
@@ -281,7 +281,7 @@ def test_a_waiter_goes_its_own_way_where_the_prompts_part_or_the_other_begins_an
     for computed in (8, 12):
         kv.publish(first, one, computed)
         assert waits(kv, second, other) and waits(kv, third, one)
-        assert second.match == (computed, 33 - computed, second.chains[0].key(3, other))
+        assert second.claim.match == (computed, 33 - computed, second.chains[0].key(3, other))
     kv.publish(first, one, 16)
     assert not waits(kv, second, other) and waits(kv, third, one)
     assert kv.open(second, other) == 16
@@ -302,14 +302,14 @@ def test_a_waiter_is_woken_by_what_it_waits_for_and_by_nothing_else() -> None:
     assert kv.match(second, tokens) == (0, 17, second.chains[0].key(3, tokens))
     assert kv.match(third, other) == (0, 17, third.chains[0].key(1, other)) and kv.blocked == 2
     kv.publish(first, tokens, 4)
-    assert second.match and third.match
+    assert second.claim.match and third.claim.match
     kv.publish(first, tokens, 8)
-    assert second.match and not third.match and kv.blocked == 1
-    assert kv.match(third, other) == (8, 9, None) and third.match and kv.blocked == 1
+    assert second.claim.match and not third.claim.match and kv.blocked == 1
+    assert kv.match(third, other) == (8, 9, None) and third.claim.match and kv.blocked == 1
     kv.publish(first, tokens, 12)
-    assert second.match
+    assert second.claim.match
     kv.publish(first, tokens, 16)
-    assert not second.match and not kv.blocked
+    assert not second.claim.match and not kv.blocked
     assert kv.open(second, tokens) == 16
 
 
@@ -322,9 +322,9 @@ def test_who_waits_is_woken_where_the_other_brings_no_more(end: str) -> None:
     assert kv.open(first, tokens) == 0
     assert waits(kv, second, tokens)
     kv.publish(first, tokens, 4)
-    assert second.match
+    assert second.claim.match
     (kv.close if end == "closed" else kv.lapse)(first, tokens)
-    assert not second.match and kv.match(second, tokens) == (4, 13, None)
+    assert not second.claim.match and kv.match(second, tokens) == (4, 13, None)
     assert kv.open(second, tokens) == 4
 
 
@@ -334,10 +334,10 @@ def test_what_is_not_cached_is_known_until_it_is() -> None:
     compute(kv, TOKENS[:8])
     assert kv.match(context, TOKENS[:17]) == (8, 9, None)
     compute(kv, [*TOKENS[:8], *range(1, 9)])
-    assert context.match
+    assert context.claim.match
     assert kv.open(other, TOKENS[:13]) == 8
     kv.publish(other, TOKENS[:13], 12)
-    assert not context.match and kv.match(context, TOKENS[:17]) == (12, 5, None)
+    assert not context.claim.match and kv.match(context, TOKENS[:17]) == (12, 5, None)
 
 
 def test_what_a_window_lacks_may_come_with_the_end_of_a_load() -> None:
@@ -349,7 +349,7 @@ def test_what_a_window_lacks_may_come_with_the_end_of_a_load() -> None:
     assert kv.match(waiting, tokens) == (0, 33, None)
     assert kv.extend(load, tokens, 8, [0, 1])
     kv.publish(load, tokens, 32)
-    assert not waiting.match and kv.match(waiting, tokens) == (32, 1, None)
+    assert not waiting.claim.match and kv.match(waiting, tokens) == (32, 1, None)
 
 
 @pytest.mark.parametrize("change", ["none", "free", "held", "published"])
@@ -361,7 +361,7 @@ def test_who_finds_no_room_is_woken_when_there_may_be_some(change: str) -> None:
     assert kv.open(second, [2] * 8) == 0
     wanted = TOKENS[:37]
     assert kv.open(third, wanted) is None
-    assert third.match is not None and third.match.blocked_on is kv.pools[0]
+    assert third.claim.match is not None and third.claim.match.blocked_on is kv.pools[0]
     if change == "free":
         kv.close(first, [1, *TOKENS[:11]])
     elif change == "held":
@@ -371,7 +371,7 @@ def test_who_finds_no_room_is_woken_when_there_may_be_some(change: str) -> None:
         kv.prepare(fourth, wanted, 2, 3, 0)
         assert kv.open(third, wanted) is None and kv.extend(fourth, wanted, 3, [0])
         kv.publish(fourth, wanted, 12)
-    assert (third.match is None) == (change != "none")
+    assert (third.claim.match is None) == (change != "none")
 
 
 @pytest.mark.parametrize("running", [True, False])
@@ -406,8 +406,8 @@ def test_the_second_publisher_of_a_key_uses_the_first_block() -> None:
     kv = cache((40, 0))
     first = compute(kv, TOKENS[:9])
     second = compute(kv, TOKENS[:9], reuse=False)
-    assert second.tables[0][:2] == first.tables[0][:2]
-    assert second.tables[0][2] != first.tables[0][2]
+    assert second.table.groups[0][:2] == first.table.groups[0][:2]
+    assert second.table.groups[0][2] != first.table.groups[0][2]
     assert kv.use()[0].held == 4
     longer = TOKENS[:13]
     kv.publish(second, longer, 12)

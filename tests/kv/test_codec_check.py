@@ -18,7 +18,7 @@ from cairn.engine.fake import STATE, FakeEngine, fake_spec
 from cairn.errors import ModelError
 from cairn.kv.codec import Q8, Raw, open_codec, state_groups
 from cairn.kv.codec_check import Comparison, compare, recall, remember
-from cairn.types import SamplingParams
+from cairn.sampling_params import SamplingParams
 
 FOUND = Comparison("q8", 2000, 1990, 8.0, 8.04, 0.001, 0.02)
 

@@ -11,8 +11,9 @@ from tiered import Between, Rig
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers import Tiers
 from cairn.kv.write_behind import COPY_SECONDS, WAIT_SECONDS, Flushes, WriteLimits
+from cairn.outputs import FinishReason
 from cairn.plan import Limits
-from cairn.types import FinishReason, SamplingParams
+from cairn.sampling_params import SamplingParams
 
 PROMPT = [(7 * n) % 61 for n in range(160)]
 CHUNK = 16

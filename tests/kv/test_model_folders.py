@@ -19,7 +19,7 @@ from cairn.kv.disk import DiskStore
 from cairn.kv.layout import Layout
 from cairn.kv.model_folders import places
 from cairn.kv.store import Chunk
-from cairn.types import CacheGroup
+from cairn.layer_spec import CacheGroup
 
 USUAL, TWIN, *_ = places(FOLDER, b"weights" * 4)
 OTHER, *_ = places(FOLDER, b"other" * 4)

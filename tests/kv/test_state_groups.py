@@ -18,9 +18,10 @@ from cairn.kv.disk import DiskStore
 from cairn.kv.disk_index import DOUBLE_SECONDS
 from cairn.kv.ram import RamStore
 from cairn.kv.write_behind import WriteLimits
+from cairn.outputs import FinishReason
 from cairn.plan import Limits
+from cairn.sampling_params import SamplingParams
 from cairn.stats import Miss
-from cairn.types import FinishReason, SamplingParams
 
 CHUNK = 4 * SIZE
 HYBRID = (0, STATE)

@@ -22,10 +22,13 @@ from cairn.kv.sequence_kv import TierName
 from cairn.kv.store import Chunk, Store
 from cairn.kv.store_reader import LoadPolicy
 from cairn.kv.write_behind import WriteLimits
+from cairn.layer_spec import CacheGroup
+from cairn.outputs import FinishReason
+from cairn.request import Request
+from cairn.sampling_params import SamplingParams
 from cairn.service import wire
 from cairn.service.worker import REST_SECONDS, Loop
 from cairn.stats import Miss, Placed, Swept
-from cairn.types import CacheGroup, FinishReason, Request, SamplingParams
 
 PROMPT = [(7 * n) % 61 for n in range(100)]
 CHUNK = 16

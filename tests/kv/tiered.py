@@ -15,10 +15,12 @@ from cairn.kv.store import Chunk, DurableStore, Store
 from cairn.kv.store_reader import LoadMode
 from cairn.kv.tiers import Tiers
 from cairn.kv.write_behind import WriteLimits
+from cairn.outputs import FinishReason, Output
 from cairn.plan import Limits
+from cairn.request import Request
+from cairn.sampling_params import SamplingParams
 from cairn.scheduler import Scheduler
 from cairn.stats import CacheReport, TierStats
-from cairn.types import FinishReason, Output, Request, SamplingParams
 
 SIZE = 4
 """Tokens in a block; a chunk is 16."""

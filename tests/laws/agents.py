@@ -26,11 +26,12 @@ from tests.service.tiny import collect, request
 
 from cairn.agents.content import shared
 from cairn.agents.index import Kind
+from cairn.block_size import CHUNK_TOKENS
 from cairn.errors import Unavailable
+from cairn.outputs import Delta
 from cairn.service.requests import SamplingOptions
 from cairn.text.chat import Sampled
 from cairn.text.replay import Answer
-from cairn.types import CHUNK_TOKENS, Delta
 
 TENANTS = {"default": b"", "acme": b"acme"}
 """With their salts, as a server with keys has them."""

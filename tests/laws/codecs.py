@@ -17,8 +17,8 @@ from tests.laws.simulator import law
 from cairn.engine.base import EngineInfo, Ready, Row, RowResult
 from cairn.kv.codec import Q8
 from cairn.kv.codec_check import compare
+from cairn.layer_spec import CacheGroup
 from cairn.sampling import sample
-from cairn.types import CacheGroup
 
 Floats = NDArray[np.float32]
 VOCAB, WIDTH, BLOCK, CHUNK, WINDOW = 30, 8, 16, 64, 40

@@ -14,7 +14,7 @@ import numpy as np
 
 from cairn.engine.base import Row
 from cairn.kernels.vocabulary import NUMPY, ONE, Choice, Line
-from cairn.types import SamplingParams
+from cairn.sampling_params import SamplingParams
 
 CLOSE = 1e-5
 _MASK = (1 << 64) - 1

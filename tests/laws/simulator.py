@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from tests.laws.storage_world import Broken, Storage, law
 
+from cairn.block_size import CHUNK_BLOCKS
 from cairn.engine.base import NO_BLOCK, Ready, Row, RowResult
 from cairn.engine.fake import STATE, FakeEngine, fake_spec
 from cairn.errors import ContextTooLong, InvalidRequest
@@ -26,11 +27,13 @@ from cairn.kv.attention_window import first_read, window_blocks
 from cairn.kv.blocks import BlockPool
 from cairn.kv.cache import Cache
 from cairn.kv.snapshots import SPACING
+from cairn.outputs import FinishReason, Output, TokenLogprob
 from cairn.plan import Limits, Pace, Plan
+from cairn.request import Request
 from cairn.sampling import sample
+from cairn.sampling_params import SamplingExtras, SamplingParams
 from cairn.scheduler import Scheduler
 from cairn.sequence import AGE_SECONDS, Sequence, State
-from cairn.types import CHUNK_BLOCKS, FinishReason, Output, Request, SamplingExtras, SamplingParams, TokenLogprob
 
 VOCAB = 24
 WINDOWS = ((0,), (0,), (0,), (0, 5), (0, 8), (0, 3), (7, 0, 4), (6,))
@@ -734,7 +737,7 @@ class World:
             if sequence.target - row.start > room:
                 wanted = most - most // 2 - taken
                 # Blocks that a load held until then came too late for it.
-                late = self.storage is not None and sequence.kv.capacity < row.start + wanted
+                late = self.storage is not None and sequence.kv.table.capacity < row.start + wanted
                 blocks = min(pool.available for pool in self.cache.pools)
                 enough = count >= wanted or blocks <= -(-room // self.size) or late
                 law(enough, "a long prompt got less than half of the step")
@@ -743,7 +746,7 @@ class World:
         return room // 2, False
 
     def awaits(self, sequence: Sequence) -> bool:
-        match = sequence.kv.match
+        match = sequence.kv.claim.match
         return match is not None and isinstance(match.blocked_on, bytes | str)
 
     def count_blocks(self, sequence: Sequence, row: Row) -> None:
@@ -831,7 +834,7 @@ class World:
         law(len(listed) == len(sequences) and {id(s) for s in listed} == {id(s) for s in sequences.values()}, "lists")
         for sequence in self.scheduler._waiting:
             law(sequence.state is State.WAITING and sequence.computed == 0, "a waiting sequence with progress")
-            law(sequence.kv.loading or not any(sequence.kv.tables), "a waiting sequence holds blocks")
+            law(sequence.kv.progress.loading or not any(sequence.kv.table.groups), "a waiting sequence holds blocks")
             self.woken(sequence)
         for sequence in self.scheduler._running:
             law(sequence.state is State.RUNNING, "a running sequence in another state")
@@ -841,7 +844,7 @@ class World:
         if self.storage is not None:
             contexts += self.storage.tiers._loads
         for number, pool in enumerate(self.cache.pools):
-            named = Counter(block for kv in contexts for block in kv.tables[number] if block != NO_BLOCK)
+            named = Counter(block for kv in contexts for block in kv.table.groups[number] if block != NO_BLOCK)
             use = self.cache.use()[number]
             law(use.free + use.cached + use.held == pool.size == self.blocks[number], "blocks do not add up")
             law(use.held == len(named), "held blocks are not those in tables")
@@ -858,17 +861,19 @@ class World:
                 law(all(self.parents[key][0] in pool._index or self.first(key) for key in pool._index), "orphan block")
         self.window_blocks()
         for sequence in running:
-            for pool, table in zip(self.cache.pools, sequence.kv.tables, strict=True):
+            for pool, table in zip(self.cache.pools, sequence.kv.table.groups, strict=True):
                 for published in (pool.published(block) for block in table if block != NO_BLOCK):
                     if published is not None:
                         salt = self.salts.setdefault(published.key, sequence.request.salt)
                         law(salt == sequence.request.salt, "tenants share a block")
         for key, owner in self.cache._computing.items():
             index = len(self.tokens_of(key)) // self.size - 1
-            law(owner.published[0] <= index, "a published block is still claimed")
+            law(owner.table.published[0] <= index, "a published block is still claimed")
         waiting = {sequence.kv for sequence in self.scheduler._waiting}
         waiters = self.cache._waiters
-        blocked = {kv for kv in waiting if kv.match is not None and isinstance(kv.match.blocked_on, bytes | str)}
+        blocked = {
+            kv for kv in waiting if kv.claim.match is not None and isinstance(kv.claim.match.blocked_on, bytes | str)
+        }
         law(set(waiters._blocked) == blocked, "the blocked are miscounted")
         law(
             set(waiters._short).union(*waiters._watched.values()) <= waiting,
@@ -877,13 +882,13 @@ class World:
 
     def woken(self, sequence: Sequence) -> None:
         """What a waiting sequence goes by is so still: whatever could change it has woken the sequence."""
-        kv, match = sequence.kv, sequence.kv.match
+        kv, match = sequence.kv, sequence.kv.claim.match
         blocked_on = match.blocked_on if match is not None else None
-        law(not kv.loading or blocked_on == "load", "a sequence does not wait for its own load")
+        law(not kv.progress.loading or blocked_on == "load", "a sequence does not wait for its own load")
         if match is None:
             return
         if blocked_on == "load":
-            law(kv.loading, "a sequence waits for a load that has ended")
+            law(kv.progress.loading, "a sequence waits for a load that has ended")
         elif isinstance(blocked_on, bytes):
             law(blocked_on in self.cache._computing, "a sequence waits for what nobody computes")
             there = blocked_on in self.cache.pools[0]._index  # in a window group its beginning may be needed, and gone
@@ -903,7 +908,7 @@ class World:
     def window_blocks(self) -> None:
         """A window group keeps at most one window, and everything that is still read."""
         for sequence in self.scheduler._running:
-            for group, table in zip(self.groups, sequence.kv.tables, strict=True):
+            for group, table in zip(self.groups, sequence.kv.table.groups, strict=True):
                 first = first_read(group, sequence.computed, self.size)
                 ends = -(-sequence.computed // self.size)
                 law(NO_BLOCK not in table[first:ends], "a block that is still read was given back")

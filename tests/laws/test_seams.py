@@ -15,7 +15,11 @@ OUTSIDE = {"asyncio", "datetime", "io", "os", "pathlib", "random", "secrets", "s
 OUTSIDE |= {"tempfile", "threading", "time", "uuid", "numpy", "torch"}
 ALLOWED = {
     "errors",
-    "types",
+    "block_size",
+    "layer_spec",
+    "outputs",
+    "request",
+    "sampling_params",
     "stats",
     "seams",
     "engine.base",

@@ -21,11 +21,13 @@ from tests.laws.simulator import law
 from tests.text import text_models
 
 from cairn.config import Config
+from cairn.outputs import Delta, FinishReason
+from cairn.request import OutputFormat, Request
+from cairn.sampling_params import SamplingParams
 from cairn.text.chat import Chat
 from cairn.text.sampled import visible_ids
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import Delta, FinishReason, OutputFormat, Request, SamplingParams
 
 BOTH = OutputFormat(reasoning=True, tools=True)
 WORDS = [

@@ -18,7 +18,7 @@ from cairn.errors import ModelError, ModelFileError
 from cairn.models.projection import open_projection
 from cairn.models.spec import check_decodes, load_spec
 from cairn.models.weights import open_weights
-from cairn.types import Embedding
+from cairn.pooling_spec import Embedding
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def test_nothing_that_is_kept_passes_its_reach(tmp_path: Path) -> None:
     bound = reach(spec, open_weights(tmp_path, spec))
     engine = load(tmp_path, kernels="reference")
     from cairn.engine.base import Row
-    from cairn.types import SamplingParams
+    from cairn.sampling_params import SamplingParams
 
     tokens = list(range(60))
     engine.prefill([Row(tokens, 0, 60, ([0, 1, 2, 3],), 59, 60, SamplingParams(max_tokens=1), 0)]).wait()

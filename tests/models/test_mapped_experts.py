@@ -22,12 +22,12 @@ from cairn.engine.memory import WeightMemory, beside_weights, check_memory, plac
 from cairn.engine.needs import needs
 from cairn.errors import ModelError
 from cairn.kernels.native import NativeKernels
+from cairn.model_spec import ModelSpec
 from cairn.models import packed_file, packed_matrices
 from cairn.models.spec import load_spec
 from cairn.models.weight_format import HeldWeights
 from cairn.models.weights import open_weights
 from cairn.service.fit import fit
-from cairn.types import ModelSpec
 
 if KERNELS == ["reference"]:
     pytest.skip("the native kernels were not compiled", allow_module_level=True)

@@ -14,6 +14,7 @@ import pytest
 from tests.real_models import minilm, smollm2
 
 from cairn.config import Config
+from cairn.outputs import Delta
 from cairn.rag.citations import CitationFilter
 from cairn.rag.collections import NO_ANSWER, Collections, Embedder
 from cairn.rag.definition import MIN_SCORE, NewDocument, Search
@@ -22,7 +23,6 @@ from cairn.service.embeddings import Asking
 from cairn.service.requests import SamplingOptions
 from cairn.service.service import Service
 from cairn.text.grammar import Wanted
-from cairn.types import Delta
 from cairn.workflows.answerer import Answered, Asker, Heard, ServiceAnswerer
 
 CITED = re.compile(r"\[([\d, ]+)\]")

@@ -59,6 +59,12 @@ def paced(rows: Sequence[Row]) -> None:
     time.sleep(0.005)
 
 
+def held(rows: Sequence[Row]) -> None:
+    """A step waits at the 100th token of an answer while there is the file that `HOLD` names."""
+    while any(len(row.tokens) >= row.prompt_len + 100 for row in rows) and os.path.exists(os.environ["HOLD"]):
+        time.sleep(0.005)
+
+
 def warns(rows: Sequence[Row]) -> None:
     """Every step warns of a store."""
     logging.getLogger("cairn.kv.tiers").warning("a slow disk")
@@ -86,7 +92,7 @@ def wedges(rows: Sequence[Row]) -> None:
 
 MODES: dict[str, Callable[[Sequence[Row]], None]] = {
     mode.__name__: mode
-    for mode in (dies, stops, takes_long, computes_long, raises, paced, warns, short, tight, small, wedges)
+    for mode in (dies, stops, takes_long, computes_long, raises, paced, held, warns, short, tight, small, wedges)
 }
 
 

@@ -10,9 +10,10 @@ from tiny import collect, request
 
 from cairn.config import Config
 from cairn.errors import Overloaded
+from cairn.request import Request
+from cairn.sampling_params import SamplingParams
 from cairn.service import wire
 from cairn.service.admission import LONGEST_RETRY, Pace, Queue
-from cairn.types import Request, SamplingParams
 
 
 def of(share: str, tokens: int = 1) -> Request:

@@ -14,12 +14,14 @@ from tests.test_scheduler import Rig
 
 from cairn.engine.base import Pending
 from cairn.errors import InvalidRequest
+from cairn.outputs import FinishReason
+from cairn.request import OutputFormat, Request
+from cairn.sampling_params import SamplingExtras, SamplingParams
 from cairn.sequence import MOST_FORCED, Matcher
 from cairn.service.grammars import GrammarMatcher, Tokens, Vocabulary, compile_grammar
 from cairn.service.masks import Masks
 from cairn.service.reasoning_budget import BudgetMatcher
 from cairn.text.grammar import Shape, Structure, checked
-from cairn.types import FinishReason, OutputFormat, Request, SamplingExtras, SamplingParams
 
 PIECES = (b"name", b"na", b"am", b"me", b'":', b'"', b"ab", b"abc", b"bc", b"the", b"th", b"he", b'{"', b'"}', b', "')
 END = 63

@@ -16,6 +16,9 @@ from tests.text import text_models
 from tests.text.walks import END, byte_vocabulary
 
 from cairn.errors import InvalidRequest
+from cairn.outputs import FinishReason
+from cairn.request import Request
+from cairn.sampling_params import SamplingParams
 from cairn.sequence import Matcher
 from cairn.service.grammars import GrammarMatcher, Grammars, Ready, Vocabulary, compile_grammar, read_vocabulary
 from cairn.service.masks import Masks
@@ -24,7 +27,6 @@ from cairn.text.call_formats import BY_NAME
 from cairn.text.call_grammar import Offered, lark_of_calls
 from cairn.text.grammar import Shape, Structure, checked
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import FinishReason, Request, SamplingParams
 
 
 def grammar(kind: Any, text: str, reasoning: Any = "") -> str:

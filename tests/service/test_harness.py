@@ -19,10 +19,10 @@ from tiny import collect, config, request, until
 from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
 from cairn.errors import Overloaded
+from cairn.request import Request
 from cairn.service import launch
 from cairn.service.service import Service
 from cairn.service.watchdog import Patience
-from cairn.types import Request
 
 FAULTY = Path(__file__).parent / "faulty_worker.py"
 Figure = Callable[[str, str], None]

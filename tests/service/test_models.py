@@ -19,7 +19,7 @@ from cairn.engine import device
 from cairn.errors import ConfigError, Conflict, InvalidRequest, ModelError, Unavailable, UnknownModel
 from cairn.service import fit as fitting
 from cairn.service import launch as launch_module
-from cairn.service import models as models_module
+from cairn.service import model_health, model_loader
 from cairn.service.fit import Fit
 from cairn.service.models import Models
 from cairn.service.served_model import served_models
@@ -156,7 +156,7 @@ async def test_memory_is_counted_before_anything_is_loaded(tmp_path: Path) -> No
         async with models.using(models.find("beta")) as service:
             assert service.info.blocks == found.blocks
         assert states(models) == "alpha:on disk beta:loaded"
-        assert sum(one.held for one in models.models) <= models.budget  # type: ignore[operator]
+        assert sum(one.held for one in models.models) <= models.loader.budget  # type: ignore[operator]
     async with several(tmp_path, "alpha beta", memory_gb=budget, load_timeout=0.3) as models:
         models.models[1].config = Config(model=str(tmp_path / "beta"), engine="fake", kv_gb=1.0)
         with pytest.raises(Unavailable, match=r"beta .*(needs 1|being loaded)"):
@@ -164,7 +164,9 @@ async def test_memory_is_counted_before_anything_is_loaded(tmp_path: Path) -> No
                 raise AssertionError("it was loaded")
         await until(lambda: models.models[1].failure)
         assert "of memory" in models.models[1].failure and models.models[1].state == "failed"
-        assert any("beta cannot be loaded" in one for one in models.troubles()) and not models.unready()
+        assert any(
+            "beta cannot be loaded" in one for one in model_health.troubles(models)
+        ) and not model_health.unready(models)
 
 
 async def test_the_process_that_measures_says_the_same(tmp_path: Path) -> None:
@@ -317,7 +319,7 @@ def plant(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return engine(config, *rest)
 
     planted: dict[str, tuple[Any, str, Any]] = {
-        "too large": (models_module, "measure", measured),
+        "too large": (model_loader, "measure", measured),
         "crash": (Service, "start", crash),
         "cancelled": (Service, "start", crash),
         "no process": (launch_module, "launch", refuse),

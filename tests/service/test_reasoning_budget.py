@@ -17,6 +17,9 @@ from tests.text.text_models import QWEN_TEMPLATE
 from tests.text.walks import END, byte_vocabulary
 
 from cairn.errors import InvalidRequest
+from cairn.outputs import FinishReason
+from cairn.request import OutputFormat, Request
+from cairn.sampling_params import SamplingExtras, SamplingParams
 from cairn.sequence import Matcher
 from cairn.service.grammars import GrammarMatcher, Grammars, Ready, compile_grammar
 from cairn.service.masks import Masks
@@ -24,7 +27,6 @@ from cairn.service.reasoning_budget import BudgetMatcher
 from cairn.service.requests import SamplingOptions, requests
 from cairn.system import SystemClock
 from cairn.text.grammar import Shape, Structure, checked
-from cairn.types import FinishReason, OutputFormat, Request, SamplingExtras, SamplingParams
 
 TAG = b"</think>"
 THINKS = OutputFormat(reasoning=True, reasoning_open=True)

@@ -6,10 +6,12 @@ import pytest
 from tests.text import text_models
 
 from cairn.errors import GenerationFailed
+from cairn.outputs import FinishReason
+from cairn.request import OutputFormat, Request
+from cairn.sampling_params import SamplingParams
 from cairn.service.request_state import RequestState
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import FinishReason, OutputFormat, Request, SamplingParams
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 

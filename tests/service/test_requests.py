@@ -4,9 +4,12 @@ import msgspec
 import pytest
 
 from cairn.errors import ContextTooLong, InvalidRequest
+from cairn.layer_spec import CacheGroup
+from cairn.model_spec import ModelSpec
+from cairn.request import OutputFormat
+from cairn.sampling_params import SAMPLING_RANGES
 from cairn.service.requests import SamplingOptions, requests, sampling_params
 from cairn.service.sampling_extras import BEYOND
-from cairn.types import SAMPLING_RANGES, CacheGroup, ModelSpec, OutputFormat
 
 SPEC = ModelSpec(
     name="m",

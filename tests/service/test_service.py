@@ -34,13 +34,15 @@ from cairn.errors import (
     Overloaded,
     Unavailable,
 )
+from cairn.outputs import Delta, Done, Event, FinishReason, Usage
+from cairn.request import OutputFormat, Request
+from cairn.sampling_params import SamplingParams
 from cairn.service import admission, request_table, wire
 from cairn.service.launch import launch_first
 from cairn.service.service import Service
 from cairn.service.stream import Waker, merge
 from cairn.service.worker import serve
 from cairn.stats import CacheReport
-from cairn.types import Delta, Done, Event, FinishReason, OutputFormat, Request, SamplingParams, Usage
 
 
 @contextlib.asynccontextmanager

@@ -27,6 +27,8 @@ from tiny import Answer, collect, config, request, until
 from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.errors import GenerationFailed, ModelError, Unavailable
+from cairn.outputs import Event, FinishReason
+from cairn.request import Request
 from cairn.seams import Clock
 from cairn.service import launch, supervisor, wire
 from cairn.service import worker_connection as link_module
@@ -34,7 +36,6 @@ from cairn.service.service import Service
 from cairn.service.stream import Stream
 from cairn.service.watchdog import Patience
 from cairn.system import SystemClock
-from cairn.types import Event, FinishReason, Request
 
 FAULTY = Path(__file__).parent / "faulty_worker.py"
 FRONT = Path(__file__).parent / "front.py"

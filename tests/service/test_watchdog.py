@@ -19,12 +19,13 @@ from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.errors import GenerationFailed
 from cairn.kv.cache import Cache
 from cairn.plan import Limits
+from cairn.request import Request
+from cairn.sampling_params import SamplingParams
 from cairn.scheduler import Scheduler
 from cairn.service import launch, wire
 from cairn.service.service import Service
 from cairn.service.watchdog import Patience, Watchdog
 from cairn.service.worker import BEAT_SECONDS, Loop
-from cairn.types import Request, SamplingParams
 
 FAULTY = Path(__file__).parent / "faulty_worker.py"
 KILLER = 13

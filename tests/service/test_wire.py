@@ -12,9 +12,11 @@ import pytest
 
 from cairn.config import Config, Secret
 from cairn.errors import CairnError, GenerationFailed, ModelFileError, Overloaded, by_code
+from cairn.outputs import FinishReason, Output, Timing, TokenLogprob
+from cairn.request import Request
+from cairn.sampling_params import SamplingParams
 from cairn.service import wire
 from cairn.stats import CacheReport
-from cairn.types import FinishReason, Output, Request, SamplingParams, Timing, TokenLogprob
 
 REQUEST = Request(
     id=(1 << 63) - 1,

@@ -14,9 +14,11 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cairn.config import Config
+from cairn.outputs import Delta, Done, Event
+from cairn.request import Request
+from cairn.sampling_params import SamplingParams
 from cairn.service.service import Service
 from cairn.stats import CacheReport
-from cairn.types import Delta, Done, Event, Request, SamplingParams
 
 VOCAB = 288
 CONTEXT = 2048

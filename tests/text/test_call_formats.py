@@ -13,6 +13,8 @@ from tests.text.call_templates import FURTHER, derived
 from tests.text.test_declared_form import DECLARED
 from tests.text.walks import accepts, walk
 
+from cairn.outputs import ToolCallDelta
+from cairn.request import OutputFormat
 from cairn.text import python_calls
 from cairn.text.call_formats import BY_NAME, FORMATS, CallFormat, format_of, name_of
 from cairn.text.call_grammar import callable_tools, lark_of_calls
@@ -20,7 +22,6 @@ from cairn.text.declared_form import declared_form
 from cairn.text.grammar import GrammarError, Shape, checked
 from cairn.text.split import splitter
 from cairn.text.tools import offered_tools
-from cairn.types import OutputFormat, ToolCallDelta
 
 
 def output_of(form: CallFormat, tools: list[dict[str, Any]]) -> OutputFormat:

@@ -15,6 +15,9 @@ from tests.text import text_models
 import cairn
 from cairn.config import Config
 from cairn.errors import ConfigError, ContextTooLong, InvalidRequest, ModelFileError, Overloaded, Unsupported
+from cairn.outputs import FinishReason
+from cairn.request import OfferedTool, OutputFormat, Request
+from cairn.sampling_params import SamplingParams
 from cairn.text import length
 from cairn.text import messages as plain
 from cairn.text.chat import Chat
@@ -25,7 +28,6 @@ from cairn.text.shared_time import LongTexts
 from cairn.text.stream import TextStream
 from cairn.text.templates import load_templates
 from cairn.text.tokenizer import INLINE
-from cairn.types import FinishReason, OfferedTool, OutputFormat, Request, SamplingParams
 
 TOOLS = [
     {

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from transformers.utils.chat_parsing import parse_response
 
+from cairn.outputs import ToolCallDelta
+from cairn.request import OfferedTool, OutputFormat
 from cairn.text.call_formats import BY_NAME, CallFormat, name_of
 from cairn.text.declared_form import declared_form
 from cairn.text.derived_form import known_form, sound
 from cairn.text.split import splitter
-from cairn.types import OfferedTool, OutputFormat, ToolCallDelta
 
 FUNCTION = {"type": "function", "function": "{content}"}
 NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}

@@ -14,6 +14,8 @@ from tests.text.text_models import QWEN_CONFIG, byte_level, write_model
 from tests.text.walks import walk
 
 from cairn.config import Config
+from cairn.outputs import ToolCallDelta
+from cairn.request import OutputFormat
 from cairn.text.call_formats import BY_NAME, FORMATS, form_by, name_of
 from cairn.text.call_grammar import callable_tools, lark_of_calls
 from cairn.text.chat import Chat
@@ -22,7 +24,6 @@ from cairn.text.grammar import Shape, checked
 from cairn.text.split import splitter
 from cairn.text.tools import offered_tools
 from cairn.text.written_calls import CHECKS
-from cairn.types import OutputFormat, ToolCallDelta
 
 WORDS = {"type": "string", "enum": ["x", "y z"]}  # free texts in tags of nobody's would not end by chance
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}, "s": WORDS}, "required": ["n", "s"]}

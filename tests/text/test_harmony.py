@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from tests.text.walks import accepts
 
+from cairn.outputs import ToolCallDelta
+from cairn.request import OutputFormat
 from cairn.text.call_formats import BY_NAME
 from cairn.text.call_grammar import callable_tools, lark_of_calls
 from cairn.text.grammar import Shape, Structure, checked
 from cairn.text.split import splitter
 from cairn.text.tools import offered_tools
-from cairn.types import OutputFormat, ToolCallDelta
 
 F = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}]
 OUTPUT = OutputFormat(

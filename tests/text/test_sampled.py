@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from tests.text import text_models
 
+from cairn.outputs import FinishReason
+from cairn.request import OutputFormat, Request
+from cairn.sampling_params import SamplingParams
 from cairn.text.sampled import opener, visible_ids
 from cairn.text.stream import TextStream
 from cairn.text.thoughts import THINK
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import FinishReason, OutputFormat, Request, SamplingParams
 
 BOTH = OutputFormat(reasoning=True, tools=True)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x":   1}}\n</tool_call>'

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from cairn.outputs import ToolCallDelta
+from cairn.request import OfferedTool, OutputFormat
 from cairn.text.pieces import Piece
 from cairn.text.split import MOST_LEAD, Splitter
-from cairn.types import OfferedTool, OutputFormat, ToolCallDelta
 
 BOTH = OutputFormat(reasoning=True, tools=True, offered=(OfferedTool("f"), OfferedTool("g")))
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "a"]}}\n</tool_call>'

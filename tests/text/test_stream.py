@@ -12,9 +12,11 @@ from tests.text import text_models
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
+from cairn.outputs import Delta, FinishReason
+from cairn.request import OfferedTool, OutputFormat, Request
+from cairn.sampling_params import SamplingParams
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import Delta, FinishReason, OfferedTool, OutputFormat, Request, SamplingParams
 
 BOTH = OutputFormat(reasoning=True, tools=True)
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Århus", "days": [1, 2]}}\n</tool_call>'

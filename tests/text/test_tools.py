@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from cairn.request import OutputFormat
 from cairn.text.tools import CLOSE, OPEN, Call, CallReader, call_id
-from cairn.types import OutputFormat
 
 GOOD = [
     ('{"name": "f", "arguments": {"x": 1}}', "f", '{"x": 1}'),

@@ -14,9 +14,9 @@ from tests.text.walks import accepts
 
 from cairn.config import Config
 from cairn.errors import InvalidRequest, Unsupported
+from cairn.request import OutputFormat
 from cairn.text.chat import Chat
 from cairn.text.grammar import Structure, ToolChoice, Wanted
-from cairn.types import OutputFormat
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 ASKED = [{"role": "user", "content": "What is the weather?"}]

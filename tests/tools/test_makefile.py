@@ -183,3 +183,13 @@ def test_an_installation_says_what_it_is_doing(code: int) -> None:
     assert done.returncode == code
     assert [line for line, _ in itertools.groupby(lines) if line != "starting pip"] == STEPS
     assert done.stderr == (OUTPUT if code else "WARNING: you should know\n")
+
+
+def test_bytecode_is_kept_although_the_environment_says_otherwise(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process of a server, and of the tests, would compile all that it imports."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    stub(folder / "python", "3.12", noise=r"none is kept: <$PYTHONDONTWRITEBYTECODE>\n")
+    _, err = make(folder, ".venv/.installed")
+    assert "none is kept: <>" in err.splitlines()

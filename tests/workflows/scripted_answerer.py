@@ -17,9 +17,9 @@ from cairn.agents.log import Log
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.replay_records import ReplayRecords
 from cairn.agents.writer import Writer
+from cairn.outputs import Delta
 from cairn.service.requests import SamplingOptions
 from cairn.text.grammar import Wanted
-from cairn.types import Delta
 from cairn.workflows.answerer import Answered, Asker, Heard
 from cairn.workflows.definition import workflow_of
 from cairn.workflows.records import RunEnded

@@ -29,8 +29,8 @@ from cairn.agents.turn_tree import NOBODY, Agent, Turn
 from cairn.agents.writer import Writer
 from cairn.config import TenantLimits
 from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, QuotaExceeded, Unavailable
+from cairn.model_spec import ModelSpec
 from cairn.seams import Rng
-from cairn.types import ModelSpec
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RESERVED = frozenset({"import"})

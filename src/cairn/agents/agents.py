@@ -39,6 +39,7 @@ from cairn.agents.writer import Writer
 from cairn.config import Config, TenantLimits, limits_of
 from cairn.errors import ConfigError, Conflict, InvalidRequest, NotFound, Unavailable
 from cairn.metrics import AgentFigures
+from cairn.outputs import Done, FinishReason
 from cairn.seams import Clock, FileSystem, Rng
 from cairn.service.requests import PLAIN, SamplingOptions
 from cairn.service.service import Service
@@ -47,7 +48,6 @@ from cairn.service.stream import Stream
 from cairn.stats import Placed, TakenIn
 from cairn.text.chat import Sampled
 from cairn.text.grammar import ANYTHING, Wanted
-from cairn.types import Done, FinishReason
 
 KEPT_SECONDS = 0.25
 """How long the end of an answer waits for a disk to take what was sampled for it."""

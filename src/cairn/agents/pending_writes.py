@@ -17,8 +17,8 @@ from cairn.agents.savings import BYTES_KEY, LINES, counted, day_key, total_key
 from cairn.agents.segment import Record
 from cairn.agents.turn_tree import Agent
 from cairn.agents.writer import Writer
+from cairn.outputs import Done
 from cairn.seams import Clock
-from cairn.types import Done
 
 STEP_SECONDS = 10.0
 """How far the wall clock may run away from the other one by itself: it was set, or the machine slept."""

@@ -36,9 +36,9 @@ from cairn.agents.segment import (
 )
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.errors import InvalidRequest
+from cairn.request import OutputFormat
 from cairn.seams import Rng
 from cairn.text.messages import plain_message
-from cairn.types import OutputFormat
 
 MEDIA_TYPE = "application/vnd.cairn.agent"
 MAX_NUMBER = 2**31 - 1

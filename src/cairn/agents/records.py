@@ -15,8 +15,9 @@ import msgspec
 
 from cairn.agents.info import Savings
 from cairn.errors import InvalidRequest
+from cairn.request import OutputFormat
+from cairn.sampling_params import SamplingParams
 from cairn.stats import CacheReport
-from cairn.types import OutputFormat, SamplingParams
 
 
 class AgentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

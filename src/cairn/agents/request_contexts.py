@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from cairn.agents.records import pack
 from cairn.agents.turn_tree import Agent, Turn
-from cairn.types import CHUNK_TOKENS
+from cairn.block_size import CHUNK_TOKENS
 
 DIGEST_BYTES = 8
 """Bytes of one digest."""

@@ -16,13 +16,14 @@ from cairn.agents.segment import Record
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.agents.writer import Writer
 from cairn.errors import CairnError, Cancelled, GenerationFailed, Unavailable
+from cairn.outputs import Delta, Done, Event, FinishReason, Usage
+from cairn.request import Request
 from cairn.seams import Clock
 from cairn.service.service import Service
 from cairn.service.stream import Stream, merge
 from cairn.stats import CacheReport
 from cairn.text.message_builder import MessageBuilder, ReasoningCount
 from cairn.text.stream import TextStream
-from cairn.types import Delta, Done, Event, FinishReason, Request, Usage
 
 PIECE_TOKENS = 16
 PIECE_SECONDS = 0.25

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from cairn.agents.info import Savings
-from cairn.types import Done
+from cairn.outputs import Done
 
 
 def counted(savings: Savings, done: Done, speed: float) -> Savings:

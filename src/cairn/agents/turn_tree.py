@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from cairn.agents.content import Content
 from cairn.agents.info import AgentInfo, Savings, TurnInfo, TurnState
 from cairn.agents.records import AgentRecord, EndRecord, TokensRecord, TurnRecord
+from cairn.block_size import CHUNK_TOKENS
 from cairn.stats import CacheReport
-from cairn.types import CHUNK_TOKENS
 
 if TYPE_CHECKING:
     from cairn.agents.running import RunningTurn

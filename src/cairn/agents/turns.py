@@ -20,6 +20,8 @@ from cairn.agents.segment import Record
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.config import Config
 from cairn.errors import Conflict, Unavailable
+from cairn.outputs import Done, Event, FinishReason
+from cairn.request import Request
 from cairn.seams import Clock
 from cairn.service.miss_explainer import PromptOrigin, told_of
 from cairn.service.requests import SamplingOptions, requests
@@ -28,7 +30,6 @@ from cairn.service.services import Services
 from cairn.service.stream import Stream
 from cairn.text.chat import Prompt
 from cairn.text.grammar import ANYTHING, Wanted
-from cairn.types import Done, Event, FinishReason, Request
 
 Gate = Callable[[], Awaitable[None]]
 """What is waited for between a prompt and its answer, so that several begin in one step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from cairn.api.resumable import EventLogs, parse_after
 from cairn.config import Config
 from cairn.errors import NotFound
 from cairn.metrics import CONTENT_TYPE, ServerMetrics
+from cairn.service import model_health
 from cairn.service.models import Models
 from cairn.service.request_state import RequestStatus
 from cairn.service.requests import sampling_defaults, sampling_params
@@ -107,7 +109,9 @@ class Admin:
     async def metrics(self, call: Call, service: Service) -> None:
         """GET /metrics, in Prometheus' text format."""
         every = [loaded.service.metrics for _, loaded in self.registry.loaded()]
-        text = ServerMetrics(self._config.metrics_prefix, lambda: every, self.registry.metrics).render()
+        text = ServerMetrics(
+            self._config.metrics_prefix, lambda: every, partial(model_health.metrics, self.registry)
+        ).render()
         await call.respond(200, text, [(b"content-type", CONTENT_TYPE.encode())])
 
     def _shown(self, model: ServedModel, anthropic: bool) -> dict[str, Any]:

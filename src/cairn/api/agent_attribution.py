@@ -21,9 +21,10 @@ from cairn.api.auth import AGENT
 from cairn.api.reply import Call
 from cairn.api.schemas import Generation
 from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, QuotaExceeded, Unavailable
+from cairn.outputs import Done, Timing
+from cairn.request import Request
 from cairn.stats import CacheReport
 from cairn.text.chat import Sampled
-from cairn.types import Done, Request, Timing
 
 NAME = "X-Cairn-Agent"
 HEADER = AGENT

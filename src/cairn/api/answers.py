@@ -22,8 +22,8 @@ from cairn.api.sse import (
     with_field,
 )
 from cairn.errors import CairnError
+from cairn.outputs import Delta, Done, TokenLogprob
 from cairn.service.service import Service
-from cairn.types import Delta, Done, TokenLogprob
 
 _PROGRESS = "prompt_progress"
 

@@ -23,11 +23,12 @@ from cairn.api.reply import Call, encode
 from cairn.api.schemas import ChatBody
 from cairn.api.sse import cache_object
 from cairn.api.unserved import anthropic_error
+from cairn.block_size import BLOCK_TOKENS
 from cairn.config import Config
 from cairn.errors import CairnError
+from cairn.outputs import Delta, Done, FinishReason, ToolCallDelta
 from cairn.service.service import Service
 from cairn.text.message_builder import arguments_of
-from cairn.types import BLOCK_TOKENS, Delta, Done, FinishReason, ToolCallDelta
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 

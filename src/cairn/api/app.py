@@ -176,7 +176,7 @@ class App:
     def open(self, models: Models) -> None:
         """From now on requests are served, by these."""
         self.models, self._router = models, Router(models, self.attribution)
-        models.tell(self._rates.used)
+        models.loader.tell(self._rates.used)
         every = (self._admin, self._model_admin, self._ollama_models, self._stored, self._library)
         for routes in every:
             routes.registry = models

@@ -15,7 +15,7 @@ from cairn.api.reasoning_text import pack
 from cairn.api.response_answer import completed
 from cairn.api.responses_items import items_of
 from cairn.errors import CairnError
-from cairn.types import Delta, Done
+from cairn.outputs import Delta, Done
 
 TASK = (
     "Write a summary of this conversation from which it can go on without the rest: what the user wants, what was "

@@ -27,11 +27,12 @@ from cairn.errors import (
     InvalidRequest,
     Overloaded,
 )
+from cairn.outputs import Delta, Done, Event, FinishReason, TokenLogprob
+from cairn.request import Request
 from cairn.service.miss_explainer import PromptOrigin
 from cairn.service.service import Service
 from cairn.service.stream import Stream, merge
 from cairn.text.message_builder import MessageBuilder, ReasoningCount
-from cairn.types import Delta, Done, Event, FinishReason, Request, TokenLogprob
 
 Batches = AsyncGenerator[Sequence[tuple[int, Event]], None]
 """(choice, event) as they come: first an empty batch, once the requests were let in."""

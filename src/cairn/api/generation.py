@@ -17,13 +17,13 @@ from cairn.api.reply import Call, shown
 from cairn.api.schemas import ChatBody, Generation, contents, plain_messages, plain_tools
 from cairn.config import Config
 from cairn.errors import UnknownModel
+from cairn.request import OutputFormat
 from cairn.service.admission import check_together
 from cairn.service.miss_explainer import PromptOrigin, told_of
 from cairn.service.requests import SamplingOptions, requests
 from cairn.service.service import Service
 from cairn.text import length
 from cairn.text.chat import Prompt
-from cairn.types import OutputFormat
 
 
 async def chat_exchange(

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from cairn import __version__
 from cairn.api.reply import JSON, Call, encode
 from cairn.api.unserved import no_route
+from cairn.service import model_health
 from cairn.service.models import Models
 from cairn.service.service import SHUTTING_DOWN
 
@@ -26,19 +27,19 @@ class State:
     def __init__(self, models: Models | None, draining: bool, more: Sequence[str], folders: Sequence[str]) -> None:
         """`more`: troubles beside the models' own. `folders`: not to be named; the log names them."""
         self.loading = models is None
-        reasons = [LOADING] if models is None else models.unready()
+        reasons = [LOADING] if models is None else model_health.unready(models)
         if draining and SHUTTING_DOWN not in reasons:
             reasons = [*reasons, SHUTTING_DOWN]
-        troubles = [*(models.troubles() if models is not None else ()), *more]
+        troubles = [*(model_health.troubles(models) if models is not None else ()), *more]
         for folder in folders:
             troubles = [trouble.replace(folder, "its folder") for trouble in troubles]
         self.reasons = reasons
         """Why new requests would not be served well now."""
         self.troubles = troubles
         """What does not work although they are."""
-        self.stalled = models is not None and models.stalled
+        self.stalled = models is not None and model_health.stalled(models)
         """Whether there is work and nothing of it gets further."""
-        self.partly = models is not None and models.several and bool(models.troubles())
+        self.partly = models is not None and models.several and bool(model_health.troubles(models))
         """Whether one of several models is not as it should be."""
 
 

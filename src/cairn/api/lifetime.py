@@ -25,6 +25,7 @@ from cairn.api.folders import agents_folder
 from cairn.api.listener import Listener
 from cairn.config import Config
 from cairn.errors import CairnError, ConfigError
+from cairn.model_spec import Kind
 from cairn.seams import Network
 from cairn.service.launch import ENDING, KILL_SECONDS, First
 from cairn.service.models import Models
@@ -33,7 +34,6 @@ from cairn.service.served_model import ServedModel, weights_of
 from cairn.service.service import Service
 from cairn.service.supervisor import STORE_SECONDS
 from cairn.system import SystemClock, SystemFiles, SystemNetwork, SystemRng
-from cairn.types import Kind
 
 log = logging.getLogger("cairn.api")
 

@@ -21,9 +21,9 @@ from cairn.api.schemas import ChatBody
 from cairn.api.sse import HEARTBEAT, cache_object, chat_logprobs, error_event
 from cairn.config import Config
 from cairn.errors import CairnError, InvalidRequest, Unavailable
+from cairn.outputs import Delta, Done, FinishReason, TokenLogprob
 from cairn.service.service import Service
 from cairn.text.tokenizer import INLINE
-from cairn.types import Delta, Done, FinishReason, TokenLogprob
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
 

@@ -90,12 +90,12 @@ class ModelAdmin:
     async def list(self, call: Call, service: Service) -> None:
         """GET /v1/admin/models."""
         models = self.registry
-        left = await asyncio.to_thread(models.left)
+        left = await asyncio.to_thread(models.loader.left)
         await call.json(
             {
                 "object": "list",
                 "data": [self._shown(model) for model in models.models],
-                "memory_bytes": models.budget,
+                "memory_bytes": models.loader.budget,
                 "memory_left_bytes": max(0, left),
                 "max_loaded": self._config.max_loaded,
                 "draining": models.draining,

@@ -34,9 +34,9 @@ from cairn.api.schemas import ChatBody, Generation
 from cairn.api.sse import cache_object, chat_logprobs
 from cairn.config import Config
 from cairn.errors import CairnError, InvalidRequest
+from cairn.outputs import Delta, Done, TokenLogprob
 from cairn.service.service import Service
 from cairn.text.message_builder import arguments_of
-from cairn.types import Delta, Done, TokenLogprob
 
 LINES: Headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-cache")]
 LATEST = ":latest"

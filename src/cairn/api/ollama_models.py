@@ -32,6 +32,7 @@ from cairn.errors import (
     Overloaded,
     UnknownModel,
 )
+from cairn.model_spec import ModelSpec
 from cairn.models import hub
 from cairn.models.addresses import KNOWN
 from cairn.models.facts import bytes_by_format
@@ -42,7 +43,6 @@ from cairn.service.models import Models
 from cairn.service.requests import sampling_defaults
 from cairn.service.served_model import ServedModel
 from cairn.service.service import Service
-from cairn.types import ModelSpec
 
 log = logging.getLogger("cairn.api")
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cairn.api.exchange import Choice
+from cairn.outputs import Done
 from cairn.stats import CacheReport
-from cairn.types import Done
 
 
 def cache_of(choice: Choice) -> CacheReport | None:

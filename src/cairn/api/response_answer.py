@@ -19,9 +19,10 @@ from cairn.api.reply import encode
 from cairn.api.responses_items import Called, call_item, free_text
 from cairn.api.responses_schemas import ResponseBody
 from cairn.api.sse import Vocabulary, cache_object, chat_logprobs
+from cairn.block_size import BLOCK_TOKENS
 from cairn.errors import CairnError, ContextTooLong
+from cairn.outputs import Delta, Done, FinishReason, TokenLogprob, ToolCallDelta, Usage
 from cairn.text.message_builder import MessageBuilder
-from cairn.types import BLOCK_TOKENS, Delta, Done, FinishReason, TokenLogprob, ToolCallDelta, Usage
 
 CODES = {"overloaded": "rate_limit_exceeded", "unavailable": "server_is_overloaded"}
 """What clients of OpenAI know our codes as, where theirs are others."""

@@ -16,8 +16,8 @@ import msgspec
 
 from cairn.api.reply import encode, error_body
 from cairn.errors import CairnError
+from cairn.outputs import Delta, Done, TokenLogprob, ToolCallDelta
 from cairn.stats import CacheReport, Miss
-from cairn.types import Delta, Done, TokenLogprob, ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
 """Ends every stream that went well."""

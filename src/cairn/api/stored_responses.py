@@ -34,9 +34,9 @@ from cairn.api.schemas import ChatBody, contents, plain_messages
 from cairn.api.sse import cache_object
 from cairn.config import Config
 from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, UnknownResponse
+from cairn.outputs import Delta, ToolCallDelta, Usage
 from cairn.service.service import Service
 from cairn.text.message_builder import MessageBuilder
-from cairn.types import Delta, ToolCallDelta, Usage
 
 PREFIX = "resp_"
 TTL = 30 * 86_400.0

@@ -40,12 +40,12 @@ from cairn.api.team_schemas import (
 from cairn.api.work_events import Emit, answer
 from cairn.config import Config
 from cairn.errors import InvalidRequest
+from cairn.request import OutputFormat
 from cairn.service.service import Service
 from cairn.teams.entries import Voted
 from cairn.teams.teams import Teams, TeamState
 from cairn.teams.transcript import listed, markdown
 from cairn.teams.voice import Caller
-from cairn.types import OutputFormat
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
 

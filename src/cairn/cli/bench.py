@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from cairn.config import Config
     from cairn.engine.bench import Figure, Load
     from cairn.kernels.roofline import Roofline
+    from cairn.model_spec import ModelSpec
     from cairn.models.random_weights import RandomWeights
     from cairn.models.weight_format import HeldWeights
-    from cairn.types import ModelSpec
 
     Weights = HeldWeights | RandomWeights
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from cairn.block_size import BLOCK_TOKENS
 from cairn.cli.options import configured
 from cairn.config import Config
 from cairn.errors import CairnError
 from cairn.resolve import Resolved
-from cairn.types import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from cairn.engine.memory import WeightMemory

@@ -12,8 +12,8 @@ import typer
 from cairn.cli.options import LOCAL, configured
 from cairn.cli.sampling import Answering, Source, sampling_parameters, source
 from cairn.errors import CairnError, InvalidRequest
+from cairn.outputs import FinishReason
 from cairn.resolve import Resolved
-from cairn.types import FinishReason
 
 
 def register(app: typer.Typer) -> None:

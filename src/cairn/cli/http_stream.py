@@ -11,8 +11,8 @@ import msgspec
 
 from cairn.answer import Answer, ToolCall
 from cairn.errors import GenerationFailed
+from cairn.outputs import Delta, FinishReason, Usage
 from cairn.stats import CacheReport, Miss
-from cairn.types import Delta, FinishReason, Usage
 
 _REASONS = {reason.value: reason for reason in FinishReason}
 

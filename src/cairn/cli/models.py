@@ -13,7 +13,7 @@ from cairn.cli.output import amount
 from cairn.errors import CairnError, ConfigError, ModelError
 
 if TYPE_CHECKING:
-    from cairn.types import ModelSpec
+    from cairn.model_spec import ModelSpec
 
 
 def register(app: typer.Typer) -> None:

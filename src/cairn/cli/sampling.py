@@ -12,8 +12,8 @@ import typer
 from cairn.cli.options import server
 from cairn.errors import ConfigError
 from cairn.option import local_options, options
+from cairn.outputs import Delta
 from cairn.resolve import Resolved
-from cairn.types import Delta
 
 if TYPE_CHECKING:
     from cairn.answer import Answer

@@ -12,7 +12,10 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from cairn.types import CacheGroup, SamplingParams, TokenLogprob, Want
+from cairn.layer_spec import CacheGroup
+from cairn.outputs import TokenLogprob
+from cairn.request import Want
+from cairn.sampling_params import SamplingParams
 
 T_co = TypeVar("T_co", covariant=True)
 

@@ -14,14 +14,16 @@ from typing import Any
 
 import msgspec
 
+from cairn.block_size import BLOCK_TOKENS
 from cairn.config import Config
 from cairn.engine.base import Row
 from cairn.engine.cpu import CpuEngine
 from cairn.engine.memory import WeightMemory, check_memory, weight_memory
 from cairn.errors import ConfigError
 from cairn.kernels.roofline import Roofline
+from cairn.model_spec import ModelSpec
 from cairn.models.weights import parameters
-from cairn.types import BLOCK_TOKENS, ModelSpec, SamplingParams
+from cairn.sampling_params import SamplingParams
 
 STEP_TOKENS = 512
 """Most tokens of a prompt in one step."""

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.block_size import BLOCK_TOKENS
 from cairn.config import Config
 from cairn.engine.base import NO_BLOCK, NOT_FINITE, EngineInfo, Ready, Row, RowResult
 from cairn.engine.machine import cpu_count
@@ -38,6 +39,8 @@ from cairn.kernels.base import Kernels
 from cairn.kernels.choose import REFERENCE, chosen, described, load_kernels
 from cairn.kernels.program import Interpreted, Program
 from cairn.kernels.vocabulary import NUMPY, Sampler
+from cairn.layer_spec import CacheGroup
+from cairn.model_spec import ModelSpec
 from cairn.models import decoder, packed_file, quantize
 from cairn.models.buffers import LOGITS_ROWS, allocate
 from cairn.models.families import FAMILIES
@@ -47,7 +50,6 @@ from cairn.models.row_table import RowTable, open_table
 from cairn.models.weight_format import HeldWeights, error_line, form_of
 from cairn.models.weights import open_weights
 from cairn.sampling import sample
-from cairn.types import BLOCK_TOKENS, CacheGroup, ModelSpec
 
 LAYOUT = "blocks-2"
 """Version of the KV layout above."""

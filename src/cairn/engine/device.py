@@ -10,11 +10,11 @@ from cairn.engine.base import Engine
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import pool_blocks
 from cairn.errors import ModelError
+from cairn.model_spec import ModelSpec
 from cairn.models.files import is_gguf, reading
 from cairn.models.judge import with_judge
 from cairn.models.spec import identified, identity_of, load_spec
 from cairn.models.weights import weight_files
-from cairn.types import ModelSpec
 
 
 def check_context(spec: ModelSpec, config: Config) -> None:

@@ -24,10 +24,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.block_size import BLOCK_TOKENS
 from cairn.engine.base import NO_BLOCK, EngineInfo, Pending, Ready, Row, RowResult
 from cairn.kernels.vocabulary import NUMPY, Sampler
+from cairn.layer_spec import CacheGroup
+from cairn.model_spec import ModelSpec
 from cairn.sampling import sample
-from cairn.types import BLOCK_TOKENS, CacheGroup, ModelSpec, SamplingParams
+from cairn.sampling_params import SamplingParams
 
 _MULTIPLIER = 0xD1342543DE82EF95
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -8,11 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cairn.block_size import BLOCK_TOKENS
 from cairn.config import Config
 from cairn.engine.machine import memory_available
 from cairn.errors import ModelError
 from cairn.kernels import native
 from cairn.kernels.choose import REFERENCE, chosen
+from cairn.layer_spec import CacheGroup, RopeScaling
+from cairn.model_spec import ModelSpec
 from cairn.models import encoder
 from cairn.models.buffers import buffer_bytes
 from cairn.models.decoder import build
@@ -20,7 +23,6 @@ from cairn.models.mixture import Mixture
 from cairn.models.projection import projection_bytes
 from cairn.models.tensor_meta import TensorMeta, outlines
 from cairn.models.weights import parameters, small
-from cairn.types import BLOCK_TOKENS, CacheGroup, ModelSpec, RopeScaling
 
 GB = 10**9
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from cairn.kernels.program import Call, Program
 from cairn.kernels.vocabulary import Sampler
-from cairn.types import RopeScaling
+from cairn.layer_spec import RopeScaling
 
 Array = Any
 Matrix = Any

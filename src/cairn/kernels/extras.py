@@ -41,7 +41,7 @@ from cairn.kernels.vocabulary import (
     ranked,
     weigh,
 )
-from cairn.types import SamplingExtras, SamplingParams
+from cairn.sampling_params import SamplingExtras, SamplingParams
 
 ZIPF_TOKENS = 100
 """Of the likeliest ones, that mirostat 1 fits a law to."""

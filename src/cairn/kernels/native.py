@@ -26,7 +26,7 @@ from cairn.kernels.fusion import fuse
 from cairn.kernels.program import Call, Size, Slot, slots
 from cairn.kernels.rope import Rope, frequencies
 from cairn.kernels.sampler import NativeSampler
-from cairn.types import RopeScaling
+from cairn.layer_spec import RopeScaling
 
 VERSION = "native-5"
 """Version of the order of operations, of the KV layout and of packed matrices; a change that can move a bit gets a new

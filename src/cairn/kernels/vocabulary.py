@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.engine.base import Row
-from cairn.types import SamplingParams
+from cairn.sampling_params import SamplingParams
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing float32 logits by them leaves nothing but the maximum anyway."""

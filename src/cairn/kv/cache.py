@@ -31,8 +31,8 @@ from cairn.kv.prefix import Chain, root
 from cairn.kv.sequence_kv import BlockedOn, LowerTiers, Match, RecentKeys, SequenceKV
 from cairn.kv.snapshots import BOUNDARY, SPACING
 from cairn.kv.waiters import Waiters
+from cairn.layer_spec import CacheGroup
 from cairn.stats import GroupUse, Miss
-from cairn.types import CacheGroup
 
 
 class Cache:
@@ -94,10 +94,12 @@ class Cache:
         self._waiters.wake(context)
         last = (len(tokens) - 1) // self._block_tokens
         hit = self._hit(context, tokens)
-        blocked_on: BlockedOn | None = "load" if context.loading else self._on_its_way(context, tokens, hit, last)
-        if blocked_on is None and hit < last and self.below is not None and not context.tried:
-            context.tried = self.below.load(context, tokens, hit, spare, most)
-            blocked_on = "load" if context.tried else None
+        blocked_on: BlockedOn | None = (
+            "load" if context.progress.loading else self._on_its_way(context, tokens, hit, last)
+        )
+        if blocked_on is None and hit < last and self.below is not None and not context.claim.tried:
+            context.claim.tried = self.below.load(context, tokens, hit, spare, most)
+            blocked_on = "load" if context.claim.tried else None
         return self._remember(context, tokens, hit, blocked_on)
 
     def recheck(self, *, running: bool) -> None:
@@ -114,7 +116,7 @@ class Cache:
 
     def lapse(self, context: SequenceKV, tokens: Sequence[int]) -> None:
         """Claim nothing for a context any more: it makes no progress, and others may compute what it was to."""
-        self._unclaim(context, tokens, context.claimed.stop)
+        self._unclaim(context, tokens, context.claim.blocks.stop)
 
     def open(
         self,
@@ -139,14 +141,14 @@ class Cache:
         if (short := self._hold_with_room(context, tokens, hit, spare, ahead)) is not None:
             self._remember(context, tokens, hit, short)
             return None  # nor is another load begun: what the last one brought was overtaken, and would be again
-        context.tried = False
-        for group, pool, table in zip(self._groups, self.pools, context.tables, strict=True):
+        context.claim.tried = False
+        for group, pool, table in zip(self._groups, self.pools, context.table.groups, strict=True):
             if group.kind == "full":
                 table.extend(pool.take(wanted))
-        self._measure(context)
+        context.table.measure(self._block_tokens)
         self._claim(context, tokens, hit, len(tokens) // size)
         if self._states:
-            context.snapshots.begin((len(tokens) - 1) // size, self._reach(context, tokens, hit))
+            context.table.snapshots.begin((len(tokens) - 1) // size, self._reach(context, tokens, hit))
         if self.below is not None and hit:
             self.below.findable(context, tokens)
         if reuse and not self._states and len(tokens) == (hit + 1) * size and self._copy_last(context, tokens, hit):
@@ -159,7 +161,7 @@ class Cache:
         return copies
 
     def prepare(self, context: SequenceKV, tokens: Sequence[int], hit: int, stop: int, spare: int) -> bool:
-        """Hold the first `hit` blocks and say that those up to `stop` are being loaded.
+        """Hold the first `hit` blocks and claim those up to `stop`, which are to be loaded.
 
         False, with nothing held, where `open` would have no room; what `match` finds then holds until there is more.
         """
@@ -167,7 +169,6 @@ class Cache:
             self._waiters.short(context, short)
             return False
         self._claim(context, tokens, hit, stop)
-        context.loading = True
         return True
 
     def extend(self, context: SequenceKV, tokens: Sequence[int], end: int, groups: Sequence[int]) -> bool:
@@ -176,7 +177,7 @@ class Cache:
         Of a state group it is the last block alone, which is a snapshot then. Where a load skips what the pool has
         (`has`), that is held.
         """
-        begin = len(context.tables[0])
+        begin = len(context.table.groups[0])
         more = end - begin
         skipped = [number for number in self._skipping if number not in groups]
         if not all(self.has(context, number, range(begin, end), tokens) for number in skipped):
@@ -184,13 +185,13 @@ class Cache:
         counts = [1 if number in self._states else more for number in range(len(self.pools))]
         if any(counts[number] > self.pools[number].available for number in groups):
             return False
-        for number, table in enumerate(context.tables):
+        for number, table in enumerate(context.table.groups):
             if number in skipped:
                 self._hold_found(context, number, range(begin, end), tokens)
                 continue
             count = counts[number] if number in groups else 0
             table.extend([NO_BLOCK] * (more - count) + self.pools[number].take(count))
-        context.snapshots.want(end)
+        context.table.snapshots.want(end)
         return True
 
     def grow(self, context: SequenceKV, end: int) -> bool:
@@ -198,13 +199,13 @@ class Cache:
         blocks = -(-end // self._block_tokens)
         if self._states:
             return self._grow_with_states(context, blocks)
-        pairs = tuple(zip(self.pools, context.tables, strict=True))
+        pairs = tuple(zip(self.pools, context.table.groups, strict=True))
         if any(blocks - len(table) > pool.available for pool, table in pairs):
             return False
         for pool, table in pairs:
             if blocks > len(table):
                 table.extend(pool.take(blocks - len(table)))
-        self._measure(context)
+        context.table.measure(self._block_tokens)
         return True
 
     def publish(self, context: SequenceKV, tokens: Sequence[int], computed: int) -> None:
@@ -213,9 +214,9 @@ class Cache:
         Call it after the step that computed them, never before. A partly filled block stays private, and so does a
         state that is no snapshot.
         """
-        full, before = computed // self._block_tokens, context.published[0]
-        for number, (group, pool, table) in enumerate(zip(self._groups, self.pools, context.tables, strict=True)):
-            done = context.published[number]
+        full, before = computed // self._block_tokens, context.table.published[0]
+        for number, (group, pool, table) in enumerate(zip(self._groups, self.pools, context.table.groups, strict=True)):
+            done = context.table.published[number]
             if group.kind == "state":
                 self._publish_states(context, number, tokens, full)
                 self._give_back_states(pool, table, done, first_read(group, computed, self._block_tokens))
@@ -231,10 +232,10 @@ class Cache:
                     if number == self._lead:
                         self._seen.add(key)
                 done += 1
-            context.published[number] = done
+            context.table.published[number] = done
             self._give_back_passed(group, pool, table, computed)
-        self._unclaim(context, tokens, context.published[0])
-        for index in range(before, context.published[0]):
+        self._unclaim(context, tokens, context.table.published[0])
+        for index in range(before, context.table.published[0]):
             self._waiters.settled(context.chains[0].key(index, tokens))
         self._waiters.freed()
         if self.below is not None:
@@ -243,18 +244,14 @@ class Cache:
     def close(self, context: SequenceKV, tokens: Sequence[int]) -> None:
         """Give back everything. What was published stays findable until its blocks are needed."""
         self._waiters.wake(context)
-        self._unclaim(context, tokens, context.claimed.stop)
-        if context.snapshots.passing and self.below is not None:
-            self.below.ended(context, tokens)
-        context.snapshots.clear()
-        for pool, table in zip(self.pools, context.tables, strict=True):
+        self._unclaim(context, tokens, context.claim.blocks.stop)
+        if (boundary := context.table.snapshots.settle()) and self.below is not None:
+            self.below.ended(context, tokens, boundary)
+        for pool, table in zip(self.pools, context.table.groups, strict=True):
             pool.release(block for block in reversed(table) if block != NO_BLOCK)
-        context.tables = tuple([] for _ in self.pools)
-        context.published = [0] * len(self.pools)
-        context.capacity = 0
+        context.table.clear()
         self._waiters.freed()
-        if context.loading and self.below is not None:
-            context.loading = False
+        if context.progress.loading and self.below is not None:
             self.below.stop(context)
 
     def found(self, context: SequenceKV, tokens: Sequence[int], last: bool = True) -> int:
@@ -274,7 +271,7 @@ class Cache:
         index = covered // self._block_tokens
         if index >= (len(tokens) - 1) // self._block_tokens:
             return None
-        if context.declined:
+        if context.progress.declined:
             return Miss(position=covered, reason="faster to compute")
         if self._states and self._reach(context, tokens, index) > index:
             return Miss(position=covered, reason="no snapshot")
@@ -340,15 +337,15 @@ class Cache:
         owner = self._computing.get(key(hit, tokens)) if hit < last else None
         if owner is None:
             return None
-        stop = min(last, owner.claimed.stop)
+        stop = min(last, owner.claim.blocks.stop)
         while hit + 1 < stop and self._computing.get(key(hit + 1, tokens)) is owner:
             hit += 1
         if self._states:
             hit = self._coming(owner, covered, hit + 1) - 1
             if hit < covered or self._computing.get(key(hit, tokens)) is not owner:
                 return None
-        if owner.loading:
-            owner.wanted = True
+        if owner.progress.loading:
+            owner.claim.wanted = True
         return key(hit, tokens)
 
     def _coming(self, owner: SequenceKV, low: int, high: int) -> int:
@@ -356,19 +353,19 @@ class Cache:
 
         One that it has not come to is asked for. Those of a step that is planned are in its table.
         """
-        table = owner.tables[self._states[0]]
-        for boundary in range(high // BOUNDARY * BOUNDARY, max(low, owner.published[0]), -BOUNDARY):
-            if boundary > len(table) and not owner.loading:
-                owner.snapshots.want(boundary)
-            if owner.snapshots.wanted(boundary) if boundary > len(table) else table[boundary - 1] != NO_BLOCK:
+        table = owner.table.groups[self._states[0]]
+        for boundary in range(high // BOUNDARY * BOUNDARY, max(low, owner.table.published[0]), -BOUNDARY):
+            if boundary > len(table) and not owner.progress.loading:
+                owner.table.snapshots.want(boundary)
+            if owner.table.snapshots.wanted(boundary) if boundary > len(table) else table[boundary - 1] != NO_BLOCK:
                 return boundary
         return 0
 
     def _is_blocked(self, context: SequenceKV, running: bool) -> bool:
         """Whether what a context is blocked on is still to come from a load, or from one that is `running`."""
-        on = context.match.blocked_on if context.match is not None else None
+        on = context.claim.match.blocked_on if context.claim.match is not None else None
         owner = context if on == "load" else self._computing.get(on) if isinstance(on, bytes) else None
-        return owner is not None and (owner.loading or (running and owner is not context))
+        return owner is not None and (owner.progress.loading or (running and owner is not context))
 
     def _remember(self, context: SequenceKV, tokens: Sequence[int], hit: int, blocked_on: BlockedOn | None) -> Match:
         """Keep what was found for a context until something happens.
@@ -408,27 +405,27 @@ class Cache:
         return None
 
     def _hold_prefix(self, context: SequenceKV, tokens: Sequence[int], hit: int) -> None:
-        for number, (group, table) in enumerate(zip(self._groups, context.tables, strict=True)):
+        for number, (group, table) in enumerate(zip(self._groups, context.table.groups, strict=True)):
             first = first_read(group, hit * self._block_tokens, self._block_tokens)
             table.extend([NO_BLOCK] * first)
             self._hold_found(context, number, range(first, hit), tokens)
 
     def _hold_found(self, context: SequenceKV, number: int, indices: range, tokens: Sequence[int]) -> None:
         """Put blocks that were just found into a group's table, after which all of it is published."""
-        pool, table = self.pools[number], context.tables[number]
+        pool, table = self.pools[number], context.table.groups[number]
         for index in indices:
             block = self._find(context, number, index, tokens)
             assert block is not None, "a block that was found is gone"
             pool.hold(block)
             table.append(block)
-        context.published[number] = len(table)
+        context.table.published[number] = len(table)
 
     def _copy_last(self, context: SequenceKV, tokens: Sequence[int], last: int) -> bool:
         """Have the block that ends `tokens` copied into the tables, if every group has it and room; else False."""
         if self._find(context, 0, last, tokens) is None or not self.grow(context, len(tokens)):
             return False
         copies = []
-        for number, table in enumerate(context.tables):
+        for number, table in enumerate(context.table.groups):
             if (block := self._find(context, number, last, tokens)) is None:
                 return False
             copies.append(Copy(number, block, table[last]))
@@ -442,27 +439,27 @@ class Cache:
         need are left out, the first ones first.
         """
         more: list[list[int]] = []
-        for number, (pool, table) in enumerate(zip(self.pools, context.tables, strict=True)):
+        for number, (pool, table) in enumerate(zip(self.pools, context.table.groups, strict=True)):
             places = list(range(len(table), blocks))
             if number in self._states and places:
-                places = sorted({*context.snapshots.places(len(table), blocks), blocks - 1})
+                places = sorted({*context.table.snapshots.places(len(table), blocks), blocks - 1})
                 others = pool.held - bool(table)  # about as many as other sequences run
                 places = places[-max(1, pool.available - others) :]
             if len(places) > pool.available:
                 return False
             more.append(places)
-        for pool, table, places in zip(self.pools, context.tables, more, strict=True):
+        for pool, table, places in zip(self.pools, context.table.groups, more, strict=True):
             table.extend([NO_BLOCK] * (blocks - len(table)))
             for place, block in zip(places, pool.take(len(places)), strict=True):
                 table[place] = block
-        self._measure(context)
+        context.table.measure(self._block_tokens)
         return True
 
     def _publish_states(self, context: SequenceKV, number: int, tokens: Sequence[int], full: int) -> None:
         """Let others find the snapshots among the first `full` blocks, and forget those whose place they take."""
-        pool, table, chain = self.pools[number], context.tables[number], context.chains[number]
-        size, snapshots = self._block_tokens, context.snapshots
-        for index in range(context.published[number], full):
+        pool, table, chain = self.pools[number], context.table.groups[number], context.chains[number]
+        size, snapshots = self._block_tokens, context.table.snapshots
+        for index in range(context.table.published[number], full):
             if number == self._lead:
                 self._seen.add(chain.key(index, tokens))
             if table[index] == NO_BLOCK or not snapshots.wanted(index + 1):
@@ -474,7 +471,7 @@ class Cache:
             if number == self._states[0]:
                 for boundary in snapshots.took(index + 1, own=own):
                     self._forget_snapshot(context, boundary, tokens)
-        context.published[number] = full
+        context.table.published[number] = full
 
     def _forget_snapshot(self, context: SequenceKV, boundary: int, tokens: Sequence[int]) -> None:
         """Give up the states after so many blocks, unless somebody holds them."""
@@ -502,19 +499,16 @@ class Cache:
 
     def _claim(self, context: SequenceKV, tokens: Sequence[int], start: int, stop: int) -> None:
         """Say that this context brings blocks `start` to `stop`: others that need one of them may wait for it."""
-        context.claimed = range(start, stop)
-        for index in context.claimed:
+        context.claim.blocks = range(start, stop)
+        for index in context.claim.blocks:
             self._computing.setdefault(context.chains[0].key(index, tokens), context)
 
     def _unclaim(self, context: SequenceKV, tokens: Sequence[int], stop: int) -> None:
         """Stop computing blocks before `stop` for others: they are published, or the sequence ends."""
-        claimed = context.claimed
+        claimed = context.claim.blocks
         for index in range(claimed.start, min(stop, claimed.stop)):
             key = context.chains[0].key(index, tokens)
             if self._computing.get(key) is context:
                 del self._computing[key]
                 self._waiters.settled(key)
-        context.claimed = range(max(claimed.start, min(stop, claimed.stop)), claimed.stop)
-
-    def _measure(self, context: SequenceKV) -> None:
-        context.capacity = min(len(table) for table in context.tables) * self._block_tokens
+        context.claim.blocks = range(max(claimed.start, min(stop, claimed.stop)), claimed.stop)

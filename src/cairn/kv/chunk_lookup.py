@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from cairn.block_size import CHUNK_BLOCKS
 from cairn.kv.attention_window import first_read, lead
 from cairn.kv.cache import Cache
 from cairn.kv.layout import Layout
 from cairn.kv.sequence_kv import SequenceKV, TierName
 from cairn.kv.store import Chunk, Store
 from cairn.kv.store_reader import Want
-from cairn.types import CHUNK_BLOCKS
 
 
 class Tail(NamedTuple):

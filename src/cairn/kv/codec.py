@@ -15,7 +15,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.types import CHUNK_BLOCKS, CacheGroup
+from cairn.block_size import CHUNK_BLOCKS
+from cairn.layer_spec import CacheGroup
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),

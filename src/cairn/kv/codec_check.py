@@ -24,12 +24,15 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from cairn.block_size import CHUNK_BLOCKS
 from cairn.engine.base import NO_BLOCK, Engine, EngineInfo, Row
 from cairn.errors import ModelError
 from cairn.kv.codec import Codec, Raw, state_groups
 from cairn.kv.store_folder import StoreFolder
+from cairn.layer_spec import CacheGroup
+from cairn.outputs import TokenLogprob
+from cairn.sampling_params import SamplingParams
 from cairn.seams import FileSystem
-from cairn.types import CHUNK_BLOCKS, CacheGroup, SamplingParams, TokenLogprob
 
 POSITIONS = 2000
 """Tokens that are foretold in a check."""

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import msgspec
 import xxhash
 
+from cairn.block_size import CHUNK_BLOCKS
 from cairn.kv.prefix import Chain, root
 from cairn.kv.store_folder import StoreFolder
-from cairn.types import CHUNK_BLOCKS, CacheGroup
+from cairn.layer_spec import CacheGroup
 
 _NAME = "layout"
 _MAGIC = b"cairn kv layout1"

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cairn.block_size import CHUNK_BLOCKS
 from cairn.errors import ConfigError, Conflict
 from cairn.kv import chunk_file, disk_maintenance
 from cairn.kv.chunk_file import Damaged, Name, parse_name
@@ -30,7 +31,6 @@ from cairn.kv.layout import read as read_layout
 from cairn.kv.pins import Pins, pin_name
 from cairn.kv.store_folder import DIGITS, MARKER, OF_MODELS, PINS, StoreFolder, check_folder, open_folder
 from cairn.seams import Clock, Entry, FileSystem, Lock
-from cairn.types import CHUNK_BLOCKS
 
 NAME_DIGITS = 32
 """Of a model's identity, in the name of its folder."""

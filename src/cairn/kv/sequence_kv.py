@@ -1,4 +1,4 @@
-"""One sequence's hold on the cache, and what is remembered of its way there."""
+"""A sequence's KV in three: the blocks that it holds, who computes what, and how far the stores have got with it."""
 
 from __future__ import annotations
 
@@ -42,66 +42,77 @@ class Brought(NamedTuple):
     """The lowest that any of it came from."""
 
 
-class SequenceKV:
-    """One sequence's hold on the cache: its block tables and the keys of its full blocks.
+class BlockTable:
+    """The blocks that a sequence holds, a list a cache group. Only the `Cache` changes it."""
 
-    Made once a sequence by `Cache.context`; the keys stay while it is closed and opened again.
-    """
+    __slots__ = ("capacity", "groups", "published", "snapshots")
 
-    __slots__ = (
-        "breaks",
-        "brought",
-        "capacity",
-        "chains",
-        "claimed",
-        "declined",
-        "durable",
-        "load_seconds",
-        "loading",
-        "looked",
-        "match",
-        "noted",
-        "published",
-        "snapshots",
-        "stored",
-        "tables",
-        "tried",
-        "wanted",
-        "watched",
-    )
-
-    def __init__(
-        self, chains: tuple[Chain, ...], durable: bool = False, stored: bool = True, spacing: int = SPACING
-    ) -> None:
-        self.chains = chains
-        self.durable = durable
-        """To be stored at first touch."""
-        self.stored = stored
-        """Whether it may go to stores at all."""
-        self.tables: tuple[list[int], ...] = tuple([] for _ in chains)
-        """One table a group; `NO_BLOCK` where a window has passed, a load needs nothing, or no state is kept."""
-        self.published = [0] * len(chains)
-        """Leading blocks of each table that keys find, or that a window has passed; of states, that were computed."""
+    def __init__(self, groups: int, spacing: int) -> None:
+        self.groups: tuple[list[int], ...]
+        """Ids of blocks in order; `NO_BLOCK` where a window has passed, a load needs nothing, or no state is kept."""
+        self.published: list[int]
+        """Leading blocks of each group that keys find, or that a window has passed; of states, that were computed."""
+        self.capacity: int
+        """Positions that every group covers."""
         self.snapshots = Snapshots(spacing)
         """Which states are kept."""
-        self.noted = [0] * len(chains)
-        """Leading chunks of each group about which was decided whether to store them."""
-        self.breaks, self.looked = -1, -math.inf
-        """How often a line of chunks had been broken, and the time, when that was decided anew from the first on."""
+        self._clear(groups)
+
+    def clear(self) -> None:
+        """Hold nothing; whoever calls has given the blocks back."""
+        self.snapshots.clear()
+        self._clear(len(self.groups))
+
+    def _clear(self, groups: int) -> None:
+        self.groups = tuple([] for _ in range(groups))
+        self.published = [0] * groups
         self.capacity = 0
-        """Positions that every table covers."""
-        self.claimed = range(0)
-        """Blocks that this sequence is computing or loading: others that need one of them may wait for it."""
+
+    def measure(self, block_tokens: int) -> None:
+        """The groups have grown."""
+        self.capacity = min(len(blocks) for blocks in self.groups) * block_tokens
+
+
+class Claim:
+    """Who computes what: the blocks that a sequence brings for others, and what it waits for of theirs.
+
+    Only the `Cache` and its `Waiters` change it.
+    """
+
+    __slots__ = ("blocks", "match", "tried", "wanted", "watched")
+
+    def __init__(self) -> None:
+        self.blocks = range(0)
+        """Numbers of those that the sequence is computing or loading: others that need one of them may wait for it."""
+        self.wanted = False
+        """Whether a sequence has waited for what is being loaded into the tables of this one."""
         self.match: Match | None = None
         """What was found at the last look, while it waits and nothing has happened that could change it."""
         self.watched: tuple[bytes, ...] = ()
         """Keys that end this when they are settled: see `Waiters`."""
-        self.loading = False
-        """Its tables are being filled from below."""
-        self.wanted = False
-        """Whether a sequence has waited for what is being loaded into its tables."""
         self.tried = False
-        """Whether a load was thought about since it was open last."""
+        """Whether a load was begun for it since it was open last."""
+
+
+class StoreProgress:
+    """How far a context has got on its way to the stores, and what came up from there.
+
+    Only `LowerTiers` change it.
+    """
+
+    __slots__ = ("breaks", "brought", "declined", "durable", "load_seconds", "loading", "looked", "noted", "stored")
+
+    def __init__(self, groups: int, durable: bool, stored: bool) -> None:
+        self.durable = durable
+        """To be stored at first touch."""
+        self.stored = stored
+        """Whether it may go to stores at all."""
+        self.noted = [0] * groups
+        """Leading chunks of each group about which was decided whether to store them."""
+        self.breaks, self.looked = -1, -math.inf
+        """How often a line of chunks had been broken, and the time, when that was decided anew from the first on."""
+        self.loading = False
+        """The sequence's tables are being filled from below."""
         self.declined = False
         """A load was not worth it, or took so long that computing was better."""
         self.brought: list[Brought] = []
@@ -124,6 +135,23 @@ class SequenceKV:
         return found
 
 
+class SequenceKV:
+    """One sequence's KV: the keys of its full blocks, and three things that each have one owner.
+
+    Made once a sequence by `Cache.context`; it stays while the sequence is closed and opened again.
+    """
+
+    __slots__ = ("chains", "claim", "progress", "table")
+
+    def __init__(
+        self, chains: tuple[Chain, ...], durable: bool = False, stored: bool = True, spacing: int = SPACING
+    ) -> None:
+        self.chains = chains
+        self.table = BlockTable(len(chains), spacing)
+        self.claim = Claim()
+        self.progress = StoreProgress(len(chains), durable, stored)
+
+
 class LowerTiers(Protocol):
     """What keeps KV beyond the pools and brings it back: `tiers.Tiers`."""
 
@@ -142,8 +170,8 @@ class LowerTiers(Protocol):
         """A context that was being loaded is closed."""
         ...
 
-    def ended(self, context: SequenceKV, tokens: Sequence[int]) -> None:
-        """A context is about to be closed, and no later snapshot takes the place of its newest any more."""
+    def ended(self, context: SequenceKV, tokens: Sequence[int], boundary: int) -> None:
+        """A context is about to be closed: no later snapshot takes the place of the one at this boundary any more."""
         ...
 
     def unwanted(self, key: bytes) -> None:

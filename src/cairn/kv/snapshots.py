@@ -16,7 +16,7 @@ at a *boundary*: the end of a chunk, which is where stores can keep it. Wanted a
 
 from __future__ import annotations
 
-from cairn.types import CHUNK_BLOCKS
+from cairn.block_size import CHUNK_BLOCKS
 
 BOUNDARY = CHUNK_BLOCKS
 """Blocks from one boundary to the next."""
@@ -72,6 +72,11 @@ class Snapshots:
         """Which of the blocks from `first` on up to `stop` hold, once they are full, a state that is to be kept."""
         ends = range(first // BOUNDARY * BOUNDARY + BOUNDARY, stop + 1, BOUNDARY)
         return [end - 1 for end in ends if self.wanted(end)]
+
+    def settle(self) -> int:
+        """Nothing takes the place of the newest after the prompt any more: its boundary, 0 where there is none."""
+        boundary, self.passing = self.passing, 0
+        return boundary
 
     def took(self, boundary: int, *, own: bool = True) -> list[int]:
         """A wanted snapshot is there; which are kept no longer. `own`: nobody else had left it there before."""

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from cairn.block_size import CHUNK_BLOCKS
 from cairn.kv.standing import Standing
+from cairn.layer_spec import CacheGroup
 from cairn.stats import TakenIn, TierStats
-from cairn.types import CHUNK_BLOCKS, CacheGroup
 
 OVERHEAD = 8192
 """Bytes that a chunk as it is kept may have beyond its pages, at most."""

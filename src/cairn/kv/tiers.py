@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from cairn.block_size import CHUNK_BLOCKS
 from cairn.engine.base import NO_BLOCK, Engine
 from cairn.errors import trace
 from cairn.kv.cache import Cache
@@ -29,7 +30,6 @@ from cairn.kv.store_writer import StoreWriter
 from cairn.kv.write_behind import WriteBehind, WriteLimits
 from cairn.seams import Clock
 from cairn.stats import KvStats, Placed, Swept, TakenIn
-from cairn.types import CHUNK_BLOCKS
 
 log = logging.getLogger(__name__)
 
@@ -93,9 +93,9 @@ class Tiers:
         """See `LowerTiers`."""
         return self.write_behind.not_stored_yet(context, index, tokens)
 
-    def ended(self, context: SequenceKV, tokens: Sequence[int]) -> None:
+    def ended(self, context: SequenceKV, tokens: Sequence[int], boundary: int) -> None:
         """See `LowerTiers`."""
-        self.write_behind.ended(context, tokens)
+        self.write_behind.ended(context, tokens, boundary)
 
     def unwanted(self, key: bytes) -> None:
         """See `LowerTiers`."""
@@ -107,6 +107,7 @@ class Tiers:
 
     def stop(self, context: SequenceKV) -> None:
         """See `LowerTiers`: whatever still arrives is for nobody."""
+        context.progress.loading = False
         load, _ = self._loads.pop(context)
         load.cancelled = True
         self.reader.taken()
@@ -136,7 +137,7 @@ class Tiers:
         """Begin a load, whose end calls `done`; one with a `done` was asked for and is always worth it."""
         if self.write_behind.dropping:  # what is found now may be gone when it would lie in the pool
             return False
-        context.declined = False  # what was thought of an earlier load says nothing of what this one finds
+        context.progress.declined = False  # what was thought of an earlier load says nothing of what this one finds
         wants = self._lookup.wants(context, tokens, hit)
         stop = self._lookup.usable(tokens, hit // CHUNK_BLOCKS + len(wants))
         saved = (stop - hit) * self._cache.info.block_tokens
@@ -145,12 +146,13 @@ class Tiers:
         size = sum(self._sizes[want.group] for part in wants for want in part)
         ahead = sum(load.bytes_left for load, _ in self._loads.values() if not load.ahead_of_need)
         if self.reader.hangs or (done is None and not self.load_policy.worth(saved, size, ahead)):
-            context.declined = True
+            context.progress.declined = True
             return False
         if not self._cache.prepare(context, tokens, hit, stop, spare):
             return False
         load = Load(wants, saved, size, self._clock.now(), forced=done is not None, done=[done] if done else [])
         self._loads[context] = load, tokens
+        context.progress.loading = True
         self.reader.begin(load)
         return True
 
@@ -178,10 +180,10 @@ class Tiers:
         if not over and load.arrived:
             return True
         # What lands is slow only as the steps between are; the reader has more.
-        if context.wanted:
+        if context.claim.wanted:
             load.want(self._clock.now())
         if load.landed == before and self.load_policy.late(load, self.reader.alive) and not load.over:
-            context.declined = over = True
+            context.progress.declined = over = True
         if over or (load.over and not load.arrived):
             self._cache.close(context, tokens)
             return True
@@ -190,7 +192,7 @@ class Tiers:
     def _bring(self, context: SequenceKV, tokens: Sequence[int], load: Load, arrival: Arrival) -> bool:
         """Write one stretch into private blocks and publish them; False, and nothing is found, if that cannot be."""
         size = self._cache.info.block_tokens
-        begin = len(context.tables[0])
+        begin = len(context.table.groups[0])
         end = (begin // CHUNK_BLOCKS + 1) * CHUNK_BLOCKS
         views = [memoryview(chunk.pages).cast("B") for chunk in arrival.chunks]
         if any(len(view) != self._sizes[chunk.group] for view, chunk in zip(views, arrival.chunks, strict=True)):
@@ -201,17 +203,17 @@ class Tiers:
         for view, chunk in zip(views, arrival.chunks, strict=True):
             page = self._cache.info.block_bytes[chunk.group]
             pages = [view[at : at + page] for at in range(0, len(view), page)]
-            blocks = [block for block in context.tables[chunk.group][begin:] if block != NO_BLOCK]
+            blocks = [block for block in context.table.groups[chunk.group][begin:] if block != NO_BLOCK]
             self._engine.write_blocks(chunk.group, blocks, pages[len(pages) - len(blocks) :]).wait()
         self._cache.publish(context, tokens, end * size)
         if self._brings(groups):
-            context.bring(begin * size, end * size, arrival.tier)
+            context.progress.bring(begin * size, end * size, arrival.tier)
             self._loaded += (end - begin) * size
         if arrival.copies:
             next(iter(self._stores.values())).keep(arrival.copies)
         load.landed += 1
         load.heard = self._clock.now()
-        context.load_seconds = load.heard - load.started
+        context.progress.load_seconds = load.heard - load.started
         return True
 
     def _brings(self, groups: Sequence[int]) -> bool:
@@ -260,8 +262,8 @@ class Tiers:
         """A load that was asked for and brings more than `hit` blocks of this context, and perhaps what extends it."""
         blocks = len(tokens) // self._cache.info.block_tokens
         for other, (load, wanted) in self._loads.items():
-            last = min(other.claimed.stop, blocks) - 1
-            brings = load.forced and last >= hit and last in other.claimed
+            last = min(other.claim.blocks.stop, blocks) - 1
+            brings = load.forced and last >= hit and last in other.claim.blocks
             if brings and other.chains[0].key(last, wanted) == context.chains[0].key(last, tokens):
                 return load
         return None

@@ -30,8 +30,8 @@ class Waiters:
 
     def remember(self, context: SequenceKV, match: Match, keys: Iterable[bytes]) -> None:
         """What was found for a context holds until one of `keys` is settled, or what it is blocked on ends."""
-        context.match, context.watched = match, tuple(keys)
-        for key in context.watched:
+        context.claim.match, context.claim.watched = match, tuple(keys)
+        for key in context.claim.watched:
             self._watched.setdefault(key, set()).add(context)
         if isinstance(match.blocked_on, BlockPool):
             self.short(context, match.blocked_on)
@@ -44,13 +44,13 @@ class Waiters:
 
     def wake(self, context: SequenceKV) -> None:
         """Forget what was found for a context."""
-        context.match = None
-        for key in context.watched:
+        context.claim.match = None
+        for key in context.claim.watched:
             watching = self._watched[key]
             watching.discard(context)
             if not watching:
                 del self._watched[key]
-        context.watched = ()
+        context.claim.watched = ()
         self._short.pop(context, None)
         self._blocked.pop(context, None)
 

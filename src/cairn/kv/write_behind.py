@@ -21,6 +21,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from cairn.block_size import CHUNK_BLOCKS
 from cairn.engine.base import Engine
 from cairn.kv.attention_window import lead
 from cairn.kv.cache import Cache
@@ -31,7 +32,6 @@ from cairn.kv.snapshots import BOUNDARY
 from cairn.kv.store import Chunk, Store, chunk_pages, chunk_sizes
 from cairn.kv.store_writer import StoreWriter
 from cairn.seams import Clock
-from cairn.types import CHUNK_BLOCKS
 
 COPY_SECONDS = 2.0
 """How long a chunk waits in the pool for the step loop to have nothing to do; then it is copied between two steps."""
@@ -201,24 +201,25 @@ class WriteBehind:
 
         A context that must not be stored leaves no trace here: the next to come with the same tokens is the first.
         """
-        if not context.stored:
+        progress = context.progress
+        if not progress.stored:
             return
         now = self._clock.now()
-        if context.breaks < 0:
-            context.breaks = self._breaks
-        if context.durable and context.breaks != self._breaks and now - context.looked >= WAIT_SECONDS:
-            context.noted, context.breaks, context.looked = [0] * len(context.noted), self._breaks, now
+        if progress.breaks < 0:
+            progress.breaks = self._breaks
+        if progress.durable and progress.breaks != self._breaks and now - progress.looked >= WAIT_SECONDS:
+            progress.noted, progress.breaks, progress.looked = [0] * len(progress.noted), self._breaks, now
         for number in self._order:
-            stop = context.published[number] // CHUNK_BLOCKS
-            while context.noted[number] < stop:
-                self._note(context, number, context.noted[number], tokens)
-                context.noted[number] += 1
+            stop = context.table.published[number] // CHUNK_BLOCKS
+            while progress.noted[number] < stop:
+                self._note(context, number, progress.noted[number], tokens)
+                progress.noted[number] += 1
 
-    def ended(self, context: SequenceKV, tokens: Sequence[int]) -> None:
-        """A context's newest snapshot is its last."""
-        index, context.snapshots.passing = context.snapshots.passing // BOUNDARY - 1, 0
+    def ended(self, context: SequenceKV, tokens: Sequence[int], boundary: int) -> None:
+        """A context's newest snapshot, at this boundary, is its last."""
+        index = boundary // BOUNDARY - 1
         for number in self._order:
-            if context.stored and self._is_state(number):
+            if context.progress.stored and self._is_state(number):
                 self._note(context, number, index, tokens)
 
     def unwanted(self, key: bytes) -> None:
@@ -365,7 +366,7 @@ class WriteBehind:
         again = key in self._touched
         self._touched.add(key)
         if not again:
-            if not context.durable:
+            if not context.progress.durable:
                 return
             if not self._budget.left:
                 self.budget_spent += 1
@@ -399,7 +400,7 @@ class WriteBehind:
         """Whether the pool has the state at the end of block `last`, and the next does not take its place."""
         size, key = self._cache.info.block_tokens, context.chains[number].key(last, tokens)
         found = self._cache.pools[number].find(key, tokens[last * size : (last + 1) * size])
-        return found is not None and context.snapshots.passing != last + 1
+        return found is not None and context.table.snapshots.passing != last + 1
 
     def _parent(self, context: SequenceKV, number: int, index: int, tokens: Sequence[int]) -> bytes:
         """The key of what a chunk extends; empty for the first."""

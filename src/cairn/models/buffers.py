@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cairn.block_size import BLOCK_TOKENS
 from cairn.kernels.base import Kernels
 from cairn.kernels.program import Size, Slot
+from cairn.model_spec import ModelSpec
 from cairn.models.latent import LatentBuffers, allocate_latent, latent_numbers
 from cairn.models.mixture import MixtureBuffers, allocate_mixture, mixture_numbers
 from cairn.models.recurrent import RecurrentBuffers, allocate_recurrent, recurrent_numbers
 from cairn.models.streams import StreamBuffers, allocate_streams, stream_numbers
 from cairn.models.uneven import UnevenBuffers, allocate_uneven, uneven_numbers
-from cairn.types import BLOCK_TOKENS, ModelSpec
 
 LOGITS_ROWS = 32
 """Most logits rows in one run of the head; a step that wants more runs it in slices."""

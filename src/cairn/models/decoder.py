@@ -21,6 +21,7 @@ from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix, Rope
 from cairn.kernels.program import Call, Program
+from cairn.model_spec import ModelSpec
 from cairn.models.buffers import Buffers, with_slots
 from cairn.models.latent import LatentAttention, build_latent, run_latent
 from cairn.models.mixture import Beside, Mixture, build_beside, build_mixture, run_beside, run_mixture
@@ -50,7 +51,6 @@ from cairn.models.uneven import (
     run_input,
     run_inputs,
 )
-from cairn.types import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cairn.errors import ModelError, ModelFileError
+from cairn.model_spec import MAX_CONTEXT, MAX_VOCAB
 from cairn.models.families import MODULES
 from cairn.models.files import MAX_JSON_BYTES, Fields, read_json, read_optional_json, read_small
-from cairn.types import MAX_CONTEXT, MAX_VOCAB, Dense, Embedding, Judge, Pooling
+from cairn.pooling_spec import Dense, Embedding, Judge, Pooling
 
 MAX_PROMPTS = 64
 _MODES: dict[str, Pooling] = {

@@ -17,11 +17,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cairn.block_size import BLOCK_TOKENS
 from cairn.kernels.base import Array, Kernels, Matrix, Rope
 from cairn.kernels.program import Program, Size, Slot
+from cairn.layer_spec import RotaryPositions
+from cairn.model_spec import ModelSpec
 from cairn.models.decoder import Recorder
 from cairn.models.encoder_spec import mlp_names, qkv_names
-from cairn.types import BLOCK_TOKENS, EncoderSpec, ModelSpec, RotaryPositions
+from cairn.pooling_spec import EncoderSpec
 
 
 @dataclass(frozen=True, slots=True)

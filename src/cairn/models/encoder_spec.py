@@ -13,21 +13,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cairn.errors import ModelError
+from cairn.layer_spec import RopeScaling, RotaryPositions
+from cairn.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, ModelSpec
 from cairn.models.embedding_files import check_width, embedding_of
 from cairn.models.families import ENCODERS, named_architecture
 from cairn.models.files import Fields
 from cairn.models.hub import model_name
-from cairn.types import (
-    MAX_CONTEXT,
-    MAX_HEAD_DIM,
-    MAX_VOCAB,
-    Embedding,
-    EncoderSpec,
-    ModelSpec,
-    Pooling,
-    RopeScaling,
-    RotaryPositions,
-)
+from cairn.pooling_spec import Embedding, EncoderSpec, Pooling
 
 JUDGES = "ForSequenceClassification"
 """How the architectures of models end that judge texts, or pairs of them."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from cairn.model_spec import ModelSpec
 from cairn.models.coded_weights import CodedWeights
 from cairn.models.files import is_gguf
 from cairn.models.gguf import read_gguf
 from cairn.models.weights import open_weights
-from cairn.types import ModelSpec
 
 _KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 

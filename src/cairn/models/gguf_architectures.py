@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cairn.errors import ModelError
+from cairn.layer_spec import Experts
 from cairn.models.files import Fields
 from cairn.models.gguf_recurrent import CONV, DELTA, MAMBA2, Rule, mlp_layers
 from cairn.models.latent_spec import KEYS, VALUES
 from cairn.models.mixture_spec import MAX_EXPERTS, checked
-from cairn.types import Experts
 
 EXPERT_KEYS = frozenset(
     (

@@ -14,21 +14,15 @@ from typing import Any, Literal
 import numpy as np
 
 from cairn.errors import ModelError, ModelFileError
+from cairn.layer_spec import RotaryPositions
+from cairn.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, ModelSpec
 from cairn.models.encoder_spec import ACTIVATIONS
 from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
 from cairn.models.gguf_purpose import ENCODERS, pooling_of, ranks
 from cairn.models.gguf_spec import vocab_rows
 from cairn.models.hub import model_name
-from cairn.types import (
-    MAX_CONTEXT,
-    MAX_HEAD_DIM,
-    Embedding,
-    EncoderSpec,
-    ModelSpec,
-    Pooling,
-    RotaryPositions,
-)
+from cairn.pooling_spec import Embedding, EncoderSpec, Pooling
 
 
 @dataclass(frozen=True, slots=True)

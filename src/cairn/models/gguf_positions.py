@@ -8,9 +8,10 @@ import msgspec
 import numpy as np
 
 from cairn.errors import ModelFileError
+from cairn.layer_spec import NEVER, RopeScaling
+from cairn.model_spec import MAX_CONTEXT
 from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
-from cairn.types import MAX_CONTEXT, NEVER, RopeScaling
 
 FACTORS = "rope_freqs.weight"
 """The tensor that divides the rotary frequencies, as models with llama3's scaling have it."""

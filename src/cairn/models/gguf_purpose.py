@@ -10,7 +10,7 @@ from typing import Any
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
-from cairn.types import Dense, Embedding, Judge, Pooling
+from cairn.pooling_spec import Dense, Embedding, Judge, Pooling
 
 ENCODERS = ("bert", "modern-bert", "nomic-bert")
 """`general.architecture` of encoders; what each means is in `gguf_encoder`."""

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.errors import ModelError
+from cairn.layer_spec import Recurrence
+from cairn.model_spec import MAX_HEAD_DIM
 from cairn.models.files import Fields
 from cairn.models.recurrent_spec import MAX_HEADS, MIXER, MOST_REACH
-from cairn.types import MAX_HEAD_DIM, Recurrence
 
 Change = Callable[[NDArray[Any]], NDArray[Any]]
 Rule = Literal["", "delta", "mamba2", "conv"]

@@ -16,6 +16,8 @@ import msgspec
 import numpy as np
 
 from cairn.errors import ModelError, ModelFileError
+from cairn.layer_spec import CacheGroup, Latent, RopeScaling, RotaryPositions
+from cairn.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, ModelSpec
 from cairn.models.ends import ENDS, is_spelt_as_control, known_ends
 from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
@@ -31,17 +33,7 @@ from cairn.models.gguf_uneven import by_layer, head_length, uneven_spec
 from cairn.models.hub import model_name
 from cairn.models.latent_spec import spec_fields
 from cairn.models.recurrent_spec import with_state
-from cairn.types import (
-    MAX_CONTEXT,
-    MAX_HEAD_DIM,
-    MAX_VOCAB,
-    SAMPLING_RANGES,
-    CacheGroup,
-    Latent,
-    ModelSpec,
-    RopeScaling,
-    RotaryPositions,
-)
+from cairn.sampling_params import SAMPLING_RANGES
 
 _KEYS = frozenset(
     (

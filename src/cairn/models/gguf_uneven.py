@@ -9,12 +9,13 @@ import msgspec
 import numpy as np
 
 from cairn.errors import ModelError
+from cairn.layer_spec import Streams, Uneven
+from cairn.model_spec import MAX_HEAD_DIM, ModelSpec
 from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
 from cairn.models.gguf_architectures import PER_LAYER
 from cairn.models.mixture_spec import BESIDE_NORM, BESIDE_POST_NORM, MLP_POST_NORM, ROUTER_SCALE, SHARE_SCALE
 from cairn.models.uneven_spec import shared_groups, sources
-from cairn.types import MAX_HEAD_DIM, ModelSpec, Streams, Uneven
 
 KEYS = (
     *("attention.shared_kv_layers", "embedding_length_per_layer_input", "attention.key_length_swa"),

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.kernels.base import Quantized
+from cairn.model_spec import ModelSpec
 from cairn.models.dequant import Kind, dequantize
 from cairn.models.gguf import Gguf, Tensor
 from cairn.models.gguf_architectures import PER_LAYER, Architecture, layers
@@ -33,7 +34,6 @@ from cairn.models.tensor_meta import TensorMeta, codes
 from cairn.models.tensor_meta import blocks as super_blocks
 from cairn.models.tensor_names import XIELU, turn_back
 from cairn.models.uneven_spec import INPUTS, INPUTS_NORM, INPUTS_PROJECTION, MERGES, STREAMS
-from cairn.types import ModelSpec
 
 _WHOLE = {
     "token_embd": "model.embed_tokens",

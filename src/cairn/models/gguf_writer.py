@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.kernels.rope import frequencies
+from cairn.layer_spec import RopeScaling
+from cairn.model_spec import ModelSpec
 from cairn.models.dequant import KINDS, Kind, dequantize
 from cairn.models.files import is_gguf
 from cairn.models.gguf import Gguf, Tensor, read_gguf
@@ -28,7 +30,6 @@ from cairn.models.gguf_spec import SAMPLING
 from cairn.models.gguf_weights import gguf_name
 from cairn.models.tensor_names import turn
 from cairn.models.weights import expected_tensors, open_weights
-from cairn.types import ModelSpec, RopeScaling
 
 TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q5_1": 9, "Q5_0": 8, "Q4_1": 3, "Q4_0": 2}
 """What can be written -> the format's number for a file of it."""

@@ -12,9 +12,10 @@ from pathlib import Path
 import msgspec
 
 from cairn.errors import ModelError, ModelFileError
+from cairn.model_spec import ModelSpec
 from cairn.models.files import MAX_TOKENIZER_BYTES, is_gguf, read_small
 from cairn.models.gguf import read_gguf
-from cairn.types import Judge, ModelSpec
+from cairn.pooling_spec import Judge
 
 FAMILY = "Qwen3ForCausalLM"
 _NAME = "qwen3-reranker"

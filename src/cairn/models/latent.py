@@ -16,8 +16,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix
+from cairn.layer_spec import Latent
+from cairn.model_spec import ModelSpec
 from cairn.models.latent_spec import KEYS, VALUES
-from cairn.types import Latent, ModelSpec
 
 Pack = Callable[..., Matrix]
 """Packs the matrices of these names below a layer, with their biases."""

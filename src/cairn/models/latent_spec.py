@@ -9,9 +9,10 @@ import math
 from typing import Any
 
 from cairn.errors import ModelError
+from cairn.layer_spec import CacheGroup, Latent, RopeScaling
+from cairn.model_spec import MAX_HEAD_DIM, ModelSpec
 from cairn.models.family import Family
 from cairn.models.files import Fields
-from cairn.types import MAX_HEAD_DIM, CacheGroup, Latent, ModelSpec, RopeScaling
 
 KEYS, VALUES = "self_attn.k_b_proj", "self_attn.v_b_proj"
 """What keys and values of a head are made of a latent by, one matrix a head: keys [rank, plain], the other way round

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix
+from cairn.layer_spec import Experts
 from cairn.models.mixture_spec import (
     BESIDE_NORM,
     BESIDE_POST_NORM,
@@ -24,7 +25,6 @@ from cairn.models.mixture_spec import (
     ROUTER_SCALE,
     SHARE_SCALE,
 )
-from cairn.types import Experts
 
 Pack = Callable[..., Matrix]
 """Packs the matrices of these names below a layer, with their biases."""

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cairn.errors import ModelError
+from cairn.layer_spec import Experts
+from cairn.model_spec import ModelSpec
 from cairn.models.family import Family
 from cairn.models.files import Fields
-from cairn.types import Experts, ModelSpec
 
 MAX_EXPERTS = 1 << 12
 ROUTER = "mlp.gate.weight"

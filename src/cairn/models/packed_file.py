@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 
 from cairn.errors import CairnError, ConfigError, ModelError
 from cairn.kernels.native import NativeKernels
+from cairn.model_spec import ModelSpec
 from cairn.models import decoder, quantize
 from cairn.models.digests import memory_path, vouch, vouched
 from cairn.models.packed_matrices import (
@@ -54,7 +55,6 @@ from cairn.models.packed_matrices import (
 )
 from cairn.models.spec import identity_of
 from cairn.models.weight_format import HeldWeights
-from cairn.types import ModelSpec
 
 VERSION = 3
 """The version of the file; the order that kernels stream is of their own version."""

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from typing import Literal
 
 from cairn.errors import ModelError, ModelFileError
+from cairn.layer_spec import RopeScaling, RotaryPositions
+from cairn.model_spec import MAX_CONTEXT, MAX_HEAD_DIM
 from cairn.models.family import Family
 from cairn.models.files import Fields
-from cairn.types import MAX_CONTEXT, MAX_HEAD_DIM, RopeScaling, RotaryPositions
 
 ROPE_SCALINGS: dict[str, Literal["none", "linear", "llama3", "yarn"]] = {
     "default": "none",

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from cairn.errors import ModelFileError
 from cairn.kernels.base import Array, Kernels, Matrix
+from cairn.model_spec import ModelSpec
 from cairn.models.files import WEIGHTS
 from cairn.models.weights import open_tensors
-from cairn.types import Dense, ModelSpec
+from cairn.pooling_spec import Dense
 
 Floats = NDArray[np.float32]
 

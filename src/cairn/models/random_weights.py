@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.base import BLOCK, GROUP, Quantized
+from cairn.layer_spec import CacheGroup, Experts, Recurrence, RotaryPositions
+from cairn.model_spec import ModelSpec
 from cairn.models.gguf_spec import cache_groups
 from cairn.models.mixture_spec import is_router
 from cairn.models.recurrent_spec import MIXER, is_step, with_state
 from cairn.models.tensor_meta import TensorMeta, blocks, codes
 from cairn.models.weights import DTYPES, expected_tensors
-from cairn.types import CacheGroup, Experts, ModelSpec, Recurrence, RotaryPositions
 
 _SIZES: dict[str, dict[str, Any]] = {
     "demo": {"layers": 8, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 608, "vocab": 2048},

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.rope import Floats, frequencies
-from cairn.types import Latent, ModelSpec
+from cairn.layer_spec import Latent
+from cairn.model_spec import ModelSpec
 
 HALF = 65_504.0
 """The largest float16."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix
+from cairn.layer_spec import Recurrence
 from cairn.models.recurrent_spec import MIXER
-from cairn.types import Recurrence
 
 
 @dataclass(frozen=True, slots=True)

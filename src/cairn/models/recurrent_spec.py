@@ -8,10 +8,11 @@ from collections.abc import Callable
 import msgspec
 
 from cairn.errors import ModelError
+from cairn.layer_spec import CacheGroup, Recurrence
+from cairn.model_spec import MAX_HEAD_DIM, ModelSpec
 from cairn.models.family import Family
 from cairn.models.files import Fields
 from cairn.models.mixture_spec import layer_kinds
-from cairn.types import MAX_HEAD_DIM, CacheGroup, ModelSpec, Recurrence
 
 MOST_REACH = 16
 MAX_HEADS = 1 << 12

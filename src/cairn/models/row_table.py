@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.errors import ModelFileError
+from cairn.model_spec import ModelSpec
 from cairn.models.dequant import Kind, dequantize
 from cairn.models.files import is_gguf, opened
 from cairn.models.gguf import read_gguf
 from cairn.models.gguf_architectures import PER_LAYER
 from cairn.models.uneven_spec import INPUTS
 from cairn.models.weights import DTYPES, located
-from cairn.types import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

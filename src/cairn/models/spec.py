@@ -15,6 +15,8 @@ from typing import Any, Literal
 import msgspec
 
 from cairn.errors import ModelError, ModelFileError
+from cairn.layer_spec import CacheGroup, Experts, RopeScaling, RotaryPositions
+from cairn.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, Kind, ModelSpec
 from cairn.models.digests import file_digest
 from cairn.models.embedding_files import check_width, embedding_of, judge_of
 from cairn.models.encoder_spec import encoder_spec, is_encoder
@@ -44,18 +46,7 @@ from cairn.models.positions_spec import (
 from cairn.models.recurrent_spec import mlp_layers, recurrence, with_state
 from cairn.models.uneven_spec import one_width, proportional, uneven_fields
 from cairn.models.weights import stored_scheme, weight_files
-from cairn.types import (
-    MAX_CONTEXT,
-    MAX_HEAD_DIM,
-    MAX_VOCAB,
-    CacheGroup,
-    Embedding,
-    Experts,
-    Kind,
-    ModelSpec,
-    RopeScaling,
-    RotaryPositions,
-)
+from cairn.pooling_spec import Embedding
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",

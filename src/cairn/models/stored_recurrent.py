@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.layer_spec import Recurrence
 from cairn.models.recurrent_spec import MIXER
-from cairn.types import Recurrence
 
 _PREFIXES = {"delta": "linear_attn.", "mamba2": "mamba.", "conv": "conv."}
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix
+from cairn.model_spec import ModelSpec
 from cairn.models.uneven import LayerInput
 from cairn.models.uneven_spec import MERGES, STREAMS
-from cairn.types import ModelSpec
 
 Pack = Callable[..., Matrix]
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.model_spec import ModelSpec
 from cairn.models import stored_recurrent
 from cairn.models.families import without_part
 from cairn.models.latent_spec import KEYS, VALUES
-from cairn.types import ModelSpec
 
 Tensor = tuple[str, NDArray[Any]]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 
 from cairn.errors import ModelFileError
+from cairn.model_spec import ModelSpec
 from cairn.models.digests import file_digest
 from cairn.paths import expanded
-from cairn.types import ModelSpec
 
 NAME = "tokenizer.json"
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")

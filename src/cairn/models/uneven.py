@@ -15,8 +15,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix
+from cairn.layer_spec import Uneven
+from cairn.model_spec import ModelSpec
 from cairn.models.uneven_spec import INPUTS_NORM, INPUTS_PROJECTION
-from cairn.types import ModelSpec, Uneven
 
 Pack = Callable[..., Matrix]
 """Packs the matrices of these names below a layer, with their biases."""

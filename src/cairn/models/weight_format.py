@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.base import GROUP, Quantized
+from cairn.model_spec import ModelSpec
 from cairn.models import tensor_meta as known
 from cairn.models.dequant import SLICE
 from cairn.models.digests import tell
@@ -31,7 +32,6 @@ from cairn.models.recurrent_spec import is_step
 from cairn.models.tensor_meta import TensorMeta
 from cairn.models.uneven_spec import INPUTS
 from cairn.models.weights import small
-from cairn.types import ModelSpec
 
 Form = Literal["stored", "f32", "bf16", "int8", "int4"]
 

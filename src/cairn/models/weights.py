@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.errors import ModelFileError
+from cairn.model_spec import ModelSpec
 from cairn.models.coded_weights import Coded, CodedWeights
 from cairn.models.encoder_spec import encoder_tensors
 from cairn.models.encoder_spec import own_name as encoder_name
@@ -47,7 +48,6 @@ from cairn.models.recurrent_spec import MIXER, recurrent_tensors
 from cairn.models.stored_codes import Picked, Source, picked
 from cairn.models.tensor_names import XIELU, own_tensors
 from cairn.models.uneven_spec import uneven_tensors
-from cairn.types import ModelSpec
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),

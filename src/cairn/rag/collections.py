@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from cairn.errors import Conflict, InvalidRequest, TooLarge
+from cairn.outputs import Delta
 from cairn.rag.chunking import chunks
 from cairn.rag.citations import CitationFilter
 from cairn.rag.definition import BINARY, MAX_BYTES, MAX_CHUNKS, Collection, Found, NewDocument, Search, StoredDocument
@@ -21,7 +22,6 @@ from cairn.service.embeddings import Asking, finished, scores, vectors
 from cairn.service.requests import SamplingOptions
 from cairn.service.service import Service
 from cairn.text.grammar import ANYTHING
-from cairn.types import Delta
 from cairn.workflows.answerer import Answerer, Asker
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from cairn.config import Config
 from cairn.errors import ContextTooLong, InvalidRequest, Overloaded
+from cairn.request import Request
 from cairn.sequence import check_prompt
 from cairn.service import wire
-from cairn.types import Request
 
 _MEMORY = 30.0
 _BOOKED = 10.0

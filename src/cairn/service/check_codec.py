@@ -10,12 +10,14 @@ from pathlib import Path
 import msgspec
 
 import cairn
+from cairn.block_size import CHUNK_BLOCKS
 from cairn.config import Config
 from cairn.engine.base import Engine
 from cairn.errors import ConfigError
 from cairn.kv.codec import Q8, state_groups
 from cairn.kv.codec_check import POSITIONS, Comparison, compare, remember
 from cairn.kv.store_folder import open_folder
+from cairn.model_spec import ModelSpec
 from cairn.models.hub import locate
 from cairn.models.spec import check_decodes, load_spec
 from cairn.paths import expanded, with_folder
@@ -23,7 +25,6 @@ from cairn.seams import Clock, FileSystem
 from cairn.service.stores import keyed
 from cairn.text.templates import load_text
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import CHUNK_BLOCKS, ModelSpec
 
 _CONTEXT = 2048
 _STEP = 512

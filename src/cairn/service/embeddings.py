@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cairn.errors import ContextTooLong, GenerationFailed, InvalidRequest, Overloaded
+from cairn.outputs import Done
+from cairn.request import Request
+from cairn.sampling_params import SamplingParams
 from cairn.service.service import Service
 from cairn.service.stream import merge
 from cairn.text import length
 from cairn.text.reranker_prompt import Question
 from cairn.text.tokenizer import INLINE
 from cairn.text.whole import Whole
-from cairn.types import Done, Request, SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np

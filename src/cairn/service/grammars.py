@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 
 from cairn.engine.base import Pending
 from cairn.errors import CairnError, InvalidRequest
+from cairn.request import Request
+from cairn.sampling_params import SamplingExtras
 from cairn.seams import Clock
 from cairn.sequence import Matcher
 from cairn.service.masks import Masks
-from cairn.types import Request, SamplingExtras
 
 KEPT = 64
 """Compiled grammars that are kept for the next request."""

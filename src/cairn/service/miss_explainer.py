@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from cairn.block_size import BLOCK_TOKENS, CHUNK_TOKENS
 from cairn.stats import Differs, Miss, MissReason
-from cairn.types import BLOCK_TOKENS, CHUNK_TOKENS
 
 CONTEXTS = 32
 """Kept of one tenant."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cairn.engine.base import Pending
+from cairn.request import OutputFormat
 from cairn.sequence import Matcher
 from cairn.service.grammars import Vocabulary
 from cairn.text.split import MOST_LEAD
 from cairn.text.thoughts import thoughts
-from cairn.types import OutputFormat
 
 
 @dataclass(frozen=True, slots=True)

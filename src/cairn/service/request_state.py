@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from cairn.errors import CairnError
+from cairn.outputs import Delta, Done, Event, FinishReason, Output, Timing, TokenLogprob, Usage
+from cairn.request import Request
 from cairn.service.miss_explainer import PromptOrigin
 from cairn.spans import Spans
 from cairn.stats import CacheReport
 from cairn.text.stream import TextStream
-from cairn.types import Delta, Done, Event, FinishReason, Output, Request, Timing, TokenLogprob, Usage
 
 
 class PackedLogprobs:

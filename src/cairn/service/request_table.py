@@ -28,6 +28,7 @@ from cairn.errors import (
     trace,
 )
 from cairn.metrics import Metrics
+from cairn.outputs import FinishReason, Output, Timing
 from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.admission import Queue
@@ -35,7 +36,6 @@ from cairn.service.miss_explainer import RecentContexts
 from cairn.service.request_state import RequestState, RequestStatus
 from cairn.service.supervisor import LESS_MEMORY, Supervisor
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import FinishReason, Output, Timing
 
 KEEP_SECONDS = 600.0
 KEEP_REQUESTS = 1000

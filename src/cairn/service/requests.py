@@ -14,12 +14,14 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from cairn.errors import ContextTooLong, InvalidRequest
+from cairn.model_spec import ModelSpec
+from cairn.request import OutputFormat, Request
+from cairn.sampling_params import SAMPLING_RANGES, SamplingParams
 from cairn.seams import Rng
 from cairn.sequence import MAX_PRIORITY
 from cairn.service.sampler_order import NEUTRAL, SamplerOrder, arrange
 from cairn.service.sampling_extras import MAX_BIAS, NUMBERS, Encode, bias_of, extras_of, numbers
 from cairn.system import SystemRng
-from cairn.types import SAMPLING_RANGES, ModelSpec, OutputFormat, Request, SamplingParams
 
 Source = Literal["model", "default"]
 

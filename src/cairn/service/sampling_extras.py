@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cairn.errors import InvalidRequest
-from cairn.types import SamplingExtras
+from cairn.sampling_params import SamplingExtras
 
 MAX_BIAS = 1024
 MAX_WORDS = 1024

@@ -12,12 +12,12 @@ import msgspec
 
 from cairn.config import Config, ModelOptions
 from cairn.errors import ConfigError, ModelError
+from cairn.model_spec import ModelSpec
 from cairn.models import hub
 from cairn.models.files import is_gguf, stem
 from cairn.paths import expanded
 from cairn.service.fit import Fit, fit
 from cairn.service.launch import First, launch_first
-from cairn.types import ModelSpec
 
 if TYPE_CHECKING:
     from cairn.service.service import Service

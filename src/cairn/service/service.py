@@ -18,8 +18,11 @@ from cairn.deadline import left
 from cairn.errors import Cancelled, Conflict, DeadlineExceeded, InvalidRequest, Unavailable, trace
 from cairn.kv.standing import Standing
 from cairn.metrics import Metrics
+from cairn.model_spec import ModelSpec
 from cairn.models.hub import locate
 from cairn.models.tokenizer_files import check_fits
+from cairn.outputs import FinishReason
+from cairn.request import Request
 from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.admission import check_tokens
@@ -38,7 +41,6 @@ from cairn.system import SystemClock
 from cairn.text.chat import Chat
 from cairn.text.stream import TextStream, hidden_controls
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import FinishReason, ModelSpec, Request
 
 log = logging.getLogger(__name__)
 

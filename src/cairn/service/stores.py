@@ -22,9 +22,9 @@ from cairn.kv.ram import RamStore
 from cairn.kv.sequence_kv import TierName
 from cairn.kv.store import Store
 from cairn.kv.store_folder import OF_MODELS, held
+from cairn.model_spec import ModelSpec
 from cairn.paths import expanded, users_folder
 from cairn.seams import Clock, FileSystem
-from cairn.types import ModelSpec
 
 GB = 10**9
 PATIENCE = 5.0

@@ -7,9 +7,10 @@ import math
 import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 
+from cairn.outputs import Event
+from cairn.request import Request
 from cairn.service.request_state import RequestState
 from cairn.stats import CacheReport
-from cairn.types import Event, Request
 
 
 class Waker:

@@ -21,6 +21,8 @@ from typing import Any
 import msgspec
 
 from cairn.errors import CairnError, GenerationFailed, ModelError, Unavailable, by_code, trace
+from cairn.outputs import FinishReason
+from cairn.request import Request
 from cairn.seams import Clock
 from cairn.service import launch as launching
 from cairn.service import wire
@@ -28,7 +30,6 @@ from cairn.service.launch import CODE_CHANGED, First, launch
 from cairn.service.request_state import RequestState
 from cairn.service.watchdog import Patience
 from cairn.service.worker_connection import WorkerConnection
-from cairn.types import FinishReason, Request
 
 
 class Questions:

@@ -17,8 +17,10 @@ import msgspec
 from cairn.config import Config
 from cairn.errors import CairnError
 from cairn.kv.standing import Standing
+from cairn.model_spec import ModelSpec
+from cairn.outputs import FinishReason, Output
+from cairn.request import Request
 from cairn.stats import KvStats, Placed, Swept, TakenIn
-from cairn.types import FinishReason, ModelSpec, Output, Request
 
 MAX_FRAME = 64 << 20
 """Bytes in the longest frame, both ways: a prompt of 8 million tokens still fits."""

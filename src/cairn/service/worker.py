@@ -28,7 +28,9 @@ from cairn.kv.tiers import Tiers
 from cairn.kv.write_behind import WriteLimits
 from cairn.models.digests import watched
 from cairn.models.tokenizer_files import with_tokenizer
+from cairn.outputs import Output
 from cairn.plan import Limits, Plan, Planner
+from cairn.request import Request
 from cairn.scheduler import Scheduler
 from cairn.seams import Clock
 from cairn.sequence import Matcher
@@ -40,7 +42,6 @@ from cairn.service.stores import GB, keyed, open_stores, stored_bytes
 from cairn.stats import KvStats
 from cairn.system import SystemClock, SystemFiles, log_to_stderr
 from cairn.text_queue import TextQueue
-from cairn.types import Output, Request
 
 BEAT_SECONDS = 1.0
 ORPHAN_SECONDS = 2.0

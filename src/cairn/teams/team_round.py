@@ -19,6 +19,7 @@ import msgspec
 from cairn.agents.at_once import Runner, in_step
 from cairn.agents.journals import Entry, Journal, Journals
 from cairn.errors import GenerationFailed
+from cairn.outputs import Delta
 from cairn.service.requests import SamplingOptions
 from cairn.teams import prompts
 from cairn.teams.ballots import count
@@ -40,7 +41,6 @@ from cairn.teams.tool_calls import ARGUMENT_TOKENS, CALL, WITH, ToolCalls, Tools
 from cairn.teams.topologies import CHOOSE, TOPOLOGIES
 from cairn.teams.voice import Caller, Spoken, Voice
 from cairn.text.grammar import ANYTHING, Structure, Wanted
-from cairn.types import Delta
 
 Emit = Callable[[dict[str, Any]], object]
 T = TypeVar("T")

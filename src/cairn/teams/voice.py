@@ -18,11 +18,11 @@ from cairn.agents.info import TurnInfo
 from cairn.agents.running import RunningTurn
 from cairn.agents.turns import Gate
 from cairn.errors import Conflict, GenerationFailed, NotFound, NotLoaded, Overloaded
+from cairn.outputs import Delta, Done
 from cairn.service.requests import SamplingOptions
 from cairn.service.service import Service
 from cairn.text.grammar import Wanted
 from cairn.text.message_builder import MessageBuilder
-from cairn.types import Delta, Done
 
 PATIENCE = 60
 """How often a turn that found the queue full is tried."""

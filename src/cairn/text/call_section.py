@@ -11,13 +11,13 @@ import json
 import re
 from typing import ClassVar
 
+from cairn.request import OutputFormat
 from cairn.text.brace_calls import brace_call
 from cairn.text.call_formats import CallFormat
 from cairn.text.json_scan import JsonScanner
 from cairn.text.python_calls import literal, python_calls
 from cairn.text.tokenizer import valid_text
 from cairn.text.tools import Call, call_of
-from cairn.types import OutputFormat
 
 MAX_NAME = 256
 MAX_ENDS = 32

@@ -20,6 +20,7 @@ import msgspec
 
 from cairn.config import Config
 from cairn.errors import CairnError, ConfigError, InvalidRequest, ModelFileError, Unsupported
+from cairn.request import OfferedTool, OutputFormat
 from cairn.seams import Clock
 from cairn.system import SystemClock
 from cairn.text.call_formats import BY_NAME, CallFormat, format_of, name_of
@@ -47,7 +48,6 @@ from cairn.text.tokenizer import INLINE, Tokenizer, valid_text
 from cairn.text.tools import FUNCTION, offered_tools
 from cairn.text.tools_by_instruction import with_tools_by_instruction
 from cairn.text.traits import Traits, find_traits, fitted, in_parts, left_out, standing_in
-from cairn.types import OfferedTool, OutputFormat
 
 log = logging.getLogger("cairn.text")
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from cairn.errors import InvalidRequest
+from cairn.request import OutputFormat
 from cairn.text.call_formats import CallFormat
 from cairn.text.call_grammar import callable_tools, lark_of_calls
 from cairn.text.grammar import GrammarError, Shape, Structure, Wanted
 from cairn.text.render_wire import GRAMMAR_SECONDS, Setup
 from cairn.text.renderer import Renderer
-from cairn.types import OutputFormat
 
 KEPT = 256
 """Grammars that are known to compile."""

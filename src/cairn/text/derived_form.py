@@ -17,6 +17,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from cairn.outputs import ToolCallDelta
+from cairn.request import OfferedTool, OutputFormat
 from cairn.text.call_formats import BY_NAME, CONTROL, FORMATS, CallFormat, name_of
 from cairn.text.written_calls import (
     CHECKS,
@@ -35,7 +37,6 @@ from cairn.text.written_calls import (
     common_head,
     common_tail,
 )
-from cairn.types import OfferedTool, OutputFormat, ToolCallDelta
 
 LEAST = 3
 """Characters that the mark before a call has at least: one is said by chance."""

@@ -23,6 +23,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 
 from cairn.errors import ModelError, ModelFileError
+from cairn.model_spec import MAX_VOCAB
 from cairn.models.ends import UNMISTAKABLE, Middle, is_spelt_as_control
 from cairn.models.gguf import Gguf
 from cairn.models.gguf_encoder import is_encoder
@@ -30,7 +31,6 @@ from cairn.models.gguf_spec import named_ids
 from cairn.text.detokenizer import BYTE_TOKEN
 from cairn.text.gguf_encoder import spelt, surround, wordpiece
 from cairn.text.tokenizer_checks import check_added
-from cairn.types import MAX_VOCAB
 
 PLAIN, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Kinds of tokens, as `tokenizer.ggml.token_type` numbers them."""

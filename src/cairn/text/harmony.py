@@ -13,9 +13,10 @@ import copy
 import enum
 import re
 
+from cairn.outputs import ToolCallDelta
+from cairn.request import OutputFormat
 from cairn.text.pieces import Piece
 from cairn.text.tools import Call, call_id, whole_json
-from cairn.types import OutputFormat, ToolCallDelta
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ROLE = START + "assistant"

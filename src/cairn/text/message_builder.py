@@ -6,7 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from cairn.types import Delta, OutputFormat
+from cairn.outputs import Delta
+from cairn.request import OutputFormat
 
 
 class MessageBuilder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cairn.types import ToolCallDelta
+from cairn.outputs import ToolCallDelta
 
 Content = tuple[str, str]
 """("text" or "reasoning", characters)."""

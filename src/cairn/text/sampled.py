@@ -7,10 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cairn.outputs import ToolCallDelta
+from cairn.request import OfferedTool, OutputFormat
 from cairn.text.split import markers, splitter
 from cairn.text.thoughts import ThoughtFormat, thoughts
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import OfferedTool, OutputFormat, ToolCallDelta
 
 _OPENER_TOKENS = 8
 _TAIL = 64  # tokens looked at one by one at first: what is cut off is short

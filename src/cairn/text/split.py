@@ -14,13 +14,14 @@ import copy
 import re
 from collections.abc import Callable
 
+from cairn.outputs import ToolCallDelta
+from cairn.request import OutputFormat
 from cairn.text.call_formats import FORMATS, form_by, markers_of
 from cairn.text.call_section import SectionReader
 from cairn.text.harmony import HarmonySplitter
 from cairn.text.pieces import Piece
 from cairn.text.thoughts import HARMONY, own_markers, thoughts
 from cairn.text.tools import OPEN, BareReader, Call, CallReader, call_id
-from cairn.types import OutputFormat, ToolCallDelta
 
 TAGS = (OPEN, "</tool_call>")
 """What the tokens of a model may spell as one: they must reach the splitter as text."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
+from cairn.outputs import Delta, FinishReason, ToolCallDelta
+from cairn.request import Request
 from cairn.text.pieces import Piece
 from cairn.text.split import all_markers, markers, splitter
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import Delta, FinishReason, Request, ToolCallDelta
 
 
 class StopScanner:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from cairn.types import OutputFormat
+from cairn.request import OutputFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

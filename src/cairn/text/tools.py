@@ -35,9 +35,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from cairn.request import OfferedTool, OutputFormat
 from cairn.text.json_scan import SPACE, JsonScanner
 from cairn.text.tokenizer import valid_text
-from cairn.types import OfferedTool, OutputFormat
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"

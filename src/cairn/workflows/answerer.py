@@ -11,12 +11,12 @@ import msgspec
 
 from cairn.config import Config
 from cairn.errors import GenerationFailed, Overloaded
+from cairn.outputs import Delta, Done
 from cairn.service.miss_explainer import told_of
 from cairn.service.requests import SamplingOptions, requests
 from cairn.service.service import Service
 from cairn.text.grammar import Wanted
 from cairn.text.message_builder import MessageBuilder
-from cairn.types import Delta, Done
 
 PATIENCE = 60
 """How often a node that found the queue full is tried."""
