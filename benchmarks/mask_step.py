@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from cairn.types import BLOCK_TOKENS, SamplingParams
-
+from cairn.block_size import BLOCK_TOKENS
 from cairn.config import Config
 from cairn.engine.base import Row
 from cairn.engine.cpu import CpuEngine
 from cairn.models.hub import locate
 from cairn.models.spec import check_decodes, load_spec
+from cairn.sampling_params import SamplingParams
 from cairn.service.grammars import GrammarMatcher, Vocabulary, compile_grammar, read_vocabulary
 from cairn.service.masks import Masks
 from cairn.text.templates import load_text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import re
 from pathlib import Path
@@ -843,3 +844,16 @@ async def test_a_budget_of_reasoning_by_any_of_its_names(name: str) -> None:
             assert refused["param"] == "reasoning_budget" and "reasoning_budget" in refused["message"]
         refused = (await post(at, complete(**{name: 5}), "/v1/completions")).json()["error"]
         assert refused["param"] == "reasoning_budget" and "belongs to chats" in refused["message"]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "too many files"), MemoryError(), RuntimeError("can't start new thread")]
+)
+async def test_a_machine_that_has_nothing_left_is_a_503_that_says_when_to_come_back(error: Exception) -> None:
+    def script(request: Request) -> list[Any]:
+        raise error
+
+    async with site(ScriptedService(script)) as at:
+        response = await post(at, chat())
+    assert response.status_code == 503 and response.headers["retry-after"] == "5"
+    assert response.json()["error"]["code"] == "unavailable"

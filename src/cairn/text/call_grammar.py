@@ -141,12 +141,17 @@ class _Grammar:
             return f"({' | '.join(map(_literal, schema['enum']))}) {_literal(form.value_end)}"
         # A text ends where its tag comes; a line break before that is the model's to write.
         tag = form.value_end.strip()
-        name = self._new("v")
         if pattern := _whole_pattern(schema):
-            self.rule(name.upper(), rf"/{pattern}/ & ~/(.|\n)*({_either(self._stops())})(.|\n)*/")
-            return f"{name.upper()} {_literal(form.value_end)}"
+            return f"{self._matching(pattern)} {_literal(form.value_end)}"
+        name = self._new("v")
         self.rule(f"{name}[lazy]", f"{self._free()} {_literal(tag)}")
         return f"{name} {_literal(form.value_end.partition(tag)[2])}".rstrip()
+
+    def _matching(self, pattern: str) -> str:
+        """A text that fits a pattern, and holds nothing that would end it."""
+        name = self._new("v").upper()
+        self.rule(name, rf"/{pattern}/ & ~/(.|\n)*({_either(self._stops())})(.|\n)*/")
+        return name
 
     def _stops(self) -> list[str]:
         """What a text in tags may not hold: what ends its call or the section."""
@@ -176,7 +181,7 @@ class _Grammar:
         return f"({' | '.join(reversed(starts))})?"
 
     def _braced(self, schema: Any) -> str:
-        """A value in braces. Lengths and patterns of texts and lists are not held to."""
+        """A value in braces. How long texts and lists are is not held to, nor a pattern that is not of a whole text."""
         if not isinstance(schema, Mapping):
             return self._any()
         if isinstance(values := schema.get("enum"), list) and values:
@@ -186,6 +191,9 @@ class _Grammar:
         if choices:
             return f"({' | '.join(map(self._braced, choices))})"
         kind = schema.get("type")
+        if kind == "string" and (pattern := _whole_pattern(schema)):
+            mark = _literal(self._form.value_end)
+            return f"{mark} {self._matching(pattern)} {mark}"
         if kind == "string":
             return self._marked()
         if kind == "array":
