@@ -81,7 +81,7 @@ class Running:
     """A server in this process whose service is scripted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, service: SlowService, config: Config) -> None:
-        monkeypatch.setattr("cairn.service.models.Service", service)
+        monkeypatch.setattr("cairn.service.model_loader.Service", service)
         monkeypatch.setenv("XDG_DATA_HOME", tempfile.mkdtemp(dir=FOLDERS))
         self.service = service
         self.sock = server.bind("127.0.0.1", 0)

@@ -290,7 +290,7 @@ BUGS = (
     Bug("a class is never late enough", ROUNDS, "Classes.levels", "max(self._first, priority - int(waited / AGE_SECONDS))", "priority"),
     Bug("a tenant that has more in line goes first", ROUNDS, "RoundRobin._in_turns", "[tuple(line) for line in waiting.values()]", "sorted(map(tuple, waiting.values()), key=len, reverse=True)"),
     Bug("a tenant's second waits behind all of another's", ROUNDS, "RoundRobin._in_turns", "(item for around in zip_longest(*lines) for item in around if item is not None)", "(item for line in lines for item in line)"),
-    Bug("one that was preempted stands behind those that never ran", WAITING, "WaitingQueue.__iter__", "chain(tuple(self._back), self._rounds)", "chain(self._rounds, tuple(self._back))"),
+    Bug("one that was preempted stands behind those that never ran", WAITING, "WaitingQueue.__iter__", "chain(tuple(self._back), rounds)", "chain(rounds, tuple(self._back))"),
     Bug("what was long once is long for ever", SCHEDULER, "Scheduler._open", "sequence.long_beside = kept", "sequence.long_beside = 1 << 30"),
     Bug("a long look is not forgotten at the next", SCHEDULER, "Scheduler._open", "sequence.long_beside = 0", "pass"),
     # ------------------------------------------------------------------------------------------------ who is woken
@@ -303,7 +303,7 @@ BUGS = (
     Bug("who waits for a load is not counted", WAITERS, "Waiters.remember", "self._blocked[context] = None", "self._blocked.update({context: None} if match.blocked_on != 'load' else {})"),
     Bug("who has waited is still counted", WAITERS, "Waiters.wake", "self._blocked.pop(context, None)", "pass"),
     Bug("what is waited for is forgotten", CACHE, "Cache._remember", "keys = [blocked_on]", "pass"),
-    Bug("what would make a long prompt short is not watched", CACHE, "Cache._remember", "keys = [key(hit, tokens), *(one for index in more if (one := key(index, tokens)) in self._computing)]", "pass"),
+    Bug("what would make a long prompt short is not watched", CACHE, "Cache._remember", "keys = [key(hit, tokens), *(one for index, one in later if index < reach or one in self._computing)]", "pass"),
     Bug("who waits, waits for another block than the other brings", CACHE, "Cache._on_its_way", "return key(hit, tokens)", "return key(last - 1, tokens)"),
     Bug("blocks that were taken are there for who found too few", SCHEDULER, "Scheduler._known", "spare >= sequence.spare", "spare > 0"),
     # ------------------------------------------------------------------------------------------------- the engine
