@@ -49,6 +49,8 @@ WORDS = ("stone", "path", "sea", "wind", "tree", "moon", "river", "house", "brea
 TEXTS = 200
 """How many different texts are sent: what is kept of answers, to find their tokens again, is bounded by millions of
 tokens, and would fill all the time that a run takes."""
+MOST_WORDS = 700
+"""Of an agent: more may not fit in the context, and would be refused, as it should."""
 COUNTED = ("canaries", "streams let go of", "agents deleted", "swaps", "workers killed")
 TIMED = ("first byte of a chat", "chat, streamed", "chat, whole", "turn of an agent", "embeddings", "canary")
 """What a run must have of each, to be one."""
@@ -182,9 +184,13 @@ class Soak:
         id = f"soak-{self.chance.getrandbits(40):x}"
         if await self.post("agent made", "/v1/agents", {"id": id}) is None:
             return
-        at = self.chance.randrange(TEXTS)
+        at, words = self.chance.randrange(TEXTS), 0
         for turn in range(self.chance.randrange(1, 6)):
-            said = [{"role": "user", "content": self.texts[(at + turn) % TEXTS]}]
+            text = self.texts[(at + turn) % TEXTS]
+            words += len(text.split())
+            if words > MOST_WORDS:
+                break
+            said = [{"role": "user", "content": text}]
             body = {"model": "chat", "messages": said, "max_tokens": 16, "temperature": 0}
             await self.post("turn of an agent", f"/v1/agents/{id}/turns", body)
         forked = None
