@@ -196,6 +196,11 @@ KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
         (),
         "the architecture 'mamba' is not supported; supported are apertus, bert, deepseek2, gemma-embedding, gemma2",
     ),
+    "architectures": (
+        {"general.architecture": [1.5, 2.5]},
+        (),
+        r"general\.architecture must be a string, found array",
+    ),
     "experts": ({"llama.expert_count": 8}, (), r"llama\.expert_used_count must be a whole number from 1 to 8"),
     "softcap": ({"llama.attn_logit_softcapping": 30.0}, (), "attn_logit_softcapping is set"),
     "heads by layer": (
