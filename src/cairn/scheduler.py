@@ -142,8 +142,8 @@ class Scheduler:
         for sequence in tuple(self._running):
             if sequence.missing > 1:
                 prompts.append(sequence)
-            elif self._fit(sequence, sequence.computed + 1):
-                work[sequence] = sequence.computed + 1
+            elif self._fit(sequence, end := sequence.computed + 1):
+                work[sequence] = end
         budget = StepBudget(self._step_tokens - len(work), self._pace.tokens(len(work)))
         for sequence in prompts:
             if not budget.kept or budget.short(sequence.missing):

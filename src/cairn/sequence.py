@@ -74,8 +74,8 @@ class Sequence:
         "first_token",
         "forces",
         "kv",
-        "limit",
         "long_beside",
+        "longest",
         "matcher",
         "mu",
         "prompt_len",
@@ -90,6 +90,7 @@ class Sequence:
         "to_score",
         "tokens",
         "turn",
+        "unneeded",
     )
 
     def __init__(
@@ -105,10 +106,12 @@ class Sequence:
         self.matcher = matcher
         """Where `request.held` is: it has consumed all that was generated."""
         self.kv = kv
-        self.limit = limit
-        """Most tokens it may grow to: the context, or what the pools can hold."""
         self.tokens = [*request.prompt, *request.generated]
         self.prompt_len = len(request.prompt)
+        self.longest = min(limit, self.prompt_len + request.sampling.max_tokens)
+        """Most tokens it may grow to: those asked for, as far as the context and the pools can hold them."""
+        self.unneeded = 0 if request.sampling.max_tokens or request.want == "hidden" else 1
+        """Trailing tokens that need not be computed: one, where nothing follows and only the prompt is scored."""
         self.mu = start_mu(request)
         """Mirostat's state after `tokens`, where that is on."""
         self.reported = len(self.tokens)
@@ -150,13 +153,12 @@ class Sequence:
     @property
     def target(self) -> int:
         """Tokens to compute before the next token can be sampled; without `max_tokens`, to score the prompt."""
-        whole = self.request.sampling.max_tokens or self.request.want == "hidden"
-        return len(self.tokens) if whole else len(self.tokens) - 1
+        return len(self.tokens) - self.unneeded
 
     @property
     def missing(self) -> int:
         """Tokens to compute before that."""
-        return self.target - self.computed
+        return len(self.tokens) - self.unneeded - self.computed
 
     def needs(self, block_tokens: int) -> int:
         """Blocks of a full group that it does not hold yet."""
@@ -173,14 +175,14 @@ class Sequence:
 
         A grammar that nothing can follow ends an answer whatever `min_tokens` says: there is no other token.
         """
-        sampling = self.request.sampling
-        count = len(self.tokens) - self.prompt_len
-        if not count:
+        count = len(self.tokens)
+        if count == self.prompt_len:
             return None
-        whole = self.matcher is not None and self.matcher.over
-        if whole or (self.tokens[-1] in sampling.stop_token_ids and count > sampling.min_tokens):
+        sampling, over = self.request.sampling, self.matcher is not None and self.matcher.over
+        stopped = self.tokens[-1] in sampling.stop_token_ids and count > self.prompt_len + sampling.min_tokens
+        if over or stopped:
             return FinishReason.STOP
-        return FinishReason.LENGTH if count >= sampling.max_tokens or len(self.tokens) >= self.limit else None
+        return FinishReason.LENGTH if count >= self.longest else None
 
     def take(
         self, token: int, mu: float | None, in_time: Callable[[], bool]
