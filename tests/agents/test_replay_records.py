@@ -105,6 +105,13 @@ def test_the_oldest_go_when_there_is_too_much(monkeypatch: pytest.MonkeyPatch) -
     assert kept.over(101.0) == []
 
 
+def test_the_oldest_go_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short they are: each takes memory."""
+    monkeypatch.setattr(replays_module, "KEEP_COUNT", 50)
+    assert filled(54).over(100.0) == []
+    assert filled(60).over(100.0) == list(range(1, 11))
+
+
 def test_another_models_answers_wait_and_damage_is_left_out() -> None:
     """Known failures 28 and 30: other tokens are never put into a prompt, and a payload that is none stops nothing."""
     import msgspec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -114,3 +115,27 @@ async def test_an_agent_is_erased_although_its_model_is_away_since_a_restart(tmp
         assert not list((tmp_path / "kv").glob("models/*/pins/*"))
         async with models.using(models.find("beta")) as beta:
             assert (await beta.where(ids)).disk == 0
+
+
+async def test_agents_are_erased_beside_a_model_that_gets_no_worker_any_more(tmp_path: Path) -> None:
+    """Nothing of them waits for it: neither what the other model has of them, nor what it has itself on the disk."""
+    async with opened(tmp_path, load="alpha beta") as (models, agents):
+        await until(lambda: len(list(models.services)) == 2)
+        alpha, beta = models.services
+        kept = dict[str, tuple[int, ...]]()
+        for id, model in (("ada", "alpha"), ("bob", "beta")):
+            await agents.create("default", id=id, pinned=True)
+            await say(models, agents, id, model, text=f"{id} alone " * 60)
+            kept[id] = tuple(await agents.context("default", id))
+        await agents.kv.settled()
+        for service in (alpha, beta):
+            await service.flush()
+        beta._supervisor._give_up("its files were changed")
+        await beta._supervisor.close()  # its worker ends
+        for id in kept:
+            await agents.delete("default", id)
+        await asyncio.wait_for(agents.kv.settled(), 10)
+        assert not list((tmp_path / "kv").glob("models/*/pins/*"))
+        assert (await alpha.where(kept["ada"])).disk == 0
+    async with opened(tmp_path) as (models, agents), models.using(models.find("beta")) as again:
+        assert (await again.where(kept["bob"])).disk == 0

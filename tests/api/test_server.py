@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import json
 import os
+import platform
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable
@@ -538,3 +541,29 @@ async def test_a_token_log_of_zeros_is_a_trouble_and_in_the_doctors_report(
     assert f"the token log in {folder} was damaged" in told()
     await served(lost)
     assert f"the token log in {folder} was damaged" in told()
+
+
+FREED = """
+import sys
+from pathlib import Path
+from cairn.api.server import return_freed_memory
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) >> 8
+if sys.argv[1] == "tuned":
+    return_freed_memory()
+large = b"x" * (20 << 20)
+del large  # glibc keeps twice as much from here on
+before = resident()
+small = [b"x" * (100 << 10) for _ in range(300)]
+del small
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library's memory is left as it is")
+def test_memory_that_is_freed_goes_back() -> None:
+    kept = [
+        int(subprocess.run([sys.executable, "-c", FREED, how], capture_output=True, check=True).stdout)
+        for how in ("tuned", "as it is")
+    ]
+    assert kept[0] <= 4 < 20 <= kept[1], "MiB"

@@ -263,7 +263,8 @@ class AgentKv:
         Unavailable where that cannot be done now; the others have done it all the same.
         """
         refused: Unavailable | None = None
-        for service in self._services:
+        working = self._working()
+        for service in working:
             for owner in owners:
                 try:
                     await service.unpin(owner)
@@ -271,12 +272,17 @@ class AgentKv:
                     refused = error
         if refused is not None:
             raise refused
-        if self._services.away() and not self._stores_on_disk():
+        absent = len(working) < len(list(self._services)) or self._services.away()
+        if absent and not self._stores_on_disk():
             raise Unavailable("a model that may have the pins is not loaded", retry_after=RETRY_SECONDS)
+
+    def _working(self) -> list[Service]:
+        """The services that have a worker, or are to have one again."""
+        return [service for service in self._services if not service.gave_up]
 
     def _stores_on_disk(self) -> bool:
         """Whether a model that is loaded has a store on the disk, as far as its worker has said."""
-        return any(service.kv().disk is not None for service in self._services)
+        return any(service.kv().disk is not None for service in self._working())
 
     async def collect(self, agent: Agent, turns: Sequence[Turn]) -> None:
         """Give up what nobody needs of turns that are the agent's no more.
@@ -304,24 +310,25 @@ class AgentKv:
         rest: list[Context] = []
         for one, keep in zip(contexts, await self._shared(agent, contexts, own=own), strict=True):
             try:
-                if self._services.of(one.identity) is None:
+                service = self._services.of(one.identity)
+                if service is None or service.gave_up:
                     await self._erase_away(one, agent.salt, keep)
                 else:
-                    await self._service(one.identity).evict(one.ids, agent.salt, keep=keep, disk=True)
+                    await service.evict(one.ids, agent.salt, keep=keep, disk=True)
             except Unavailable:  # the ids themselves: soon the log has them no more
                 rest.append(one._replace(ids=array("I", one.ids)))
         return rest
 
     async def _erase_away(self, one: Context, salt: bytes, keep: int) -> None:
-        """Erase what a model that is not loaded has stored of a context: any that is, and shares its folder, can."""
-        for service in self._services:
+        """Erase what a model that has no worker has stored of a context: any that has, and shares its folder, can."""
+        for service in self._working():
             await service.erase_of_model(one.identity, one.ids, salt, keep=keep)
-        if one.identity in self._services.away() and not self._stores_on_disk():
+        if self._services.known(one.identity) and not self._stores_on_disk():
             raise Unavailable("the model that made this context is not loaded", retry_after=RETRY_SECONDS)
 
     async def _evict_rest(self, agent: Agent, rest: list[Context]) -> None:
         """Try it again with those. Unavailable where one does not go; the others do."""
-        for service in self._services:  # what is shared is much to find out where there is no worker
+        for service in self._working():  # what is shared is much to find out where there is no worker
             await service.where((), agent.salt)
         rest[:] = await self._evict_all(agent, rest)
         if rest:

@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 KEEP_SECONDS = 7 * 86_400.0
 KEEP_BYTES = 1_000_000_000
+KEEP_COUNT = 1 << 18
+"""How many there are at the most: each takes some 300 bytes of memory, however short the answer is."""
 WAITING_IDS = 1 << 22
 """How many ids are kept in memory of what models sampled that are not loaded: the newest, of each model."""
 ERASE_SECONDS = 3600.0
@@ -103,12 +105,14 @@ class ReplayRecords:
 
     def over(self, now: float) -> list[int]:
         """Keys of what is too old or too much; they are forgotten here. Mostly none: see `ERASE_SECONDS`."""
-        if now - self._erased_at < ERASE_SECONDS and self._bytes < 1.1 * KEEP_BYTES:
+        full = max(self._bytes / KEEP_BYTES, len(self._kept) / KEEP_COUNT)
+        if now - self._erased_at < ERASE_SECONDS and full < 1.1:
             return []
         gone = []
         while self._kept:
             key, kept = next(iter(self._kept.items()))
-            if self._bytes <= KEEP_BYTES and now - kept.at <= KEEP_SECONDS:
+            within = self._bytes <= KEEP_BYTES and len(self._kept) <= KEEP_COUNT
+            if within and now - kept.at <= KEEP_SECONDS:
                 break
             self._forget(key)
             gone.append(key)

@@ -6,12 +6,14 @@ The first worker is started, and loads the model, before the rest of the server 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import os
 import resource
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -30,6 +32,9 @@ log = logging.getLogger("cairn.api")
 
 SPARE_FILES = 256
 """File descriptors beside those of the connections."""
+MALLOC_OPTIONS = ((-1, 512 << 10), (-3, 256 << 10), (-8, 2))
+"""M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_ARENA_MAX of glibc's malloc.h: bytes at the end of a heap, bytes of a block
+that is mapped by itself, heaps."""
 FOLDER_SECONDS = 10.0
 """How long a server that is on its way out may still have the user's folders: it stores what waits to be stored."""
 
@@ -50,6 +55,7 @@ def serve(config: Config, again: Callable[[], Config] | None = None) -> None:
     endpoint_of(config)
     log_to_stderr(config.log_level, config.log_format)
     raise_file_limit(config.max_connections)
+    return_freed_memory()
     # A signal waits until the loop takes it (`lifetime.Signals`): what it raised now could leave a worker behind, or be
     # lost in the middle of an import.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
@@ -108,6 +114,16 @@ def bind(host: str, port: int, option: str = "port") -> socket.socket:
             ) from None
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}", field="host") from None
     return sock
+
+
+def return_freed_memory() -> None:
+    """Have glibc give memory back when it is freed: by itself it keeps as much as two of the largest blocks that there
+    ever were, and as many heaps as there were threads, so one body of megabytes costs them for good. Other C libraries
+    are left as they are."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and sys.platform == "linux":
+        for option, value in MALLOC_OPTIONS:
+            mallopt(option, value)
 
 
 def raise_file_limit(connections: int) -> None:

@@ -276,6 +276,11 @@ class Service:
         return reasons
 
     @property
+    def gave_up(self) -> str:
+        """Why there will be no other worker; empty where there is one, or will be."""
+        return self._supervisor.gave_up
+
+    @property
     def stalled(self) -> str:
         """Why the worker, which has work, does not get on; empty where it does."""
         return self._supervisor.stalled
@@ -394,8 +399,8 @@ class Service:
     def _admit(self, request: Request) -> None:
         if self._draining:
             raise self._leaving()
-        if self._supervisor.gave_up:
-            raise Unavailable(self._supervisor.gave_up, retry_after=60.0)
+        if self.gave_up:
+            raise Unavailable(self.gave_up, retry_after=60.0)
         if self._supervisor.trouble:
             raise Unavailable(self._supervisor.trouble, retry_after=self._supervisor.pause)
         if request.id in self._flights:
