@@ -89,7 +89,7 @@ check: .venv/.test  ## format, lint, types, import direction
 # like, and llama.cpp dies of an illegal instruction where the machine has it.
 AMX := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 .venv/.bench: .venv/.test
-	CMAKE_ARGS='-DCMAKE_C_FLAGS="$(AMX)" -DCMAKE_CXX_FLAGS="$(AMX)"' $(PIP) llama-cpp-python matplotlib
+	CMAKE_ARGS='-DCMAKE_C_FLAGS="$(AMX)" -DCMAKE_CXX_FLAGS="$(AMX)"' $(PIP) --no-cache-dir llama-cpp-python matplotlib
 	@touch $@
 
 # Python's clients into .venv/clients, which has Cairn and all else from .venv, and two that want another openai than

@@ -455,7 +455,7 @@ BUGS = (
     Bug("chunks that another agent has go with a deleted one", AGENT_KV, "AgentKv._shared", "[length * CHUNK_TOKENS for length in longest]", "[0] * len(longest)"),
     Bug("chunks of requests in another agent's name go with a deleted one", AGENT_KV, "AgentKv._shared", "(common_chunks(one, other) for other in tied if other[:DIGEST_BYTES] == one[:DIGEST_BYTES])", "(common_chunks(one, other) for other in tied[:0])"),
     Bug("chunks of the default tenant go with an agent of none", AGENT_REGISTRY, "AgentRegistry.salt", "self._salts.get(tenant, NOBODY)", "self._salts.get(tenant, b'')"),
-    Bug("chunks of a deleted agent stay", AGENT_KV, "AgentKv._evict_all", "self._service(one.identity).evict(one.ids, agent.salt, keep=keep, disk=True)", "self._service(one.identity).evict(one.ids, agent.salt, keep=keep, disk=False)"),
+    Bug("chunks of a deleted agent stay", AGENT_KV, "AgentKv._evict_all", "service.evict(one.ids, agent.salt, keep=keep, disk=True)", "service.evict(one.ids, agent.salt, keep=keep, disk=False)"),
     Bug("chunks of a deleted agent's abandoned branches stay", AGENT_KV, "AgentKv.drop", "[*agent.turns(), *agent.head.path()]", "[*agent.head.path()]"),
     # ---------------------------------------------------------------------------------------------------- sampling
     Bug("what a mask forbids may come", VOCABULARY, "_choose", "values[forbidden(mask, vocab)] = -np.inf", "pass"),

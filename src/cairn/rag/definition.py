@@ -44,7 +44,7 @@ CHUNK = 1_200
 """Characters of a chunk at most, unless its collection says otherwise."""
 OVERLAP = 150
 """Characters that a chunk repeats of the one before it, where both are of one section."""
-MIN_SCORE = 0.28
+MIN_SCORE = 0.3
 """The least score with which a chunk is a source of an answer, unless a question says otherwise."""
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
