@@ -86,7 +86,7 @@ check: .venv/.test  ## format, lint, types, import direction
 
 # llama.cpp, compiled for some minutes: what it computes is compared with what tests/models has of it. Not the extra
 # `bench`, with which Cairn's own kernels would be compiled again. Without AMX: GCC 12 leaves out what its tiles are to be
-# like, and llama.cpp dies of an illegal instruction where the machine has it.
+# like, and llama.cpp dies of an illegal instruction where the machine has it; so does a wheel that pip has kept from before.
 AMX := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 .venv/.bench: .venv/.test
 	CMAKE_ARGS='-DCMAKE_C_FLAGS="$(AMX)" -DCMAKE_CXX_FLAGS="$(AMX)"' $(PIP) --no-cache-dir llama-cpp-python matplotlib

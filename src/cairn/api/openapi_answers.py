@@ -20,8 +20,8 @@ CREATED = frozenset(
     }
 )
 """Where a POST makes something that has an address of its own, or is kept: 201."""
-TOLD = frozenset({"/v1/collections/{id}/documents"})
-"""Where a POST of those may be asked to tell how it gets on: 200, and a stream."""
+PROGRESS = frozenset({"/v1/collections/{id}/documents"})
+"""Where a POST of those may be asked for a stream of its progress: 200."""
 
 _TEXT = {"type": "string"}
 _PERHAPS = {"type": ["string", "null"]}
@@ -48,6 +48,7 @@ def responses(method: str, path: str) -> dict[str, Any]:
     model = "OllamaError" if path.startswith("/api/") else model
     error = {"schema": {"$ref": REF.format(model=model)}}
     status = "201" if method == "POST" and path in CREATED else "200"
-    told = {"200": {"description": "How it gets on.", "content": {"text/event-stream": {}}}}
-    more = told if method == "POST" and path in TOLD else {}
-    return {status: good, **more, "default": {"description": "An error.", "content": {"application/json": error}}}
+    found = {status: good, "default": {"description": "An error.", "content": {"application/json": error}}}
+    if method == "POST" and path in PROGRESS:
+        found["200"] = {"description": "Its progress.", "content": {"text/event-stream": {}}}
+    return found
