@@ -158,7 +158,7 @@ class Sequence:
     @property
     def missing(self) -> int:
         """Tokens to compute before that."""
-        return len(self.tokens) - self.unneeded - self.computed
+        return len(self.tokens) - self.unneeded - self.computed  # not by `target`: asked of each row of each step
 
     def needs(self, block_tokens: int) -> int:
         """Blocks of a full group that it does not hold yet."""

@@ -69,3 +69,8 @@ def test_a_body_is_the_type_that_checks_it(described: dict[str, Any]) -> None:
 def test_what_is_not_served_is_not_described() -> None:
     found = json.loads(document(build_app(None, Config(page=False, docs=False)).described))
     assert "/docs" not in found["paths"] and "/v1/agents" in found["paths"]
+
+
+def test_a_stream_of_progress_is_described_beside_what_is_created(described: dict[str, Any]) -> None:
+    answers = described["paths"]["/v1/collections/{id}/documents"]["post"]["responses"]
+    assert "201" in answers and list(answers["200"]["content"]) == ["text/event-stream"]

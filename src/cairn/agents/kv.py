@@ -263,8 +263,7 @@ class AgentKv:
         Unavailable where that cannot be done now; the others have done it all the same.
         """
         refused: Unavailable | None = None
-        working = self._working()
-        for service in working:
+        for service in self._working():
             for owner in owners:
                 try:
                     await service.unpin(owner)
@@ -272,7 +271,7 @@ class AgentKv:
                     refused = error
         if refused is not None:
             raise refused
-        absent = len(working) < len(list(self._services)) or self._services.away()
+        absent = self._services.away() or any(service.gave_up for service in self._services)
         if absent and not self._stores_on_disk():
             raise Unavailable("a model that may have the pins is not loaded", retry_after=RETRY_SECONDS)
 

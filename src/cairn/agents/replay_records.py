@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 KEEP_SECONDS = 7 * 86_400.0
 KEEP_BYTES = 1_000_000_000
 KEEP_COUNT = 1 << 18
-"""How many there are at the most: each takes some 300 bytes of memory, however short the answer is."""
+"""How many there are at the most: each takes some 230 bytes of memory, however short the answer is."""
 WAITING_IDS = 1 << 22
 """How many ids are kept in memory of what models sampled that are not loaded: the newest, of each model."""
 ERASE_SECONDS = 3600.0
