@@ -48,6 +48,8 @@ from cairn.stats import SchedulerStats
 from cairn.text_queue import encoded
 from cairn.waiting import Passed, WaitingQueue
 
+RUNNING = State.RUNNING
+"""Asked of each row of each step, and to find it in its class takes ten times as long."""
 FORCE_SECONDS = 0.004
 """How long a step may be held up by looking for tokens that grammars leave no choice about."""
 PATIENCE = 32
@@ -184,7 +186,7 @@ class Scheduler:
         elif plan.rows:
             self._pace.took(plan.singles, plan.chunked, seconds)
         for sequence, row, result in zip(plan.sequences, plan.rows, results, strict=True):
-            if sequence.state is not State.RUNNING:
+            if sequence.state is not RUNNING:
                 continue
             if (output := self._advance(sequence, row, result, now, in_time)) is not None:
                 outputs.append(output)
@@ -201,7 +203,7 @@ class Scheduler:
 
     def _fit(self, sequence: Sequence, end: int) -> bool:
         """Give a running sequence room up to `end`, at the cost of those behind it; False if it was preempted."""
-        while sequence.state is State.RUNNING:
+        while sequence.state is RUNNING:
             if end <= sequence.kv.table.capacity or self._cache.grow(sequence.kv, end):
                 return True
             if self._cache.below is not None and self._cache.below.yield_blocks():
@@ -337,31 +339,41 @@ class Scheduler:
         end = sequence.computed = row.end
         if end - row.start > 1 or end % self._cache.info.block_tokens in self._cache.turns:
             self._cache.publish(sequence.kv, sequence.tokens, end)
-        sequence.scored += len(result.prompt_logprobs)
-        if end < sequence.target:
-            scores = result.prompt_logprobs
-            return Output(id=sequence.request.id, prompt_logprobs=scores) if scores else None
-        if row.want == "hidden":
-            cache, timing = sequence.report, self._end(sequence, State.FINISHED, now)
-            return encoded(sequence.request, result, cache, timing)
-        finish: FinishReason | None = FinishReason.LENGTH
-        tokens: tuple[int, ...] = ()
-        if row.samples:
-            if result.token is None:
-                return self._fail(sequence, now, FinishReason.ERROR, "the engine gave neither a token nor an error")
-            finish, tokens = sequence.take(result.token, result.mu, in_time)
+        if result.prompt_logprobs:
+            sequence.scored += len(result.prompt_logprobs)
+        if not row.samples or row.want == "hidden":
+            return self._unsampled(sequence, row, result, now)
+        if result.token is None:
+            return self._fail(sequence, now, FinishReason.ERROR, "the engine gave neither a token nor an error")
+        finish, tokens = sequence.take(result.token, result.mu, in_time)
         cache = None
         if sequence.first_token is None:
             sequence.first_token, cache = now, sequence.report
         return Output(
             id=sequence.request.id,
             tokens=tokens,
-            logprobs=(result.logprob,) if result.logprob is not None and tokens else (),
+            logprobs=() if result.logprob is None else (result.logprob,),
             prompt_logprobs=result.prompt_logprobs,
             mu=sequence.mu,
             finish=finish,
             cache=cache,
-            timing=self._end(sequence, State.FINISHED, now) if finish is not None else None,
+            timing=None if finish is None else self._end(sequence, State.FINISHED, now),
+        )
+
+    def _unsampled(self, sequence: Sequence, row: Row, result: RowResult, now: float) -> Output | None:
+        """What there is to say of a row that gives no token: it is in the middle of a prompt, or all that was asked."""
+        if row.end < sequence.target:
+            scores = result.prompt_logprobs
+            return Output(id=sequence.request.id, prompt_logprobs=scores) if scores else None
+        cache, timing = sequence.report, self._end(sequence, State.FINISHED, now)
+        if row.want == "hidden":
+            return encoded(sequence.request, result, cache, timing)
+        return Output(
+            id=sequence.request.id,
+            prompt_logprobs=result.prompt_logprobs,
+            finish=FinishReason.LENGTH,
+            cache=cache,
+            timing=timing,
         )
 
     def _fail(self, sequence: Sequence, now: float, reason: FinishReason, error: str = "") -> Output:

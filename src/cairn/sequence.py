@@ -175,12 +175,11 @@ class Sequence:
 
         A grammar that nothing can follow ends an answer whatever `min_tokens` says: there is no other token.
         """
-        count = len(self.tokens)
+        count, sampling = len(self.tokens), self.request.sampling
         if count == self.prompt_len:
             return None
-        sampling, over = self.request.sampling, self.matcher is not None and self.matcher.over
         stopped = self.tokens[-1] in sampling.stop_token_ids and count > self.prompt_len + sampling.min_tokens
-        if over or stopped:
+        if stopped or (self.matcher is not None and self.matcher.over):
             return FinishReason.STOP
         return FinishReason.LENGTH if count >= self.longest else None
 

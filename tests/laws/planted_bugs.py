@@ -250,7 +250,7 @@ BUGS = (
     Bug("deadlines are not looked at", SCHEDULER, "Scheduler._expire", "now < self._next_deadline", "True"),
     Bug("a deadline is reported as success", SCHEDULER, "Scheduler._expire", "FinishReason.DEADLINE", "FinishReason.LENGTH"),
     Bug("the next deadline is forgotten", SCHEDULER, "Scheduler._expire", "min((s.deadline for s in self._sequences.values()), default=math.inf)", "math.inf"),
-    Bug("a dropped request gets its result", SCHEDULER, "Scheduler.commit", "if sequence.state is not State.RUNNING:\n    continue", "pass"),
+    Bug("a dropped request gets its result", SCHEDULER, "Scheduler.commit", "if sequence.state is not RUNNING:\n    continue", "pass"),
     Bug("requests survive an engine that raised", SCHEDULER, "Scheduler.commit", "results = [RowResult(error=error)] * len(plan.rows)", "return outputs"),
     Bug("what a failed row computed is published", SCHEDULER, "Scheduler._advance", "return self._fail(sequence, now, FinishReason.ERROR, result.error)", "self._cache.publish(sequence.kv, sequence.tokens, row.end)\nreturn self._fail(sequence, now, FinishReason.ERROR, result.error)"),
     Bug("a finished request is kept", SCHEDULER, "Scheduler._end", "del self._sequences[sequence.request.id]", "pass"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from cairn.kernels.base import BLOCK, GROUP
 
@@ -48,19 +48,12 @@ class TensorMeta:
         return f"{self.table or f'int{self.bits}'} {'half' if half else 'float'}{' minimum' * bool(self.minimum)}"
 
 
-@runtime_checkable
-class TensorMetaOnly(Protocol):
-    """Weights that are made when they are asked for, but known before."""
-
-    def outline(self, name: str) -> TensorMeta:
-        """What `[name]` would give."""
-        ...
-
-
 def outline(weights: Mapping[str, Any], name: str) -> TensorMeta:
-    """The outline of one tensor; does not read it."""
-    if isinstance(weights, TensorMetaOnly):
-        return weights.outline(name)
+    """The outline of one tensor; does not read it. Weights that are made when they are asked for have a method of this
+    name, which knows them before."""
+    known: Callable[[str], TensorMeta] | None = getattr(weights, "outline", None)
+    if known is not None:
+        return known(name)
     array = weights[name]
     return TensorMeta(array.shape, str(array.dtype), 0)
 
