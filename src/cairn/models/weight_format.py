@@ -75,6 +75,7 @@ class HeldWeights(Mapping[str, Any]):
     def __init__(self, source: Mapping[str, NDArray[Any]], form: Form) -> None:
         self.source, self.form = source, form
         """Tensors as the files have them, and what they are held in."""
+        self._codes = source if isinstance(source, _Packed) else None  # found out once: to look at a protocol is slow
         self.errors: dict[str, float] = {}
         """Relative error of each tensor that was rounded when it was asked for."""
         self._made = 0
@@ -126,8 +127,8 @@ class HeldWeights(Mapping[str, Any]):
         """A tensor's number format in the file, and what it is rounded to; "" where it loses nothing."""
         plain = known.outline(self.source, name)
         kind, inexact = _KINDS.get(plain.dtype, plain.dtype), False
-        if isinstance(self.source, _Packed):
-            kind, inexact = self.source.kind(name)
+        if self._codes is not None:
+            kind, inexact = self._codes.kind(name)
         if _is_exact(name) or name == INPUTS:  # which is read from the file by rows
             return kind, ""
         if self._stays(name):
@@ -159,13 +160,12 @@ class HeldWeights(Mapping[str, Any]):
         return 4 if self.form == "int4" and name not in _ENDS else 8
 
     def _packed(self, name: str) -> TensorMeta | None:
-        return self.source.packed_outline(name) if isinstance(self.source, _Packed) else None
+        return None if self._codes is None else self._codes.packed_outline(name)
 
     def _as_stored(self, name: str) -> NDArray[Any] | Quantized:
-        if self._packed(name) is None:
+        if self._codes is None or self._codes.packed_outline(name) is None:
             return self.source[name]
-        assert isinstance(self.source, _Packed)
-        held, error = self.source.packed(name)
+        held, error = self._codes.packed(name)
         if error:
             self.errors[name] = error
         return held
