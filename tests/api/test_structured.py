@@ -48,7 +48,7 @@ def server() -> Iterator[Served]:
 
 
 def client(server: Served) -> openai.OpenAI:
-    http = httpx.Client(trust_env=False, timeout=60)
+    http = httpx.Client(trust_env=False, verify=False, timeout=60)
     return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, http_client=http)
 
 
@@ -120,7 +120,7 @@ def test_an_answer_with_a_seed_is_the_same_alone_streamed_and_in_company(server:
     more: dict[str, Any] = {"response_format": {"type": "json_object", "schema": CITY}, "seed": 5}
     alone = content(ask(server, **more))
     City.model_validate_json(alone)
-    with httpx.Client(trust_env=False, timeout=60) as http:
+    with httpx.Client(trust_env=False, verify=False, timeout=60) as http:
         body = {"messages": ASKED, "temperature": 1, **more, "stream": True}
         stream = http.post(server.url + "/v1/chat/completions", json=body).text
     chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
@@ -170,7 +170,7 @@ def test_a_worker_that_dies_within_an_object_is_followed_by_one_that_goes_on(ser
     schema = {"type": "array", "items": {"type": "integer", "maximum": 99}, "minItems": 60, "maxItems": 60}
     more: dict[str, Any] = {"guided_json": schema, "seed": 3, "max_tokens": 600}
     whole = content(ask(server, **more))
-    with httpx.Client(trust_env=False, timeout=60) as http:
+    with httpx.Client(trust_env=False, verify=False, timeout=60) as http:
         body = {"messages": ASKED, "temperature": 1, "stream": True, **more}
         with http.stream("POST", server.url + "/v1/chat/completions", json=body) as answer:
             said, killed = "", False
@@ -350,7 +350,7 @@ def test_a_strict_tool_that_cannot_be_held_to_is_named_and_another_is_not(server
 
 
 def test_a_turn_of_an_agent_is_held_to_its_form(server: Served) -> None:
-    with httpx.Client(trust_env=False, timeout=60, base_url=server.url) as http:
+    with httpx.Client(trust_env=False, verify=False, timeout=60, base_url=server.url) as http:
         assert http.post("/v1/agents", json={"id": "formal", "tools": [WEATHER]}).status_code < 300
         turns = "/v1/agents/formal/turns"
         for number in range(3):
