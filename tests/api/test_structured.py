@@ -54,7 +54,7 @@ def client(server: Served) -> openai.OpenAI:
 
 def ask(server: Served, **more: Any) -> Any:
     body = {"messages": ASKED, "max_tokens": 200, "temperature": 1, **more}
-    return httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60, trust_env=False)
+    return httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60, trust_env=False, verify=False)
 
 
 def content(answer: Any) -> str:
@@ -111,7 +111,11 @@ def test_openai_python_parses_calls_of_strict_tools(server: Served) -> None:
 def test_every_way_to_say_it(server: Served, more: dict[str, Any], allowed: list[str]) -> None:
     assert content(ask(server, **more)) in allowed
     text = httpx.post(
-        server.url + "/v1/completions", json={"prompt": "It is", "max_tokens": 50, **more}, timeout=60, trust_env=False
+        server.url + "/v1/completions",
+        json={"prompt": "It is", "max_tokens": 50, **more},
+        timeout=60,
+        trust_env=False,
+        verify=False,
     )
     assert text.json()["choices"][0]["text"] in allowed
 
@@ -265,7 +269,7 @@ NOT: dict[str, Any] = {"not": {"type": "string"}}
     ],
 )
 def test_every_dialect_names_its_own_field(server: Served, path: str, body: dict[str, Any], field: str) -> None:
-    answer = httpx.post(server.url + path, json={"max_tokens": 5} | body, timeout=60, trust_env=False)
+    answer = httpx.post(server.url + path, json={"max_tokens": 5} | body, timeout=60, trust_env=False, verify=False)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     said = error if isinstance(error, str) else error["message"]
@@ -323,7 +327,7 @@ def test_a_custom_tool_gets_what_its_lark_allows(server: Served, choice: Any) ->
     tools = [{"type": "custom", "name": "edit", "description": "changes a file", "format": form}]
     for n in range(4):
         body = {"input": f"Add line {n}.", "tools": tools, "tool_choice": choice, "max_output_tokens": 150}
-        answer = httpx.post(server.url + "/v1/responses", json=body, timeout=60, trust_env=False)
+        answer = httpx.post(server.url + "/v1/responses", json=body, timeout=60, trust_env=False, verify=False)
         assert answer.status_code == 200 and "x-cairn-warning" not in answer.headers, answer.text
         calls = [item for item in answer.json()["output"] if item["type"] == "custom_tool_call"]
         assert calls or choice == "auto"

@@ -112,7 +112,8 @@ async def test_requests_in_flight_survive_a_killed_worker(
         assert pid_of(service) != first
         assert service.stats().worker_restarts == service.metrics.worker_restarts == 1
         figure(
-            f"{many} streams, worker ended by {kind.name}", f"same tokens; all done in {time.monotonic() - started:.1f} s"
+            f"{many} streams, worker ended by {kind.name}",
+            f"same tokens; all done in {time.monotonic() - started:.1f} s",
         )
 
 
