@@ -460,7 +460,9 @@ def test_an_idle_server_ends_with_0_and_leaves_nothing(number: int) -> None:
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.3, 0.8])
-def test_a_signal_in_start_up_ends_with_0(delay: float) -> None:
+def test_a_signal_in_start_up_ends_with_0(delay: float, prove: bool) -> None:
+    if not prove and delay == 0.3:
+        pytest.skip("one more moment of a start: for `make prove`")
     process = Served(port=free_port())
     try:
         process.wait_live()
