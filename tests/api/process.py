@@ -28,7 +28,8 @@ FOLDERS = tempfile.mkdtemp(prefix="cairn-agents-")
 atexit.register(shutil.rmtree, FOLDERS, ignore_errors=True)
 _numbers = itertools.count()
 MAIN = """
-import json, sys
+import gc, json, sys
+gc.disable()  # until it serves, as the command does: modules are no garbage
 from pathlib import Path
 from cairn.api.server import serve
 from cairn.resolve import resolve

@@ -116,6 +116,7 @@ def main() -> int:
             return None if any(one.tokens[0] == KILLER for one in self._sequences.values()) else plan(self)
 
         Scheduler.plan = stuck  # type: ignore[method-assign]
+        worker.BEAT_SECONDS = 0.25  # so often it says that nothing has come
 
     if mode == "short":
         memory.memory_available = lambda *_: 0  # type: ignore[attr-defined]
