@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import signal
@@ -26,6 +27,43 @@ def pytest_configure(config: pytest.Config) -> None:
     # The same examples every time, so that a failure is about a change; `make prove` looks for new ones.
     settings.register_profile("cairn", deadline=None, derandomize=not config.option.prove)
     settings.load_profile("cairn")
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what stays until the end: to look through all tests for garbage takes half a second
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave most of what is marked `sweep` to `make prove`.
+
+    `sweep("kernels")` marks a test that is run for every case on every kind of kernels, which that parameter names,
+    alone or in front of others. Each case runs on the default kernels and on one other, in turn: so every case runs
+    twice, and every kind of kernels keeps several cases.
+    """
+    if config.option.prove or not any(item.get_closest_marker("sweep") for item in items):
+        return
+    from tests.tiny_models import KERNELS  # what has no sweeps needs no engine
+
+    turns: dict[tuple[str, str], dict[str, int]] = {}
+
+    def taken(item: pytest.Item) -> bool:
+        mark = item.get_closest_marker("sweep")
+        if mark is None or len(KERNELS) == 1 or not isinstance(item, pytest.Function):
+            return True
+        (swept,) = mark.args
+        kind, *rest = given if isinstance(given := item.callspec.params[swept], tuple) else (given,)
+        case = repr([(name, value) for name, value in sorted(item.callspec.params.items()) if name != swept])
+        known = turns.setdefault((str(item.path), item.originalname), {})
+        turn = known.setdefault(case, len(known))
+        others = KERNELS[1:]
+        if kind == KERNELS[0]:
+            return True
+        return kind == others[turn % len(others)] and (not rest or rest[0] == ("f32", "bf16")[turn // len(others) % 2])
+
+    left = {id(item) for item in items if not taken(item)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) in left])
+    items[:] = [item for item in items if id(item) not in left]
 
 
 @pytest.fixture(scope="session")

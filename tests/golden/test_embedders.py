@@ -72,6 +72,7 @@ def check(engine: Any, model: Any, pooling: str, after: list[Any], vocab: int) -
     engine.close()
 
 
+@pytest.mark.sweep("kernels")
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("name", ["qwen 3 with window layers", "llama with biases, tied", "gemma 3"])

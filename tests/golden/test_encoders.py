@@ -68,6 +68,7 @@ def test_pooling_is_that_of_the_folder(pooling: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(got, states[0 if pooling == "cls" else -1], rtol=0, atol=CLOSE)
 
 
+@pytest.mark.sweep("kernels")
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("weights", ["f32", "bf16", "int8"])
 @pytest.mark.parametrize("name", ["bert", "modern bert", "nomic bert"])

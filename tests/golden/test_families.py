@@ -56,6 +56,7 @@ def check(folder: Path, monkeypatch: pytest.MonkeyPatch, length: int = 90, kerne
     assert want.std(axis=-1).min() > 0.3
 
 
+@pytest.mark.sweep("kernels")
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_greedy_tokens_equal_those_of_transformers(

@@ -25,6 +25,7 @@ def logits(model: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> np.n
     return found
 
 
+@pytest.mark.sweep("kernels")
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", PACKED, ids=[kind.name for kind in PACKED])
 def test_packed_weights_answer_as_the_numbers_they_stand_for(

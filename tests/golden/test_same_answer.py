@@ -30,6 +30,7 @@ def same_bits(got: np.ndarray, want: np.ndarray) -> bool:
     return got.shape == want.shape and got.tobytes() == want.tobytes()
 
 
+@pytest.mark.sweep("load")
 @pytest.mark.parametrize("name", MODELS)
 def test_any_chunking_gives_the_same_bits(
     load: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -67,6 +68,7 @@ def mixed_batch(driver: Driver, rng: np.random.Generator, lengths: list[int]) ->
     return {one: np.concatenate(parts) for one, parts in collected.items()}
 
 
+@pytest.mark.sweep("load")
 @pytest.mark.parametrize(
     "name",
     [
@@ -136,6 +138,7 @@ def test_blocks_that_a_window_passed_are_not_read(load: Any, tmp_path: Path, mon
     assert same_bits(np.concatenate([logits for _, logits in driver.seen]), whole)
 
 
+@pytest.mark.sweep("load")
 @pytest.mark.parametrize("name", ["llama 2", "mistral", "qwen 2 with windows", "deepseek 2 lite", "gemma 4"])
 def test_what_an_earlier_owner_left_in_a_block_is_not_read(
     load: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

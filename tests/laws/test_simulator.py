@@ -8,7 +8,7 @@ from tests.laws import simulator, streams
 
 def test_every_schedule_keeps_the_laws(prove: bool, figure: Callable[[str, str], None]) -> None:
     """Known failures 2, 6, 7, 8, 9, 11, 12, 13, 14, 15, 17, 32, 33, 34, 36, 38."""
-    total = simulator.run_many(0, 20_000 if prove else 1_200)
+    total = simulator.run_many(0, 20_000 if prove else 600)
     figure(
         "scheduler simulator",
         f"{total['schedules']:,} schedules clean ({total['steps']:,} steps, {total['finished']:,} requests, "
@@ -16,13 +16,14 @@ def test_every_schedule_keeps_the_laws(prove: bool, figure: Callable[[str, str],
         f"{total['slowed']:,} steps short of time, {total['forced']:,} tokens forced, "
         f"{total['loaded']:,} tokens loaded)",
     )
+    share = 2 if prove else 1
     # A simulator that never gets into trouble proves nothing.
-    assert total["preemptions"] > 100
-    assert total["beside"] > 20
-    assert total["slowed"] > 100
-    assert total["forced"] > 300
-    assert total["hits"] > 10_000
-    assert total["loaded"] > 2_000
+    assert total["preemptions"] > 50 * share
+    assert total["beside"] > 10 * share
+    assert total["slowed"] > 50 * share
+    assert total["forced"] > 150 * share
+    assert total["hits"] > 5_000 * share
+    assert total["loaded"] > 1_000 * share
     assert total["finished"] > 4 * total["schedules"]
 
 

@@ -17,17 +17,18 @@ from cairn.models.weights import open_weights
 SIZES = [(256, 32), (1, 1), (13, 5), (255, 31), (8, 8), (90, 1)]
 
 
+@pytest.mark.sweep("kind")
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("name", MODELS)
 def test_replay_equals_the_direct_run(name: str, kind: str, tmp_path: Path) -> None:
     """For any number of tokens and logits rows; also after larger steps left their numbers in the buffers."""
     folder = write_model(tmp_path, **MODELS[name])
-    spec, engine = load_spec(folder), load(folder, kv_gb=0.01, kernels=kind)
+    spec, engine = load_spec(folder), load(folder, kv_gb=0.005, kernels=kind)
     kernels, buffers, kv = engine._kernels, engine._buffers, engine._kv
     built = decoder.build(kernels, spec.served(engine.info.context), open_weights(folder, spec))
     rng = np.random.default_rng(3)
 
-    def run(direct: bool, sizes: Any) -> list[bytes]:
+    def run(direct: bool, sizes: Any) -> list[np.ndarray]:
         for pool in kv:
             pool[:] = 0
         if direct:
@@ -38,7 +39,7 @@ def test_replay_equals_the_direct_run(name: str, kind: str, tmp_path: Path) -> N
             engine._body.replay(sizes)
             engine._head.replay(sizes)
         kept = [buffers.hidden[: sizes["tokens"]], buffers.logits[: sizes["logits"]], *kv]
-        return [array.tobytes() for array in kept]
+        return [np.ascontiguousarray(array).view(np.uint8) for array in kept]
 
     for tokens, wanted in SIZES:
         buffers.tokens[:tokens] = rng.integers(0, spec.vocab, tokens)
@@ -55,7 +56,8 @@ def test_replay_equals_the_direct_run(name: str, kind: str, tmp_path: Path) -> N
         buffers.wanted[:wanted] = rng.integers(0, tokens, wanted)
         sizes = {"tokens": tokens, "rows": len(rows), "logits": wanted}
         with np.errstate(all="ignore"):
-            assert run(True, sizes) == run(False, sizes), sizes
+            direct = [bits.copy() for bits in run(True, sizes)]
+            assert all(map(np.array_equal, direct, run(False, sizes))), sizes
 
 
 def test_a_recording_names_each_buffer_once_and_computes_nothing(tmp_path: Path) -> None:
