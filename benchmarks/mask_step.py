@@ -44,6 +44,7 @@ class Held:
 
     def __init__(self, vocabulary: Vocabulary, text: str, ends: Sequence[int], computing: Masks, rows: int) -> None:
         self._compiled = compile_grammar(vocabulary, text)
+        self._compiled.compute_bitmask()  # as `Grammars` does
         self._made = (vocabulary, ends, computing)
         self._ends = frozenset(ends)
         self._rng = random.Random(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import signal
@@ -26,6 +27,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # The same examples every time, so that a failure is about a change; `make prove` looks for new ones.
     settings.register_profile("cairn", deadline=None, derandomize=not config.option.prove)
     settings.load_profile("cairn")
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what stays until the end: to look through all tests for garbage takes half a second
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

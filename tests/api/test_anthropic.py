@@ -439,7 +439,7 @@ PARTS = st.dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60 if settings.default.derandomize else 150, suppress_health_check=list(HealthCheck))
 @given(JSON, PARTS)
 def test_no_body_gets_past_the_reader_but_as_a_chat_or_an_error(messages: Any, parts: dict[str, Any]) -> None:
     heard: Any = Heard()

@@ -49,7 +49,7 @@ def chat() -> Iterator[Served]:
 
 
 def post(server: Served, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, trust_env=False, timeout=30)
+    return httpx.post(server.url + path, json=body, trust_env=False, verify=False, timeout=30)
 
 
 def message(server: Served, path: str, **body: Any) -> str:
@@ -65,7 +65,7 @@ def words(count: int, seed: int = 0) -> str:
 
 def test_the_openai_client_gets_256_texts_in_order(server: Served, folder: Path) -> None:
     texts = [words(1 + seed % 40, seed) for seed in range(256)]
-    http = httpx.Client(trust_env=False, timeout=60)
+    http = httpx.Client(trust_env=False, verify=False, timeout=60)
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, http_client=http) as api:
         found = api.embeddings.create(model="encoder", input=texts)  # the client asks for base64
         plain = api.embeddings.create(model="encoder", input=texts[7], encoding_format="float")
@@ -134,7 +134,10 @@ def test_an_encoder_answers_no_chat(server: Served, judge: tuple[Served, Any, Pa
         assert "makes embeddings and answers nothing; use /v1/embeddings" in message(server, path, **body)
         assert "judges texts and answers nothing; use /v1/rerank" in message(judge[0], path, **body)
     assert "makes no embeddings" in message(judge[0], "/v1/embeddings", input="x")
-    kinds = [httpx.get(one.url + "/v1/models", trust_env=False).json()["data"][0]["kind"] for one in (server, judge[0])]
+    kinds = [
+        httpx.get(one.url + "/v1/models", trust_env=False, verify=False).json()["data"][0]["kind"]
+        for one in (server, judge[0])
+    ]
     assert kinds == ["embed", "rerank"]
 
 
@@ -221,7 +224,7 @@ def test_ollamas_routes(server: Served) -> None:
     assert post(server, "/api/embed", input=long).status_code == 200, "it is cut"
     refused = post(server, "/api/embed", input=long, truncate=False)
     assert refused.status_code == 400 and "input" in refused.json()["error"]
-    (model,) = httpx.get(server.url + "/api/tags", trust_env=False).json()["models"]
+    (model,) = httpx.get(server.url + "/api/tags", trust_env=False, verify=False).json()["models"]
     assert post(server, "/api/show", model=model["name"]).json()["capabilities"] == ["embedding"]
     chat = post(server, "/api/chat", messages=[{"role": "user", "content": "hi"}])
     assert chat.status_code == 400 and isinstance(chat.json()["error"], str)

@@ -211,14 +211,14 @@ async def test_a_slow_reader_that_reads_gets_everything() -> None:
     """Known failure 43: backpressure, not a cut, for a client that makes progress."""
     big = Delta(text="x" * 20_000)
     service = ScriptedService(lambda request: [*[big] * 400, done()])
-    async with site(service, Config(stream_buffer_kib=16, stream_stall=1.0)) as at:
+    async with site(service, Config(stream_buffer_kib=16, stream_stall=0.5)) as at:
         reader, writer = await at.raw(limit=1 << 16)  # beyond twice this the client leaves it in the socket
         body = json.loads(CHAT) | {"stream": True}
         writer.write(request_bytes("POST", "/v1/chat/completions", json.dumps(body).encode(), "Connection: close"))
         data = b""
         while piece := await asyncio.wait_for(reader.read(120_000), 10):
             data += piece
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.025)
         writer.close()
     text = data.partition(b"\r\n\r\n")[2]
     assert text.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") and text.count(b"x" * 20_000) == 400

@@ -187,7 +187,7 @@ async def test_what_is_refused_has_ollamas_shape(more: dict[str, Any], error: st
     assert error in refused.json()["error"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60 if settings.default.derandomize else 150)
 @given(st.lists(MESSAGE, min_size=1) | JSON, FIELDS, OPTIONS)
 def test_no_body_gets_past_the_reader_but_as_a_chat_or_an_error(messages: Any, fields: Any, options: Any) -> None:
     try:

@@ -192,7 +192,7 @@ def test_sighup_reads_the_file_again_and_the_owner_has_a_listener(folder: Path, 
         admin = f"http://127.0.0.1:{port}"
 
         def get(url: str, **headers: str) -> int:
-            return httpx.get(url, headers=headers, trust_env=False, timeout=20).status_code
+            return httpx.get(url, headers=headers, trust_env=False, verify=False, timeout=20).status_code
 
         def models(key: str) -> int:
             return get(server.url + "/v1/models", authorization=f"Bearer {key}")

@@ -26,6 +26,7 @@ CONTROL_IDS = 256
 BOOK = "The house book. " + " ".join(
     f"On day {day} the yard was swept and {day % 7} hens were fed." for day in range(20)
 )
+"""What a conversation begins with, after a word of its own: the tests share a server."""
 WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -58,9 +59,9 @@ class Home:
 DEMO: dict[str, Any] = {"model": "demo", "engine": "cpu", "kernels": "auto"}
 
 
-@pytest.fixture
-def demo(tmp_path: Path) -> Any:
-    home = Home(tmp_path, **DEMO)
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    home = Home(tmp_path_factory.mktemp("demo"), **DEMO)
     try:
         home.server.wait_ready()
         yield home
@@ -74,7 +75,7 @@ def body(messages: Messages, **more: Any) -> dict[str, Any]:
 
 def with_openai(server: Served, messages: Messages, **more: Any) -> dict[str, Any]:
     """The answer as plain JSON."""
-    http = httpx.Client(trust_env=False, timeout=60)
+    http = httpx.Client(trust_env=False, verify=False, timeout=60)
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, http_client=http) as api:
         answer = api.chat.completions.create(**body(messages, **more))
         return answer.model_dump(exclude_none=True)
@@ -113,7 +114,7 @@ def test_a_conversation_that_is_resent_is_computed_once(demo: Home, client: Ask)
     """Known failures 27, 39: over four questions and a restart before each but the first two."""
     if client is with_curl and shutil.which("curl") is None:
         pytest.skip("there is no curl")
-    messages: Messages = [{"role": "system", "content": BOOK}]
+    messages: Messages = [{"role": "system", "content": f"{client.__name__}. {BOOK}"}]
     last = None
     for number, question in enumerate(("Hi, I am Zorvak.", "What is my name?", "And who feeds the hens?", "Thanks.")):
         if number >= 2:

@@ -423,7 +423,7 @@ def test_a_broken_connection_costs_nothing_end_to_end() -> None:
     """A stream read in pieces over many connections is the stream read over one, event for event."""
     body = {"model": "demo", "prompt": [400, 401, 402], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    with served(reconnect_grace=2.0) as server:
+    with served(reconnect_grace=1.0) as server:
         pieces: list[tuple[int, Any]] = []
         response = lines_of(server.url + "/v1/completions", body, **MARK)
         id = response.headers["x-request-id"]
@@ -446,7 +446,7 @@ def test_a_broken_connection_costs_nothing_end_to_end() -> None:
         joined = "".join(event["choices"][0]["text"] for _, event in whole[:-2])
         chunks = [json.loads(line[6:]) for line in plain.splitlines() if line.startswith("data: {")]
         assert joined == "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1])
-        time.sleep(4.5)
+        time.sleep(2.5)
         with pytest.raises(urllib.error.HTTPError, match="404"):
             lines_of(f"{server.url}/v1/requests/{id}/events")
 

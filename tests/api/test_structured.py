@@ -48,13 +48,13 @@ def server() -> Iterator[Served]:
 
 
 def client(server: Served) -> openai.OpenAI:
-    http = httpx.Client(trust_env=False, timeout=60)
+    http = httpx.Client(trust_env=False, verify=False, timeout=60)
     return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, http_client=http)
 
 
 def ask(server: Served, **more: Any) -> Any:
     body = {"messages": ASKED, "max_tokens": 200, "temperature": 1, **more}
-    return httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60, trust_env=False)
+    return httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60, trust_env=False, verify=False)
 
 
 def content(answer: Any) -> str:
@@ -111,7 +111,11 @@ def test_openai_python_parses_calls_of_strict_tools(server: Served) -> None:
 def test_every_way_to_say_it(server: Served, more: dict[str, Any], allowed: list[str]) -> None:
     assert content(ask(server, **more)) in allowed
     text = httpx.post(
-        server.url + "/v1/completions", json={"prompt": "It is", "max_tokens": 50, **more}, timeout=60, trust_env=False
+        server.url + "/v1/completions",
+        json={"prompt": "It is", "max_tokens": 50, **more},
+        timeout=60,
+        trust_env=False,
+        verify=False,
     )
     assert text.json()["choices"][0]["text"] in allowed
 
@@ -120,7 +124,7 @@ def test_an_answer_with_a_seed_is_the_same_alone_streamed_and_in_company(server:
     more: dict[str, Any] = {"response_format": {"type": "json_object", "schema": CITY}, "seed": 5}
     alone = content(ask(server, **more))
     City.model_validate_json(alone)
-    with httpx.Client(trust_env=False, timeout=60) as http:
+    with httpx.Client(trust_env=False, verify=False, timeout=60) as http:
         body = {"messages": ASKED, "temperature": 1, **more, "stream": True}
         stream = http.post(server.url + "/v1/chat/completions", json=body).text
     chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
@@ -170,7 +174,7 @@ def test_a_worker_that_dies_within_an_object_is_followed_by_one_that_goes_on(ser
     schema = {"type": "array", "items": {"type": "integer", "maximum": 99}, "minItems": 60, "maxItems": 60}
     more: dict[str, Any] = {"guided_json": schema, "seed": 3, "max_tokens": 600}
     whole = content(ask(server, **more))
-    with httpx.Client(trust_env=False, timeout=60) as http:
+    with httpx.Client(trust_env=False, verify=False, timeout=60) as http:
         body = {"messages": ASKED, "temperature": 1, "stream": True, **more}
         with http.stream("POST", server.url + "/v1/chat/completions", json=body) as answer:
             said, killed = "", False
@@ -265,7 +269,7 @@ NOT: dict[str, Any] = {"not": {"type": "string"}}
     ],
 )
 def test_every_dialect_names_its_own_field(server: Served, path: str, body: dict[str, Any], field: str) -> None:
-    answer = httpx.post(server.url + path, json={"max_tokens": 5} | body, timeout=60, trust_env=False)
+    answer = httpx.post(server.url + path, json={"max_tokens": 5} | body, timeout=60, trust_env=False, verify=False)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     said = error if isinstance(error, str) else error["message"]
@@ -323,7 +327,7 @@ def test_a_custom_tool_gets_what_its_lark_allows(server: Served, choice: Any) ->
     tools = [{"type": "custom", "name": "edit", "description": "changes a file", "format": form}]
     for n in range(4):
         body = {"input": f"Add line {n}.", "tools": tools, "tool_choice": choice, "max_output_tokens": 150}
-        answer = httpx.post(server.url + "/v1/responses", json=body, timeout=60, trust_env=False)
+        answer = httpx.post(server.url + "/v1/responses", json=body, timeout=60, trust_env=False, verify=False)
         assert answer.status_code == 200 and "x-cairn-warning" not in answer.headers, answer.text
         calls = [item for item in answer.json()["output"] if item["type"] == "custom_tool_call"]
         assert calls or choice == "auto"
@@ -350,7 +354,7 @@ def test_a_strict_tool_that_cannot_be_held_to_is_named_and_another_is_not(server
 
 
 def test_a_turn_of_an_agent_is_held_to_its_form(server: Served) -> None:
-    with httpx.Client(trust_env=False, timeout=60, base_url=server.url) as http:
+    with httpx.Client(trust_env=False, verify=False, timeout=60, base_url=server.url) as http:
         assert http.post("/v1/agents", json={"id": "formal", "tools": [WEATHER]}).status_code < 300
         turns = "/v1/agents/formal/turns"
         for number in range(3):

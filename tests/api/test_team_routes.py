@@ -198,12 +198,13 @@ def said_by(url: str) -> list[tuple[int, str, str]]:
 def test_a_killed_server_goes_on_with_the_round_and_says_the_same(folder: Path, tmp_path: Path) -> None:
     members = [member | {"max_tokens": 200} for member in MEMBERS]
     team = TEAM | {"members": members, "topology": {"kind": "round_robin"}}
-    with served(model=str(folder), agents_dir=str(tmp_path / "whole")) as server:
+    cut = str(tmp_path / "cut")
+    with served(model=str(folder), agents_dir=cut) as server:
         server.post("/v1/teams", team)
         server.post("/v1/teams/t/rounds", {"rounds": 2})
         expected = said_by(server.url)
-    cut = str(tmp_path / "cut")
-    with served(model=str(folder), agents_dir=cut) as server:
+        with urllib.request.urlopen(urllib.request.Request(server.url + "/v1/teams/t", method="DELETE")):
+            pass
         server.post("/v1/teams", team)
         body = json.dumps({"rounds": 2, "stream": True}).encode()
         asked = urllib.request.Request(server.url + "/v1/teams/t/rounds", body, {"Content-Type": "application/json"})

@@ -73,7 +73,7 @@ async def test_a_run_from_its_check_to_its_deletion(folder: Path) -> None:
 
 
 async def test_a_run_is_cancelled_by_the_id_of_its_request_and_goes_on_when_it_is_resumed(folder: Path) -> None:
-    slow = {"inputs": {}, "nodes": [node(f"n{at}", f"Talk {at}", sampling=SAMPLING) for at in range(60)], "at_once": 1}
+    slow = {"inputs": {}, "nodes": [node(f"n{at}", f"Talk {at}", sampling=SAMPLING) for at in range(20)], "at_once": 1}
     async with home(folder) as (_, http):
         body = {"workflow": slow, "seed": 4, "stream": True}
         async with http.stream("POST", "/v1/workflows/runs", json=body) as answer:
@@ -87,7 +87,7 @@ async def test_a_run_is_cancelled_by_the_id_of_its_request_and_goes_on_when_it_i
         assert '"interrupted"' in rest[-2] and (await http.get(f"/v1/requests/{id}")).json()["state"] == "cancelled"
         assert (await http.get(f"/v1/workflows/runs/{run}")).json()["state"] == "interrupted"
         resumed = (await http.post(f"/v1/workflows/runs/{run}/resume", json={})).json()
-        assert resumed["state"] == "finished" and len(resumed["nodes"]) == 60
+        assert resumed["state"] == "finished" and len(resumed["nodes"]) == 20
 
 
 async def test_what_is_wrong_is_named_before_anything_runs(folder: Path) -> None:

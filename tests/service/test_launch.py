@@ -45,9 +45,11 @@ def group(pgid: int) -> list[str]:
 @pytest.mark.parametrize("delay", [0.0, 0.003, 0.01, 0.02, 0.1, 0.3, 0.45])
 @pytest.mark.parametrize("everybody", [True, False])
 def test_a_signal_while_a_server_starts_leaves_no_worker_and_no_traceback(
-    delay: float, everybody: bool, tmp_path: Path
+    delay: float, everybody: bool, tmp_path: Path, prove: bool
 ) -> None:
     """Known failure 3: a terminal sends it to every process at once, also to one that still imports."""
+    if not prove and delay not in (0.0, 0.1):
+        pytest.skip("every moment of a start: for `make prove`")
     env = without_secrets() | {"XDG_DATA_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     process = subprocess.Popen(START, stderr=subprocess.PIPE, env=env, start_new_session=True)
     assert process.stderr is not None

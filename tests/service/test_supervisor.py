@@ -60,6 +60,11 @@ def faulty(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     monkeypatch.setattr(launch, "WORKER", (sys.executable, str(FAULTY), mode))
 
 
+def exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that end at once."""
+    monkeypatch.setattr(launch, "WORKER", (sys.executable, "-c", "raise SystemExit(3)"))
+
+
 def oracle(service: Service) -> Callable[[Request], list[int]]:
     _, engine = load_engine(service._config, Path(service._config.model))
     assert isinstance(engine, FakeEngine)
@@ -82,13 +87,14 @@ def resident(pid: int) -> int:
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
 async def test_requests_in_flight_survive_a_killed_worker(
-    folder: Path, figure: Figure, monkeypatch: pytest.MonkeyPatch, kind: signal.Signals
+    folder: Path, figure: Figure, monkeypatch: pytest.MonkeyPatch, kind: signal.Signals, prove: bool
 ) -> None:
-    """Known failures 2, 17: 50 streams, greedy and sampled, with stops and log-probabilities; the same tokens."""
+    """Known failures 2, 17: streams that are greedy and sampled, with stops and log-probabilities; the same tokens."""
     faulty(monkeypatch, "paced")
+    many = 50 if prove or kind is signal.SIGKILL else 12
     async with serving(folder) as service:
         asked = []
-        for n in range(50):
+        for n in range(many):
             extra: dict[str, Any] = [{}, {"temperature": 1.0}, {"logprobs": True}, {"stop": ("qqq",)}][n % 4]
             asked.append(request(service, f"stream {n} " * (1 + n % 9), 60 + n, seed=n, **extra))
         readers = [asyncio.create_task(collect(service.generate(one))) for one in asked]
@@ -106,7 +112,8 @@ async def test_requests_in_flight_survive_a_killed_worker(
         assert pid_of(service) != first
         assert service.stats().worker_restarts == service.metrics.worker_restarts == 1
         figure(
-            f"50 streams, worker ended by {kind.name}", f"same tokens; all done in {time.monotonic() - started:.1f} s"
+            f"{many} streams, worker ended by {kind.name}",
+            f"same tokens; all done in {time.monotonic() - started:.1f} s",
         )
 
 
@@ -262,7 +269,7 @@ async def test_a_stopped_worker_is_replaced_and_its_streams_go_on(
     """Known failure 16: a watchdog that missed a stalled worker."""
     faulty(monkeypatch, "paced")
     async with serving(folder) as service:
-        asked = request(service, "stopped", 300)
+        asked = request(service, "stopped", 120)
         reader = asyncio.create_task(collect(service.generate(asked)))
         await until(lambda: service.metrics.generation_tokens > 20)
         first = pid_of(service)
@@ -277,7 +284,7 @@ async def test_a_step_that_stands_still_is_seen_although_the_process_lives(
 ) -> None:
     """Known failure 16."""
     faulty(monkeypatch, "stops")
-    patience = Patience(silence=30, stall=1.5, backoff=(0.0,))
+    patience = Patience(silence=30, stall=1.0, backoff=(0.0,))
     async with serving(folder, patience) as service:
         good = request(service, "good", 1500)
         reader = asyncio.create_task(collect(service.generate(good)))
@@ -326,7 +333,9 @@ async def test_who_owes_only_an_answer_is_watched_and_left_alone_while_its_loop_
         clock.time += 0.001  # so that it is seen to be heard
         theirs.sendall(wire.encode(message))
         link: Any = watch._link
-        await until(lambda: link.watchdog.heard_at == clock.time)
+        async with asyncio.timeout(20):
+            while link.watchdog.heard_at != clock.time:
+                await asyncio.sleep(0)
 
     def passes(seconds: float) -> int:
         for _ in range(int(4 * seconds)):
@@ -366,9 +375,9 @@ async def test_an_idle_worker_is_left_alone(folder: Path) -> None:
     """Known failure 16: a watchdog that fired on an idle server."""
     async with serving(folder, Patience(silence=0.4, stall=0.4, step=0.4)) as service:
         first = pid_of(service)
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(0.9)
         assert (await collect(service.generate(request(service)))).done is not None
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(0.6)
         assert pid_of(service) == first
 
 
@@ -377,7 +386,7 @@ async def test_a_front_that_stood_still_blames_nobody(folder: Path, monkeypatch:
     faulty(monkeypatch, "paced")
     async with serving(folder, Patience(silence=1.2)) as service:
         first = pid_of(service)
-        asked = request(service, "sleep", 400)
+        asked = request(service, "sleep", 120)
         reader = asyncio.create_task(collect(service.generate(asked)))
         await until(lambda: service.metrics.generation_tokens > 10)
         os.kill(first, signal.SIGSTOP)
@@ -411,7 +420,7 @@ async def test_a_request_that_kills_the_worker_fails_alone(folder: Path, monkeyp
 async def test_several_killers_are_all_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     faulty(monkeypatch, "dies")
     async with serving(folder) as service:
-        asked = [request(service, (KILLER if n % 3 == 0 else 1, n), 20) for n in range(9)]
+        asked = [request(service, (KILLER if n % 3 == 0 else 1, n), 20) for n in range(6)]
         found = await asyncio.gather(*(collect(service.generate(one)) for one in asked), return_exceptions=True)
         truth = oracle(service)
         for n, (one, answer) in enumerate(zip(asked, found, strict=True)):
@@ -427,7 +436,7 @@ async def test_after_many_deaths_in_a_row_requests_end_and_another_worker_is_tri
 ) -> None:
     """Half a minute without memory, and the server was without a worker for ever."""
     async with serving(folder, Patience(restarts=3, backoff=(0.0, 0.01, 0.01, 0.01, 0.5))) as service:
-        faulty(monkeypatch, "exits")
+        exits(monkeypatch)
         streams = [service.generate(request(service, f"r{n}", 1900)) for n in range(3)]
         await anext(streams[0])
         os.kill(pid_of(service), signal.SIGKILL)
@@ -462,8 +471,8 @@ def test_the_pause_between_workers_grows_to_a_minute() -> None:
 
 async def test_deaths_far_apart_of_a_worker_that_answers_are_not_in_a_row(folder: Path) -> None:
     """Known failure 2: an idle server whose worker is ended now and then would end for good one night."""
-    async with serving(folder, Patience(restarts=3, backoff=(0.0,))) as service:
-        for _ in range(5):
+    async with serving(folder, Patience(restarts=2, backoff=(0.0,))) as service:
+        for _ in range(3):
             await until(lambda: service._supervisor.up)
             await service.where((1, 2, 3))
             os.kill(pid_of(service), signal.SIGKILL)
@@ -511,7 +520,7 @@ async def test_a_worker_that_could_not_be_started_is_no_restart(folder: Path, mo
 
 async def test_a_failing_worker_sends_new_requests_away(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(folder, Patience(backoff=(0.0, 0.0, 30.0))) as service:
-        faulty(monkeypatch, "exits")
+        exits(monkeypatch)
         os.kill(pid_of(service), signal.SIGKILL)
         await until(lambda: service._supervisor.trouble)
         with pytest.raises(
@@ -591,7 +600,7 @@ async def test_a_worker_that_sends_nonsense_is_replaced_and_nothing_of_it_is_use
 
 
 async def test_a_worker_that_ends_while_loading_is_a_model_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    faulty(monkeypatch, "exits")
+    exits(monkeypatch)
     with pytest.raises(ModelError, match="exit code 3") as caught:
         await Service.start(config(folder))
     assert caught.value.exit_code == 2

@@ -187,7 +187,7 @@ def test_each_way_not_to_get_on() -> None:
 async def test_a_wedged_worker_is_told_of_and_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop turns, signs of life come, it uses some CPU, and no request gets further."""
     monkeypatch.setattr(launch, "WORKER", (sys.executable, str(FAULTY), "wedges"))
-    patience = Patience(silence=30, notice=2.5, stall=4.5, backoff=(0.0,))
+    patience = Patience(silence=30, notice=1.2, stall=3.2, backoff=(0.0,))
     service = await Service.start(config(folder), patience=patience)
     try:
         async with site(service) as at, at.http() as http:

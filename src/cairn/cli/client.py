@@ -254,10 +254,11 @@ class Client:
             raise Unavailable(f"the connection to {self.url} was lost: {why(error)}") from None
 
 
-def _verify(url: httpx.URL) -> ssl.SSLContext | bool:
-    """Whom to trust: those whom SSL_CERT_FILE or SSL_CERT_DIR names, as a server of one's own may need."""
+def _verify(url: httpx.URL) -> ssl.SSLContext:
+    """Whom to trust: those whom SSL_CERT_FILE or SSL_CERT_DIR names, as a server of one's own may need. Where nothing
+    is encrypted, nobody: to read all authorities takes longer than a short command."""
     if url.scheme != "https":
-        return True
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         return httpx.create_ssl_context(trust_env=True)
     except (ImportError, ValueError, OSError) as error:

@@ -13,13 +13,16 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cairn.errors import ModelError, ModelFileError
-from cairn.models.download import Hub, Listing, RemoteFile
 from cairn.models.families import MODULES
 from cairn.models.files import INDEX, MAX_JSON_BYTES, WEIGHTS
 from cairn.models.hub import NEEDED, Progress, choose_one, index_shards, is_complete, snapshot_of
 from cairn.models.variants import tags, variants
+
+if TYPE_CHECKING:
+    from cairn.models.download import Hub, Listing, RemoteFile  # brings httpx, which a server has no other use for
 
 USEFUL = (
     "generation_config.json",

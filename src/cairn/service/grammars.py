@@ -19,8 +19,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from cairn.engine.base import Pending
 from cairn.errors import CairnError, InvalidRequest
@@ -28,7 +26,7 @@ from cairn.request import Request
 from cairn.sampling_params import SamplingExtras
 from cairn.seams import Clock
 from cairn.sequence import Matcher
-from cairn.service.masks import Masks
+from cairn.service.masks import Known, Masks
 
 KEPT = 64
 """Compiled grammars that are kept for the next request."""
@@ -136,7 +134,10 @@ class Grammars:
 
     def _compile(self, vocabulary: Vocabulary, marks: tuple[str, ...], text: str) -> Any:
         """llguidance's matcher of a grammar, to be copied."""
-        compiled = self._compiled.pop((marks, text), None) or compile_grammar(vocabulary, text)
+        compiled = self._compiled.pop((marks, text), None)
+        if compiled is None:
+            compiled = compile_grammar(vocabulary, text)
+            compiled.compute_bitmask()  # what a first mask has to find out is then known to every copy
         self._compiled[marks, text] = compiled
         while len(self._compiled) > KEPT:
             self._compiled.popitem(last=False)
@@ -191,50 +192,52 @@ class GrammarMatcher:
 
     def __init__(self, matcher: Any, vocabulary: Vocabulary, ends: Sequence[int], masks: Masks) -> None:
         """`ends`: the control tokens that end this answer."""
-        self.follower, self._masks = matcher, masks
+        self._follower, self._masks = matcher, masks
         self._ends = frozenset(ends)
         self._others = [token for token in vocabulary.tokenizer.eos_tokens if token not in self._ends]
-        self.words = -(-vocabulary.tokenizer.vocab_size // 32)
-        """`Masked.words`."""
         self._run: list[int] = []
         """Tokens that are perhaps the only ones that may come, the first of them next."""
+        self._next: Known | None = None
+        """The next mask, where `forced` has looked at it."""
 
     @property
     def over(self) -> bool:
         """`Matcher.over`."""
-        return bool(self.follower.is_stopped()) and not self.follower.is_error()
+        return bool(self._follower.is_stopped()) and not self._follower.is_error()
 
     def mask(self) -> Pending[bytes]:
         """`Matcher.mask`."""
-        return self._masks.ask(self)
+        return self._next or self._masks.ask(self)
 
     def consume(self, token: int) -> None:
         """`Matcher.consume`. A token that cannot come puts the grammar out of action: the next mask is empty."""
         self._run = self._run[1:] if self._run[:1] == [token] else []
         if token not in self._ends:
-            self.follower.consume_token(token)
+            self._next = None
+            self._follower.consume_token(token)
 
     def forced(self) -> int | None:
         """`Matcher.forced`. What llguidance would go on with is cut into tokens as a whole; each counts only where the
         mask says the same, which then looks at no other token."""
-        self._run = self._run or self.follower.compute_ff_tokens()
+        self._run = self._run or self._follower.compute_ff_tokens()
         if not self._run:
             return None
-        mask = self.fit(np.frombuffer(bytearray(self.follower.compute_bitmask()), np.uint8))
-        token = self._run[0]
+        self._next = self._next or Known(self.compute())
+        token, mask = self._run[0], self._next.mask
         only = bool(mask) and mask[token >> 3] == 1 << (token & 7) and mask.count(0) == len(mask) - 1
         return token if only else None
 
-    def fit(self, bits: NDArray[np.uint8]) -> bytes:
-        """`Masked.fit`."""
-        if self.follower.is_error():
+    def compute(self) -> bytes:
+        """`Masked.compute`."""
+        bits = bytearray(self._follower.compute_bitmask())
+        if self._follower.is_error():
             return b""
         for token in self._others:
             bits[token >> 3] &= ~(1 << (token & 7)) & 255
-        if self._ends and self.follower.is_accepting():
+        if self._ends and self._follower.is_accepting():
             for token in self._ends:
                 bits[token >> 3] |= 1 << (token & 7)
-        return bits.tobytes()
+        return bytes(bits)
 
 
 class Tokens:

@@ -1,7 +1,7 @@
-"""The masks of a step's rows: all that were asked for by then are computed in one call, in a thread beside the step.
+"""The masks of a step: all that were asked for by then are computed one after another, in a thread beside the step.
 
-A thread for each would cost more than most masks do: they are a few microseconds each. llguidance spreads one call over
-threads of its own, without the interpreter's lock.
+Most take a few microseconds, less than handing them to threads of their own costs, and the step has the other cores.
+llguidance computes without the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -9,30 +9,14 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
-
-THREADS = 2
-"""Of one call."""
+from typing import Protocol
 
 
 class Masked(Protocol):
     """What needs a mask."""
 
-    @property
-    def follower(self) -> Any:
-        """The `llguidance.LLMatcher` that says what may come."""
-        ...
-
-    @property
-    def words(self) -> int:
-        """Words of 32 tokens that a mask has."""
-        ...
-
-    def fit(self, bits: NDArray[np.uint8]) -> bytes:
-        """The mask, of what that says, which is overwritten."""
+    def compute(self) -> bytes:
+        """The mask of what may come now. Called by a thread."""
         ...
 
 
@@ -54,6 +38,17 @@ class Later:
         return self.masks.result()[self.number]
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A mask that is there: an `engine.base.Pending`."""
+
+    mask: bytes
+
+    def wait(self) -> bytes:
+        """The mask."""
+        return self.mask
+
+
 class Masks:
     """One thread asks."""
 
@@ -61,7 +56,6 @@ class Masks:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="cairn-masks")
         self._lock = threading.Lock()
         self._open: _Batch | None = None
-        self._executor: Any = None
 
     def ask(self, row: Masked) -> Later:
         """Compute a row's mask. What it goes by may not change until that is there."""
@@ -81,16 +75,6 @@ class Masks:
         with self._lock:  # who asks from now on is of the next one
             self._open = None
         try:
-            batch.masks.set_result(self._computed(batch.asking))
+            batch.masks.set_result([row.compute() for row in batch.asking])
         except BaseException as error:
             batch.masks.set_exception(error)
-
-    def _computed(self, rows: list[Masked]) -> list[bytes]:
-        from llguidance import LLExecutor
-
-        if self._executor is None:
-            self._executor = LLExecutor(THREADS)
-        bits = np.empty((len(rows), max(row.words for row in rows)), np.uint32)
-        pairs = [(row.follower, number) for number, row in enumerate(rows)]
-        self._executor.unsafe_compute_mask_ptr(pairs, bits.ctypes.data, 4 * bits.shape[1], len(rows))
-        return [row.fit(line.view(np.uint8)) for row, line in zip(rows, bits, strict=True)]

@@ -9,26 +9,15 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from cairn.engine.base import Pending
 from cairn.request import OutputFormat
 from cairn.sequence import Matcher
 from cairn.service.grammars import Vocabulary
+from cairn.service.masks import Known
 from cairn.text.split import MOST_LEAD
 from cairn.text.thoughts import thoughts
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A mask that is there: an `engine.base.Pending`."""
-
-    mask: bytes
-
-    def wait(self) -> bytes:
-        """The mask."""
-        return self.mask
 
 
 class BudgetMatcher:
