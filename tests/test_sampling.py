@@ -164,7 +164,7 @@ def kept(logits: NDArray[np.float32], top_k: int = 0, top_p: float = 1.0, min_p:
 def test_the_temperature_after_the_cuts(temperature: float, filters: dict[str, float]) -> None:
     logits = random_logits(1)[0]
     cut = np.where(kept(logits, **filters) > 0, logits, -np.inf)  # type: ignore[arg-type]
-    found = draws(logits, temperature=temperature, temperature_last=True, **filters)
+    found = draws(logits, 4_000, temperature=temperature, temperature_last=True, **filters)
     assert_distributed(found, probabilities(cut / np.float32(temperature)))
 
 
