@@ -18,7 +18,7 @@ MARK = "<!-- figures -->"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--prove", action="store_true", help="the full figures (make prove), not a thirtieth to a tenth")
+    parser.addoption("--prove", action="store_true", help="the full figures (make prove), not a fortieth to a tenth")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def prove(pytestconfig: pytest.Config) -> bool:
-    """Whether to run the full figures instead of a thirtieth to a tenth."""
+    """Whether to run the full figures instead of a fortieth to a tenth."""
     return bool(pytestconfig.option.prove)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +32,12 @@ def engine() -> Iterator[CpuEngine]:
     made = load(real_models.gemma3(), step_tokens=1024, context=1024, kv_gb=0.2, kv_dtype="f32", threads=2)
     yield made
     made.close()
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    """Read once: its 262,144 tokens take seconds."""
+    return Tokenizer.load(real_models.gemma3())
 
 
 def scored(engine: CpuEngine, answer: dict[str, Any]) -> list[dict[int, float]]:
@@ -66,16 +73,15 @@ def test_log_probabilities_and_greedy_tokens_are_llama_cpps(
 
 
 def test_texts_have_the_tokens_that_llama_cpp_gives_them() -> None:
-    tokenizer = Tokenizer.load(real_models.gemma3())
     for text, tokens in FIGURES["texts"]:
-        assert list(tokenizer.encode_rendered(text)) == tokens, text
-        assert tokenizer.decode(tokens, skip_special=False) == text.replace("▁", " ")
+        assert list(tokenizer().encode_rendered(text)) == tokens, text
+        assert tokenizer().decode(tokens, skip_special=False) == text.replace("▁", " ")
 
 
 def test_a_server_answers_with_sense_and_stops_at_the_end_of_a_turn() -> None:
     """A base model goes on with a pattern; that the end of a turn ends it is seen where it is made to say it."""
     pattern = "Italy: Rome\nSpain: Madrid\nJapan: Tokyo\nFrance:"
-    end = Tokenizer.load(real_models.gemma3()).token_id("<end_of_turn>")
+    end = tokenizer().token_id("<end_of_turn>")
     with served(model=str(real_models.gemma3()), engine="auto", kv_gb=0.1, chat_template="gemma") as server:
         asked = {"prompt": pattern, "temperature": 0, "max_tokens": 12, "stop": ["\n"]}
         said = server.post("/v1/completions", asked)["choices"][0]

@@ -6,6 +6,7 @@ sum of magnitudes; what is asked is a few times what was seen, far below what an
 
 from __future__ import annotations
 
+import functools
 from itertools import pairwise
 from typing import Any
 
@@ -262,12 +263,34 @@ def test_attention(kernels: Any, heads: int, kv_heads: int, size: int, window: i
 
     Where queries and weights are rounded to bfloat16, that moves a result by about 2**-8 of the values' size.
     """
+    rows, tables, query, pool, want = attention_case(heads, kv_heads, size, window, dtype)
+    kv, out = laid_out(pool), np.empty_like(want)
+    kernels.attention(query, kv, 1, np.array(rows, np.int32), tables, window, 0.3, out)
+    np.testing.assert_allclose(out, want, atol=4e-2 if dtype == ml_dtypes.bfloat16 else 1e-5)
+    assert np.abs(out - want).mean() < (2e-3 if dtype == ml_dtypes.bfloat16 else 1e-6)
+    for number, (first, count, start) in enumerate(rows):
+        for place in range(0, count, 7):
+            alone, at, position = np.empty((1, heads * size), np.float32), first + place, start + place
+            block = tables[number, position // BLOCK_TOKENS]
+            early = pool[block : block + 1].copy()
+            early[:, :, :, :, position % BLOCK_TOKENS + 1 :] = np.nan
+            kv[block] = laid_out(early)[0]
+            row = np.array([(0, 1, position)], np.int32)
+            table = tables[number : number + 1]
+            kernels.attention(query[at : at + 1], kv, 1, row, table, window, 0.3, alone)
+            assert alone.tobytes() == out[at : at + 1].tobytes(), (number, place)
+            kv[block] = laid_out(pool[block : block + 1])[0]
+
+
+@functools.cache
+def attention_case(heads: int, kv_heads: int, size: int, window: int, dtype: Any) -> Any:
+    """Rows, tables, queries, a pool in the reference's order, and what attention gives: once for all kernels."""
     rng = np.random.default_rng(0)
     rows = [(0, 1, 0), (1, 1, 131), (2, 37, 50), (39, 1, 63), (40, 64, 0), (104, 1, 64), (105, 3, 126)]
     tokens, width = 108, 12
     pool = np.full((width * len(rows), 3, 2, kv_heads, BLOCK_TOKENS, size), np.nan, dtype)
     tables, ids = np.full((len(rows), width), -1, np.int32), rng.permutation(len(pool)).astype(np.int32)
-    query, out = random(tokens, heads, size, seed=4), np.empty((tokens, heads * size), np.float32)
+    query = random(tokens, heads, size, seed=4)
     for number, (_, count, start) in enumerate(rows):
         end = start + count
         keys, values = random(end, kv_heads, size, seed=number), random(end, kv_heads, size, seed=number + 50)
@@ -277,20 +300,7 @@ def test_attention(kernels: Any, heads: int, kv_heads: int, size: int, window: i
             part = slice(block * BLOCK_TOKENS, min(end, (block + 1) * BLOCK_TOKENS))
             pool[one, 1, 0, :, : part.stop - part.start] = keys[part].transpose(1, 0, 2)
             pool[one, 1, 1, :, : part.stop - part.start] = values[part].transpose(1, 0, 2)
-    want = naive_rows(query, pool, 1, rows, tables, window, 0.3)
-    kv = laid_out(pool)
-    kernels.attention(query, kv, 1, np.array(rows, np.int32), tables, window, 0.3, out)
-    np.testing.assert_allclose(out, want, atol=4e-2 if dtype == ml_dtypes.bfloat16 else 1e-5)
-    assert np.abs(out - want).mean() < (2e-3 if dtype == ml_dtypes.bfloat16 else 1e-6)
-    for number, (first, count, start) in enumerate(rows):
-        for place in range(0, count, 7):
-            alone, at = np.empty((1, heads * size), np.float32), first + place
-            early, position = pool.copy(), start + place
-            early[tables[number, position // BLOCK_TOKENS], :, :, :, position % BLOCK_TOKENS + 1 :] = np.nan
-            row = np.array([(0, 1, position)], np.int32)
-            table = tables[number : number + 1]
-            kernels.attention(query[at : at + 1], laid_out(early), 1, row, table, window, 0.3, alone)
-            assert alone.tobytes() == out[at : at + 1].tobytes(), (number, place)
+    return rows, tables, query, pool, naive_rows(query, pool, 1, rows, tables, window, 0.3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

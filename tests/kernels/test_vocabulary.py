@@ -184,9 +184,9 @@ def test_what_does_not_fit_is_refused(kernels: Any) -> None:
         kernels.sampler(0)
 
 
-@pytest.mark.parametrize(("last", "most"), [(False, 3), (True, 30)])
-def test_a_nucleus_before_and_after_the_temperature(kernels: Any, last: bool, most: int) -> None:
-    """The figures of docs/sampling.md: what may be drawn at temperature 0.6 and top_p 0.6."""
+@functools.cache
+def drawn_from_a_nucleus(last: bool) -> tuple[np.ndarray, np.ndarray, list[Line], Any]:
+    """Ids in the order of their logits, the logits, lines, and what NumPy chooses for these: once for all kernels."""
     vocab = 290
     ids = np.random.default_rng(3).permutation(vocab)
     logits = np.empty((1, vocab), np.float32)
@@ -196,9 +196,15 @@ def test_a_nucleus_before_and_after_the_temperature(kernels: Any, last: bool, mo
         Line(Row([1], 0, 1, (), 0, 1, SamplingParams(max_tokens=9, seed=seed, logprobs=True, **options), 0), 2)  # type: ignore[arg-type]
         for seed in range(3000)
     ]
-    many = np.tile(logits, (len(lines), 1))
-    got = kernels.sampler(vocab).choose(lines, many)
-    assert got == NUMPY.choose(lines, many)
+    return ids, logits, lines, NUMPY.choose(lines, np.tile(logits, (len(lines), 1)))
+
+
+@pytest.mark.parametrize(("last", "most"), [(False, 3), (True, 30)])
+def test_a_nucleus_before_and_after_the_temperature(kernels: Any, last: bool, most: int) -> None:
+    """The figures of docs/sampling.md: what may be drawn at temperature 0.6 and top_p 0.6."""
+    ids, logits, lines, want = drawn_from_a_nucleus(last)
+    got = kernels.sampler(len(ids)).choose(lines, np.tile(logits, (len(lines), 1)))
+    assert got == want
     assert {one.token for one in got} == set(ids[:most].tolist())
     assert {one.mass for one in got} == {NUMPY.choose([Line(None, 2)], logits)[0].mass}, "of the plain distribution"
     first, second = (sum(one.token == ids[at] for one in got) for at in (0, 1))

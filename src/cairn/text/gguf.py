@@ -387,8 +387,7 @@ def _merges(vocab: dict[str, int], scores: list[float], path: Path) -> list[tupl
         score = -scores[number]
         for cut in range(1, len(piece)):
             # The vocabulary's own texts, not those that were cut out to look for them.
-            left, right = own.get(piece[:cut]), own.get(piece[cut:])
-            if left is None or right is None:
+            if (left := own.get(piece[:cut])) is None or (right := own.get(piece[cut:])) is None:
                 continue
             characters += len(piece)
             if characters > MAX_MERGED:
