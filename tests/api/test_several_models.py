@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,7 @@ def test_keep_alive_of_nothing_unloads(server: Served) -> None:
     for _ in range(100):
         if "beta" not in [one["name"] for one in get(server, "/api/ps")["models"]]:
             break
+        time.sleep(0.05)
     assert "beta" not in [one["name"] for one in get(server, "/api/ps")["models"]]
 
 

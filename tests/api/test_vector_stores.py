@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from cairn.rag import vector_stores
 from cairn.rag.attachments import Attachments
 from cairn.rag.definition import NewDocument
 from cairn.rag.document_store import DocumentStore
+from cairn.rag.file_store import FileStore, StoredFile
 from cairn.rag.filters import filter_of
 from cairn.spans import PRESENT
 
@@ -65,6 +67,25 @@ async def test_files_are_kept_as_they_were_uploaded(folder: Path, tmp_path: Path
             await ai.files.create(
                 file=("a", b"x"), purpose="vision", expires_after={"anchor": "created_at", "seconds": 3600}
             )
+
+
+async def test_who_has_a_file_asks_for_the_next_thing_over_the_same_connection(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer ends with the last byte that was announced: what came before its end was taken for a second request
+    at a time, which closes a connection."""
+    pieces = FileStore.pieces
+
+    def lingering(store: FileStore, file: StoredFile) -> Iterator[bytes]:
+        yield from pieces(store, file)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(FileStore, "pieces", lingering)
+    async with client(folder, tmp_path) as ai:
+        made = [await ai.files.create(file=("a", bytes(size)), purpose="user_data") for size in (0, 10)]
+        for one in made:
+            assert (await ai.files.content(one.id)).read() == bytes(one.bytes)
+            assert len((await ai.files.list()).data) == 2
 
 
 async def test_what_files_take_counts_against_a_tenants_disk(

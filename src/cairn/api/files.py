@@ -78,11 +78,13 @@ class FileRoutes:
         found = await asyncio.to_thread(stores.files.get, call.tenant, _file_of(call))
         kind = (b"content-type", b"application/octet-stream")
         await call.start(200, [kind, (b"content-length", b"%d" % found.size)])
-        pieces = stores.files.pieces(found)
-        if call.scope["method"] != "HEAD":
-            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-                await call.write(piece)
-        await call.write(b"", more=False)
+        pieces, left = stores.files.pieces(found), 0 if call.scope["method"] == "HEAD" else found.size
+        if not left:
+            await call.write(b"", more=False)
+        while left:
+            piece = await asyncio.to_thread(next, pieces)
+            left -= len(piece)
+            await call.write(piece, more=left > 0)  # who has all that was announced may ask for something else at once
 
     async def delete(self, call: Call, service: Service) -> None:
         """DELETE /v1/files/{id}: answered when its bytes are overwritten on the disk, and what vector stores have of
