@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import shutil
 import warnings
@@ -28,6 +30,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+        asyncio.set_event_loop(None)  # one that a library left open is of no use, and no later test's business
+        gc.collect()
 
 
 @pytest.fixture
