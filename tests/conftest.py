@@ -83,6 +83,8 @@ def figure(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        return  # one of several processes, which has seen a part
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     tests = sorted((one for one in reports if getattr(one, "when", "") == "call"), key=lambda one: one.nodeid)
     rows = [row for one in tests for row in one.user_properties]
