@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cairn.engine.base import Pending
+from cairn.engine.base import Pending, Ready
 from cairn.errors import CairnError, InvalidRequest
 from cairn.request import Request
 from cairn.sampling_params import SamplingExtras
 from cairn.seams import Clock
 from cairn.sequence import Matcher
-from cairn.service.masks import Known, Masks
+from cairn.service.masks import Masks
 
 KEPT = 64
 """Compiled grammars that are kept for the next request."""
@@ -44,7 +44,7 @@ class Vocabulary(NamedTuple):
     """The tag that ends reasoning, by the form of it (`text.thoughts`)."""
 
 
-class Ready(NamedTuple):
+class ReadyRequest(NamedTuple):
     """A request whose grammar can be followed, or why it cannot."""
 
     request: Request
@@ -87,9 +87,9 @@ class Grammars:
         """Forget a request that waits."""
         self._waiting.pop(id, None)
 
-    def ready(self) -> list[Ready]:
+    def ready(self) -> list[ReadyRequest]:
         """What no longer has to wait, each once. Its time limit is what is left of it."""
-        found: list[Ready] = []
+        found: list[ReadyRequest] = []
         for request, future, since in [one for one in self._waiting.values() if one[1].done()]:
             del self._waiting[request.id]
             if request.timeout is not None:
@@ -97,11 +97,11 @@ class Grammars:
                 request = msgspec.structs.replace(request, timeout=left)
             error = future.exception()
             if error is None:
-                found.append(Ready(request, future.result()))
+                found.append(ReadyRequest(request, future.result()))
             elif isinstance(error, CairnError):
-                found.append(Ready(request, None, error))
+                found.append(ReadyRequest(request, None, error))
             else:
-                found.append(Ready(request, None, CairnError(f"the grammar could not be compiled: {error!r}")))
+                found.append(ReadyRequest(request, None, CairnError(f"the grammar could not be compiled: {error!r}")))
         return found
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class GrammarMatcher:
         self._others = [token for token in vocabulary.tokenizer.eos_tokens if token not in self._ends]
         self._run: list[int] = []
         """Tokens that are perhaps the only ones that may come, the first of them next."""
-        self._next: Known | None = None
+        self._next: Ready[bytes] | None = None
         """The next mask, where `forced` has looked at it."""
 
     @property
@@ -222,8 +222,8 @@ class GrammarMatcher:
         self._run = self._run or self._follower.compute_ff_tokens()
         if not self._run:
             return None
-        self._next = self._next or Known(self.compute())
-        token, mask = self._run[0], self._next.mask
+        self._next = self._next or Ready(self.compute())
+        token, mask = self._run[0], self._next.wait()
         only = bool(mask) and mask[token >> 3] == 1 << (token & 7) and mask.count(0) == len(mask) - 1
         return token if only else None
 

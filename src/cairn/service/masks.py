@@ -38,17 +38,6 @@ class Later:
         return self.masks.result()[self.number]
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A mask that is there: an `engine.base.Pending`."""
-
-    mask: bytes
-
-    def wait(self) -> bytes:
-        """The mask."""
-        return self.mask
-
-
 class Masks:
     """One thread asks."""
 

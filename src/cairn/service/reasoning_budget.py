@@ -11,11 +11,10 @@ import codecs
 from collections.abc import Sequence
 from typing import Literal
 
-from cairn.engine.base import Pending
+from cairn.engine.base import Pending, Ready
 from cairn.request import OutputFormat
 from cairn.sequence import Matcher
 from cairn.service.grammars import Vocabulary
-from cairn.service.masks import Known
 from cairn.text.split import MOST_LEAD
 from cairn.text.thoughts import thoughts
 
@@ -50,7 +49,7 @@ class BudgetMatcher:
         made = bytearray(-(-self._vocabulary.tokenizer.vocab_size // 32) * 4)
         token = self._forced[0]
         made[token >> 3] |= 1 << (token & 7)
-        return Known(bytes(made))
+        return Ready(bytes(made))
 
     def forced(self) -> int | None:
         """`Matcher.forced`."""
