@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from cairn.config import Config
-from cairn.engine.bench import Bench, Load, open_bench
+from cairn.engine.bench import Bench, Workload, open_bench
 from cairn.engine.machine import cpu_count, cpu_name
 from cairn.kernels.choose import chosen
 from cairn.kernels.roofline import Roofline
@@ -66,7 +66,7 @@ def measured(rows: Sequence[Row], config: Config, rounds: int, steps: int) -> It
 
 def opened(shape: str, kind: str, rows: Sequence[Row], steps: int, config: Config, dtype: str) -> Bench:
     """An engine for these rows, all of one depth, that holds KV in this type."""
-    load = Load(
+    load = Workload(
         prompt=max((row.size for row in rows if row.work == "prefill"), default=1),
         decode=steps,
         batch=tuple(dict.fromkeys(row.sequences for row in rows)),

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cairn.seams import LOCK_FILE, Entry
+from cairn.seams import LOCK_FILE, FolderEntry
 
 BLOCK = 4096
 SECTOR = 512
@@ -326,7 +326,7 @@ class CrashFiles:
                 self._folders.setdefault(one, 0o700)
         self._changed("make_folder")
 
-    def list(self, path: Path) -> list[Entry]:
+    def list(self, path: Path) -> list[FolderEntry]:
         with self._call("list", path):
             if path not in self._folders:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -336,11 +336,11 @@ class CrashFiles:
             entries = []
             for one in self._folders:
                 if (text := str(one)).startswith(start) and "/" not in text[size:] and text != start:
-                    entries.append(Entry(text[size:], 0, True, 0.0))
+                    entries.append(FolderEntry(text[size:], 0, True, 0.0))
             for one, node in self._names.items():
                 if (text := str(one)).startswith(start) and "/" not in text[size:]:
                     live = len(node.live)
-                    entries.append(Entry(text[size:], live, False, node.modified, _blocks(live)))
+                    entries.append(FolderEntry(text[size:], live, False, node.modified, _blocks(live)))
         self.rng.shuffle(entries)
         return entries
 

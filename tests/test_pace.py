@@ -4,10 +4,12 @@ import math
 
 import pytest
 
-from cairn.plan import Pace
+from cairn.plan import PrefillPace
 
 
-def steps(pace: Pace, alone: float, each: float, count: int, rows: int = 1, most: int = 512) -> list[tuple[int, float]]:
+def steps(
+    pace: PrefillPace, alone: float, each: float, count: int, rows: int = 1, most: int = 512
+) -> list[tuple[int, float]]:
     """(tokens of prompts, seconds) of steps on a machine of this speed that take what they may."""
     done = []
     for _ in range(count):
@@ -19,20 +21,20 @@ def steps(pace: Pace, alone: float, each: float, count: int, rows: int = 1, most
 
 
 def test_without_rows_that_want_their_next_token_there_is_no_limit() -> None:
-    pace = Pace(0.25, 16)
+    pace = PrefillPace(0.25, 16)
     pace.took(0, 500, 60.0)
     assert pace.tokens(0) == math.inf
     assert pace.tokens(1) == 16
 
 
 def test_a_machine_that_takes_no_time_has_no_limit() -> None:
-    pace = Pace(0.25, 16)
+    pace = PrefillPace(0.25, 16)
     pace.took(0, 10, 0.0)
     assert pace.tokens(7) == math.inf
 
 
 def test_what_was_never_measured_is_tried_with_the_least() -> None:
-    pace = Pace(0.25, 16)
+    pace = PrefillPace(0.25, 16)
     pace.took(3, 0, 0.01)
     assert pace.tokens(3) == 16
 
@@ -40,7 +42,7 @@ def test_what_was_never_measured_is_tried_with_the_least() -> None:
 @pytest.mark.parametrize("alone", [0.001, 0.02, 0.1])
 @pytest.mark.parametrize("each", [0.0001, 0.001, 0.004])
 def test_steps_come_near_their_limit_and_stay_within_it(alone: float, each: float) -> None:
-    pace = Pace(0.25, 16)
+    pace = PrefillPace(0.25, 16)
     pace.took(0, 16, alone + 16 * each)  # the stream's own prompt
     pace.took(1, 0, alone)
     done = steps(pace, alone, each, 40)
@@ -49,7 +51,7 @@ def test_steps_come_near_their_limit_and_stay_within_it(alone: float, each: floa
 
 
 def test_a_machine_that_becomes_slow_is_believed_after_one_step_and_one_that_becomes_fast_soon() -> None:
-    pace = Pace(0.25, 16)
+    pace = PrefillPace(0.25, 16)
     pace.took(1, 0, 0.01)
     steps(pace, 0.01, 0.001, 20)
     slow = steps(pace, 0.1, 0.01, 5)
@@ -61,7 +63,7 @@ def test_a_machine_that_becomes_slow_is_believed_after_one_step_and_one_that_bec
 
 
 def test_the_depth_of_a_prompt_makes_steps_smaller() -> None:
-    pace, depth, sizes = Pace(0.25, 16), 0, []
+    pace, depth, sizes = PrefillPace(0.25, 16), 0, []
     pace.took(1, 0, 0.01)
     while depth < 8000:
         tokens = int(pace.tokens(1))
@@ -74,14 +76,14 @@ def test_the_depth_of_a_prompt_makes_steps_smaller() -> None:
 
 
 def test_prompts_get_a_third_of_the_time_where_streams_alone_take_it_all() -> None:
-    pace = Pace(0.25, 16)
+    pace = PrefillPace(0.25, 16)
     pace.took(60, 0, 2.0)
     done = steps(pace, 2.0, 0.01, 20, rows=60)
     assert done[-1][0] == pytest.approx(100, abs=3)
 
 
 def test_one_row_of_many_that_were_measured_takes_less_time() -> None:
-    pace = Pace(0.25, 16)
+    pace = PrefillPace(0.25, 16)
     pace.took(40, 0, 0.1)
     pace.took(40, 50, 0.15)
     assert pace.tokens(40) == 50

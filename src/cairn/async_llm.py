@@ -15,8 +15,8 @@ from cairn.errors import ConfigError, InvalidRequest, Overloaded, Unavailable
 from cairn.option import closest, local_options, options
 from cairn.request import OutputFormat, Request
 from cairn.resolve import resolve
-from cairn.service.requests import SamplingOptions, requests
-from cairn.service.wanted import wanted_of
+from cairn.service.requests import SamplingOptions
+from cairn.service.structured_output import wanted_of
 
 if TYPE_CHECKING:
     from cairn.service.embeddings import Vector
@@ -351,20 +351,7 @@ class AsyncLLM:
         return encode() if len(prompt) + len(suffix) <= INLINE else await asyncio.to_thread(encode)
 
     def _request(self, tokens: Sequence[int], asked: SamplingOptions, **more: Any) -> Request:
-        service = self.service
-        (request,) = requests(
-            service.spec,
-            tokens,
-            asked,
-            ids=service.next_id,
-            context=service.info.context,
-            controls=service.controls,
-            sampler_order=self.config.sampler_order,
-            encode=service.tokenizer.encode,
-            max_choices=1,
-            timeout=self.config.request_timeout,
-            **more,
-        )
+        (request,) = self.service.make_requests(tokens, asked, **more)
         return request
 
 

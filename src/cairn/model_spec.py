@@ -8,7 +8,7 @@ import msgspec
 
 from cairn.block_size import BLOCK_TOKENS
 from cairn.layer_spec import CacheGroup, Experts, Latent, Recurrence, RopeScaling, RotaryPositions, Uneven
-from cairn.pooling_spec import Embedding, EncoderSpec, Judge
+from cairn.pooling_spec import Embedding, EncoderSpec, JudgeSpec
 
 MAX_CONTEXT = 1 << 24
 MAX_VOCAB = 1 << 22
@@ -90,7 +90,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Of a model that is no decoder; it has no cache groups."""
     both: bool = False
     """Whether a decoder's tokens see what follows them too."""
-    judge: Judge | None = None
+    judge: JudgeSpec | None = None
     """Of a decoder that judges pairs of texts."""
     latent: Latent | None = None
     """Of a decoder that keeps latents; its `head_dim` is that of queries."""

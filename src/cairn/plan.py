@@ -113,7 +113,7 @@ class StepBudget:
         self.left = max(0, min(self._most - self.taken, most - self._long))
 
 
-class Pace:
+class PrefillPace:
     """How much of a prompt a step has time for beside streams that run, from how long the last steps took.
 
     A step is taken to last as long as its rows of one token take alone, and so many seconds for each token of prompts.

@@ -39,7 +39,7 @@ class Embedding(msgspec.Struct, frozen=True, kw_only=True):
     """What the pooled state goes through, in order."""
 
 
-class Judge(msgspec.Struct, frozen=True, kw_only=True):
+class JudgeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How a decoder judges a pair of texts: by what it would say, the logit of `yes` less that of `no`."""
 
     yes: int

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from cairn.engine.base import Row, RowResult
 from cairn.errors import NOTHING_LEFT, TOO_COMPLEX
 from cairn.kernels.extras import choose
-from cairn.kernels.vocabulary import GREEDY_BELOW, NUMPY, ONE, Choice, Line, Sampler
+from cairn.kernels.vocabulary import GREEDY_BELOW, NUMPY, ONE, Line, Sampler, TokenChoice
 from cairn.outputs import TokenLogprob
 from cairn.sampling_params import SamplingParams
 
@@ -73,7 +73,7 @@ def _lines(row: Row, mask: bytes | None) -> list[Line]:
     return [Line(None, params.top_logprobs)] * scored + ([last] if row.samples else [])
 
 
-def _result(row: Row, logits: Floats, choices: Sequence[Choice]) -> RowResult:
+def _result(row: Row, logits: Floats, choices: Sequence[TokenChoice]) -> RowResult:
     """Put a row's answer together from its wanted positions."""
     if not choices:
         return RowResult()
@@ -92,7 +92,7 @@ def _result(row: Row, logits: Floats, choices: Sequence[Choice]) -> RowResult:
     return RowResult(last.token, chosen, prompt, mu=last.mu)
 
 
-def _logprob(logits: Floats, token: int, choice: Choice) -> TokenLogprob:
+def _logprob(logits: Floats, token: int, choice: TokenChoice) -> TokenLogprob:
     """log softmax of one raw row [vocab] at `token`, and its most likely tokens."""
     total = choice.peak + math.log(choice.mass / ONE)
     best = tuple((one, float(logits[one]) - total) for one in choice.top)

@@ -23,8 +23,8 @@ blocks (then nobody passes it). It stays so until the cache says that something 
 Whatever it is blocked on comes from those that run and from loads, and these end. So something always wakes it; and
 where nothing runs, or by a wake that was forgotten, nobody waits for ever: `Cache.recheck`.
 
-Beside rows that want their next token, a step takes no more of prompts than there is time for (`Pace`): on a slow
-machine they are read in smaller steps, and a stream's tokens come as often.
+Beside rows that want their next token, a step takes no more of prompts than there is time for (`PrefillPace`): on a
+slow machine they are read in smaller steps, and a stream's tokens come as often.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from cairn.kv.blocks import BlockPool
 from cairn.kv.cache import Cache
 from cairn.kv.sequence_kv import Match
 from cairn.outputs import FinishReason, Output, Timing
-from cairn.plan import Limits, Pace, Plan, StepBudget, sizes
+from cairn.plan import Limits, Plan, PrefillPace, StepBudget, sizes
 from cairn.request import Request
 from cairn.seams import Clock
 from cairn.sequence import MAX_PRIORITY, Matcher, Sequence, State, check_prompt
@@ -58,7 +58,7 @@ LONG_TOKENS = 256
 """Prompts at least so long are stored at first touch: they are expensive, and rarely asked for once."""
 
 
-class Turn(enum.Enum):
+class Admission(enum.Enum):
     """What is to be done with a waiting sequence whose turn it is."""
 
     RUNS = "runs"
@@ -76,7 +76,7 @@ class Scheduler:
         self._clock = clock
         self._step_tokens = min(limits.step_tokens, cache.info.max_tokens)
         self._max_rows = min(limits.max_running, cache.info.max_rows, self._step_tokens)
-        self._pace = Pace(limits.step_seconds, limits.least_tokens)
+        self._pace = PrefillPace(limits.step_seconds, limits.least_tokens)
         self._longest = min(cache.info.context, cache.longest)
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(limits.weights, limits.priorities, clock.now)
@@ -255,8 +255,8 @@ class Scheduler:
             if budget.kept and passed.again(sequence, budget.kept):
                 continue
             finish = sequence.ending()
-            if finish is None and (turn := self._open(sequence, budget, passed)) is not Turn.RUNS:
-                if turn is Turn.STOPS:
+            if finish is None and (turn := self._open(sequence, budget, passed)) is not Admission.RUNS:
+                if turn is Admission.STOPS:
                     break
                 if budget.kept:
                     passed.add(sequence)
@@ -271,7 +271,7 @@ class Scheduler:
             else:
                 self._chunk(sequence, budget, work)
 
-    def _open(self, sequence: Sequence, budget: StepBudget, passed: Passed) -> Turn:
+    def _open(self, sequence: Sequence, budget: StepBudget, passed: Passed) -> Admission:
         """Give a waiting sequence blocks, what is cached among them, if it may run now."""
         if (known := self._known(sequence, budget, passed)) is not None:
             return known
@@ -282,24 +282,24 @@ class Scheduler:
         if reuse:
             match = self._cache.match(kv, sequence.tokens, spare, kept or None)
         if match.blocked_on is not None:
-            return Turn.PASSES
+            return Admission.PASSES
         if kept and not kv.claim.tried:  # what was loaded must be held before others take its blocks
             missing = sequence.target - match.covered
             if missing > kept:
                 sequence.long_beside = kept
-                return Turn.PASSES
+                return Admission.PASSES
             if not budget.short(missing):
-                return Turn.STOPS
+                return Admission.STOPS
             ahead = passed.needs(self._cache.info.block_tokens)
         covered = self._cache.open(kv, sequence.tokens, match, reuse=reuse, spare=spare, ahead=ahead)
         if covered is None:
             sequence.ahead = ahead
             sequence.spare = spare
-            return Turn.STOPS
+            return Admission.STOPS
         sequence.computed = covered
-        return Turn.RUNS
+        return Admission.RUNS
 
-    def _known(self, sequence: Sequence, budget: StepBudget, passed: Passed) -> Turn | None:
+    def _known(self, sequence: Sequence, budget: StepBudget, passed: Passed) -> Admission | None:
         """What the last look at a waiting sequence says for this step too, since nothing has happened meanwhile."""
         match, kept = sequence.kv.claim.match, budget.kept
         if match is None:
@@ -309,8 +309,8 @@ class Scheduler:
             spare, ahead = len(self._running), passed.needs(self._cache.info.block_tokens) if beside else 0
             short = not beside or sequence.target - match.covered <= kept
             fewer = spare >= sequence.spare and ahead >= sequence.ahead
-            return Turn.STOPS if self._running and short and fewer else None
-        return None if match.blocked_on is None else Turn.PASSES
+            return Admission.STOPS if self._running and short and fewer else None
+        return None if match.blocked_on is None else Admission.PASSES
 
     def _start(self, sequence: Sequence, now: float, started: list[int], *, whole: bool) -> None:
         """A waiting sequence runs, from what is computed of it on. `whole`: its answer is there without a step."""

@@ -42,7 +42,7 @@ LOCK_FILE = ".lock"
 """What `FileSystem.lock` leaves in a folder."""
 
 
-class Entry(NamedTuple):
+class FolderEntry(NamedTuple):
     """What a folder lists."""
 
     name: str
@@ -129,7 +129,7 @@ class FileSystem(Protocol):
         """Make a folder with mode 0700, with its parents, unless it is there. What it made is durable on return."""
         ...
 
-    def list(self, path: Path) -> list[Entry]:
+    def list(self, path: Path) -> list[FolderEntry]:
         """What the folder holds, in no order. `FileNotFoundError` without it."""
         ...
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from cairn.config import PREFIX
-from cairn.seams import LOCK_FILE, Entry
+from cairn.seams import LOCK_FILE, FolderEntry
 
 
 def without_secrets() -> dict[str, str]:
@@ -190,7 +190,7 @@ class SystemFiles:
             os.mkdir(path, 0o700)
         self.sync_folder(path.parent)
 
-    def list(self, path: Path) -> list[Entry]:
+    def list(self, path: Path) -> list[FolderEntry]:
         """Links are listed as what they are, files of their own size. What vanishes meanwhile is left out."""
         entries = []
         with os.scandir(path) as found:
@@ -198,10 +198,10 @@ class SystemFiles:
                 with contextlib.suppress(FileNotFoundError):
                     facts = one.stat(follow_symlinks=False)
                     if stat.S_ISDIR(facts.st_mode):
-                        entries.append(Entry(one.name, 0, True, facts.st_mtime))
+                        entries.append(FolderEntry(one.name, 0, True, facts.st_mtime))
                     else:
                         disk = facts.st_blocks * 512
-                        entries.append(Entry(one.name, facts.st_size, False, facts.st_mtime, disk))
+                        entries.append(FolderEntry(one.name, facts.st_size, False, facts.st_mtime, disk))
         return entries
 
     def mode(self, path: Path) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from cairn.engine.base import EngineInfo, Row, RowResult
 from cairn.errors import Conflict, ContextTooLong, InvalidRequest
 from cairn.outputs import FinishReason, Output, Timing
-from cairn.plan import Limits, Pace, Plan
+from cairn.plan import Limits, Plan, PrefillPace
 from cairn.request import Request
 from cairn.round_robin import Classes, RoundRobin
 from cairn.seams import Clock
@@ -43,7 +43,7 @@ class TextQueue:
         self._classes = Classes(limits.priorities)
         self._texts: dict[int, _Text] = {}
         self._planned: tuple[Plan, list[_Text], float] | None = None
-        self._pace = Pace(math.inf, limits.least_tokens)
+        self._pace = PrefillPace(math.inf, limits.least_tokens)
         self._serial = itertools.count()
         self._tokens = 0
 

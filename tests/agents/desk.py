@@ -13,21 +13,21 @@ from tests.files import CrashFiles
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.agent_service import AgentService, create_agent
 from cairn.agents.archive import Archive
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.kv import AgentKv
 from cairn.agents.log import Log
 from cairn.agents.maintenance import Maintenance
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.records import EndRecord, TurnRecord
 from cairn.agents.replay_records import ReplayRecords
-from cairn.agents.running import RunningTurn
+from cairn.agents.running_turn import RunningTurn
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.agents.turns import Turns
 from cairn.agents.writer import Writer
 from cairn.request import Request
 from cairn.sampling_params import SamplingParams
 from cairn.text.chat import Sampled
-from cairn.text.replay import Answer
+from cairn.text.replay import AnswerIdentity
 
 FOLDER = Path("/agents")
 
@@ -97,7 +97,7 @@ class Desk:
             Draw(),
             self.replays,
         )
-        self.turns = Turns(cast("Any", None), self.book, Archive(log), self.clock, cast("Any", None))
+        self.turns = Turns(cast("Any", None), self.book, Archive(log), self.clock)
         self.upkeep = Maintenance(self.book, self.replays, orphans)
 
     async def close(self) -> None:
@@ -142,13 +142,13 @@ class Desk:
         end = EndRecord(state="finished", ids=b"", ended=self.book.pending.now())
         running.turn.end(end)
         running.agent.running = None
-        await self.book.pending.sync(self.writer.record(Kind.END, end, running.turn.key))
+        await self.book.pending.sync(self.writer.record(RecordKind.END, end, running.turn.key))
         running.turn.release()
 
     async def keep(self) -> None:
         """An answer for exact replay."""
-        sampled, now = Sampled(b"b" * 32, Answer(b"v" * 32, "because"), [1, 2, 3], 1), self.book.pending.now()
-        record = self.writer.record(Kind.REPLAY, self.replays.payload("me", sampled, b"model", now))
+        sampled, now = Sampled(b"b" * 32, AnswerIdentity(b"v" * 32, "because"), [1, 2, 3], 1), self.book.pending.now()
+        record = self.writer.record(RecordKind.REPLAY, self.replays.payload("me", sampled, b"model", now))
         self.replays.add(record, now)
         await self.writer.sync(record)
 

@@ -14,7 +14,7 @@ from tests.service.tiny import config, make_model
 from tests.text.text_models import QWEN_TEMPLATE
 
 from cairn.agents.agents import Agents
-from cairn.agents.running import RunningTurn
+from cairn.agents.running_turn import RunningTurn
 from cairn.config import Config
 from cairn.errors import CairnError
 from cairn.outputs import Delta, Done

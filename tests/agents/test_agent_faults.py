@@ -22,7 +22,7 @@ from tests.files import CrashFiles, Fault
 from tests.service.tiny import collect, request
 
 from cairn.agents.agents import Agents
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.info import Savings, TurnInfo
 from cairn.agents.log import Log
 from cairn.agents.records import EndRecord, SavingsRecord, TokensRecord
@@ -32,7 +32,7 @@ from cairn.errors import CairnError, ConfigError, Conflict, GenerationFailed, In
 from cairn.service.service import Service
 from cairn.text.chat import Sampled
 from cairn.text.message_builder import MessageBuilder
-from cairn.text.replay import Answer
+from cairn.text.replay import AnswerIdentity
 
 Figure = Callable[[str, str], None]
 
@@ -235,9 +235,9 @@ async def test_answers_and_lines_of_nobody_are_erased(folder: Path) -> None:
         writer, turns = at.agents.writer, (await at.agents.turns("default", "ada"))
         end = EndRecord(state="finished", ids=b"", message={"role": "assistant", "content": "a secret"})
         await writer.sync(
-            writer.record(Kind.END, end, writer.key()),
-            writer.record(Kind.TOKENS, TokensRecord(ids=b"", text="a secret"), writer.key()),
-            writer.record(Kind.SAVINGS, SavingsRecord(savings=Savings(requests=77)), writer.key()),
+            writer.record(RecordKind.END, end, writer.key()),
+            writer.record(RecordKind.TOKENS, TokensRecord(ids=b"", text="a secret"), writer.key()),
+            writer.record(RecordKind.SAVINGS, SavingsRecord(savings=Savings(requests=77)), writer.key()),
         )
         before, totals = len(kept(at.files.crash(random.Random(1)))), at.agents.savings("default")
         await at.again()
@@ -543,7 +543,7 @@ async def test_what_was_noted_while_a_turn_was_refused_costs_no_turn_before_it(
         real, came, go = at.agents.writer.sync, asyncio.Event(), asyncio.Event()
 
         async def sync(*records: Record) -> None:
-            if any(record.kind == Kind.TURN for record in records):
+            if any(record.kind == RecordKind.TURN for record in records):
                 came.set()
                 await go.wait()
                 raise Unavailable("the disk is full")
@@ -595,7 +595,9 @@ async def test_what_the_disk_refused_although_nobody_waited_is_written_when_it_w
         at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
         at.agents.account("default", at.agents.named("default", "ada"), range(5, 105), done.done)
         with pytest.raises(Unavailable):
-            await at.agents.writer.sync(at.agents.writer.record(Kind.SAVINGS, SavingsRecord(savings=Savings()), LINES))
+            await at.agents.writer.sync(
+                at.agents.writer.record(RecordKind.SAVINGS, SavingsRecord(savings=Savings()), LINES)
+            )
         at.files.heal()
         await at.again(clean=True)
         at.clock.ahead = 100
@@ -641,7 +643,7 @@ async def test_a_request_in_the_name_of_an_agent_that_is_deleted_meanwhile_leave
         assert (await at.service.where(ids, b"default")).disk > 0
         await at.agents.delete("default", "ada")
         await at.agents.create("default", id="ada")
-        at.agents.keep("default", Sampled(b"b" * 32, Answer(b"v" * 32, "because"), [1, 2, 3], 1), owner)
+        at.agents.keep("default", Sampled(b"b" * 32, AnswerIdentity(b"v" * 32, "because"), [1, 2, 3], 1), owner)
         at.agents.account("default", owner, ids, done.done)
         await at.agents.kv.settled()
         await at.agents.writer.sync()

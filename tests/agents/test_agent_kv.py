@@ -26,7 +26,7 @@ from cairn.errors import Conflict, Unavailable
 from cairn.kv.chunk_file import parse_name
 from cairn.stats import Placed
 from cairn.text.chat import Sampled
-from cairn.text.replay import Answer
+from cairn.text.replay import AnswerIdentity
 
 LONG = "A context that is long enough to fill some chunks of sixty-four tokens each. " * 4
 
@@ -423,7 +423,7 @@ async def test_what_requests_in_an_agents_name_left_goes_with_it(folder: Path, t
         await collect(at.service.generate(request(at.service, tuple(tied), 2, salt=b"default", durable=True)))
         await at.service.flush()
         assert (await at.service.where(tied, b"default")).disk == 256
-        sampled = Sampled(b"b" * 32, Answer(b"v" * 32, "because"), [1, 2, 3], 1)
+        sampled = Sampled(b"b" * 32, AnswerIdentity(b"v" * 32, "because"), [1, 2, 3], 1)
         for name in ("ada", None):
             owner = at.agents.named("default", name) if name else None
             at.agents.keep("default", sampled._replace(before=str(name).encode() * 10), owner)

@@ -15,7 +15,7 @@ from tests.files import CrashFiles
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.archive import Archive
 from cairn.agents.content import Content, Descent
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.log import Log
 from cairn.agents.records import AgentRecord, EndRecord, TurnRecord, pack
 from cairn.agents.segment import Record
@@ -44,13 +44,13 @@ def begin(log: Log, agent: int, number: int, parent: int) -> tuple[Record, TurnR
         began=1e9 + number,
         request=lsn,
     )
-    return Record(lsn, Kind.TURN, lsn, msgspec.msgpack.encode(began)), began
+    return Record(lsn, RecordKind.TURN, lsn, msgspec.msgpack.encode(began)), began
 
 
 def finish(log: Log, key: int, number: int) -> tuple[Record, EndRecord]:
     message = {"role": "assistant", "content": f"Nothing of day {number}. " * 40}
     end = EndRecord(state="finished", ids=pack(range(400)), message=message, keep=400, ended=1e9 + number)
-    return Record(log.next_lsn(), Kind.END, key, msgspec.msgpack.encode(end)), end
+    return Record(log.next_lsn(), RecordKind.END, key, msgspec.msgpack.encode(end)), end
 
 
 def grow(log: Log, registry: AgentRegistry, agent: Agent, turns: int) -> None:
@@ -72,8 +72,8 @@ def planted(log: Log, registry: AgentRegistry, key: int) -> Agent:
     began = TurnRecord(agent=0, number=0, messages=({"role": "system", "content": "The house book."},))
     root = Turn(key, began, None)
     agent = Agent(log.next_lsn(), record, root, root)
-    log.write([Record(log.next_lsn(), Kind.TURN, key, msgspec.msgpack.encode(began))], sync=False)
-    log.write([Record(log.next_lsn(), Kind.AGENT, agent.key, msgspec.msgpack.encode(record))], sync=True)
+    log.write([Record(log.next_lsn(), RecordKind.TURN, key, msgspec.msgpack.encode(began))], sync=False)
+    log.write([Record(log.next_lsn(), RecordKind.AGENT, agent.key, msgspec.msgpack.encode(record))], sync=True)
     registry.add(agent)
     root.release()
     return agent

@@ -19,12 +19,12 @@ from cairn.agents import portable
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.archive import Archive
 from cairn.agents.content import Branch, Content, digest
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.info import Savings
 from cairn.agents.log import Log
 from cairn.agents.portable import read
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, pack
-from cairn.agents.segment import Header, Record, encode_header, encode_record
+from cairn.agents.segment import Record, SegmentHeader, encode_header, encode_record
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.agents.writer import Writer
 from cairn.errors import ContextTooLong, InvalidRequest
@@ -120,10 +120,10 @@ def test_a_start_looks_at_each_turn_of_a_family_once(steps: list[int]) -> None:
     ada = agent_of(registry, "ada", 1000)
     grow(registry, ada, TURNS)
     for turn in (ada.root, *ada.own):
-        records.append(Record(turn.key, Kind.TURN, turn.key, msgspec.msgpack.encode(turn.held.began)))
+        records.append(Record(turn.key, RecordKind.TURN, turn.key, msgspec.msgpack.encode(turn.held.began)))
     for n in range(50):
         record = msgspec.structs.replace(ada.record, id=f"a{n}", base=ada.head.key, head=ada.head.key)
-        records.append(Record(5000 + n, Kind.AGENT, 5000 + n, msgspec.msgpack.encode(record)))
+        records.append(Record(5000 + n, RecordKind.AGENT, 5000 + n, msgspec.msgpack.encode(record)))
     again = AgentRegistry()
     steps.clear()
     assert again.load(records) == [] and len(steps) <= TURNS + 1 + 2 * 50
@@ -147,7 +147,10 @@ def exported(turns: int, identity: bytes = b"", *, anew: bool = False) -> bytes:
     """A file of an agent whose every turn extends the context of the one before it, or begins `anew`; with `anew` what
     follows the last does, too."""
     agent = AgentRecord(id="ada", tenant="", created=NOW, used=NOW, root=2, base=2, head=2 + turns)
-    values: list[tuple[Kind, int, Any]] = [(Kind.AGENT, 1, agent), (Kind.TURN, 2, TurnRecord(agent=0, number=0))]
+    values: list[tuple[RecordKind, int, Any]] = [
+        (RecordKind.AGENT, 1, agent),
+        (RecordKind.TURN, 2, TurnRecord(agent=0, number=0)),
+    ]
     ids: list[int] = []
     for number in range(1, turns + 1):
         ids, key = [] if anew else ids, 2 + number
@@ -168,14 +171,14 @@ def exported(turns: int, identity: bytes = b"", *, anew: bool = False) -> bytes:
         said = {"role": "assistant", "content": "b"}
         end = EndRecord(state="finished", ids=pack(range(9)), message=said, keep=keep, more=pack([5]), ended=NOW)
         ids += [*range(7), 5]
-        values += [(Kind.TURN, key, began), (Kind.END, key, end)]
+        values += [(RecordKind.TURN, key, began), (RecordKind.END, key, end)]
     return file_of(values)
 
 
-def file_of(values: list[tuple[Kind, int, Any]]) -> bytes:
-    header = Header(0, 77)
+def file_of(values: list[tuple[RecordKind, int, Any]]) -> bytes:
+    header = SegmentHeader(0, 77)
     out = bytearray(encode_header(header))
-    for lsn, (kind, key, value) in enumerate([*values, (Kind.SAVINGS, 1, SavingsRecord(savings=Savings()))], 1):
+    for lsn, (kind, key, value) in enumerate([*values, (RecordKind.SAVINGS, 1, SavingsRecord(savings=Savings()))], 1):
         out += encode_record(header, len(out), Record(lsn, kind, key, msgspec.msgpack.encode(value)))
     return bytes(out)
 
@@ -183,7 +186,10 @@ def file_of(values: list[tuple[Kind, int, Any]]) -> bytes:
 def broom(depth: int, leaves: int, identity: bytes) -> bytes:
     """A file of an agent with a long branch, and many at the end of it. Each turn adds its number."""
     agent = AgentRecord(id="ada", tenant="", created=NOW, used=NOW, root=2, base=2, head=2 + depth)
-    values: list[tuple[Kind, int, Any]] = [(Kind.AGENT, 1, agent), (Kind.TURN, 2, TurnRecord(agent=0, number=0))]
+    values: list[tuple[RecordKind, int, Any]] = [
+        (RecordKind.AGENT, 1, agent),
+        (RecordKind.TURN, 2, TurnRecord(agent=0, number=0)),
+    ]
     end = EndRecord(state="finished", ids=b"", message={"role": "assistant", "content": "b"}, keep=0, ended=NOW)
     for number in range(1, depth + leaves + 1):
         before = [*range(1, min(number, depth + 1))]
@@ -198,7 +204,7 @@ def broom(depth: int, leaves: int, identity: bytes) -> bytes:
             identity=identity,
             began=NOW,
         )
-        values += [(Kind.TURN, 2 + number, began), (Kind.END, 2 + number, end)]
+        values += [(RecordKind.TURN, 2 + number, began), (RecordKind.END, 2 + number, end)]
     return file_of(values)
 
 
@@ -318,15 +324,17 @@ async def test_no_more_of_a_context_is_told_than_the_model_can_have(
 ) -> None:
     async with house(folder) as at:
         most = at.service.spec.context
-        values: list[tuple[Kind, int, Any]] = [
-            (Kind.AGENT, 1, AgentRecord(id="ada", tenant="", created=NOW, used=NOW, root=2, base=2, head=3)),
-            (Kind.TURN, 2, TurnRecord(agent=0, number=0)),
+        values: list[tuple[RecordKind, int, Any]] = [
+            (RecordKind.AGENT, 1, AgentRecord(id="ada", tenant="", created=NOW, used=NOW, root=2, base=2, head=3)),
+            (RecordKind.TURN, 2, TurnRecord(agent=0, number=0)),
         ]
         ids, mine = [n % 50 for n in range(most + 100)], at.service.spec.identity
         began = TurnRecord(agent=1, number=1, parent=2, ids=pack(ids), digest=digest(ids), identity=mine, began=NOW)
         said = {"role": "assistant", "content": "b"}
         end = EndRecord(state="finished", ids=pack(ids), message=said, keep=len(ids), ended=NOW)
-        await at.agents.import_agent("default", file_of([*values, (Kind.TURN, 3, began), (Kind.END, 3, end)]))
+        await at.agents.import_agent(
+            "default", file_of([*values, (RecordKind.TURN, 3, began), (RecordKind.END, 3, end)])
+        )
         asked = Asked(monkeypatch, at.service)
         await at.agents.where("default", "ada")
         await at.agents.delete("default", "ada")
@@ -377,8 +385,8 @@ async def test_the_event_loop_does_not_wait_for_an_import(folder: Path, monkeypa
         both_there.wait(30)
         return plant(*args)
 
-    def noted(writer: Writer, kind: Kind, value: msgspec.Struct, key: int = 0) -> Record:
-        if kind in (Kind.TURN, Kind.END):
+    def noted(writer: Writer, kind: RecordKind, value: msgspec.Struct, key: int = 0) -> Record:
+        if kind in (RecordKind.TURN, RecordKind.END):
             threads.append(threading.current_thread() is threading.main_thread())
         return record(writer, kind, value, key)
 

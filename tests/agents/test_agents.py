@@ -12,7 +12,7 @@ from house import FOLDER, GREEDY, Draw, Heard, House, file_of, hear, house
 from tests.files import CrashFiles
 
 from cairn.agents.agent_service import check_id
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.log import Log
 from cairn.agents.records import EndRecord, TokensRecord, decode
 from cairn.errors import Conflict, ContextTooLong, Damaged, InvalidRequest, NotFound
@@ -208,12 +208,12 @@ def without_ends(files: CrashFiles, only: int = 0) -> CrashFiles:
     assert new is not None
     cut = 0
     for record in old.recovered:
-        if record.kind == Kind.END and (not only or cut < only):
+        if record.kind == RecordKind.END and (not only or cut < only):
             cut += 1
             end = decode(record.payload, EndRecord)
             assert end is not None
             piece = msgspec.msgpack.encode(TokensRecord(ids=end.ids))
-            record = record._replace(kind=Kind.TOKENS, payload=piece)
+            record = record._replace(kind=RecordKind.TOKENS, payload=piece)
         new.write([record], sync=True)
     new.close()
     old.close()

@@ -15,7 +15,7 @@ from tests.files import CrashFile, CrashFiles, Fault
 
 from cairn.agents import log as log_module
 from cairn.agents.folder import Folder
-from cairn.agents.index import TIDY, Index, Kind, OffsetTable, Segment, decode_keys, encode_keys
+from cairn.agents.index import TIDY, Index, OffsetTable, RecordKind, Segment, decode_keys, encode_keys
 from cairn.agents.log import Log
 from cairn.agents.recovery import look
 from cairn.agents.segment import (
@@ -23,8 +23,8 @@ from cairn.agents.segment import (
     MAX_PAYLOAD,
     RECORD_BYTES,
     VERSION,
-    Header,
     Record,
+    SegmentHeader,
     decode_header,
     encode_header,
     encode_record,
@@ -52,7 +52,7 @@ def opened(files: CrashFiles, path: Path = FOLDER) -> Log:
     return log
 
 
-def put(log: Log, kind: Kind, key: int, text: bytes = b"x", *, sync: bool = True) -> Record:
+def put(log: Log, kind: RecordKind, key: int, text: bytes = b"x", *, sync: bool = True) -> Record:
     record = Record(log.next_lsn(), kind, key, text)
     log.write([record], sync=sync)
     return record
@@ -62,9 +62,9 @@ def put(log: Log, kind: Kind, key: int, text: bytes = b"x", *, sync: bool = True
 
 
 def test_a_segment_gives_back_its_records() -> None:
-    header = Header(3, 12345)
+    header = SegmentHeader(3, 12345)
     data = bytearray(encode_header(header))
-    records = [Record(lsn, Kind.TURN, lsn * 7, b"p" * lsn) for lsn in range(5)]
+    records = [Record(lsn, RecordKind.TURN, lsn * 7, b"p" * lsn) for lsn in range(5)]
     for record in records:
         data += encode_record(header, len(data), record)
     assert decode_header(bytes(data)) == header
@@ -72,7 +72,7 @@ def test_a_segment_gives_back_its_records() -> None:
 
 
 def test_a_header_survives_the_loss_of_its_first_sector() -> None:
-    header = Header(3, 12345)
+    header = SegmentHeader(3, 12345)
     data = encode_header(header)
     assert decode_header(bytes(512) + data[512:]) == header
     assert decode_header(data[:512] + bytes(len(data) - 512)) == header
@@ -81,12 +81,12 @@ def test_a_header_survives_the_loss_of_its_first_sector() -> None:
 
 def test_damage_costs_the_record_it_hits_and_no_other() -> None:
     """Known failure 30: damage is left out, and so is a torn end."""
-    header = Header(1, 99)
+    header = SegmentHeader(1, 99)
     data = bytearray(encode_header(header))
     places = []
     for lsn in range(4):
         places.append(len(data))
-        data += encode_record(header, len(data), Record(lsn, Kind.TURN, lsn, b"payload"))
+        data += encode_record(header, len(data), Record(lsn, RecordKind.TURN, lsn, b"payload"))
     data[places[1] + 45] ^= 1
     found = scan(header, bytes(data[:-1]))
     assert [record.lsn for record in found.records] == [0, 2] and found.damaged > 0
@@ -94,10 +94,10 @@ def test_damage_costs_the_record_it_hits_and_no_other() -> None:
 
 def test_a_record_is_valid_only_where_and_in_what_it_was_written() -> None:
     """A text that holds the bytes of a record, or of another segment's, is no record."""
-    header, other = Header(1, 99), Header(2, 98)
-    record = Record(1, Kind.TURN, 1, b"payload")
+    header, other = SegmentHeader(1, 99), SegmentHeader(2, 98)
+    record = Record(1, RecordKind.TURN, 1, b"payload")
     bytes_of_it = encode_record(header, HEADER_BYTES, record)
-    outer = Record(2, Kind.TURN, 2, bytes_of_it)
+    outer = Record(2, RecordKind.TURN, 2, bytes_of_it)
     body = encode_record(header, HEADER_BYTES, outer)
     damaged = bytearray(encode_header(header) + body)
     damaged[HEADER_BYTES + 20] ^= 1  # the outer record's head, so that the scan looks for the next
@@ -111,7 +111,7 @@ def test_a_payload_beyond_the_limit_is_refused_before_anything_is_written() -> N
             return MAX_PAYLOAD + 1
 
     with pytest.raises(ValueError, match=str(MAX_PAYLOAD)):
-        encode_record(Header(1, 1), HEADER_BYTES, Record(1, Kind.TURN, 1, Long()))
+        encode_record(SegmentHeader(1, 1), HEADER_BYTES, Record(1, RecordKind.TURN, 1, Long()))
 
 
 # --------------------------------------------------------------------------------------------------------- index
@@ -119,7 +119,7 @@ def test_a_payload_beyond_the_limit_is_refused_before_anything_is_written() -> N
 
 def counting(*records: Record) -> tuple[Index, list[int]]:
     """Records put into one segment, and the numbers of those that count after that."""
-    segment = Segment(Header(1, 1))
+    segment = Segment(SegmentHeader(1, 1))
     index, offset = Index({1: segment}), HEADER_BYTES
     for record in records:
         index.add(record, segment, offset)
@@ -129,15 +129,15 @@ def counting(*records: Record) -> tuple[Index, list[int]]:
 
 def test_only_the_newest_of_a_kind_and_key_counts_whatever_the_order() -> None:
     for order in itertools.permutations(range(1, 4)):
-        index, left = counting(*(Record(lsn, Kind.AGENT, 7, bytes(lsn)) for lsn in order))
+        index, left = counting(*(Record(lsn, RecordKind.AGENT, 7, bytes(lsn)) for lsn in order))
         assert left == [3]
-        place = index.locate(Kind.AGENT, 7)
+        place = index.locate(RecordKind.AGENT, 7)
         assert place is not None and place.size == RECORD_BYTES + 3
 
 
 def test_an_end_supersedes_the_pieces_of_its_turn_only() -> None:
-    pieces = [Record(lsn, Kind.TOKENS, key, b"") for lsn, key in ((1, 5), (2, 5), (3, 6))]
-    assert counting(*pieces, Record(4, Kind.END, 5, b""))[1] == [3, 4]
+    pieces = [Record(lsn, RecordKind.TOKENS, key, b"") for lsn, key in ((1, 5), (2, 5), (3, 6))]
+    assert counting(*pieces, Record(4, RecordKind.END, 5, b""))[1] == [3, 4]
 
 
 def test_a_table_of_places_does_what_a_dict_does() -> None:
@@ -160,14 +160,14 @@ def test_where_a_superseded_record_lies_is_forgotten_and_it_is_erased_all_the_sa
     files = CrashFiles()
     log = opened(files)
     for line in range(10 * TIDY):
-        put(log, Kind.SAVINGS, 7, b"secret %d" % line)
-        put(log, Kind.AGENT, 8, b"open")
+        put(log, RecordKind.SAVINGS, 7, b"secret %d" % line)
+        put(log, RecordKind.AGENT, 8, b"open")
     (segment,) = log._index.segments.values()
     assert len(segment) <= 2 * TIDY + 2
     log.close()
     again = opened(files)
     assert [record.key for record in again.recovered] == [7, 8]
-    put(again, Kind.SAVINGS, 7, b"in another file")
+    put(again, RecordKind.SAVINGS, 7, b"in another file")
     again.close()
     last = opened(files)
     assert [len(segment) for segment in last._index.segments.values()] == [1, 1]
@@ -182,9 +182,9 @@ def test_keys_of_an_erasure_are_read_back() -> None:
 
 
 def test_a_segment_is_wasteful_when_less_than_half_of_it_counts() -> None:
-    segment = Segment(Header(1, 1))
+    segment = Segment(SegmentHeader(1, 1))
     assert segment.wasteful
-    record = Record(1, Kind.TURN, 1, b"x" * 100)
+    record = Record(1, RecordKind.TURN, 1, b"x" * 100)
     for place in range(4):
         segment.add(record, segment.size)
         segment.size += record.size
@@ -202,7 +202,7 @@ def test_a_segment_is_wasteful_when_less_than_half_of_it_counts() -> None:
 def test_what_was_synced_is_found_in_order_by_the_next_start() -> None:
     files = CrashFiles()
     log = opened(files)
-    written = [put(log, Kind.TURN, key) for key in (5, 9, 1)]
+    written = [put(log, RecordKind.TURN, key) for key in (5, 9, 1)]
     again = opened(files.crash(random.Random(1)))
     assert again.recovered == written
     assert again.next_lsn() > written[-1].lsn
@@ -227,8 +227,8 @@ def test_a_second_process_is_refused_while_the_first_lives() -> None:
 def test_an_end_leaves_the_tokens_of_its_turn_behind() -> None:
     files = CrashFiles()
     log = opened(files)
-    put(log, Kind.TOKENS, 5, b"piece", sync=False)
-    end = put(log, Kind.END, 5, b"all")
+    put(log, RecordKind.TOKENS, 5, b"piece", sync=False)
+    end = put(log, RecordKind.END, 5, b"all")
     log.close()
     assert opened(files).recovered == [end]
 
@@ -236,11 +236,11 @@ def test_an_end_leaves_the_tokens_of_its_turn_behind() -> None:
 def test_erased_bytes_are_nowhere_and_what_is_left_stays() -> None:
     files = CrashFiles()
     log = opened(files)
-    stays = put(log, Kind.TURN, 1, b"stays")
-    put(log, Kind.TURN, 2, b"secret text")
+    stays = put(log, RecordKind.TURN, 1, b"stays")
+    put(log, RecordKind.TURN, 2, b"secret text")
     log.erase([2])
     assert not any(b"secret text" in data for data in files.files(FOLDER).values())
-    after = put(log, Kind.TURN, 3, b"after")
+    after = put(log, RecordKind.TURN, 3, b"after")
     log.close()
     assert opened(files).recovered == [stays, after]
 
@@ -248,8 +248,8 @@ def test_erased_bytes_are_nowhere_and_what_is_left_stays() -> None:
 def test_an_erasure_that_a_crash_cuts_is_finished_by_the_next_start() -> None:
     files = CrashFiles()
     log = opened(files)
-    put(log, Kind.TURN, 2, b"secret text")
-    log.write([Record(log.next_lsn(), Kind.ERASE, 0, encode_keys([2]))], sync=True)
+    put(log, RecordKind.TURN, 2, b"secret text")
+    log.write([Record(log.next_lsn(), RecordKind.ERASE, 0, encode_keys([2]))], sync=True)
     after = files.crash(random.Random(1))
     assert opened(after).recovered == []
     assert not any(b"secret text" in data for data in after.files(FOLDER).values())
@@ -261,7 +261,7 @@ def test_compaction_ends_and_keeps_what_counts(monkeypatch: pytest.MonkeyPatch) 
     files = CrashFiles()
     log = opened(files)
     for turn in range(200):
-        put(log, Kind.AGENT, 1, b"%d" % turn + b"x" * 300, sync=turn % 7 == 0)
+        put(log, RecordKind.AGENT, 1, b"%d" % turn + b"x" * 300, sync=turn % 7 == 0)
     rounds = 0
     while log.compact():
         rounds += 1
@@ -288,10 +288,12 @@ def test_a_record_is_read_where_it_lies_also_while_its_segment_is_written_anew()
     files, found = Moving(), []
     log = opened(files)
     reader = threading.Thread(
-        target=lambda: found.extend(log.read([(Kind.TURN, 1), (Kind.END, 1), (Kind.TURN, 9), (Kind.TURN, 100)]))
+        target=lambda: found.extend(
+            log.read([(RecordKind.TURN, 1), (RecordKind.END, 1), (RecordKind.TURN, 9), (RecordKind.TURN, 100)])
+        )
     )
-    kept = [put(log, Kind.TURN, 1, b"what was said"), put(log, Kind.END, 1, b"what was answered")]
-    gone = [put(log, Kind.TURN, key, b"secret text") for key in (100, 101, 102)]
+    kept = [put(log, RecordKind.TURN, 1, b"what was said"), put(log, RecordKind.END, 1, b"what was answered")]
+    gone = [put(log, RecordKind.TURN, key, b"secret text") for key in (100, 101, 102)]
     reader.start()
     reader.join()
     assert moves == 0 and found == [*kept, None, None]
@@ -301,25 +303,25 @@ def test_a_segment_that_cannot_be_removed_gives_out_nothing_old() -> None:
     """Its records lie elsewhere already. What superseded one of them meanwhile still counts when the segment goes."""
     files = CrashFiles()
     log = opened(files)
-    put(log, Kind.END, 7, b"interrupted" * 50)
-    put(log, Kind.TURN, 8, b"gone" * 500)
+    put(log, RecordKind.END, 7, b"interrupted" * 50)
+    put(log, RecordKind.TURN, 8, b"gone" * 500)
     files.fail(Fault(files.calls, errno.EIO, only=frozenset({"remove"})))
     with pytest.raises(OSError, match="Input/output error"):
         log.erase([8])
-    end = put(log, Kind.END, 7, b"finished")
+    end = put(log, RecordKind.END, 7, b"finished")
     while log.compact():
-        assert log.read([(Kind.END, 7)]) == [end]
-    assert log.read([(Kind.END, 7)]) == [end]
+        assert log.read([(RecordKind.END, 7)]) == [end]
+    assert log.read([(RecordKind.END, 7)]) == [end]
     assert not any(b"gone" in data for data in files.files(FOLDER).values())
 
 
 def test_a_damaged_record_is_read_as_nothing() -> None:
     files = CrashFiles()
     log = opened(files)
-    hurt, whole = put(log, Kind.TURN, 1, b"what was said"), put(log, Kind.TURN, 2, b"and this")
+    hurt, whole = put(log, RecordKind.TURN, 1, b"what was said"), put(log, RecordKind.TURN, 2, b"and this")
     (path,) = (path for path in files.files(FOLDER) if path.suffix == ".log")
     files.put(path, files.files()[path].replace(b"was", b"is "))
-    assert log.read([(Kind.TURN, 1), (Kind.TURN, 2)]) == [None, whole]
+    assert log.read([(RecordKind.TURN, 1), (RecordKind.TURN, 2)]) == [None, whole]
     assert hurt.key == 1
 
 
@@ -342,7 +344,7 @@ def test_a_folder_that_is_not_ours_alone_is_refused_and_left_alone() -> None:
 def test_a_newer_format_is_refused_and_left_alone() -> None:
     files = CrashFiles()
     files.make_folder(FOLDER)
-    files.put(FOLDER / f"{7:016x}.log", encode_header(Header(7, 5, VERSION + 1)))
+    files.put(FOLDER / f"{7:016x}.log", encode_header(SegmentHeader(7, 5, VERSION + 1)))
     before = files.files()
     with pytest.raises(ConfigError, match=f"format {VERSION + 1}"):
         Log.open(files, FOLDER, Draw())
@@ -353,7 +355,7 @@ def test_a_segment_without_a_header_is_set_aside_and_goes_with_the_next_erasure(
     """What it holds cannot be told, so an erasure must not leave it there."""
     files = CrashFiles()
     log = opened(files)
-    kept = put(log, Kind.TURN, 1)
+    kept = put(log, RecordKind.TURN, 1)
     log.close()
     files.put(FOLDER / f"{99:016x}.log", b"secret" * 2000)
     again = opened(files)
@@ -367,8 +369,8 @@ def test_the_same_holds_on_a_real_disk(tmp_path: Path) -> None:
     path = tmp_path / "log"
     log = Log.open(SystemFiles(), path, Draw())
     assert log is not None and Log.open(SystemFiles(), path, Draw()) is None
-    kept = put(log, Kind.TURN, 1, b"kept")
-    put(log, Kind.TURN, 2, b"secret text")
+    kept = put(log, RecordKind.TURN, 1, b"kept")
+    put(log, RecordKind.TURN, 2, b"secret text")
     log.erase([2])
     log.close()
     assert path.stat().st_mode & 0o777 == 0o700
@@ -395,7 +397,7 @@ def test_a_loss_is_told_and_a_write_that_was_cut_off_is_none(tmp_path: Path) -> 
     log = Log.open(SystemFiles(), folder.path, Draw())
     assert log is not None
     for key in (1, 2, 3):
-        put(log, Kind.TURN, key, b"payload")
+        put(log, RecordKind.TURN, key, b"payload")
     log.close()
     (number,) = folder.numbers("log")
     path = folder.name(number)

@@ -13,7 +13,7 @@ from tests.files import Crash, CrashFiles, Fault
 from tests.laws import token_log
 from tests.laws.token_log import ERRORS, FOLDER, Draw, Model, Work, crash_everywhere, fault_at, reopen
 
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.log import Log
 from cairn.agents.segment import Record
 
@@ -53,12 +53,12 @@ def test_a_sync_that_fails_keeps_what_was_accepted_before_it() -> None:
     """What a segment held unsynced is written again elsewhere, for after the failure nothing of it can be relied on."""
     files = CrashFiles()
     log = reopen(files, Model())
-    first = Record(log.next_lsn(), Kind.TURN, 1, b"first")
+    first = Record(log.next_lsn(), RecordKind.TURN, 1, b"first")
     log.write([first], sync=True)
-    second = Record(log.next_lsn(), Kind.TURN, 2, b"second")
+    second = Record(log.next_lsn(), RecordKind.TURN, 2, b"second")
     log.write([second], sync=False)
     files.fail(Fault(files.calls, errno.EIO, only=frozenset({"sync"})))
-    third = Record(log.next_lsn(), Kind.TURN, 3, b"third")
+    third = Record(log.next_lsn(), RecordKind.TURN, 3, b"third")
     log.write([third], sync=True)
     assert files.fired == 1
     for seed in range(200):
@@ -74,16 +74,16 @@ def test_what_a_start_could_not_make_durable_goes_only_once_what_supersedes_it_i
         files = CrashFiles(seed=seed)
         log = Log.open(files, FOLDER, Draw(1))
         assert log is not None
-        log.write([Record(log.next_lsn(), Kind.AGENT, 1000, old)], sync=True)
+        log.write([Record(log.next_lsn(), RecordKind.AGENT, 1000, old)], sync=True)
         files = files.kill()
         files.fail(Fault(files.calls, errno.ENOSPC, sticky=True, only=frozenset({"append"})))
         log = Log.open(files, FOLDER, Draw(2))
         assert log is not None and log.trouble
         files.heal()
-        log.write([Record(log.next_lsn(), Kind.AGENT, 1000, new)], sync=False)
+        log.write([Record(log.next_lsn(), RecordKind.AGENT, 1000, new)], sync=False)
         crashed = list[CrashFiles]()
         files.after_change = partial(_cut_power, files, crashed, random.Random(seed))
-        log.write([Record(log.next_lsn(), Kind.REPLAY, 7, b"x")], sync=True)
+        log.write([Record(log.next_lsn(), RecordKind.REPLAY, 7, b"x")], sync=True)
         assert len(crashed) > 3
         for after in crashed:
             again = Log.open(after, FOLDER, Draw(3))
@@ -100,7 +100,7 @@ def test_of_two_segments_without_a_seal_the_older_goes_only_once_what_supersedes
         files = CrashFiles(seed=seed)
         log = Log.open(files, FOLDER, Draw(1))
         assert log is not None
-        log.write([Record(log.next_lsn(), Kind.AGENT, 1000, old)], sync=True)
+        log.write([Record(log.next_lsn(), RecordKind.AGENT, 1000, old)], sync=True)
         if refused == "start":
             files = files.kill()
             files.fail(Fault(files.calls, errno.ENOSPC, sticky=True, only=frozenset({"append"})))
@@ -109,7 +109,7 @@ def test_of_two_segments_without_a_seal_the_older_goes_only_once_what_supersedes
             files.heal()
         else:
             files.fail(Fault(files.calls, errno.EIO, only=frozenset({"append"})))
-        log.write([Record(log.next_lsn(), Kind.AGENT, 1000, new)], sync=False)
+        log.write([Record(log.next_lsn(), RecordKind.AGENT, 1000, new)], sync=False)
         files = files.kill()
         crashed = list[CrashFiles]()
         files.after_change = partial(_cut_power, files, crashed, random.Random(seed))
@@ -128,7 +128,7 @@ def test_what_a_killed_start_wrote_anew_goes_only_once_the_new_file_is_durable()
         files = CrashFiles(seed=seed)
         log = Log.open(files, FOLDER, Draw(1))
         assert log is not None
-        log.write([Record(log.next_lsn(), Kind.AGENT, 1000, b"acknowledged")], sync=True)
+        log.write([Record(log.next_lsn(), RecordKind.AGENT, 1000, b"acknowledged")], sync=True)
         files, killed = files.kill(), list[CrashFiles]()
         files.after_change = partial(_kill_at_the_renaming, files, killed)
         with contextlib.suppress(Crash):

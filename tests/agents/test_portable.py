@@ -13,11 +13,11 @@ from tests.agents.house import Draw, file_of, house
 from cairn.agents import portable
 from cairn.agents.archive import Archive
 from cairn.agents.content import Content
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.info import Savings
 from cairn.agents.portable import count_values, read
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, decode, pack
-from cairn.agents.segment import HEADER_BYTES, Header, Record, decode_header, encode_header, encode_record, scan
+from cairn.agents.segment import HEADER_BYTES, Record, SegmentHeader, decode_header, encode_header, encode_record, scan
 from cairn.agents.turn_tree import Turn
 from cairn.errors import CairnError, Conflict, InvalidRequest
 from cairn.sampling_params import SamplingParams
@@ -121,7 +121,7 @@ def forged(data: bytes, change: Callable[[list[Record]], list[Record]]) -> bytes
     """The file with other records, all checksums right."""
     header = decode_header(data)
     assert header is not None
-    made = Header(0, Draw().bits64())
+    made = SegmentHeader(0, Draw().bits64())
     out = bytearray(encode_header(made))
     for lsn, record in enumerate(change(scan(header, data).records), 1):
         out += encode_record(made, len(out), record._replace(lsn=lsn))
@@ -145,7 +145,7 @@ def with_savings(**figures: float) -> Callable[[list[Record]], list[Record]]:
 
 def with_end(**fields: object) -> Callable[[list[Record]], list[Record]]:
     def change(records: list[Record]) -> list[Record]:
-        at = next(n for n, record in enumerate(records) if record.kind == Kind.END)
+        at = next(n for n, record in enumerate(records) if record.kind == RecordKind.END)
         end = decode(records[at].payload, EndRecord)
         assert end is not None
         payload = msgspec.msgpack.encode(msgspec.structs.replace(end, **fields))
@@ -158,7 +158,7 @@ def with_turn(which: int, **fields: object) -> Callable[[list[Record]], list[Rec
     def change(records: list[Record]) -> list[Record]:
         changed = []
         for record in records:
-            began = decode(record.payload, TurnRecord) if record.kind == Kind.TURN else None
+            began = decode(record.payload, TurnRecord) if record.kind == RecordKind.TURN else None
             if began is not None and began.number == which:
                 payload = msgspec.msgpack.encode(msgspec.structs.replace(began, **fields))
                 record = record._replace(payload=payload)

@@ -19,9 +19,9 @@ from tests.files import Fault
 
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.content import Content
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.records import TurnRecord, pack
-from cairn.agents.running import RunningTurn
+from cairn.agents.running_turn import RunningTurn
 from cairn.agents.segment import Record
 from cairn.agents.turn_tree import Turn
 from cairn.errors import Conflict, Damaged, NotFound, Unavailable
@@ -415,7 +415,7 @@ async def test_an_agent_whose_head_is_lost_never_stands_at_anothers_turn(folder:
             assert (agent.record.under, agent.record.pinned, agent.head.number) == (agent.head.under, False, head)
         eve = at.agents._find("other", "eve")
         lost = msgspec.structs.replace(eve.record, head=1 << 40, under=theirs.key)
-        await at.agents.writer.sync(at.agents.writer.record(Kind.AGENT, lost, eve.key))
+        await at.agents.writer.sync(at.agents.writer.record(RecordKind.AGENT, lost, eve.key))
         await at.again(clean=True)
         assert at.agents.get("other", "eve").head == 0
 

@@ -9,15 +9,15 @@ import pytest
 from house import GREEDY, House, house
 
 from cairn.agents import replay_records as replays_module
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.replay_records import KEEP_SECONDS, ReplayRecords
 from cairn.agents.segment import Record
 from cairn.outputs import Delta
 from cairn.service.requests import requests
 from cairn.text.chat import Sampled
-from cairn.text.replay import Answer
+from cairn.text.replay import AnswerIdentity
 
-SAMPLED = Sampled(b"b" * 32, Answer(b"v" * 32, "because"), [1, 2, 3], 1)
+SAMPLED = Sampled(b"b" * 32, AnswerIdentity(b"v" * 32, "because"), [1, 2, 3], 1)
 
 
 async def chat(at: House, messages: list[dict[str, Any]], tenant: str = "default") -> tuple[list[int], list[int]]:
@@ -93,7 +93,7 @@ async def test_what_is_a_week_old_is_erased(folder: Path) -> None:
 def filled(count: int) -> ReplayRecords:
     kept = ReplayRecords()
     for n in range(count):
-        kept.add(Record(n + 1, Kind.REPLAY, n + 1, b"x" * 1000), float(n))
+        kept.add(Record(n + 1, RecordKind.REPLAY, n + 1, b"x" * 1000), float(n))
     return kept
 
 
@@ -121,9 +121,10 @@ def test_another_models_answers_wait_and_damage_is_left_out() -> None:
     other = kept.payload("ada", SAMPLED, b"other", 5.0)
     odd = msgspec.structs.replace(payload, ids=b"123")
     records = [
-        Record(n, Kind.REPLAY, n, msgspec.msgpack.encode(value)) for n, value in enumerate((payload, other, odd), 1)
+        Record(n, RecordKind.REPLAY, n, msgspec.msgpack.encode(value))
+        for n, value in enumerate((payload, other, odd), 1)
     ]
-    records += [Record(4, Kind.REPLAY, 4, b"\xc1garbage"), Record(5, Kind.TURN, 5, b"")]
+    records += [Record(4, RecordKind.REPLAY, 4, b"\xc1garbage"), Record(5, RecordKind.TURN, 5, b"")]
     found = kept.load(records)
     assert {model: len(ones) for model, ones in found.items()} == {b"model": 1, b"other": 1}
     ((tenant, sampled),) = found[b"model"]

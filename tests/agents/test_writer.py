@@ -15,7 +15,7 @@ import pytest
 from tests.files import CrashFiles, Fault
 
 from cairn.agents import writer as writer_module
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.log import Log
 from cairn.agents.writer import Writer
 from cairn.errors import Unavailable
@@ -46,8 +46,8 @@ def texts(files: CrashFiles) -> list[str]:
 async def test_what_was_synced_is_there_with_all_that_was_given_before() -> None:
     files = CrashFiles()
     writer = start(files)
-    writer.append(writer.record(Kind.TURN, Note("first")))
-    await writer.sync(writer.record(Kind.TURN, Note("second")))
+    writer.append(writer.record(RecordKind.TURN, Note("first")))
+    await writer.sync(writer.record(RecordKind.TURN, Note("second")))
     assert texts(files.crash(files.rng)) == ["first", "second"]
     await writer.close()
 
@@ -55,7 +55,7 @@ async def test_what_was_synced_is_there_with_all_that_was_given_before() -> None
 async def test_turns_that_end_together_share_a_sync() -> None:
     files = CrashFiles()
     writer = start(files)
-    await writer.sync(writer.record(Kind.TURN, Note("begin")))
+    await writer.sync(writer.record(RecordKind.TURN, Note("begin")))
     syncs = 0
 
     def count(kind: str) -> None:
@@ -64,7 +64,7 @@ async def test_turns_that_end_together_share_a_sync() -> None:
         time.sleep(0.01 if kind == "sync" else 0)  # a disk, while the others come to wait
 
     files.after_change = count
-    await asyncio.gather(*(writer.sync(writer.record(Kind.TURN, Note(str(n)))) for n in range(50)))
+    await asyncio.gather(*(writer.sync(writer.record(RecordKind.TURN, Note(str(n)))) for n in range(50)))
     assert syncs <= 4
     await writer.close()
     assert sorted(texts(files)) == sorted(["begin", *map(str, range(50))])
@@ -76,7 +76,7 @@ async def test_what_was_written_outlives_the_process_without_a_sync() -> None:
     await writer.sync()
     changes: list[str] = []
     files.after_change = changes.append
-    writer.append(writer.record(Kind.TURN, Note("sampled")))
+    writer.append(writer.record(RecordKind.TURN, Note("sampled")))
     await writer.written(60)
     assert any(b"sampled" in data for data in files.files().values())
     assert changes[-1] == "append", "the file is new; its records are not synced"
@@ -88,7 +88,7 @@ async def test_nobody_waits_long_for_a_disk_that_hangs() -> None:
     writer = start(files)
     goes_on = threading.Event()
     files.after_change = lambda kind: goes_on.wait(60) and None
-    writer.append(writer.record(Kind.TURN, Note("stuck")))
+    writer.append(writer.record(RecordKind.TURN, Note("stuck")))
     await writer.written(0.05)
     goes_on.set()
     await writer.close()
@@ -101,7 +101,7 @@ async def test_the_event_loop_never_waits_for_the_disk() -> None:
     files = CrashFiles()
     writer = start(files)
     files.after_change = lambda kind: time.sleep(0.2 if kind == "sync" else 0)
-    task = asyncio.create_task(writer.sync(writer.record(Kind.TURN, Note("slow"))))
+    task = asyncio.create_task(writer.sync(writer.record(RecordKind.TURN, Note("slow"))))
     worst, last = 0.0, time.monotonic()
     while not task.done():
         await asyncio.sleep(0.001)
@@ -117,11 +117,11 @@ async def test_a_refused_write_is_an_error_for_who_waits_and_heals() -> None:
     writer = start(files)
     files.fail(Fault(files.calls, errno.EIO, sticky=True))
     with pytest.raises(Unavailable, match="token log cannot be written") as caught:
-        await writer.sync(writer.record(Kind.TURN, Note("lost")))
+        await writer.sync(writer.record(RecordKind.TURN, Note("lost")))
     assert caught.value.retry_after is not None
     assert writer.trouble and writer.dropped == 1
     files.heal()
-    await writer.sync(writer.record(Kind.TURN, Note("after")))
+    await writer.sync(writer.record(RecordKind.TURN, Note("after")))
     assert writer.trouble == ""
     await writer.close()
     assert "after" in texts(files)
@@ -130,9 +130,9 @@ async def test_a_refused_write_is_an_error_for_who_waits_and_heals() -> None:
 async def test_an_erasure_returns_when_the_bytes_are_gone() -> None:
     files = CrashFiles()
     writer = start(files)
-    record = writer.record(Kind.TURN, Note("a secret"))
+    record = writer.record(RecordKind.TURN, Note("a secret"))
     await writer.sync(record)
-    await writer.erase([record.key], writer.record(Kind.TURN, Note("said at once")))
+    await writer.erase([record.key], writer.record(RecordKind.TURN, Note("said at once")))
     assert not any(b"a secret" in data for data in files.files(FOLDER).values())
     await writer.close()
     assert texts(files) == ["said at once"]
@@ -142,7 +142,7 @@ async def test_records_that_nobody_waits_for_are_synced_within_seconds(monkeypat
     monkeypatch.setattr(writer_module, "FLUSH_SECONDS", 0.02)
     files = CrashFiles()
     writer = start(files)
-    writer.append(writer.record(Kind.TURN, Note("quiet")))
+    writer.append(writer.record(RecordKind.TURN, Note("quiet")))
     for _ in range(200):
         await asyncio.sleep(0.01)
         if texts(files.crash(files.rng)) == ["quiet"] and texts(files.crash(files.rng)) == ["quiet"]:
@@ -158,7 +158,7 @@ async def test_a_slow_disk_costs_records_that_nobody_waits_for_not_memory(monkey
     writer = start(files)
     files.after_change = lambda _: time.sleep(0.05)
     for _ in range(100):
-        writer.append(writer.record(Kind.TURN, Note("x" * 1000)))
+        writer.append(writer.record(RecordKind.TURN, Note("x" * 1000)))
     assert 80 < writer.dropped < 100
     files.after_change = lambda _: None
     await writer.close()
@@ -169,10 +169,10 @@ async def test_a_close_writes_what_waits_and_takes_no_more() -> None:
     files = CrashFiles()
     writer = start(files)
     for n in range(20):
-        writer.append(writer.record(Kind.TURN, Note(str(n))))
+        writer.append(writer.record(RecordKind.TURN, Note(str(n))))
     await writer.close()
     with pytest.raises(Unavailable, match="closed"):
-        writer.append(writer.record(Kind.TURN, Note("late")))
+        writer.append(writer.record(RecordKind.TURN, Note("late")))
     assert texts(files.crash(files.rng)) == list(map(str, range(20)))
 
 
@@ -186,7 +186,7 @@ async def test_a_close_on_a_disk_that_hangs_can_be_given_up_and_holds_nobody_up(
         goes_on.wait()
 
     files.after_change = hang
-    writer.append(writer.record(Kind.TURN, Note("never written")))
+    writer.append(writer.record(RecordKind.TURN, Note("never written")))
     others = set(threading.enumerate())
     closing = asyncio.create_task(writer.close())
     try:
@@ -203,11 +203,11 @@ async def test_a_close_on_a_disk_that_hangs_can_be_given_up_and_holds_nobody_up(
 async def test_a_waiter_that_gives_up_takes_nothing_along() -> None:
     files = CrashFiles()
     writer = start(files)
-    task = asyncio.create_task(writer.sync(writer.record(Kind.TURN, Note("cancelled"))))
+    task = asyncio.create_task(writer.sync(writer.record(RecordKind.TURN, Note("cancelled"))))
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    await writer.sync(writer.record(Kind.TURN, Note("next")))
+    await writer.sync(writer.record(RecordKind.TURN, Note("next")))
     await writer.close()
     assert texts(files) == ["cancelled", "next"]
 
@@ -219,7 +219,7 @@ async def test_the_end_of_a_turn_is_durable_within_milliseconds(tmp_path: Path, 
     times = []
     for n in range(40):
         began = time.perf_counter()
-        await writer.sync(writer.record(Kind.TURN, Note(str(n) * 400)))
+        await writer.sync(writer.record(RecordKind.TURN, Note(str(n) * 400)))
         times.append(time.perf_counter() - began)
     await writer.close()
     middle = statistics.median(times)

@@ -14,7 +14,7 @@ from cairn.errors import CairnError, Cancelled
 from cairn.layer_spec import CacheGroup
 from cairn.metrics import Metrics
 from cairn.model_spec import ModelSpec
-from cairn.models.ends import Middle
+from cairn.models.end_tokens import Middle
 from cairn.outputs import Delta, Done, Event, FinishReason, Usage
 from cairn.request import OutputFormat, Request
 from cairn.stats import CacheReport

@@ -12,7 +12,7 @@ from cairn.api.app import App
 from cairn.api.auth import OPEN, Access, _same_address, check_exposure, has_tenants
 from cairn.api.body_budget import BodyBudget
 from cairn.api.origins import Origins
-from cairn.api.reply import Call
+from cairn.api.reply import HTTPCall
 from cairn.api.server import serve
 from cairn.config import Config, Secret, TenantKeys
 from cairn.errors import ConfigError
@@ -381,7 +381,7 @@ def test_without_keys_a_share_is_a_clients(client: tuple[str, int] | None, agent
     """A name that a client may choose counts on this machine only: elsewhere it could have any number of shares."""
     headers = [] if agent is None else [(b"x-cairn-agent", agent.encode())]
     scope: Any = {"type": "http", "path": "/v1/models", "method": "GET", "headers": headers, "client": client}
-    made = Call(scope, None, None, 1, BodyBudget(1, 1))  # type: ignore[arg-type]
+    made = HTTPCall(scope, None, None, 1, BodyBudget(1, 1))  # type: ignore[arg-type]
     Access(Config()).check(made)
     assert made.share == share and made.tenant == "default"
 

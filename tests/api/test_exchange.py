@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from cairn.api.exchange import Batches, Choice, Exchange
+from cairn.api.exchange import Batches, ChoiceStream, Exchange
 from cairn.outputs import Delta, Done, FinishReason, Usage
 from cairn.request import Request
 from cairn.sampling_params import SamplingParams
@@ -56,14 +56,14 @@ async def test_no_client_hears_of_an_end_whose_tokens_a_killed_server_would_not_
     for stream in (True, False):
         disk: Any = Slow()
         adapter: Any = Plain()
-        kept: list[Choice] = []
+        kept: list[ChoiceStream] = []
 
         async def source(_: float | None) -> Batches:
             yield []
             yield [(0, Delta(text="hi", tokens=(5,)))]
             yield [(0, ENDED)]
 
-        exchange = Exchange([Choice(request)], adapter, source, lambda: None, kept.append, disk)
+        exchange = Exchange([ChoiceStream(request)], adapter, source, lambda: None, kept.append, disk)
         said: list[bytes] = []
 
         async def read(exchange: Exchange = exchange, stream: bool = stream, said: list[bytes] = said) -> None:

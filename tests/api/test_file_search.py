@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from tests.api.test_responses import keeping
 from tests.scripted_model import write_scripted
 
-from cairn.api.file_search import CitedText, Source, wants_search
+from cairn.api.file_search import CitedFile, CitedText, wants_search
 from cairn.api.responses_items import SEARCHED
 from cairn.config import Config
 
@@ -121,7 +121,7 @@ async def test_where_nothing_is_to_be_searched(tmp_path: Path) -> None:
 
 def test_citations_have_their_places_however_the_text_comes() -> None:
     text = "".join(SAID)
-    sources = [Source("a", "a.md"), Source("b", "b.md")]
+    sources = [CitedFile("a", "a.md"), CitedFile("b", "b.md")]
     for size in (1, 2, 5, 100):
         cites, told, found = CitedText(sources), "", list[dict[str, Any]]()
         for at in range(0, len(text), size):

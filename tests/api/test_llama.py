@@ -13,7 +13,7 @@ from tests.service.tiny import make_model, serving
 
 from cairn.config import Config
 from cairn.errors import GenerationFailed
-from cairn.models.ends import Middle
+from cairn.models.end_tokens import Middle
 from cairn.outputs import Delta, FinishReason, TokenLogprob
 from cairn.sampling_params import SamplingExtras
 

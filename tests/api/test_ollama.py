@@ -21,7 +21,7 @@ from cairn.api.parse import parse
 from cairn.api.schemas import ChatBody
 from cairn.config import Config, Secret
 from cairn.errors import CairnError, GenerationFailed, ModelError
-from cairn.models.ends import Middle
+from cairn.models.end_tokens import Middle
 from cairn.models.hub import Progress
 from cairn.outputs import Delta, FinishReason, TokenLogprob, ToolCallDelta
 from cairn.sampling_params import SamplingExtras

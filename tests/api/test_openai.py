@@ -19,7 +19,7 @@ from tests.text import text_models
 
 from cairn.config import Config, Secret
 from cairn.errors import GenerationFailed, InvalidRequest, Overloaded, Unavailable
-from cairn.models.ends import Middle
+from cairn.models.end_tokens import Middle
 from cairn.outputs import Delta, Done, FinishReason, TokenLogprob, ToolCallDelta, Usage
 from cairn.request import Request
 from cairn.stats import CacheReport, Miss

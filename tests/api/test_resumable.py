@@ -20,7 +20,7 @@ from scripted import ScriptedService, ScriptedStream, done
 from sockets import Site, request_bytes, site
 
 from cairn.api.event_log import PAGE, EventLog
-from cairn.api.reply import Call
+from cairn.api.reply import HTTPCall
 from cairn.api.resumable import EventLogs
 from cairn.api.sse import HEARTBEAT, error_event
 from cairn.config import Config, Secret
@@ -480,7 +480,7 @@ async def test_a_tape_that_is_over_holds_nothing_of_what_filled_it() -> None:
     async def events() -> AsyncGenerator[bytes, None]:
         yield b"data: 1\n\n"
 
-    call = cast(Call, SimpleNamespace(number=1, salt=b""))
+    call = cast(HTTPCall, SimpleNamespace(number=1, salt=b""))
     logs, running = EventLogs(60.0, 1 << 20), Running()
     left = weakref.ref(running)
     logs.start(call, events(), running.cancel, 1.0)

@@ -16,11 +16,14 @@ from sockets import site
 
 from cairn.api import agent_schemas
 from cairn.api.anthropic_schemas import MessagesBody
+from cairn.api.body import Body
 from cairn.api.checks import check_chat
-from cairn.api.fields import ACCEPTED, ROWS, Row
+from cairn.api.embedding_schemas import EmbeddingBody, RerankBody
+from cairn.api.fields import ACCEPTED, ROWS, FieldRow
+from cairn.api.message_schemas import TextPart
 from cairn.api.parse import parse
 from cairn.api.responses_schemas import ResponseBody
-from cairn.api.schemas import Body, ChatBody, CompletionBody, EmbeddingBody, RerankBody, TextPart, TokenizeBody
+from cairn.api.schemas import ChatBody, CompletionBody, TokenizeBody
 from cairn.config import Config
 from cairn.errors import InvalidRequest, Unsupported
 
@@ -75,7 +78,7 @@ PLACED = [(place, name, row) for place, rows in ROWS.items() if place not in OWN
 
 
 @pytest.mark.parametrize(("place", "name", "row"), PLACED, ids=[f"{place}-{name}" for place, name, _ in PLACED])
-def test_fields_of_the_table(place: str, name: str, row: Row) -> None:
+def test_fields_of_the_table(place: str, name: str, row: FieldRow) -> None:
     """They have no effect, or only values that ask for nothing; null is as if they were absent."""
     plain = checked(placed(place, {}))
     for value in (None, *(("x", 1, True, {"a": 1}) if row.values is None else row.values)):

@@ -16,12 +16,12 @@ import pytest
 from tests.api.process import served
 from tests.cli.test_cli import run
 
-from cairn.cli.launch import Place, filled, start
+from cairn.cli.launch import ServerAddress, filled, start
 from cairn.cli.launch_table import AGENTS
 from cairn.models.addresses import SHORT, plain
 from cairn.models.hub import repository_of
 
-PLACE = Place("http://127.0.0.1:8000", "org/model:Q8_0", "secret", 32768)
+PLACE = ServerAddress("http://127.0.0.1:8000", "org/model:Q8_0", "secret", 32768)
 AGENT = """#!/usr/bin/env python3
 import json, os, sys, urllib.request
 models = json.load(urllib.request.urlopen(os.environ["ANTHROPIC_BASE_URL"] + "/v1/models"))

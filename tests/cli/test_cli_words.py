@@ -16,7 +16,7 @@ import pytest
 from tests.cli.test_cli import elsewhere, run, sentence, sse  # noqa: F401  (elsewhere: used by its name)
 
 from cairn import __version__
-from cairn.cli import reach
+from cairn.cli import answer_source
 from cairn.errors import ModelError
 from cairn.models import hub, removal
 from cairn.models.removal import plan, remove
@@ -107,7 +107,7 @@ def test_chat_talks_to_the_server_that_runs_and_says_so(running, loaded):
 
 
 def test_chat_loads_a_model_where_no_server_runs(loaded, monkeypatch):
-    monkeypatch.setattr(reach, "state_of", lambda url: "")
+    monkeypatch.setattr(answer_source, "state_of", lambda url: "")
     assert run("chat").returncode == 0
     assert loaded == ["demo"]
 
@@ -177,7 +177,7 @@ def test_run_pulls_what_is_not_here(running, loaded, monkeypatch):
 
 
 def test_run_says_where_there_is_no_such_model(loaded, monkeypatch):
-    monkeypatch.setattr(reach, "state_of", lambda url: "")
+    monkeypatch.setattr(answer_source, "state_of", lambda url: "")
     assert sentence(run("run", "nothing.gguf")) == "there is no file nothing.gguf"
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from tests.clients.stage import Prompter, calling, environment, found, stage
 
-from cairn.cli.launch import Place, start
+from cairn.cli.launch import ServerAddress, start
 from cairn.cli.launch_table import AGENTS
 
 TURNS = 10
@@ -60,7 +60,7 @@ def answers(part: Part, folder: Path) -> list[list[str]]:
 def run(name: str, at: Prompter, folder: Path, home: Path) -> subprocess.CompletedProcess[str]:
     program = found(AGENTS[name].program)
     assert program is not None
-    begun = start(AGENTS[name], Place(at.url, "part", "none", 65_536), home, PARTS[name].arguments)
+    begun = start(AGENTS[name], ServerAddress(at.url, "part", "none", 65_536), home, PARTS[name].arguments)
     for path, text in begun.files.items():
         path.write_text(text)
     return subprocess.run(

@@ -9,7 +9,7 @@ import pytest
 from tests.tiny_models import write_model
 
 from cairn.config import Config
-from cairn.engine.bench import Load, open_bench
+from cairn.engine.bench import Workload, open_bench
 from cairn.errors import ConfigError
 from cairn.kernels.roofline import Roofline
 from cairn.models.spec import load_spec
@@ -19,7 +19,7 @@ from cairn.models.weights import open_weights
 def test_bytes_and_operations_are_those_of_the_shape(tmp_path: Path) -> None:
     spec = load_spec(write_model(tmp_path))
     ticks = count()
-    load = Load(prompt=40, decode=8, batch=(1, 3), depth=(20,))
+    load = Workload(prompt=40, decode=8, batch=(1, 3), depth=(20,))
     limits = Roofline(read=1e6, arithmetic=1e9)
     config = Config(threads=1, kernels="reference")
     bench = open_bench(spec, open_weights(tmp_path, spec), config, load, limits, lambda: float(next(ticks)))
@@ -43,7 +43,7 @@ def test_a_step_without_logits_reads_no_head_and_a_window_bounds_what_is_read(tm
     spec = load_spec(write_model(tmp_path, "MistralForCausalLM", sliding_window=24, max_position_embeddings=4096))
     assert [group.window for group in spec.groups] == [24]
     config = Config(threads=1, kernels="reference")
-    load, ticks = Load(prompt=1030, decode=2, batch=(1,), depth=(0,)), count()
+    load, ticks = Workload(prompt=1030, decode=2, batch=(1,), depth=(0,)), count()
     bench = open_bench(spec, open_weights(tmp_path, spec), config, load, Roofline(1, 1), lambda: float(next(ticks)))
     most = bench.engine.info.max_tokens
     prompt, one = bench.prefill(0), bench.decode(1, 0)
@@ -58,6 +58,6 @@ def test_a_step_without_logits_reads_no_head_and_a_window_bounds_what_is_read(tm
 
 def test_a_load_beyond_the_context_is_refused_with_figures(tmp_path: Path) -> None:
     spec = load_spec(write_model(tmp_path))
-    load = Load(prompt=500, depth=(20,))
+    load = Workload(prompt=500, depth=(20,))
     with pytest.raises(ConfigError, match=r"need 520 tokens; .* takes at most 512"):
         open_bench(spec, open_weights(tmp_path, spec), Config(), load, Roofline(1, 1), float)

@@ -22,7 +22,7 @@ from cairn.engine.device import load_engine
 from cairn.engine.encoder import EncoderEngine
 from cairn.errors import ContextTooLong, InvalidRequest, ModelError
 from cairn.models.spec import load_spec
-from cairn.pooling_spec import Judge
+from cairn.pooling_spec import JudgeSpec
 from cairn.text.reranker_prompt import INSTRUCTION
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 65, 100, 130)
@@ -205,13 +205,13 @@ def test_how_a_decoder_says_that_it_judges(judge: tuple[Path, Any, Any], tmp_pat
     asked, engine = load_engine(Config(kind="rerank", threads=1), plain)
     engine.close()
     yes, no = (tokenizer.token_to_id(word) for word in ("yes", "no"))
-    assert (asked.kind, asked.judge) == ("rerank", Judge(yes=yes, no=no))
+    assert (asked.kind, asked.judge) == ("rerank", JudgeSpec(yes=yes, no=no))
     modules = [("", "Transformer"), ("1_LogitScore", "LogitScore")]
     (plain / "modules.json").write_text(json.dumps([{"path": path, "type": f"x.{kind}"} for path, kind in modules]))
     (plain / "1_LogitScore").mkdir()
     told = plain / "1_LogitScore" / "config.json"
     told.write_text(json.dumps({"true_token_id": 7, "false_token_id": 9}))
-    assert load_spec(plain).judge == Judge(yes=7, no=9)
+    assert load_spec(plain).judge == JudgeSpec(yes=7, no=9)
     told.write_text(json.dumps({"true_token_id": 7, "false_token_id": None}))
     with pytest.raises(ModelError, match="a score without false_token_id is not supported"):
         load_spec(plain)

@@ -17,7 +17,7 @@ from cairn import LLM
 from cairn.engine.base import Row
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.spec import load_spec
-from cairn.pooling_spec import Judge
+from cairn.pooling_spec import JudgeSpec
 
 __all__ = ["judge"]
 
@@ -81,7 +81,7 @@ def test_qwen3_reranker(judge: tuple[Path, object, object], tmp_path: Path) -> N
     rows = {"cls.output.weight": output[[tokenizer.token_to_id(word) for word in ("yes", "no")]]}
     extra = {"qwen3.pooling_type": 4, "qwen3.classifier.output_labels": ["yes", "no"]}
     path = write_gguf(folder, tmp_path / "some.gguf", pre="qwen2", more=rows, extra=extra)
-    assert (load_spec(path).kind, load_spec(path).judge) == ("rerank", Judge(yes=0, no=1, apart=True))
+    assert (load_spec(path).kind, load_spec(path).judge) == ("rerank", JudgeSpec(yes=0, no=1, apart=True))
     named = write_gguf(folder, tmp_path / "Qwen3-Reranker-F32.gguf", pre="qwen2")
     for one in (path, named):
         with LLM(str(one), threads=1) as llm:

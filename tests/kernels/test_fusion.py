@@ -4,44 +4,47 @@ tests/models/test_decoder.py, which replays fused programs against plain calls."
 from __future__ import annotations
 
 from cairn.kernels.fusion import fuse
-from cairn.kernels.program import Call, Slot
+from cairn.kernels.program import KernelCall, Slot
 
 HIDDEN, X = Slot("tokens", 0), Slot("tokens", 1)
 NORMED, GATES, GATED, PROJECTED = (Slot("tokens", number, True) for number in range(2, 6))
 MLP = [
-    Call("norm", (HIDDEN, "w", 1e-6, NORMED)),
-    Call("project", (NORMED, "up", GATES)),
-    Call("gate", (GATES, "silu", GATED)),
-    Call("project", (GATED, "down", PROJECTED)),
+    KernelCall("norm", (HIDDEN, "w", 1e-6, NORMED)),
+    KernelCall("project", (NORMED, "up", GATES)),
+    KernelCall("gate", (GATES, "silu", GATED)),
+    KernelCall("project", (GATED, "down", PROJECTED)),
 ]
 
 
-def names(calls: list[Call]) -> list[str]:
+def names(calls: list[KernelCall]) -> list[str]:
     return [call.kernel for call in fuse(calls)]
 
 
 def test_the_longest_run_becomes_one_call() -> None:
-    (call,) = fuse([*MLP, Call("add", (PROJECTED, HIDDEN))])
-    assert call == Call("gated_mlp", (HIDDEN, "w", 1e-6, "up", "silu", "down"))
-    post = [*MLP, Call("norm", (PROJECTED, "v", 1e-6, NORMED)), Call("add", (NORMED, HIDDEN))]
+    (call,) = fuse([*MLP, KernelCall("add", (PROJECTED, HIDDEN))])
+    assert call == KernelCall("gated_mlp", (HIDDEN, "w", 1e-6, "up", "silu", "down"))
+    post = [*MLP, KernelCall("norm", (PROJECTED, "v", 1e-6, NORMED)), KernelCall("add", (NORMED, HIDDEN))]
     assert fuse(post) == [
-        Call("gated_project", (HIDDEN, "w", 1e-6, "up", "silu", "down", PROJECTED)),
-        Call("norm_add", (PROJECTED, "v", 1e-6, HIDDEN)),
+        KernelCall("gated_project", (HIDDEN, "w", 1e-6, "up", "silu", "down", PROJECTED)),
+        KernelCall("norm_add", (PROJECTED, "v", 1e-6, HIDDEN)),
     ]
 
 
 def test_what_is_read_again_is_kept() -> None:
-    plain = [Call("norm", (HIDDEN, "w", 1e-6, NORMED)), Call("project", (NORMED, "m", X))]
+    plain = [KernelCall("norm", (HIDDEN, "w", 1e-6, NORMED)), KernelCall("project", (NORMED, "m", X))]
     assert names(plain) == ["norm_project"]
-    again = Call("project", (NORMED, "n", X))
+    again = KernelCall("project", (NORMED, "n", X))
     assert names([*plain, again]) == ["norm", "project", "project"]
-    assert names([*plain, Call("norm", (X, "w", 1e-6, NORMED)), again]) == ["norm_project", "norm_project"]
+    assert names([*plain, KernelCall("norm", (X, "w", 1e-6, NORMED)), again]) == ["norm_project", "norm_project"]
 
 
 def test_what_may_be_read_outside_the_program_is_kept() -> None:
     kept = Slot("tokens", 9)
-    assert names([Call("norm", (HIDDEN, "w", 1e-6, kept)), Call("project", (kept, "m", X))]) == ["norm", "project"]
+    assert names([KernelCall("norm", (HIDDEN, "w", 1e-6, kept)), KernelCall("project", (kept, "m", X))]) == [
+        "norm",
+        "project",
+    ]
 
 
 def test_a_sum_into_another_array_than_was_normed_is_no_gated_mlp() -> None:
-    assert names([*MLP, Call("add", (PROJECTED, X))]) == ["gated_project", "add"]
+    assert names([*MLP, KernelCall("add", (PROJECTED, X))]) == ["gated_project", "add"]

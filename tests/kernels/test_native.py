@@ -18,7 +18,7 @@ from tests.tiny_models import KERNELS
 
 from cairn.block_size import BLOCK_TOKENS
 from cairn.kernels.native import NativeKernels
-from cairn.kernels.program import Call, Slot
+from cairn.kernels.program import KernelCall, Slot
 from cairn.kernels.reference import ACTIVATIONS, ReferenceKernels, rms_norm
 from cairn.layer_spec import RopeScaling
 
@@ -341,7 +341,7 @@ def test_arrays_that_do_not_fit_are_refused(kernels: Any) -> None:
     kv, slots, query = np.zeros((1, 1, 2, 2, 16, 4), np.float32), np.zeros(1, np.int32), random(1, 3, 4)
     with pytest.raises(ValueError, match="multiple of key-value heads"):
         kernels.rope_write(random(1, 28), random(1, 2, 2), None, None, 1e-6, kv, 0, slots, query)
-    call = Call("project_add", (Slot("tokens", random(4, 6)), matrix, Slot("tokens", random(4, 8))))
+    call = KernelCall("project_add", (Slot("tokens", random(4, 6)), matrix, Slot("tokens", random(4, 8))))
     program = kernels.program([call])
     program.replay({"tokens": 4})
     for tokens in (5, -1):

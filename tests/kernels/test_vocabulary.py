@@ -12,7 +12,7 @@ from tests.tiny_models import KERNELS
 
 from cairn.engine.base import Row
 from cairn.kernels.native import NativeKernels
-from cairn.kernels.vocabulary import NUMPY, ONE, Choice, Line, Sampler, random_bits
+from cairn.kernels.vocabulary import NUMPY, ONE, Line, Sampler, TokenChoice, random_bits
 from cairn.sampling import NOT_FINITE, NOTHING_LEFT, sample
 from cairn.sampling_params import SamplingParams
 
@@ -53,7 +53,7 @@ LARGE = 151_936
 
 
 @functools.cache
-def large_lines() -> tuple[Any, list[tuple[list[Line], list[Choice]]]]:
+def large_lines() -> tuple[Any, list[tuple[list[Line], list[TokenChoice]]]]:
     """Flat, peaked and tied distributions, and what numpy makes of them with every filter."""
     vocab = LARGE
     rng = np.random.default_rng(1)
@@ -113,7 +113,7 @@ def test_a_line_that_is_not_finite_is_known_wherever_it_is_not(kernels: Any, bad
         assert sampler.greedy(logits) == [fine[0], -1, fine[2]]
         lines = [Line(Row([1], 0, 1, (), 0, 1, SamplingParams(max_tokens=9, temperature=0.5), 0), 2)] * 3
         got = sampler.choose(lines, logits)
-        assert got[1] == Choice(False) and got == NUMPY.choose(lines, logits)
+        assert got[1] == TokenChoice(False) and got == NUMPY.choose(lines, logits)
 
 
 def test_rows_are_answered_alike_through_the_sampler_of_either_kind(kernels: Any) -> None:

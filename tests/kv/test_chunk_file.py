@@ -8,7 +8,7 @@ import pytest
 from tests.kv.stored import SIZE, chain
 
 from cairn.kv import chunk_file
-from cairn.kv.chunk_file import Damaged, Name, parse_name
+from cairn.kv.chunk_file import DamagedChunk, Name, parse_name
 from cairn.kv.codec import Raw
 from cairn.kv.store import Chunk
 
@@ -33,12 +33,12 @@ def test_every_bit_is_under_a_checksum() -> None:
     name, data = written(chain(2)[1])
     for at in range(len(data)):
         for bit in (1, 1 << (at % 8)):
-            with pytest.raises(Damaged):
+            with pytest.raises(DamagedChunk):
                 chunk_file.verify(data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :], name)
     for end in range(0, len(data), 7):
-        with pytest.raises(Damaged):
+        with pytest.raises(DamagedChunk):
             chunk_file.verify(data[:end], name)
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedChunk):
         chunk_file.verify(data + b"\0", name)
 
 
@@ -47,12 +47,12 @@ def test_another_chunks_or_models_file_is_not_believed() -> None:
     first, second = chain(2)
     name, data = written(first)
     other, _ = written(second)
-    with pytest.raises(Damaged, match="another chunk's"):
+    with pytest.raises(DamagedChunk, match="another chunk's"):
         chunk_file.verify(data, Name(other.key, name.parent, name.tag, name.depth, name.size))
-    with pytest.raises(Damaged, match="another model's"):
+    with pytest.raises(DamagedChunk, match="another model's"):
         chunk_file.decode(data, name, identity=b"other", codec=CODEC)
     _, foreign = written(first, b"other")
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedChunk):
         chunk_file.decode(foreign, name, identity=b"model", codec=CODEC)
 
 

@@ -18,7 +18,7 @@ from tests.kv.stored import FOLDER, SIZE, Time, chain, chunk_path, held, keys, o
 
 from cairn.errors import ConfigError, Conflict
 from cairn.kv.codec import Raw
-from cairn.kv.disk_index import DiskIndex, Entry
+from cairn.kv.disk_index import DiskIndex, IndexEntry
 from cairn.kv.ram import RamStore
 from cairn.kv.store import OVERHEAD, Chunk
 from cairn.kv.store_writer import StoreWriter
@@ -502,7 +502,7 @@ def test_a_long_chain_is_pruned_with_one_look_at_the_index(
     looks = 0
     live = DiskIndex.live
 
-    def look(index: DiskIndex) -> list[Entry]:
+    def look(index: DiskIndex) -> list[IndexEntry]:
         nonlocal looks
         looks += 1
         return live(index)
@@ -905,7 +905,7 @@ def test_a_deletion_looks_at_no_chunk_of_another_model_that_is_known(files: Cras
     store = open_store(files, time)
     state, visited = store._state, list[bytes]()
 
-    class Entries(dict[bytes, Entry]):
+    class Entries(dict[bytes, IndexEntry]):
         def values(self) -> Any:
             return (visited.append(entry.id) or entry for entry in super().values())
 

@@ -15,7 +15,7 @@ from tests.files import CrashFile, CrashFiles, Fault
 from tests.kv.stored import FOLDER, Time, chain, chunk_path, held, keys, on_disk, open_store
 
 from cairn.kv.chunk_file import Name
-from cairn.kv.disk_index import DiskIndex, Entry
+from cairn.kv.disk_index import DiskIndex, IndexEntry
 from cairn.kv.store_folder import MARKER
 from cairn.seams import LOCK_FILE
 from cairn.system import SystemFiles
@@ -325,7 +325,7 @@ def test_a_prune_beside_a_folder_that_goes_away_ends(time: Time) -> None:
 def test_who_removed_a_chunk_of_a_folder_that_is_gone_forgets_none_of_the_one_in_its_place() -> None:
     [one] = chain(1)
     name = Name(one.key, b"", b"tag", 0, 400)
-    old, new = (Entry(one.key, b"", name, 4096, 0.0, 0.0) for _ in range(2))
+    old, new = (IndexEntry(one.key, b"", name, 4096, 0.0, 0.0) for _ in range(2))
     index = DiskIndex()
     index.add(old)
     index.mark_deleted(old)

@@ -9,7 +9,7 @@ from tests.files import CrashFiles
 from tests.kv.stored import SIZE, Time, chain, keys, open_store
 
 from cairn.kv.ram import RamStore
-from cairn.kv.standing import Standings
+from cairn.kv.reuse_hints import Standings
 from cairn.kv.store import Chunk, Store
 
 ROOM = 6

@@ -27,7 +27,7 @@ from cairn.outputs import FinishReason
 from cairn.request import Request
 from cairn.sampling_params import SamplingParams
 from cairn.service import wire
-from cairn.service.worker import REST_SECONDS, Loop
+from cairn.service.worker import REST_SECONDS, WorkerLoop
 from cairn.stats import Miss, Placed, Swept
 
 PROMPT = [(7 * n) % 61 for n in range(100)]
@@ -222,7 +222,7 @@ def test_the_loop_stores_once_it_has_rested_and_not_before_the_next_turn_may_com
     channel: Any = Channel()
     pulse: Any = SimpleNamespace()
     with pytest.raises(EOFError):
-        Loop(channel, loaded, pulse).run()
+        WorkerLoop(channel, loaded, pulse).run()
     assert REST_SECONDS > 0 and waits[-2:] == [(REST_SECONDS, 0), (None, 6 * PAGES)]
     assert {wait for wait, _ in waits[1:-2]} == {0}
 

@@ -9,8 +9,8 @@ from tests.laws.simulator import VirtualClock
 
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.kv.cache import Cache
+from cairn.kv.reuse_hints import Standing
 from cairn.kv.sequence_kv import TierName
-from cairn.kv.standing import Standing
 from cairn.kv.store import Chunk, DurableStore, Store
 from cairn.kv.store_reader import LoadMode
 from cairn.kv.tiers import Tiers

@@ -21,9 +21,9 @@ from typing import Protocol
 from tests.laws.storage_world import law
 
 from cairn.kv.chunk_file import Name
-from cairn.kv.disk_index import DiskIndex, Entry
+from cairn.kv.disk_index import DiskIndex, IndexEntry
 from cairn.kv.ram import RamStore
-from cairn.kv.standing import Standing
+from cairn.kv.reuse_hints import Standing
 from cairn.kv.store import Chunk
 
 TOKENS = 64
@@ -91,7 +91,7 @@ class Disk:
             if at and above is not None:
                 self.index.release(above)
             name = Name(keys[at], parent, b"", at * TOKENS, CHUNK_BYTES)
-            self.index.add(Entry(keys[at], parent, name, CHUNK_BYTES, now, now))
+            self.index.add(IndexEntry(keys[at], parent, name, CHUNK_BYTES, now, now))
         return found
 
     def mark(self, keys: Sequence[bytes], standing: Standing) -> None:

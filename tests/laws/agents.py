@@ -25,13 +25,13 @@ from tests.laws.storage_world import law
 from tests.service.tiny import collect, request
 
 from cairn.agents.content import shared
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.block_size import CHUNK_TOKENS
 from cairn.errors import Unavailable
 from cairn.outputs import Delta
 from cairn.service.requests import SamplingOptions
 from cairn.text.chat import Sampled
-from cairn.text.replay import Answer
+from cairn.text.replay import AnswerIdentity
 
 TENANTS = {"default": b"", "acme": b"acme"}
 """With their salts, as a server with keys has them."""
@@ -226,7 +226,7 @@ class Work:
         first = FIRST if self.rng.random() < 0.7 else begins[:128]
         for one in (id, *others[-1:]):
             told, text, named = self.agents[one], self.text(), self.at.agents.named(tenant, one)
-            sampled = Sampled(text.encode(), Answer(b"v" * 32, "because"), [1, 2, 3], 0)
+            sampled = Sampled(text.encode(), AnswerIdentity(b"v" * 32, "because"), [1, 2, 3], 0)
             self.at.agents.keep(tenant, sampled, named)
             told.tied.append(text)
             ids = [*first, *self.at.service.tokenizer.encode(text)]
@@ -318,7 +318,7 @@ class Work:
         await self.at.agents.delete(tenant, id)
         await reading
         await self.at.agents.writer.sync()
-        [end] = self.at.agents._archive._log.read([(Kind.END, running.turn.key)])
+        [end] = self.at.agents._archive._log.read([(RecordKind.END, running.turn.key)])
         law(end is None, "the turn of a deleted agent goes on writing")
         del self.agents[id]
 

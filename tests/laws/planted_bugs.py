@@ -150,7 +150,7 @@ WRITE_BEHIND = "kv/write_behind.py"
 STORE_WRITER = "kv/store_writer.py"
 STORE_READER = "kv/store_reader.py"
 RAM = "kv/ram.py"
-STANDING = "kv/standing.py"
+STANDING = "kv/reuse_hints.py"
 SCHEDULER = "scheduler.py"
 PLAN = "plan.py"
 SEQUENCE = "sequence.py"
@@ -182,7 +182,7 @@ RECORDS = "agents/records.py"
 AGENT_SERVICE = "agents/agent_service.py"
 AGENT_REGISTRY = "agents/agent_registry.py"
 TURN_TREE = "agents/turn_tree.py"
-RUNNING = "agents/running.py"
+RUNNING = "agents/running_turn.py"
 WRITER = "agents/writer.py"
 AGENT_KV = "agents/kv.py"
 
@@ -243,13 +243,13 @@ BUGS = (
     Bug("a victim of this plan keeps its row", SCHEDULER, "Scheduler.plan", "self._preemptions != preemptions", "False"),
     Bug("decode rows are not counted in the budget", SCHEDULER, "Scheduler.plan", "self._step_tokens - len(work)", "self._step_tokens"),
     Bug("a step's budget ignores time", SCHEDULER, "Scheduler.plan", "self._pace.tokens(len(work))", "math.inf"),
-    Bug("a slow machine reads no prompt", PLAN, "Pace.tokens", "self._least", "0"),
-    Bug("time is short where nobody waits", PLAN, "Pace.tokens", "not rows or not self._each", "not self._each"),
+    Bug("a slow machine reads no prompt", PLAN, "PrefillPace.tokens", "self._least", "0"),
+    Bug("time is short where nobody waits", PLAN, "PrefillPace.tokens", "not rows or not self._each", "not self._each"),
     Bug("on a slow machine a long prompt takes all the time", PLAN, "StepBudget._keep_half", "self._most - self._most // 2", "self._most"),
     Bug("what a long prompt leaves on a slow machine is nobody's", PLAN, "StepBudget.use_rest", "min(self._most - self.taken, most - self._long)", "0"),
     Bug("one row too many", SCHEDULER, "Scheduler._admit", "len(self._running) + passed.any >= self._max_rows", "len(self._running) > self._max_rows"),
     Bug("nobody joins while others run", SCHEDULER, "Scheduler._admit", "budget.left < 1 or len(self._running) + passed.any >= self._max_rows", "self._running or budget.left < 1 or len(self._running) + passed.any >= self._max_rows"),
-    Bug("a small request overtakes one that does not fit", SCHEDULER, "Scheduler._open", "sequence.spare = spare\nreturn Turn.STOPS", "sequence.spare = spare\nreturn Turn.PASSES"),
+    Bug("a small request overtakes one that does not fit", SCHEDULER, "Scheduler._open", "sequence.spare = spare\nreturn Admission.STOPS", "sequence.spare = spare\nreturn Admission.PASSES"),
     Bug("a long prompt leaves short ones no room", PLAN, "StepBudget.offer", "self._keep_half()", "pass"),
     Bug("a long prompt gets nothing beside short ones", PLAN, "StepBudget._keep_half", "self._most - self._most // 2", "0"),
     Bug("deadlines are not looked at", SCHEDULER, "Scheduler._expire", "now < self._next_deadline", "True"),
@@ -435,7 +435,7 @@ BUGS = (
     Bug("compaction forgets where a record lies now", INDEX, "Index.move", "self._places[record.kind].put(record.key, number, offset)", "pass"),
     Bug("compaction drops what only an unsynced record replaces", LOG, "Log.compact", "self.write((), sync=True)", "pass"),
     Bug("compaction drops a record that cannot be read now", COMPACTION, "rewrite", "if keep_all:\n    for number in numbers:\n        segments[number].stuck = True\n    return", "if False:\n    for number in numbers:\n        segments[number].stuck = True\n    return"),
-    Bug("an erasure is not written down before it begins", LOG, "Log.erase", "self.write([Record(self.next_lsn(), Kind.ERASE, 0, encode_keys(wanted))], sync=True)", "pass"),
+    Bug("an erasure is not written down before it begins", LOG, "Log.erase", "self.write([Record(self.next_lsn(), RecordKind.ERASE, 0, encode_keys(wanted))], sync=True)", "pass"),
     Bug("a start does not finish an erasure", LOG, "Log._recall", "self._erasing.update(decode_keys(record.payload))", "pass"),
     Bug("an erasure spares what was superseded", INDEX, "Segment.holds", "keys.isdisjoint(self._superseded) and keys.isdisjoint(self._keys)", "keys.isdisjoint(self._keys)"),
     Bug("an erasure spares a segment that cannot be read", COMPACTION, "clear", "(DAMAGED, NEW, LOG)", "(NEW, LOG)"),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cairn.engine.base import Row
-from cairn.kernels.vocabulary import NUMPY, ONE, Choice, Line
+from cairn.kernels.vocabulary import NUMPY, ONE, Line, TokenChoice
 from cairn.sampling_params import SamplingParams
 
 CLOSE = 1e-5
@@ -98,7 +98,7 @@ def run(seed: int) -> None:
         assert alone == [choice], f"line {number} alone gives {alone[0]}, in company {choice}"
 
 
-def check(row: Row, logits: Any, choice: Choice, mask: bytes | None = None) -> None:
+def check(row: Row, logits: Any, choice: TokenChoice, mask: bytes | None = None) -> None:
     """Whether one answer may be."""
     params = row.sampling
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))

@@ -28,7 +28,7 @@ from cairn.kv.blocks import BlockPool
 from cairn.kv.cache import Cache
 from cairn.kv.snapshots import SPACING
 from cairn.outputs import FinishReason, Output, TokenLogprob
-from cairn.plan import Limits, Pace, Plan
+from cairn.plan import Limits, Plan, PrefillPace
 from cairn.request import Request
 from cairn.sampling import sample
 from cairn.sampling_params import SamplingExtras, SamplingParams
@@ -75,7 +75,7 @@ class Machine:
         return self.slow * (self.step + self.row * plan.singles + self.token * plan.chunked)
 
 
-class Recorded(Pace):
+class Recorded(PrefillPace):
     """What the scheduler was told that a step has time for."""
 
     last = float("inf")

@@ -26,14 +26,14 @@ from cairn.agents import index as index_module
 from cairn.agents import log as log_module
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.content import Branch, Content
-from cairn.agents.index import FOUND, NEWEST, Kind
+from cairn.agents.index import FOUND, NEWEST, RecordKind
 from cairn.agents.log import Log
 from cairn.agents.records import EndRecord, TurnRecord, decode
 from cairn.agents.replay_records import ReplayRecords
 from cairn.agents.segment import Record, decode_header, walk
 
 FOLDER = Path("/agents")
-KINDS = (Kind.TURN, Kind.REPLAY, Kind.TOKENS, Kind.END, Kind.AGENT)
+KINDS = (RecordKind.TURN, RecordKind.REPLAY, RecordKind.TOKENS, RecordKind.END, RecordKind.AGENT)
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT)
 STEPS = 25
 
@@ -87,7 +87,7 @@ class Model:
             newest[record.kind, record.key] = max(record.lsn, newest.get((record.kind, record.key), 0))
         found = {}
         for record in self.synced.values():
-            kind = record.kind if record.kind in NEWEST else Kind.END if record.kind == Kind.TOKENS else 0
+            kind = record.kind if record.kind in NEWEST else RecordKind.END if record.kind == RecordKind.TOKENS else 0
             if record.key not in going and newest.get((kind, record.key), 0) <= record.lsn:
                 found[record.lsn] = record
         return found
@@ -103,8 +103,8 @@ class Model:
             law(record.key not in self.erased, "what was erased is found")
         newest = [(r.kind, r.key) for r in found.values() if r.kind in NEWEST]
         law(len(newest) == len(set(newest)), "what was superseded counts")
-        ended = {r.key: r.lsn for r in found.values() if r.kind == Kind.END}
-        pieces = [r for r in found.values() if r.kind == Kind.TOKENS and r.lsn < ended.get(r.key, 0)]
+        ended = {r.key: r.lsn for r in found.values() if r.kind == RecordKind.END}
+        pieces = [r for r in found.values() if r.kind == RecordKind.TOKENS and r.lsn < ended.get(r.key, 0)]
         law(not pieces, "a piece of an answer counts beside its end")
         self.check_whole(found)
         self.check_gone(files)
@@ -206,11 +206,11 @@ class Work:
         records = []
         for _ in range(rng.randrange(1, 4)):
             kind, lsn = rng.choice(KINDS), log.next_lsn()
-            key = lsn if kind == Kind.TURN or not self.keys else rng.choice(self.keys)
+            key = lsn if kind == RecordKind.TURN or not self.keys else rng.choice(self.keys)
             records.append(Record(lsn, kind, key, b"%d" % lsn + text(key) * rng.randrange(1, 60)))
         if rng.random() < 0.2:  # what a disk refused is written later, under the number that it has
             key = rng.choice(self.keys or [records[0].key])
-            records += [Record(log.next_lsn(), Kind.AGENT, key, text(key) * size) for size in (1, 2)][::-1]
+            records += [Record(log.next_lsn(), RecordKind.AGENT, key, text(key) * size) for size in (1, 2)][::-1]
         for record in records:
             model.written.setdefault(record.lsn, []).append(record)
         sync = rng.random() < 0.6
@@ -218,7 +218,7 @@ class Work:
         model.accepted |= {record.lsn: record for record in records}
         if sync:
             model.synced = dict(model.accepted)
-        self.keys += [record.key for record in records if record.kind == Kind.TURN]
+        self.keys += [record.key for record in records if record.kind == RecordKind.TURN]
 
 
 def reopen(files: CrashFiles, model: Model) -> Log:
@@ -245,7 +245,7 @@ def crash_everywhere(seed: int, states: int, steps: int = STEPS) -> int:
             log = reopen(after, work.model)
             seen += 1
             if rng.random() < 0.2:
-                log.write([Record(log.next_lsn(), Kind.REPLAY, 0, b"")], sync=True)
+                log.write([Record(log.next_lsn(), RecordKind.REPLAY, 0, b"")], sync=True)
                 log.close()
 
     files.after_change = look
@@ -309,7 +309,7 @@ def damaged_once(segments: dict[Path, bytes], work: Work, rng: random.Random) ->
     assert log is not None
     for record in log.recovered:
         law(record in work.model.written[record.lsn], "damage was read as data")
-    log.write([Record(log.next_lsn(), Kind.TURN, 1, b"more")], sync=True)
+    log.write([Record(log.next_lsn(), RecordKind.TURN, 1, b"more")], sync=True)
     log.close()
     return log.damaged > 0
 
@@ -411,7 +411,7 @@ def read_format_1() -> None:
     law(cut.began.messages == ({"role": "user", "content": "What is my name?"},), "a turn's message")
     law(cut.answer == {"role": "assistant", "content": "You are", "reasoning_content": "hm"}, "what a cut turn said")
     law(list(cut.tokens) == [6, 7, 8] and cut.began.engine == b"", "what a cut turn holds")
-    turn, end = log.read([(Kind.TURN, 4), (Kind.END, 4)])
+    turn, end = log.read([(RecordKind.TURN, 4), (RecordKind.END, 4)])
     began = decode(turn.payload, TurnRecord) if turn is not None else None
     ended = decode(end.payload, EndRecord) if end is not None else None
     assert began is not None and ended is not None

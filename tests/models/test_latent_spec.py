@@ -15,8 +15,8 @@ from cairn.config import Config
 from cairn.engine.memory import block_bytes, pool_blocks
 from cairn.errors import ModelError, ModelFileError
 from cairn.kv.codec import Q8
-from cairn.models.reach import reach
 from cairn.models.spec import load_spec
+from cairn.models.value_range import reach
 from cairn.models.weights import open_weights
 
 TINY = MODELS["deepseek 3"]

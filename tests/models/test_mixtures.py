@@ -22,7 +22,7 @@ from cairn.kernels.reference import ReferenceKernels, gated
 from cairn.models import packed_file, packed_matrices
 from cairn.models.decoder import Attention, build
 from cairn.models.gguf_writer import write_gguf as write_again
-from cairn.models.mixture import Mixture
+from cairn.models.moe import Mixture
 from cairn.models.spec import load_spec
 from cairn.models.weight_format import HeldWeights
 from cairn.models.weights import open_weights

@@ -11,14 +11,14 @@ from gguf import quants
 
 from cairn.kernels.quantized import dequantized
 from cairn.models import dequant, quantize
-from cairn.models.dequant import KINDS, Kind
+from cairn.models.dequant import KINDS, BlockFormat
 from cairn.models.quantize import rounded, unpack
 
 PACKED = {number: kind for number, kind in KINDS.items() if kind.dtype is None}
 EXACT = {number: kind for number, kind in PACKED.items() if kind.split is not None}
 
 
-def random_blocks(kind: Kind, count: int, seed: int = 0) -> Any:
+def random_blocks(kind: BlockFormat, count: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).integers(0, 256, (count, kind.bytes), dtype=np.uint8)
 
 

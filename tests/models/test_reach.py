@@ -13,8 +13,8 @@ from tests.tiny_models import KERNELS, MODELS, Driver, load, prompt, random_tens
 
 from cairn.config import Config
 from cairn.engine.cpu import CpuEngine
-from cairn.models.reach import HALF, ROUNDING, fits_half, reach
 from cairn.models.spec import load_spec
+from cairn.models.value_range import HALF, ROUNDING, fits_half, reach
 from cairn.models.weights import open_weights
 from cairn.service.service import Service
 

@@ -12,7 +12,7 @@ import pytest
 
 from cairn.errors import Conflict, NotFound, Overloaded
 from cairn.rag import document_store
-from cairn.rag.attachments import Attachments, Wanted
+from cairn.rag.attachments import Attachments, WantedFile
 from cairn.rag.chunking import Piece
 from cairn.rag.definition import Collection, NewDocument, Search
 from cairn.rag.document_store import DocumentStore
@@ -152,7 +152,7 @@ def test_a_collection_that_is_gone_is_nobody_elses(shelf: Shelf) -> None:
     with pytest.raises(NotFound, match="no collection c"):
         shelf.add(gone, "b", "put in")
     with pytest.raises(NotFound, match="no collection c"):
-        Attachments(shelf.store.database, lambda: 1000.0).begin(gone, [Wanted("file")], "")
+        Attachments(shelf.store.database, lambda: 1000.0).begin(gone, [WantedFile("file")], "")
     assert shelf.found(other, "secret", vector(1, 0, 0)) == ["a secret"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from cairn.rag import outline
 from cairn.rag.chunking import chunks
 from cairn.rag.citations import CitationFilter
-from cairn.rag.outline import MAX_TITLE, Outline, Section, Unreadable
+from cairn.rag.outline import MAX_TITLE, Outline, Section, UnreadableDocument
 from cairn.rag.reading import sections
 
 MARKDOWN = """Before.
@@ -98,5 +98,5 @@ def test_what_headings_repeat_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert MAX_TITLE == 200 and [len(one) for one in levels.sections[0].heading.split(" > ")] == [200] * 9
     monkeypatch.setattr(outline, "MAX_CHUNKS", 3)
     assert len(sections("# a\ntext\n" * 3, "md")) == 3
-    with pytest.raises(Unreadable, match="more than 3 sections"):
+    with pytest.raises(UnreadableDocument, match="more than 3 sections"):
         sections("# a\ntext\n" * 4, "md")

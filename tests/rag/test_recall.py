@@ -143,7 +143,7 @@ async def test_a_chat_model_answers_and_its_citations_are_valid(
     config = Config(model=str(smollm2()), threads=2, kv_disk=False, kv_gb=1.0)
     service = await Service.start(config, in_process=True)
     store = DocumentStore(tmp_path / "c" / "collections.sqlite", lambda: 0.0)
-    collections = Collections(store, ServiceAnswerer(config))
+    collections = Collections(store, ServiceAnswerer())
     embedder, asker = Embedder(encoder, Asking(truncate=True)), Asker("me", service=service)
     options, wanted = SamplingOptions(temperature=0, max_tokens=64), Search(min_score=MIN_SCORE)
     found_there = cited = removed = cached = prompts = 0

@@ -9,11 +9,11 @@ import pytest
 
 from cairn.deadline import DEADLINE
 from cairn.errors import DeadlineExceeded
-from cairn.rag.turns import Turns
+from cairn.rag.turns import TenantPlaces
 
 
 async def test_who_has_much_to_do_does_not_hold_up_others() -> None:
-    turns, order, inside = Turns(2), list[str](), list[str]()
+    turns, order, inside = TenantPlaces(2), list[str](), list[str]()
 
     async def work(tenant: str) -> None:
         async with turns.place(tenant):
@@ -29,7 +29,7 @@ async def test_who_has_much_to_do_does_not_hold_up_others() -> None:
 
 
 async def test_waiting_ends_with_the_call() -> None:
-    turns = Turns(1)
+    turns = TenantPlaces(1)
 
     async def late(tenant: str) -> None:
         DEADLINE.set(time.monotonic() + 0.05)

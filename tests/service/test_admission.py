@@ -13,7 +13,7 @@ from cairn.errors import Overloaded
 from cairn.request import Request
 from cairn.sampling_params import SamplingParams
 from cairn.service import wire
-from cairn.service.admission import LONGEST_RETRY, Pace, Queue
+from cairn.service.admission import LONGEST_RETRY, Queue, QueuePace
 
 
 def of(share: str, tokens: int = 1) -> Request:
@@ -77,7 +77,7 @@ def test_retry_after_is_what_the_work_that_waits_will_take() -> None:
 def test_what_left_the_queue_tells_more_than_the_machines_speed() -> None:
     """Prompts whose beginning is cached are read faster, and long answers hold the places up."""
     for seconds, tokens, least, most in ((0.1, 1000, 10, 12), (2.0, 1, 195, 210)):
-        pace, now = Pace(), 0.0
+        pace, now = QueuePace(), 0.0
         pace.token_seconds = 0.01
         pace.note(now, 0, True)
         for _ in range(200):

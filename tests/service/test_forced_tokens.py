@@ -18,7 +18,7 @@ from cairn.outputs import FinishReason
 from cairn.request import OutputFormat, Request
 from cairn.sampling_params import SamplingExtras, SamplingParams
 from cairn.sequence import MOST_FORCED, Matcher
-from cairn.service.grammars import GrammarMatcher, Tokens, Vocabulary, compile_grammar
+from cairn.service.grammars import GrammarMatcher, GrammarTokenizer, Vocabulary, compile_grammar
 from cairn.service.masks import Masks
 from cairn.service.reasoning_budget import BudgetMatcher
 from cairn.text.grammar import Shape, Structure, checked
@@ -46,7 +46,7 @@ def vocabulary() -> Vocabulary:
     tokens = list(dict.fromkeys(tokens))
     tokens += [b"\xff<|%d|>" % i for i in range(len(tokens), END)] + [b"\xff<|end|>"]
     special = [i for i, token in enumerate(tokens) if token.startswith(b"\xff")]
-    wrapper = TokenizerWrapper(Tokens(tokens, special, END, lambda text: []))
+    wrapper = TokenizerWrapper(GrammarTokenizer(tokens, special, END, lambda text: []))
     made = Vocabulary(LLTokenizer(wrapper, eos_token=[END], slices=[]), frozenset(special))
     return made._replace(closes={"": tuple(tokens.index(bytes([byte])) for byte in b"the")})
 

@@ -181,12 +181,12 @@ def letters() -> Vocabulary:
     """64 tokens, as the rig's engine has: 1 is a dash, from 2 on come letters."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    from cairn.service.grammars import Tokens
+    from cairn.service.grammars import GrammarTokenizer
 
     tokens = [b"\xff<|0|>", b"-", *(bytes([97 + i]) for i in range(26))]
     tokens += [b"\xff<|%d|>" % i for i in range(len(tokens), 64)]
     special = [0, *range(28, 64)]
-    wrapper = TokenizerWrapper(Tokens(tokens, special, 0, lambda text: []))
+    wrapper = TokenizerWrapper(GrammarTokenizer(tokens, special, 0, lambda text: []))
     return Vocabulary(LLTokenizer(wrapper, eos_token=[0], slices=[]), frozenset(special))
 
 

@@ -231,7 +231,7 @@ def test_a_call_is_refused_for_good_exactly_where_an_empty_server_has_no_place_f
 
 async def test_retry_after_follows_the_pace_of_the_queue() -> None:
     """Known failure 41."""
-    pace, now = admission.Pace(), 0.0
+    pace, now = admission.QueuePace(), 0.0
     pace.note(now, 0, True)
     for _ in range(400):
         now += 0.5
@@ -764,7 +764,7 @@ async def test_a_start_that_is_given_up_leaves_nothing_behind(folder: Path, tmp_
     """In the user's own process: threads, and the lock of the store, which a second start needs."""
     settings = config(folder, kv_dir=str(tmp_path / "kv"))
     ours, theirs = socket.socketpair()
-    ours.sendall(wire.encode(wire.Load(settings, str(folder))))
+    ours.sendall(wire.encode(wire.LoadModel(settings, str(folder))))
     ours.close()
     serve(theirs)
     assert not [one for one in threading.enumerate() if one.name.startswith("cairn-kv")]

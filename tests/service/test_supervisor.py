@@ -33,7 +33,7 @@ from cairn.seams import Clock
 from cairn.service import launch, supervisor, wire
 from cairn.service import worker_connection as link_module
 from cairn.service.service import Service
-from cairn.service.stream import Stream
+from cairn.service.stream import RequestStream
 from cairn.service.watchdog import Patience
 from cairn.system import SystemClock
 
@@ -201,7 +201,7 @@ async def test_an_answer_that_stops_with_the_last_token_of_a_smaller_pool_is_who
     with one more token it might have been another one, so nothing has stopped that answer."""
     faulty(monkeypatch, "paced")
     async with serving(folder, kv_gb=None, max_running=8) as service:
-        truth, streams, seen = oracle(service), list[Stream](), list[list[int]]()
+        truth, streams, seen = oracle(service), list[RequestStream](), list[list[int]]()
         for first in (31, 15):
             seen.append(truth(request(service, (first,) * 50, 640 - 50, stop_token_ids=())))
             text = service.tokenizer.decode(seen[-1])
@@ -344,13 +344,13 @@ async def test_who_owes_only_an_answer_is_watched_and_left_alone_while_its_loop_
         return process.kills
 
     with theirs:
-        await say(wire.Ready(fake_spec(), wire.Info(context=1, pool_tokens=1, vocab=1, max_rows=1)))
+        await say(wire.ModelReady(fake_spec(), wire.Info(context=1, pool_tokens=1, vocab=1, max_rows=1)))
         assert passes(3600) == 0, "it has nothing to do"
         asked = asyncio.create_task(watch.ask("scrub"))
         await asyncio.sleep(0)
         for _ in range(600):
             await say(wire.Beat(cpu=0.0))
-            await say(wire.Step(stats=wire.Stats()))
+            await say(wire.StepOutputs(stats=wire.Stats()))
             assert passes(5) == 0, "the disk is slow"
         assert passes(1.25) == 1, "nothing is heard of it"
         process.returncode, process.poll = -9, lambda: -9
@@ -491,7 +491,9 @@ async def test_a_worker_that_was_idle_for_long_dies_for_the_first_time(seconds: 
     watch = watching(clock)
     watch.start(launch.First(load, b"", worker))
     with theirs:
-        theirs.sendall(wire.encode(wire.Ready(fake_spec(), wire.Info(context=1, pool_tokens=1, vocab=1, max_rows=1))))
+        theirs.sendall(
+            wire.encode(wire.ModelReady(fake_spec(), wire.Info(context=1, pool_tokens=1, vocab=1, max_rows=1)))
+        )
         await until(lambda: watch.up)
         for _ in range(4 * seconds):
             clock.time += 0.25
@@ -733,7 +735,7 @@ async def test_sixteen_equal_prompts_at_once_compute_the_prefix_once(folder: Pat
         figure("16 equal prompts of 1,000 tokens at once", f"{sum(computed)} tokens computed of {16 * 1000}")
 
 
-async def cancel_at_random(service: Service, stream: Stream, after: int, how: int) -> None:
+async def cancel_at_random(service: Service, stream: RequestStream, after: int, how: int) -> None:
     """End a request in one of four ways after a number of events."""
     reader = aiter(stream)
     events: list[Event] = []

@@ -25,7 +25,7 @@ from cairn.scheduler import Scheduler
 from cairn.service import launch, wire
 from cairn.service.service import Service
 from cairn.service.watchdog import Patience, Watchdog
-from cairn.service.worker import BEAT_SECONDS, Loop
+from cairn.service.worker import BEAT_SECONDS, WorkerLoop
 
 FAULTY = Path(__file__).parent / "faulty_worker.py"
 KILLER = 13
@@ -65,7 +65,7 @@ class Load:
             grammars=SimpleNamespace(pending=False),
             clock=self.clock,
         )
-        self.loop = Loop(self, loaded, SimpleNamespace(busy=True))  # type: ignore[arg-type]
+        self.loop = WorkerLoop(self, loaded, SimpleNamespace(busy=True))  # type: ignore[arg-type]
 
     def look(self) -> None:
         self.alarms += [
@@ -108,7 +108,7 @@ class Load:
         return found
 
     def send(self, message: object) -> None:
-        assert isinstance(message, wire.Step)
+        assert isinstance(message, wire.StepOutputs)
         ended = sum(output.finish is not None for output in message.outputs)
         self.alive -= ended
         self.ended += ended

@@ -35,10 +35,10 @@ OUTPUT = Output(
     cache=CacheReport(computed=3, pool=16),
     timing=Timing(queue=0.1, prefill=0.2, decode=0.3),
 )
-TO_WORKER = [wire.Load(Config(), "/models/x"), wire.Add(REQUEST), wire.Drop(5, FinishReason.STOP)]
+TO_WORKER = [wire.LoadModel(Config(), "/models/x"), wire.Add(REQUEST), wire.Drop(5, FinishReason.STOP)]
 TO_FRONT = [
     wire.LoadFailed("model_file_error", "no config.json"),
-    wire.Step(stats=wire.Stats(running=3), ids=(1, 2), tokens=(10, 20), outputs=(OUTPUT,), started=(1,)),
+    wire.StepOutputs(stats=wire.Stats(running=3), ids=(1, 2), tokens=(10, 20), outputs=(OUTPUT,), started=(1,)),
     wire.Refused(9, "overloaded", "full"),
     wire.Beat(cpu=0.5),
 ]
@@ -94,7 +94,7 @@ def test_nonsense_ends_the_connection_and_nothing_else() -> None:
 
 def test_no_secret_can_be_sent() -> None:
     with pytest.raises(TypeError):
-        wire.encode(wire.Load(Config(api_key=(Secret("k"),)), ""))
+        wire.encode(wire.LoadModel(Config(api_key=(Secret("k"),)), ""))
 
 
 @pytest.mark.parametrize("kind", [CairnError, GenerationFailed, ModelFileError, Overloaded])

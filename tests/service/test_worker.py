@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cairn.service import wire
-from cairn.service.worker import BEAT_SECONDS, Loop
+from cairn.service.worker import BEAT_SECONDS, WorkerLoop
 from cairn.stats import KvStats, SchedulerStats, Swept
 
 
@@ -31,7 +31,7 @@ class World:
         self.waits.append(wait)
         self.busy.append(self.pulse.busy)
         if len(self.waits) == 1:
-            return [wire.Ask(7, "scrub")]
+            return [wire.KVQuery(7, "scrub")]
         if wait is None:
             raise EOFError
         self.at += wait
@@ -69,8 +69,8 @@ def test_while_an_answer_is_owed_the_front_hears_that_the_loop_lives() -> None:
     channel: Any = world
     pulse: Any = world.pulse
     with pytest.raises(EOFError):
-        Loop(channel, loaded, pulse).run()
+        WorkerLoop(channel, loaded, pulse).run()
     assert world.waits == [None, *4 * [BEAT_SECONDS], None]
     assert world.busy == [False, *4 * [True], False]
     kinds = [type(message) for message in world.sent]
-    assert kinds == [*4 * [wire.Step], wire.Answer]
+    assert kinds == [*4 * [wire.StepOutputs], wire.KVAnswer]

@@ -16,7 +16,7 @@ from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.replay_records import ReplayRecords
 from cairn.agents.writer import Writer
 from cairn.teams.definition import Member, Team, Topology, check_team
-from cairn.teams.entries import Ask, Item, Posted, RoundDone
+from cairn.teams.entries import Item, Poll, Posted, RoundDone
 from cairn.teams.team_round import TeamRound
 from cairn.teams.voice import Caller
 
@@ -79,7 +79,7 @@ class Floor:
             self.team, self.journals, self.journal, self.voice, CALLER, number, lambda event: self.events.append(event)
         )
 
-    async def play(self, vote: Ask | None = None) -> str | None:
+    async def play(self, vote: Poll | None = None) -> str | None:
         return await self.round().run(vote)
 
     async def post(self, content: str, *to: str, sender: str = "user") -> None:

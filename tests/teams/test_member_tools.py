@@ -14,19 +14,19 @@ import pytest
 from tests.teams.floor import Floor, team
 from tests.teams.scripted_voice import KilledError, ScriptedVoice
 
-from cairn.agents.journals import Entry
+from cairn.agents.journals import JournalEntry
 from cairn.errors import InvalidRequest
 from cairn.teams import prompts, transcript
-from cairn.teams.definition import MAX_CALLS, SPEAKS, Team, Tool, Topology, check_team
+from cairn.teams.definition import MAX_CALLS, SPEAKS, MemberTool, Team, Topology, check_team
 from cairn.teams.entries import Item, RoundDone, Stated, ToolAnswered, ToolCalled
 from cairn.teams.scenario import play, scenario_of
 from cairn.teams.tool_calls import ToolsWaitError, open_calls
 
-LOOK = Tool(name="look", description="Looks something up.", parameters='{"type": "object"}')
-ADD = Tool(name="add", parameters='{"type": "object", "properties": {"n": {"type": "integer"}}}')
+LOOK = MemberTool(name="look", description="Looks something up.", parameters='{"type": "object"}')
+ADD = MemberTool(name="add", parameters='{"type": "object", "properties": {"n": {"type": "integer"}}}')
 
 
-def armed(*tools: Tool, **more: Any) -> Team:
+def armed(*tools: MemberTool, **more: Any) -> Team:
     """Three members, of whom bob has tools."""
     made = team("ada", "bob", "cy", **more)
     members = tuple(msgspec.structs.replace(one, tools=tools if one.name == "bob" else ()) for one in made.members)
@@ -118,7 +118,7 @@ async def test_a_round_with_tools_goes_on_after_a_crash_and_tells_nobody_else(mo
 
     visible = prompts.visible
 
-    def told(entry: Entry, member: str) -> str | None:
+    def told(entry: JournalEntry, member: str) -> str | None:
         return entry.value.content if isinstance(entry.value, ToolAnswered) else visible(entry, member)
 
     monkeypatch.setattr(prompts, "visible", told)
@@ -150,12 +150,12 @@ async def test_calls_are_bounded_and_broken_ones_are_not_made() -> None:
     ("tools", "said"),
     [
         ([LOOK] * 2, "look stands there twice"),
-        ([Tool(name=SPEAKS)], "who calls none"),
-        ([Tool(name=f"t{at}") for at in range(17)], "17 tools; the limit is 16"),
-        ([Tool(name="a", description="x" * 5000)], "the limit is 4096"),
+        ([MemberTool(name=SPEAKS)], "who calls none"),
+        ([MemberTool(name=f"t{at}") for at in range(17)], "17 tools; the limit is 16"),
+        ([MemberTool(name="a", description="x" * 5000)], "the limit is 4096"),
     ],
 )
-def test_what_is_wrong_with_tools_is_named(tools: list[Tool], said: str) -> None:
+def test_what_is_wrong_with_tools_is_named(tools: list[MemberTool], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said) as wrong:
         check_team(armed(*tools))
     assert "members[1].tools" in str(wrong.value)

@@ -15,7 +15,7 @@ from tests.agents.house import House, house, talking_model
 from cairn.engine.fake import FakeEngine
 from cairn.errors import Conflict, InvalidRequest, NotFound
 from cairn.teams.definition import Member, Team, TeamDocument, Topology
-from cairn.teams.entries import Ask, Posted, Stated
+from cairn.teams.entries import Poll, Posted, Stated
 from cairn.teams.teams import Teams
 from cairn.teams.voice import Caller
 
@@ -122,7 +122,7 @@ async def test_votes_are_held_to_their_options_and_leave_no_trace_in_a_context(f
         await at.teams.create("default", some())
         await at.rounds()
         before = [at.at.agents.get("default", f"t.{name}").tokens for name in NAMES]
-        ask = Ask(question="Which way?", options=("left", "right", "straight on"), rule="ranked")
+        ask = Poll(question="Which way?", options=("left", "right", "straight on"), rule="ranked")
         vote = await at.teams.vote(CALLER, "t", ask, at.events.append)
         assert set(vote.ballots) == set(NAMES)
         assert all(sorted(ballot) == ["left", "right", "straight on"] for ballot in vote.ballots.values())
@@ -218,7 +218,7 @@ async def test_limits_are_named(folder: Path) -> None:
         with pytest.raises(InvalidRequest, match="1000 rounds"):
             await at.rounds(many=1001)
         with pytest.raises(InvalidRequest, match="2 to 6"):
-            ask = Ask(question="?", options=tuple("abcdefg"), rule="ranked")
+            ask = Poll(question="?", options=tuple("abcdefg"), rule="ranked")
             await at.teams.vote(CALLER, "t", ask, at.events.append)
 
 

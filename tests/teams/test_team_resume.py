@@ -12,10 +12,10 @@ from tests.teams.scripted_voice import KilledError, ScriptedVoice
 from tests.teams.test_whispers import KINDS, NAMES
 
 from cairn.teams.definition import TopologyKind
-from cairn.teams.entries import Ask, RoundDone, Stated, Voted
+from cairn.teams.entries import Poll, RoundDone, Stated, Voted
 from cairn.teams.team_round import TeamRound
 
-VOTE = Ask(question="Which?", options=("x", "y", "z"), rule="ranked")
+VOTE = Poll(question="Which?", options=("x", "y", "z"), rule="ranked")
 
 
 def script(member: str, told: str, choices: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from tests.teams.floor import Floor, team
 from tests.teams.scripted_voice import Script, ScriptedVoice
 
 from cairn.teams.definition import Team, Topology
-from cairn.teams.entries import Ask
+from cairn.teams.entries import Poll
 
 
 @asynccontextmanager
@@ -191,7 +191,7 @@ async def test_a_vote_at_the_end_of_a_round_is_ranked() -> None:
         return "x > y > z" if member == "ada" else "z > y > x"
 
     async with floor(team("ada", "bob", "cy"), script) as at:
-        ask = Ask(question="Which?", options=("x", "y", "z"), rule="ranked")
+        ask = Poll(question="Which?", options=("x", "y", "z"), rule="ranked")
         assert await at.play(ask) == "z"
         assert shape(at.events)[-5:-1] == [
             "ada votes x > y > z",

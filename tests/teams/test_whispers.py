@@ -9,10 +9,10 @@ import pytest
 from tests.teams.floor import Floor, team
 from tests.teams.scripted_voice import ScriptedVoice
 
-from cairn.agents.journals import Entry
+from cairn.agents.journals import JournalEntry
 from cairn.teams import prompts, transcript
 from cairn.teams.definition import Topology, TopologyKind
-from cairn.teams.entries import Ask, Item, Posted
+from cairn.teams.entries import Item, Poll, Posted
 
 NAMES = ("ada", "bob", "cy", "dan")
 KINDS: dict[TopologyKind, Topology] = {
@@ -44,7 +44,7 @@ async def leaks(topology: Topology, seed: int) -> list[str]:
                 secret = f"secret{len(whispers)}!"
                 whispers[secret] = {*to, sender}
                 await at.post(secret, *to, sender=sender)
-            vote = Ask(question="Well?", options=("a", "b"), rule="majority") if rng.random() < 0.5 else None
+            vote = Poll(question="Well?", options=("a", "b"), rule="majority") if rng.random() < 0.5 else None
             await at.play(vote)
             if rng.random() < 0.3:
                 await at.again()
@@ -74,7 +74,7 @@ async def test_a_leak_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: whoever is told of messages is told of whispers."""
     told = prompts.visible
 
-    def leaky(entry: Entry, member: str) -> str | None:
+    def leaky(entry: JournalEntry, member: str) -> str | None:
         value = entry.value
         return (
             told(entry._replace(value=Posted(round=0, sender="x", content=value.content)), member)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from cairn.text.call_formats import CallFormat
-from cairn.text.derived_form import derive_form
+from cairn.text.derived_call_format import derive_form
 from cairn.text.render import environment
-from cairn.text.traits import OFFERED, Message, find_traits
+from cairn.text.template_traits import OFFERED, Message, find_traits
 from cairn.text.written_calls import CHECKS, written_by
 
 EACH = "{% for call in m.tool_calls %}{% set c = call.function %}"

@@ -18,10 +18,10 @@ from cairn.request import OutputFormat
 from cairn.text import python_calls
 from cairn.text.call_formats import BY_NAME, FORMATS, CallFormat, format_of, name_of
 from cairn.text.call_grammar import callable_tools, lark_of_calls
-from cairn.text.declared_form import declared_form
+from cairn.text.declared_call_format import declared_form
 from cairn.text.grammar import GrammarError, Shape, checked
-from cairn.text.split import splitter
-from cairn.text.tools import offered_tools
+from cairn.text.output_parser import splitter
+from cairn.text.tool_parser import offered_tools
 
 
 def output_of(form: CallFormat, tools: list[dict[str, Any]]) -> OutputFormat:

@@ -12,9 +12,9 @@ from transformers.utils.chat_parsing import parse_response
 from cairn.outputs import ToolCallDelta
 from cairn.request import OfferedTool, OutputFormat
 from cairn.text.call_formats import BY_NAME, CallFormat, name_of
-from cairn.text.declared_form import declared_form
-from cairn.text.derived_form import known_form, sound
-from cairn.text.split import splitter
+from cairn.text.declared_call_format import declared_form
+from cairn.text.derived_call_format import known_form, sound
+from cairn.text.output_parser import splitter
 
 FUNCTION = {"type": "function", "function": "{content}"}
 NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}

@@ -19,10 +19,10 @@ from cairn.request import OutputFormat
 from cairn.text.call_formats import BY_NAME, FORMATS, form_by, name_of
 from cairn.text.call_grammar import callable_tools, lark_of_calls
 from cairn.text.chat import Chat
-from cairn.text.derived_form import known_form, reads
+from cairn.text.derived_call_format import known_form, reads
 from cairn.text.grammar import Shape, checked
-from cairn.text.split import splitter
-from cairn.text.tools import offered_tools
+from cairn.text.output_parser import splitter
+from cairn.text.tool_parser import offered_tools
 from cairn.text.written_calls import CHECKS
 
 WORDS = {"type": "string", "enum": ["x", "y z"]}  # free texts in tags of nobody's would not end by chance

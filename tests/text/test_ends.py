@@ -15,7 +15,7 @@ from tests.text import text_models
 from cairn import LLM
 from cairn.config import Config
 from cairn.errors import InvalidRequest, ModelError
-from cairn.models.ends import FIM, UNMISTAKABLE, known_ends, known_middle
+from cairn.models.end_tokens import FIM, UNMISTAKABLE, known_ends, known_middle
 from cairn.models.gguf import read_gguf
 from cairn.models.gguf_spec import _ends, gguf_spec
 from cairn.text.chat import Chat

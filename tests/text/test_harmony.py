@@ -14,8 +14,8 @@ from cairn.request import OutputFormat
 from cairn.text.call_formats import BY_NAME
 from cairn.text.call_grammar import callable_tools, lark_of_calls
 from cairn.text.grammar import Shape, Structure, checked
-from cairn.text.split import splitter
-from cairn.text.tools import offered_tools
+from cairn.text.output_parser import splitter
+from cairn.text.tool_parser import offered_tools
 
 F = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}]
 OUTPUT = OutputFormat(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cairn.text.replay import ENTRY_COST, MAX_MISSES, Answer, Prefix, ReplayTable, answer_of, assemble
+from cairn.text.replay import ENTRY_COST, MAX_MISSES, AnswerIdentity, Prefix, ReplayTable, answer_of, assemble
 
 
 def said(content: str = "hi", **fields: Any) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def call(arguments: Any, name: str = "f") -> dict[str, Any]:
     return {"id": "x", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def answer(content: str, reasoning: str = "") -> Answer:
+def answer(content: str, reasoning: str = "") -> AnswerIdentity:
     found = answer_of(said(content, reasoning_content=reasoning))
     assert found is not None
     return found
@@ -140,7 +140,7 @@ class Table:
         self.known = {name: (Prefix().digest(encode(before)), ids) for name, (before, ids) in known.items()}
         self.asked = 0
 
-    def find(self, before: bytes, answer: Answer) -> Sequence[int] | None:
+    def find(self, before: bytes, answer: AnswerIdentity) -> Sequence[int] | None:
         self.asked += 1
         found = self.known.get(answer.reasoning)
         return found[1] if found and found[0] == before else None
@@ -148,7 +148,7 @@ class Table:
 
 def put(plain: str, marked: str, table: Table, answers: Sequence[str]) -> list[int]:
     """`marked` has *n* where the answer named answers[n] stands."""
-    marks = {f"*{n}*": Answer(b"", name) for n, name in enumerate(answers)}
+    marks = {f"*{n}*": AnswerIdentity(b"", name) for n, name in enumerate(answers)}
     return assemble(plain, marked, marks, encode, table.find, lambda text: "#" in text)
 
 

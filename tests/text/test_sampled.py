@@ -11,9 +11,9 @@ from tests.text import text_models
 from cairn.outputs import FinishReason
 from cairn.request import OutputFormat, Request
 from cairn.sampling_params import SamplingParams
+from cairn.text.reasoning_formats import THINK
 from cairn.text.sampled import opener, visible_ids
 from cairn.text.stream import TextStream
-from cairn.text.thoughts import THINK
 from cairn.text.tokenizer import Tokenizer
 
 BOTH = OutputFormat(reasoning=True, tools=True)

@@ -9,7 +9,7 @@ import pytest
 from cairn.errors import Overloaded
 from cairn.text.render_wire import Job, Setup
 from cairn.text.renderer import Renderer
-from cairn.text.shared_time import AT_ONCE, LongTexts, Turns
+from cairn.text.shared_time import AT_ONCE, LongTexts, SharedTurns
 
 
 async def settle() -> None:
@@ -18,7 +18,7 @@ async def settle() -> None:
 
 
 async def test_who_waits_is_refused_for_the_time_that_others_of_its_tenant_used_and_no_other() -> None:
-    turns = Turns(1.0)
+    turns = SharedTurns(1.0)
     await turns.take("a")
     waiting = [asyncio.create_task(turns.take("a")) for _ in range(4)]
     closing = asyncio.create_task(turns.take("a", patient=True))
@@ -42,7 +42,7 @@ async def test_who_waits_is_refused_for_the_time_that_others_of_its_tenant_used_
 
 
 async def test_a_tenant_waits_for_one_job_of_another_however_many_wait() -> None:
-    turns, order = Turns(1.0), list[str]()
+    turns, order = SharedTurns(1.0), list[str]()
 
     async def job(share: str) -> None:
         await turns.take(share)
@@ -65,7 +65,7 @@ async def test_a_tenant_waits_for_one_job_of_another_however_many_wait() -> None
 
 
 async def test_who_is_refused_is_told_how_much_of_its_own_waits() -> None:
-    turns = Turns(1.0)
+    turns = SharedTurns(1.0)
     for _ in range(100):
         await turns.take("a")
         turns.give("a", 3.0)
@@ -112,7 +112,7 @@ async def test_a_tenant_that_keeps_the_template_busy_makes_no_others_chat_a_429(
     renderer = Renderer(Setup(templates={"slow": slow}, variables={}, timeout=20.0))
     payload = {"messages": [[{"role": "user", "content": "x"}]], "variables": {"tools": None, "documents": None}}
     job = Job(template="slow", payload=msgspec.json.encode(payload), marks="", now=0.0)
-    renderer._turns = Turns(1e-4)
+    renderer._turns = SharedTurns(1e-4)
     await renderer.start()
     try:
         busy = [asyncio.create_task(renderer.render(job, "a")) for _ in range(9)]

@@ -9,8 +9,8 @@ import pytest
 
 from cairn.outputs import ToolCallDelta
 from cairn.request import OfferedTool, OutputFormat
+from cairn.text.output_parser import MOST_LEAD, Splitter
 from cairn.text.pieces import Piece
-from cairn.text.split import MOST_LEAD, Splitter
 
 BOTH = OutputFormat(reasoning=True, tools=True, offered=(OfferedTool("f"), OfferedTool("g")))
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "a"]}}\n</tool_call>'

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from cairn.errors import ModelFileError
-from cairn.text.controls import Controls, is_control
+from cairn.text.control_tokens import Controls, is_control
 from cairn.text.tokenizer import Tokenizer
 
 MARK = "\ufde0"

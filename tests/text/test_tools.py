@@ -6,7 +6,7 @@ import random
 import pytest
 
 from cairn.request import OutputFormat
-from cairn.text.tools import CLOSE, OPEN, Call, CallReader, call_id
+from cairn.text.tool_parser import CLOSE, OPEN, CallReader, ParsedCall, call_id
 
 GOOD = [
     ('{"name": "f", "arguments": {"x": 1}}', "f", '{"x": 1}'),
@@ -53,10 +53,10 @@ BAD = [
 ]
 
 
-def run(text: str, rng: random.Random | None = None) -> tuple[CallReader, list[Call], str]:
+def run(text: str, rng: random.Random | None = None) -> tuple[CallReader, list[ParsedCall], str]:
     """Read in random pieces: the reader, its calls, and what it left unread."""
     reader = CallReader(OPEN, OutputFormat(tools=True))
-    calls: list[Call] = []
+    calls: list[ParsedCall] = []
     at = 0
     while at < len(text) and not reader.closed and not reader.failed:
         size = len(text) if rng is None else rng.choice((1, 2, 5))
@@ -102,7 +102,7 @@ def test_a_call_comes_out_with_its_last_brace_and_not_before() -> None:
     for piece in pieces:
         reader.feed(piece, 0)
         got.append(reader.take())
-    assert got == [[], [], [], [], [], [Call("write", '{"text": "one two"}')], [], []]
+    assert got == [[], [], [], [], [], [ParsedCall("write", '{"text": "one two"}')], [], []]
     assert reader.closed
 
 

@@ -6,7 +6,7 @@ import functools
 import random
 from typing import Any
 
-from cairn.service.grammars import Tokens, Vocabulary, compile_grammar
+from cairn.service.grammars import GrammarTokenizer, Vocabulary, compile_grammar
 
 END = 256
 _ENDS = b'"}])>,'
@@ -36,7 +36,7 @@ def byte_vocabulary() -> Vocabulary:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     tokens = [bytes([byte]) for byte in range(256)] + [b"\xff<|end|>"]
-    wrapper = TokenizerWrapper(Tokens(tokens, [END], END, lambda text: list(text.encode())))
+    wrapper = TokenizerWrapper(GrammarTokenizer(tokens, [END], END, lambda text: list(text.encode())))
     return Vocabulary(LLTokenizer(wrapper, eos_token=[END], slices=[]), frozenset([END]))
 
 

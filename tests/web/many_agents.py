@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.info import Savings
 from cairn.agents.log import Log
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, pack
@@ -25,22 +25,22 @@ def write_agents(folder: Path, agents: int, turns: int) -> None:
     assert log is not None
     now, waiting = time.time(), []
 
-    def write(kind: Kind, value: msgspec.Struct, key: int = 0) -> int:
+    def write(kind: RecordKind, value: msgspec.Struct, key: int = 0) -> int:
         lsn = log.next_lsn()
         waiting.append(Record(lsn, kind, key or lsn, msgspec.msgpack.encode(value)))
         return key or lsn
 
     for number in range(agents):
-        root = write(Kind.TURN, TurnRecord(agent=0, number=0))
+        root = write(RecordKind.TURN, TurnRecord(agent=0, number=0))
         key, head = log.next_lsn(), root
         for turn in range(1, turns + 1):
             message = {"role": "user", "content": f"Question {turn} of agent {number}"}
             began = TurnRecord(
                 agent=key, number=turn, parent=head, messages=(message,), ids=pack(range(8)), began=now - number
             )
-            head = write(Kind.TURN, began)
+            head = write(RecordKind.TURN, began)
             answer = {"role": "assistant", "content": f"Answer {turn}"}
-            write(Kind.END, EndRecord(state="finished", ids=pack(range(8)), message=answer, reason="stop"), head)
+            write(RecordKind.END, EndRecord(state="finished", ids=pack(range(8)), message=answer, reason="stop"), head)
         record = AgentRecord(
             id=f"agent-{number:05}",
             tenant="default",
@@ -52,8 +52,8 @@ def write_agents(folder: Path, agents: int, turns: int) -> None:
             origin=f"agent-{number - 1:05}" if number % 10 == 9 else "",
             metadata={"title": f"Agent number {number}"},
         )
-        write(Kind.AGENT, record, key)
-        write(Kind.SAVINGS, SavingsRecord(savings=Savings(requests=turns, computed=160, pool=1440)), key)
+        write(RecordKind.AGENT, record, key)
+        write(RecordKind.SAVINGS, SavingsRecord(savings=Savings(requests=turns, computed=160, pool=1440)), key)
         if len(waiting) >= BATCH:
             log.write(waiting, sync=False)
             waiting.clear()

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 import msgspec
 
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TokensRecord, TurnRecord, decode
 from cairn.agents.savings import BYTES_KEY, LINES, SavingsTotals
 from cairn.agents.segment import Record
@@ -17,7 +17,7 @@ from cairn.metrics import AgentFigures
 
 log = logging.getLogger(__name__)
 
-OWNED = frozenset({Kind.TOKENS, Kind.END, Kind.SAVINGS})
+OWNED = frozenset({RecordKind.TOKENS, RecordKind.END, RecordKind.SAVINGS})
 """What is nothing without a turn or an agent."""
 MOST_IDENTITIES = 256
 """How many identities of models are shared by their turns; files that are imported may name any number."""
@@ -181,21 +181,21 @@ class AgentRegistry:
         missing: set[int] = set()
         for record in records:
             match record.kind:
-                case Kind.AGENT:
+                case RecordKind.AGENT:
                     if (agent := decode(record.payload, AgentRecord)) is not None:
                         agents[record.key] = record.lsn, agent
-                case Kind.TURN:
+                case RecordKind.TURN:
                     if (turn := decode(record.payload, TurnRecord)) is not None:
                         began[record.key] = turn
-                case Kind.TOKENS | Kind.END:
+                case RecordKind.TOKENS | RecordKind.END:
                     self._answer(record, began, missing)
-                case Kind.SAVINGS:
+                case RecordKind.SAVINGS:
                     self._line(record, lines)
         missing.clear()
         for key in began:
             self._grow(key, began, missing)
         self._seat(agents, began, lines)
-        owned = {record.key for record in records if record.kind in (Kind.AGENT, Kind.TURN)}
+        owned = {record.key for record in records if record.kind in (RecordKind.AGENT, RecordKind.TURN)}
         stray = {record.key for record in records if record.kind in OWNED and record.key < LINES} - owned
         needed = self._let_go_of_strays()
         for one in self._turns.values():
@@ -246,7 +246,7 @@ class AgentRegistry:
         if turn is None:
             return
         try:
-            if record.kind == Kind.END:
+            if record.kind == RecordKind.END:
                 if (end := decode(record.payload, EndRecord)) is not None:
                     turn.end(end)
             elif (piece := decode(record.payload, TokensRecord)) is not None:

@@ -19,7 +19,7 @@ import msgspec
 from cairn.agents import portable
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.archive import typed_read_errors
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.kv import AgentKv, owners
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.records import AgentRecord, SavingsRecord, TurnRecord, UnpinRecord, check, decode
@@ -121,7 +121,7 @@ class AgentService:
 
     async def add(self, agent: Agent, *more: Record) -> Agent:
         """A new agent, and the records that it needs."""
-        written = self.writer.record(Kind.AGENT, agent.record, agent.key)
+        written = self.writer.record(RecordKind.AGENT, agent.record, agent.key)
         agent.starting = agent.new = True
         self.registry.add(agent)
         try:
@@ -218,7 +218,7 @@ class AgentService:
 
     async def begin(self, agent: Agent, began: TurnRecord) -> Turn:
         """The next turn at the agent's head."""
-        record = self.writer.record(Kind.TURN, began)
+        record = self.writer.record(RecordKind.TURN, began)
         turn = Turn(record.key, began, agent.head)
         turn.state = "running"  # while it is being synced, too
         self.registry.add_turn(agent, turn)
@@ -275,7 +275,7 @@ class AgentService:
     def _unpin_later(self, agent: Agent) -> None:
         """The stores have pins of an agent that is gone: the log knows their owners until they are given up."""
         left = UnpinRecord(owners=owners(agent))
-        record = self.writer.record(Kind.UNPIN, left)
+        record = self.writer.record(RecordKind.UNPIN, left)
         self.pending.keep(record)
         self.kv.unpin_later(left.owners, partial(self.pending.erase_later, [record.key]))
 
@@ -283,7 +283,7 @@ class AgentService:
         """The stores could not be told whether the agent is pinned: the log knows that until they are."""
         record = self._untold.get(agent.key)
         if record is None:
-            record = self.writer.record(Kind.UNPIN, UnpinRecord(owners=owners(agent)))
+            record = self.writer.record(RecordKind.UNPIN, UnpinRecord(owners=owners(agent)))
             self.pending.keep(record)
         self._tell(agent, record)
 
@@ -362,7 +362,7 @@ async def create_agent(
     id = agents.new_id(tenant, id)
     now = agents.pending.now()
     began = TurnRecord(agent=0, number=0, messages=tuple(messages), tools=tuple(tools), strict=tuple(strict))
-    root = agents.writer.record(Kind.TURN, began)
+    root = agents.writer.record(RecordKind.TURN, began)
     beginning = Turn(root.key, msgspec.msgpack.decode(root.payload, type=TurnRecord), None)
     record = AgentRecord(
         id=id,
@@ -406,11 +406,11 @@ async def import_agent(
 def _plant(writer: Writer, read: portable.Portable, tenant: str, id: str, now: float) -> tuple[Agent, list[Record]]:
     """An agent of what a file holds, and the records that it needs. Any thread may call."""
     agent = portable.plant(read, writer.key, tenant, id, now)
-    records = [writer.record(Kind.TURN, agent.root.held.began, agent.root.key)]
+    records = [writer.record(RecordKind.TURN, agent.root.held.began, agent.root.key)]
     for turn in agent.own:
         content = turn.held
-        records.append(writer.record(Kind.TURN, content.began, turn.key))
+        records.append(writer.record(RecordKind.TURN, content.began, turn.key))
         if content.ended is not None:
-            records.append(writer.record(Kind.END, content.ended, turn.key))
-    records.append(writer.record(Kind.SAVINGS, SavingsRecord(savings=agent.savings), agent.key))
+            records.append(writer.record(RecordKind.END, content.ended, turn.key))
+    records.append(writer.record(RecordKind.SAVINGS, SavingsRecord(savings=agent.savings), agent.key))
     return agent, records

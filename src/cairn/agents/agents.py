@@ -23,7 +23,7 @@ from cairn.agents.archive import Archive, Unreadable
 from cairn.agents.content import Content
 from cairn.agents.disk_threads import on_disk_thread
 from cairn.agents.export_kv import take_in, with_kv
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.info import AgentInfo, AgentPage, Savings, TurnInfo
 from cairn.agents.journals import Journals
 from cairn.agents.kv import AgentKv
@@ -32,7 +32,7 @@ from cairn.agents.maintenance import Maintenance
 from cairn.agents.overview import Overview
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.replay_records import ReplayRecords, newest
-from cairn.agents.running import RunningTurn
+from cairn.agents.running_turn import RunningTurn
 from cairn.agents.turn_tree import Agent
 from cairn.agents.turns import Gate, Turns
 from cairn.agents.writer import Writer
@@ -44,7 +44,7 @@ from cairn.seams import Clock, FileSystem, Rng
 from cairn.service.requests import PLAIN, SamplingOptions
 from cairn.service.service import Service
 from cairn.service.services import Services
-from cairn.service.stream import Stream
+from cairn.service.stream import RequestStream
 from cairn.stats import Placed, TakenIn
 from cairn.text.chat import Sampled
 from cairn.text.grammar import ANYTHING, Wanted
@@ -81,8 +81,8 @@ class Agents:
         self._replays = ReplayRecords()
         self._sampled = self._replays.load(log.recovered)
         """What models sampled that are not loaded yet, by their identity."""
-        left = [record for record in log.recovered if record.kind == Kind.UNPIN]
-        journals = [record for record in log.recovered if record.kind in (Kind.JOURNAL, Kind.ENTRY)]
+        left = [record for record in log.recovered if record.kind == RecordKind.UNPIN]
+        journals = [record for record in log.recovered if record.kind in (RecordKind.JOURNAL, RecordKind.ENTRY)]
         log.recovered = []
         self._archive = Archive(log)
         self.kv = AgentKv(services, registry, self._archive)
@@ -93,7 +93,7 @@ class Agents:
             registry, self.writer, self._pending, self.kv, rng, self._replays, limits_of(config)
         )
         self._agents.resume_pins(left)
-        self._turns = Turns(services, self._agents, self._archive, clock, config)
+        self._turns = Turns(services, self._agents, self._archive, clock)
         self._maintenance = Maintenance(self._agents, self._replays, orphans)
         self._find = self._agents.find
         for service in services:
@@ -322,7 +322,7 @@ class Agents:
             return
         now, key = self._pending.now(), agent.key if agent is not None else 0
         whose = identity or self.services.first.spec.identity
-        record = self.writer.record(Kind.REPLAY, self._replays.payload(tenant, sampled, whose, now, key))
+        record = self.writer.record(RecordKind.REPLAY, self._replays.payload(tenant, sampled, whose, now, key))
         with contextlib.suppress(Unavailable):  # the log is closed
             self.writer.append(record)
             self._replays.add(record, now, key)
@@ -514,7 +514,7 @@ class Agents:
         wanted: Wanted = ANYTHING,
         service: Service | None = None,
         gate: Gate | None = None,
-    ) -> Stream:
+    ) -> RequestStream:
         """The answer to a question that the agent will not remember: its context is extended for this request alone.
 
         Nothing of it goes to the disk. Conflict while a turn runs or one was interrupted.

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.content import Branch, Content, Descent
 from cairn.agents.disk_threads import on_disk_thread
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.log import Log
 from cairn.agents.records import EndRecord, TurnRecord, decode
 from cairn.agents.turn_tree import Agent, Turn
@@ -108,14 +108,18 @@ class Archive:
         return [found[turn.key] for turn in turns]
 
     def _read(self, turns: Sequence[Turn]) -> dict[int, Content | None]:
-        wanted = [(int(Kind.TURN), turn.key) for turn in turns]
-        wanted += [(int(Kind.END), turn.key) for turn in turns if turn.number]
+        wanted = [(int(RecordKind.TURN), turn.key) for turn in turns]
+        wanted += [(int(RecordKind.END), turn.key) for turn in turns if turn.number]
         found: dict[int, Content | None] = dict.fromkeys((turn.key for turn in turns), None)
         for (kind, key), record in zip(wanted, self._log.read(wanted), strict=True):
             content = found[key]
-            if record is not None and kind == Kind.TURN and (began := decode(record.payload, TurnRecord)) is not None:
+            if (
+                record is not None
+                and kind == RecordKind.TURN
+                and (began := decode(record.payload, TurnRecord)) is not None
+            ):
                 found[key] = Content(began)
-            elif kind == Kind.END and content is not None:
+            elif kind == RecordKind.END and content is not None:
                 end = decode(record.payload, EndRecord) if record is not None else None
                 if end is None:
                     content.lost = True

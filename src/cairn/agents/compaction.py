@@ -11,7 +11,7 @@ from collections.abc import Sequence, Set
 
 from cairn.agents.folder import DAMAGED, LOG, NEW, Folder
 from cairn.agents.index import Index, Segment
-from cairn.agents.segment import HEADER_BYTES, SEAL, Header, Record, encode_record, scan
+from cairn.agents.segment import HEADER_BYTES, SEAL, Record, SegmentHeader, encode_record, scan
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def choose(index: Index, active: Segment | None, size: int, small: int) -> list[
 
 
 def rewrite(
-    folder: Folder, index: Index, header: Header, numbers: Sequence[int], erasing: Set[int], *, keep_all: bool
+    folder: Folder, index: Index, header: SegmentHeader, numbers: Sequence[int], erasing: Set[int], *, keep_all: bool
 ) -> None:
     """Put what counts of these closed segments, except `erasing` keys, into one with this header, and remove them.
 
@@ -80,7 +80,7 @@ def rewrite(
     folder.sync()
 
 
-def _make(folder: Folder, index: Index, header: Header, records: Sequence[Record], left: Sequence[int]) -> None:
+def _make(folder: Folder, index: Index, header: SegmentHeader, records: Sequence[Record], left: Sequence[int]) -> None:
     made = Segment(header)
     data = bytearray()
     for record in records:

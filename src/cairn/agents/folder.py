@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from cairn.agents.segment import Header, encode_header
+from cairn.agents.segment import SegmentHeader, encode_header
 from cairn.errors import ConfigError
 from cairn.seams import LOCK_FILE, File, FileSystem
 
@@ -52,7 +52,7 @@ class Folder:
         """The path of the file with this number and ending."""
         return self.path / f"{number:016x}.{ending}"
 
-    def create(self, header: Header, body: bytes | bytearray) -> File:
+    def create(self, header: SegmentHeader, body: bytes | bytearray) -> File:
         """A durable segment under its name, open for more."""
         temporary = self.name(header.number, NEW)
         file = self._files.open(temporary, "create")

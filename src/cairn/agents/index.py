@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Set
 from typing import NamedTuple
 
-from cairn.agents.segment import HEADER_BYTES, Header, Record
+from cairn.agents.segment import HEADER_BYTES, Record, SegmentHeader
 
 _SPREAD = 0x9E3779B97F4A7C15
 """2**64 over the golden ratio: keys that follow each other come to lie far apart."""
@@ -76,7 +76,7 @@ class OffsetTable:
             self._keys[slot], self._places[slot] = key, place
 
 
-class Kind(enum.IntEnum):
+class RecordKind(enum.IntEnum):
     """What a record says. Of AGENT, END, SAVINGS and JOURNAL only the newest with its key counts."""
 
     AGENT = 1
@@ -96,17 +96,17 @@ class Kind(enum.IntEnum):
     """One entry of a journal; its key is its own."""
 
 
-NEWEST = frozenset({Kind.AGENT, Kind.END, Kind.SAVINGS, Kind.JOURNAL})
-FOUND = NEWEST | {Kind.TURN}
+NEWEST = frozenset({RecordKind.AGENT, RecordKind.END, RecordKind.SAVINGS, RecordKind.JOURNAL})
+FOUND = NEWEST | {RecordKind.TURN}
 """What is looked up by kind and key."""
 TIDY = 64
 """Rows that do not count any more which a segment may gather, beside as many as do."""
 
 
-class Place(NamedTuple):
+class RecordLocation(NamedTuple):
     """Where a record lies."""
 
-    header: Header
+    header: SegmentHeader
     offset: int
     size: int
 
@@ -114,7 +114,7 @@ class Place(NamedTuple):
 class Segment:
     """A file of the log. A row for each record that counts, in the order of their offsets."""
 
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: SegmentHeader) -> None:
         self.header = header
         self._lsns, self._keys, self._sizes = array("Q"), array("Q"), array("I")
         self._offsets = array("Q")
@@ -200,10 +200,10 @@ class Segment:
         row = self._row(offset)
         return 0 if row is None else self._lsns[row]
 
-    def place(self, offset: int) -> Place | None:
+    def place(self, offset: int) -> RecordLocation | None:
         """The place of the record that lies there, if a row tells."""
         row = self._row(offset)
-        return None if row is None else Place(self.header, offset, self._sizes[row])
+        return None if row is None else RecordLocation(self.header, offset, self._sizes[row])
 
     @property
     def wasteful(self) -> bool:
@@ -245,9 +245,9 @@ class Index:
                     return
                 old.drop(old_offset)
             table.put(record.key, number, offset)
-        if record.kind == Kind.TOKENS:
+        if record.kind == RecordKind.TOKENS:
             self._pieces.setdefault(record.key, []).append((number, offset))
-        elif record.kind == Kind.END:
+        elif record.kind == RecordKind.END:
             for piece_number, piece_offset in self._pieces.pop(record.key, ()):
                 if (one := self.segments.get(piece_number)) is not None:
                     one.drop(piece_offset)
@@ -257,7 +257,7 @@ class Index:
         with self._lock:
             if record.kind in FOUND:
                 self._places[record.kind].put(record.key, number, offset)
-            elif record.kind == Kind.TOKENS:
+            elif record.kind == RecordKind.TOKENS:
                 others = [place for place in self._pieces.get(record.key, ()) if place[0] not in left]
                 self._pieces[record.key] = [*others, (number, offset)]
 
@@ -269,7 +269,7 @@ class Index:
                 for table in self._places.values():
                     table.drop(key)
 
-    def locate(self, kind: int, key: int) -> Place | None:
+    def locate(self, kind: int, key: int) -> RecordLocation | None:
         """Where the record lies that counts; None where there is none."""
         with self._lock:
             number, offset = self._places[kind].get(key)

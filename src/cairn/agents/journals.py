@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.records import EntryRecord, JournalRecord, check, decode
 from cairn.agents.segment import Record
@@ -27,7 +27,7 @@ MAX_JOURNALS = 1_000
 """How many of one room a tenant may have."""
 
 
-class Entry(NamedTuple):
+class JournalEntry(NamedTuple):
     """One entry."""
 
     number: int
@@ -41,7 +41,7 @@ class Journal:
 
     def __init__(self, key: int, record: JournalRecord) -> None:
         self.key, self.record = key, record
-        self.entries: list[Entry] = []
+        self.entries: list[JournalEntry] = []
         self.pending: set[int] = set()
         """Numbers of entries that are being made durable."""
         self.gone = False
@@ -59,7 +59,7 @@ class Journal:
         """The tenant that it belongs to."""
         return self.record.tenant
 
-    def read(self, kind: Any) -> list[Entry]:
+    def read(self, kind: Any) -> list[JournalEntry]:
         """The entries with their values as that type; what is none is left out, as damage is."""
         if not self._read:
             self._read = True
@@ -77,13 +77,13 @@ class Journal:
         self._next += 1
         return self._next - 1
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: JournalEntry) -> None:
         """Put an entry in its place."""
         insort(self.entries, entry, key=lambda one: one.number)
         self._next = max(self._next, entry.number + 1)
 
 
-def _decoded(entry: Entry, kind: Any) -> Entry | None:
+def _decoded(entry: JournalEntry, kind: Any) -> JournalEntry | None:
     if not isinstance(entry.value, bytes):
         return entry
     try:
@@ -104,18 +104,18 @@ class Journals:
     def _load(self, recovered: Sequence[Record]) -> None:
         keyed: dict[int, Journal] = {}
         for record in recovered:
-            if record.kind == Kind.JOURNAL and (head := decode(record.payload, JournalRecord)) is not None:
+            if record.kind == RecordKind.JOURNAL and (head := decode(record.payload, JournalRecord)) is not None:
                 keyed[record.key] = Journal(record.key, head)
         strays = []
         for record in recovered:
-            if record.kind != Kind.ENTRY:
+            if record.kind != RecordKind.ENTRY:
                 continue
             entry = decode(record.payload, EntryRecord)
             journal = None if entry is None else keyed.get(entry.journal)
             if entry is None or journal is None:
                 strays.append(record.key)
             else:
-                journal.add(Entry(entry.number, record.key, entry.body))
+                journal.add(JournalEntry(entry.number, record.key, entry.body))
         for journal in keyed.values():
             self._journals[journal.record.room, journal.tenant, journal.id] = journal
         self._pending.erase_later(strays)
@@ -156,7 +156,7 @@ class Journals:
         tenant: str,
         id: str | None,
         body: msgspec.Struct,
-        entries: Sequence[Entry] = (),
+        entries: Sequence[JournalEntry] = (),
         *,
         model: str = "",
     ) -> Journal:
@@ -176,7 +176,7 @@ class Journals:
             model=model,
             body=msgspec.msgpack.encode(body),
         )
-        record = self._writer.record(Kind.JOURNAL, head)
+        record = self._writer.record(RecordKind.JOURNAL, head)
         journal = Journal(record.key, head)
         self._journals[room, tenant, id] = journal
         copies = [(entry, self._record(journal, entry.number, entry.value)) for entry in entries]
@@ -196,12 +196,12 @@ class Journals:
         before = journal.record
         journal.record = msgspec.structs.replace(before, body=msgspec.msgpack.encode(body))
         try:
-            await self._pending.sync(self._writer.record(Kind.JOURNAL, journal.record, journal.key))
+            await self._pending.sync(self._writer.record(RecordKind.JOURNAL, journal.record, journal.key))
         except BaseException:
             journal.record = before
             raise
 
-    async def append(self, journal: Journal, value: msgspec.Struct) -> Entry:
+    async def append(self, journal: Journal, value: msgspec.Struct) -> JournalEntry:
         """Add an entry; durable, and in the journal, on return. NotFound where the journal was removed."""
         self._check_there(journal)
         number = journal.take()
@@ -214,17 +214,17 @@ class Journals:
             raise
         finally:
             journal.pending.discard(number)
-        entry = Entry(number, record.key, value)
+        entry = JournalEntry(number, record.key, value)
         journal.add(entry)
         return entry
 
-    def note(self, journal: Journal, value: msgspec.Struct) -> Entry:
+    def note(self, journal: Journal, value: msgspec.Struct) -> JournalEntry:
         """Add an entry that may be lost in a crash, unless anything after it is durable."""
         self._check_there(journal)
         number = journal.take()
         record = self._record(journal, number, value)
         self._writer.append(record)
-        entry = Entry(number, record.key, value)
+        entry = JournalEntry(number, record.key, value)
         journal.add(entry)
         return entry
 
@@ -234,7 +234,7 @@ class Journals:
 
     def _record(self, journal: Journal, number: int, value: msgspec.Struct) -> Record:
         body = msgspec.msgpack.encode(value)
-        return self._writer.record(Kind.ENTRY, EntryRecord(journal=journal.key, number=number, body=body))
+        return self._writer.record(RecordKind.ENTRY, EntryRecord(journal=journal.key, number=number, body=body))
 
     async def cut(self, journal: Journal, after: int) -> None:
         """Erase every entry of a higher number. Unavailable where the disk refuses: they are gone all the same, and
@@ -244,7 +244,7 @@ class Journals:
         if gone:
             await self._pending.erase([entry.key for entry in gone])
 
-    async def drop(self, journal: Journal, gone: Sequence[Entry]) -> None:
+    async def drop(self, journal: Journal, gone: Sequence[JournalEntry]) -> None:
         """Erase these entries; as `cut`."""
         keys = {entry.key for entry in gone}
         journal.entries = [entry for entry in journal.entries if entry.key not in keys]

@@ -24,7 +24,7 @@ from cairn.agents.request_contexts import (
 from cairn.agents.turn_tree import NOBODY, Agent, Turn
 from cairn.block_size import CHUNK_TOKENS
 from cairn.errors import Conflict, Unavailable
-from cairn.kv.standing import Standing
+from cairn.kv.reuse_hints import Standing
 from cairn.service.service import Service
 from cairn.service.services import Services
 from cairn.stats import KvStats, Placed, TakenIn

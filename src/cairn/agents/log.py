@@ -29,9 +29,9 @@ from pathlib import Path
 
 from cairn.agents.compaction import choose, clear, rewrite
 from cairn.agents.folder import Folder
-from cairn.agents.index import Index, Kind, Segment, decode_keys, encode_keys
-from cairn.agents.recovery import Found, fetch, read_segments, told
-from cairn.agents.segment import SEAL, Header, Record, encode_record
+from cairn.agents.index import Index, RecordKind, Segment, decode_keys, encode_keys
+from cairn.agents.recovery import RecoveredLog, fetch, read_segments, told
+from cairn.agents.segment import SEAL, Record, SegmentHeader, encode_record
 from cairn.seams import File, FileSystem, Lock, Rng
 
 log = logging.getLogger(__name__)
@@ -106,10 +106,10 @@ class Log:
         except OSError as error:  # what is to be cut or erased stays out of reach, and is tried again
             self._note(error)
 
-    def _recall(self, found: Found) -> None:
+    def _recall(self, found: RecoveredLog) -> None:
         """Find out which records still count."""
         for record in found.records.values():
-            if record.kind == Kind.ERASE:
+            if record.kind == RecordKind.ERASE:
                 self._erasing.update(decode_keys(record.payload))
         for lsn in sorted(found.records):
             number, offset = found.places[lsn]
@@ -118,7 +118,7 @@ class Log:
             else:
                 self._index.enter(found.records[lsn], found.segments[number], offset)
         counting = sorted(lsn for segment in found.segments.values() for lsn, _ in segment.counting())
-        self.recovered = [found.records[lsn] for lsn in counting if found.records[lsn].kind != Kind.ERASE]
+        self.recovered = [found.records[lsn] for lsn in counting if found.records[lsn].kind != RecordKind.ERASE]
         for segment in found.segments.values():
             segment.tidy()
 
@@ -198,9 +198,9 @@ class Log:
             self._index.add(record, segment, offset)
             offset += record.size
 
-    def _header(self) -> Header:
+    def _header(self) -> SegmentHeader:
         self._next_number += 1
-        return Header(self._next_number - 1, self._rng.bits64())
+        return SegmentHeader(self._next_number - 1, self._rng.bits64())
 
     def _sync(self) -> None:
         if self._file is not None:
@@ -244,7 +244,7 @@ class Log:
         wanted = sorted(set(keys))
         if not wanted:
             return
-        self.write([Record(self.next_lsn(), Kind.ERASE, 0, encode_keys(wanted))], sync=True)
+        self.write([Record(self.next_lsn(), RecordKind.ERASE, 0, encode_keys(wanted))], sync=True)
         self._erasing.update(wanted)
         try:
             self._finish()
@@ -272,7 +272,7 @@ class Log:
         self._index.forget(self._erasing)
         self._erasing.clear()
         for segment in segments.values():
-            segment.drop_all(kind=Kind.ERASE)
+            segment.drop_all(kind=RecordKind.ERASE)
 
     def compact(self) -> bool:
         """Do a part of the work that saves space, if there is any; whether there may be more. Raises OSError."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from cairn.agents.agent_registry import AgentRegistry
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.info import Savings
 from cairn.agents.kv import BATCH
 from cairn.agents.records import SavingsRecord
@@ -65,7 +65,7 @@ class PendingWrites:
         """The agent as it is now, to be written."""
         head = agent.head
         agent.record = msgspec.structs.replace(agent.record, used=agent.used, head=head.key, under=head.under)
-        return self._writer.record(Kind.AGENT, agent.record, agent.key)
+        return self._writer.record(RecordKind.AGENT, agent.record, agent.key)
 
     def count(self, agent: Agent, done: Done) -> Sequence[Record]:
         """Add an answer to the agent's line and its tenant's; what is to be written of it."""
@@ -74,22 +74,22 @@ class PendingWrites:
         return [self._line(agent), *self._totals()]
 
     def _line(self, agent: Agent) -> Record:
-        return self._writer.record(Kind.SAVINGS, SavingsRecord(savings=agent.savings), agent.key)
+        return self._writer.record(RecordKind.SAVINGS, SavingsRecord(savings=agent.savings), agent.key)
 
     def _totals(self) -> list[Record]:
         """The tenants' totals and days that are not written yet, and the bytes."""
         savings = self._registry.savings
         lines = [(name, SavingsRecord(savings=savings.totals[name], tenant=name)) for name in sorted(savings.dirty)]
         savings.dirty.clear()
-        records = [self._writer.record(Kind.SAVINGS, line, total_key(name)) for name, line in lines]
+        records = [self._writer.record(RecordKind.SAVINGS, line, total_key(name)) for name, line in lines]
         for name, day in sorted(savings.dirty_days):
             of_day = SavingsRecord(savings=savings.days[name][day], day_of=name, day=day)
-            records.append(self._writer.record(Kind.SAVINGS, of_day, day_key(name, day)))
+            records.append(self._writer.record(RecordKind.SAVINGS, of_day, day_key(name, day)))
         savings.dirty_days.clear()
         if savings.bytes != self._bytes:
             self._bytes = read, written = savings.bytes
             line = SavingsRecord(savings=Savings(), read=read, written=written)
-            records.append(self._writer.record(Kind.SAVINGS, line, BYTES_KEY))
+            records.append(self._writer.record(RecordKind.SAVINGS, line, BYTES_KEY))
         return records
 
     def keep(self, record: Record) -> None:
@@ -112,7 +112,7 @@ class PendingWrites:
         for name, record in owed.items():
             if self._owed.get(name) is record:
                 del self._owed[name]
-                if record.kind == Kind.END:
+                if record.kind == RecordKind.END:
                     self._registry.release(record.key)
 
     async def settle(self) -> None:
@@ -152,7 +152,7 @@ class PendingWrites:
         gone = set(keys)
         self._owed = {name: record for name, record in self._owed.items() if record.key not in gone}
         # Once an agent is erased nobody can name its pins, so those that are left are written down before.
-        pins = [record for record in self._owed.values() if record.kind == Kind.UNPIN]
+        pins = [record for record in self._owed.values() if record.kind == RecordKind.UNPIN]
         try:
             await self._writer.erase(keys, *pins)
         except BaseException:

@@ -22,13 +22,13 @@ import msgspec
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.archive import Archive, Unreadable, typed_read_errors
 from cairn.agents.content import Content
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, decode, pack, unpack
 from cairn.agents.segment import (
     HEADER_BYTES,
     VERSION,
-    Header,
     Record,
+    SegmentHeader,
     decode_header,
     encode_header,
     encode_record,
@@ -73,7 +73,7 @@ async def export(agent: Agent, registry: AgentRegistry, archive: Archive, rng: R
     where the path to the head has one. Also between two: NotFound where the agent is deleted meanwhile, Unavailable
     where the disk gives out nothing.
     """
-    header = Header(0, rng.bits64())
+    header = SegmentHeader(0, rng.bits64())
     at, lsn = HEADER_BYTES, 0
     with typed_read_errors(registry, agent):
         async for kind, key, payload in _records(agent, archive):
@@ -101,19 +101,19 @@ async def _whole(agent: Agent, archive: Archive) -> list[Turn]:
     return list(whole.values())
 
 
-async def _records(agent: Agent, archive: Archive) -> AsyncIterator[tuple[Kind, int, msgspec.Struct]]:
+async def _records(agent: Agent, archive: Archive) -> AsyncIterator[tuple[RecordKind, int, msgspec.Struct]]:
     savings = agent.savings
     record = msgspec.structs.replace(agent.record, tenant="", head=agent.head.key, pinned=False)
     turns = await _whole(agent, archive)
-    yield Kind.AGENT, agent.key, record
+    yield RecordKind.AGENT, agent.key, record
     for start in range(0, len(turns), READ_TURNS):
         some = turns[start : start + READ_TURNS]
         for turn, content in zip(some, await archive.contents(some), strict=True):
             asked = msgspec.structs.replace(content.began, sampling=None, stop=(), grammar="", reasoning_budget=None)
-            yield Kind.TURN, turn.key, asked
+            yield RecordKind.TURN, turn.key, asked
             if turn.number:
-                yield Kind.END, turn.key, content.ended or _cut(content)
-    yield Kind.SAVINGS, agent.key, SavingsRecord(savings=savings)
+                yield RecordKind.END, turn.key, content.ended or _cut(content)
+    yield RecordKind.SAVINGS, agent.key, SavingsRecord(savings=savings)
 
 
 def _cut(content: Content) -> EndRecord:
@@ -134,7 +134,7 @@ def read(data: bytes, vocab: int, identity: bytes) -> Portable:
     if data[:HEADER_BYTES] != encode_header(header):
         raise _wrong("is damaged")
     records, damaged = scan(header, data)
-    whole = bool(records) and records[-1].kind == Kind.SAVINGS and records[0].kind == Kind.AGENT
+    whole = bool(records) and records[-1].kind == RecordKind.SAVINGS and records[0].kind == RecordKind.AGENT
     if damaged or not whole or [record.lsn for record in records] != list(range(1, len(records) + 1)):
         raise _wrong("is damaged or cut off")
     _count(records)
@@ -154,7 +154,7 @@ def read(data: bytes, vocab: int, identity: bytes) -> Portable:
 
 def _count(records: list[Record]) -> None:
     """Whether the file holds no more than can be looked at: nothing of it was made before."""
-    turns = sum(record.kind == Kind.TURN for record in records) - 1  # one is the beginning
+    turns = sum(record.kind == RecordKind.TURN for record in records) - 1  # one is the beginning
     if turns > MAX_TURNS:
         raise InvalidRequest(f"the file holds {turns} turns; the limit is {MAX_TURNS}", field="turns")
     left = most = RECORD_VALUES * len(records) + MORE_VALUES
@@ -209,12 +209,12 @@ def plant(read: Portable, key: Callable[[], int], tenant: str, id: str, now: flo
 
 
 def _take(record: Record, turns: dict[int, tuple[TurnRecord, EndRecord | None]]) -> None:
-    if record.kind == Kind.TURN and record.key not in turns:
+    if record.kind == RecordKind.TURN and record.key not in turns:
         began = decode(record.payload, TurnRecord)
         if began is not None:
             turns[record.key] = began, None
             return
-    elif record.kind == Kind.END and record.key in turns:
+    elif record.kind == RecordKind.END and record.key in turns:
         end = decode(record.payload, EndRecord)
         if end is not None and turns[record.key][1] is None:
             turns[record.key] = turns[record.key][0], end
@@ -226,14 +226,14 @@ def _check(
     agent: AgentRecord, turns: dict[int, tuple[TurnRecord, EndRecord | None]], vocab: int, identity: bytes
 ) -> None:
     """Whether it is one tree, whose tokens are what they say and whose messages a template can have."""
-    after: dict[int, _Context] = {}
+    after: dict[int, _TurnContext] = {}
     for key, (began, end) in turns.items():
         before = after.get(began.parent)
         first = not after
         if first != (began.number == 0) or first != (end is None) or (not first and before is None):
             raise _wrong("holds turns that do not follow each other")
         if first or before is None:
-            before = _Context(0, 0, hashlib.sha256())
+            before = _TurnContext(0, 0, hashlib.sha256())
         elif not before.number < began.number <= MAX_NUMBER:
             raise _wrong("holds turns that do not follow each other")
         _check_turn(began, end)
@@ -251,7 +251,7 @@ def _check(
         raise _wrong("names turns that it does not hold")
 
 
-class _Context(NamedTuple):
+class _TurnContext(NamedTuple):
     """The context after a turn, as far as the next one must fit it: so each turn is hashed once, however long what
     comes before it is."""
 
@@ -262,7 +262,7 @@ class _Context(NamedTuple):
     sum: hashlib._Hash
     """The digest of its ids so far; to be copied before it goes on."""
 
-    def follow(self, began: TurnRecord, end: EndRecord | None) -> _Context | None:
+    def follow(self, began: TurnRecord, end: EndRecord | None) -> _TurnContext | None:
         """The context after a turn that follows, as `Branch` puts it together; None where its prompt is not what its
         digest says. What the server writes extends the whole context, or begins anew."""
         if began.prefix not in (0, self.size):
@@ -276,7 +276,7 @@ class _Context(NamedTuple):
             for part in (end.ids[: 4 * end.keep], end.more):
                 sum.update(part)
                 size += len(part) // 4
-        return _Context(began.number, size, sum)
+        return _TurnContext(began.number, size, sum)
 
 
 def _check_turn(began: TurnRecord, end: EndRecord | None) -> None:

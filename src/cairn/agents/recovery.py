@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from cairn.agents.folder import DAMAGED, LOG, NEW, Folder
-from cairn.agents.index import Index, Place, Segment
+from cairn.agents.index import Index, RecordLocation, Segment
 from cairn.agents.segment import (
     HEADER_BYTES,
     SEAL,
     VERSION,
-    Header,
     Record,
+    SegmentHeader,
     decode_header,
     decode_record,
     walk,
@@ -26,7 +26,7 @@ TRIES = 8
 """How often a record is looked for where it is said to lie: compaction may move it at the same time."""
 
 
-class Found(NamedTuple):
+class RecoveredLog(NamedTuple):
     """What was read. Segments that have to be written anew are `dirty`."""
 
     segments: dict[int, Segment]
@@ -42,7 +42,7 @@ class Found(NamedTuple):
     """Beyond those of all files."""
 
 
-def read_segments(folder: Folder) -> Found:
+def read_segments(folder: Folder) -> RecoveredLog:
     """Read all, remove what was being made, and set aside what has no header.
 
     Raises ConfigError for a newer format, and changes nothing then.
@@ -72,7 +72,7 @@ def read_segments(folder: Folder) -> Found:
         segments[number], damaged, torn = _enter(header, data, records, places)
         lost += damaged
         inside += damaged - torn
-    return Found(segments, records, places, lost, loss(len(folder.numbers(DAMAGED)), inside), following)
+    return RecoveredLog(segments, records, places, lost, loss(len(folder.numbers(DAMAGED)), inside), following)
 
 
 def loss(aside: int, inside: int) -> str:
@@ -105,7 +105,7 @@ def told(folder: Folder, lost: str) -> str:
 
 
 def _enter(
-    header: Header, data: bytes, records: dict[int, Record], places: dict[int, tuple[int, int]]
+    header: SegmentHeader, data: bytes, records: dict[int, Record], places: dict[int, tuple[int, int]]
 ) -> tuple[Segment, int, int]:
     """A segment with those of its records that are not there yet, its damaged bytes, and how many of them end it, as
     those of a write that was cut off do."""
@@ -134,7 +134,7 @@ def fetch(folder: Folder, index: Index, wanted: Sequence[tuple[int, int]]) -> li
     """
     found: list[Record | None] = [None] * len(wanted)
     missing: Iterable[int] = range(len(wanted))
-    before: dict[int, Place] = {}
+    before: dict[int, RecordLocation] = {}
     for _ in range(TRIES):
         places = {at: place for at in missing if (place := index.locate(*wanted[at])) is not None}
         new = {at: place for at, place in places.items() if before.get(at) != place}
@@ -153,7 +153,7 @@ def fetch(folder: Folder, index: Index, wanted: Sequence[tuple[int, int]]) -> li
     return found
 
 
-def _read(folder: Folder, number: int, places: Iterable[Place]) -> list[bytes]:
+def _read(folder: Folder, number: int, places: Iterable[RecordLocation]) -> list[bytes]:
     """The bytes at these places of a segment; nothing where it was removed meanwhile."""
     try:
         file = folder.open(number)

@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.records import ReplayRecord, decode, pack, unpack
 from cairn.agents.segment import Record
 from cairn.text.chat import Sampled
-from cairn.text.replay import Answer
+from cairn.text.replay import AnswerIdentity
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class ReplayRecords:
         whose it is."""
         found: dict[bytes, list[tuple[str, Sampled]]] = {}
         for record in records:
-            if record.kind != Kind.REPLAY:
+            if record.kind != RecordKind.REPLAY:
                 continue
             kept = decode(record.payload, ReplayRecord)
             if kept is None:
@@ -57,7 +57,7 @@ class ReplayRecords:
             except ValueError:
                 log.warning("a record of exact replay holds no whole number of tokens; left out")
                 continue
-            sampled = Sampled(kept.before, Answer(kept.visible, kept.reasoning), ids, 0)
+            sampled = Sampled(kept.before, AnswerIdentity(kept.visible, kept.reasoning), ids, 0)
             found.setdefault(kept.identity, []).append((kept.tenant, sampled))
         return found
 

@@ -32,7 +32,7 @@ RECORD_BYTES = _RECORD.size + _SUM
 MAX_PAYLOAD = 1 << 28
 
 
-class Header(NamedTuple):
+class SegmentHeader(NamedTuple):
     """What a segment says of itself."""
 
     number: int
@@ -67,14 +67,14 @@ class Scan(NamedTuple):
     """Bytes that are no record: a torn end, or damage."""
 
 
-def encode_header(header: Header) -> bytes:
+def encode_header(header: SegmentHeader) -> bytes:
     """The bytes in front of the first record."""
     body = _HEADER.pack(_MAGIC, header.version, header.number, header.seed)
     copy = body + _sum(body)
     return copy + bytes(_COPY - len(copy)) + copy
 
 
-def decode_header(data: bytes) -> Header | None:
+def decode_header(data: bytes) -> SegmentHeader | None:
     """The header, from either copy; None if both are damaged. A newer version's is decoded too: look at it first."""
     for start in (0, _COPY):
         body = data[start : start + _HEADER.size]
@@ -82,11 +82,11 @@ def decode_header(data: bytes) -> Header | None:
             continue
         magic, version, number, seed = _HEADER.unpack(body)
         if magic == _MAGIC:
-            return Header(number, seed, version)
+            return SegmentHeader(number, seed, version)
     return None
 
 
-def encode_record(header: Header, offset: int, record: Record) -> bytes:
+def encode_record(header: SegmentHeader, offset: int, record: Record) -> bytes:
     """The bytes of a record that begins at `offset` of its segment."""
     if len(record.payload) > MAX_PAYLOAD:
         raise ValueError(f"a record holds at most {MAX_PAYLOAD} bytes")
@@ -94,13 +94,13 @@ def encode_record(header: Header, offset: int, record: Record) -> bytes:
     return head + _record_sum(header.seed, offset, head, record.payload) + record.payload
 
 
-def scan(header: Header, data: bytes) -> Scan:
+def scan(header: SegmentHeader, data: bytes) -> Scan:
     """Every whole record of a segment's bytes, in order, whatever lies between them."""
     records = [record for _, record in walk(header, data)]
     return Scan(records, max(len(data) - HEADER_BYTES, 0) - sum(record.size for record in records))
 
 
-def walk(header: Header, data: bytes) -> Iterator[tuple[int, Record]]:
+def walk(header: SegmentHeader, data: bytes) -> Iterator[tuple[int, Record]]:
     """The records of a segment, each with its offset."""
     mark = header.seed.to_bytes(8, "little")
     at = HEADER_BYTES
@@ -115,13 +115,13 @@ def walk(header: Header, data: bytes) -> Iterator[tuple[int, Record]]:
             break
 
 
-def decode_record(header: Header, offset: int, data: bytes) -> Record | None:
+def decode_record(header: SegmentHeader, offset: int, data: bytes) -> Record | None:
     """The record whose bytes `data` are, which lay at `offset` of its segment; None if they are none."""
     record = _decode(header, data, 0, offset)
     return record if record is not None and record.size == len(data) else None
 
 
-def _decode(header: Header, data: bytes, at: int, offset: int) -> Record | None:
+def _decode(header: SegmentHeader, data: bytes, at: int, offset: int) -> Record | None:
     """The record that begins at `at` of the data and at `offset` of its segment, if it is one."""
     head = data[at : at + _RECORD.size]
     if len(head) < _RECORD.size:

@@ -16,7 +16,7 @@ from cairn.block_size import CHUNK_TOKENS
 from cairn.stats import CacheReport
 
 if TYPE_CHECKING:
-    from cairn.agents.running import RunningTurn
+    from cairn.agents.running_turn import RunningTurn
 
 NOBODY = b"\0"
 """Salt of agents whose tenant is not configured any more: no tenant's, so no KV is stored under it."""

@@ -12,22 +12,21 @@ import msgspec
 from cairn.agents.agent_service import AgentService, conflict
 from cairn.agents.archive import Archive, Unreadable, answerable
 from cairn.agents.content import Branch, Content, digest
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.kv import BATCH
 from cairn.agents.records import EndRecord, TurnRecord, check, pack
-from cairn.agents.running import RunningTurn, said_before
+from cairn.agents.running_turn import RunningTurn, said_before
 from cairn.agents.segment import Record
 from cairn.agents.turn_tree import Agent, Turn
-from cairn.config import Config
 from cairn.errors import Conflict, Unavailable
 from cairn.outputs import Done, Event, FinishReason
 from cairn.request import Request
 from cairn.seams import Clock
 from cairn.service.miss_explainer import PromptOrigin, told_of
-from cairn.service.requests import SamplingOptions, requests
+from cairn.service.requests import SamplingOptions
 from cairn.service.service import Service
 from cairn.service.services import Services
-from cairn.service.stream import Stream
+from cairn.service.stream import RequestStream
 from cairn.text.chat import Prompt
 from cairn.text.grammar import ANYTHING, Wanted
 
@@ -38,12 +37,10 @@ Gate = Callable[[], Awaitable[None]]
 class Turns:
     """Begins turns, and is told of their end."""
 
-    def __init__(
-        self, services: Services, agents: AgentService, archive: Archive, clock: Clock, config: Config
-    ) -> None:
+    def __init__(self, services: Services, agents: AgentService, archive: Archive, clock: Clock) -> None:
         self._services, self.writer, self.clock = services, agents.writer, clock
         self.write_later, self.sync, self.now = agents.pending.write_later, agents.pending.sync, agents.pending.now
-        self._agents, self._archive, self._config = agents, archive, config
+        self._agents, self._archive = agents, archive
 
     async def start(
         self,
@@ -124,7 +121,7 @@ class Turns:
         share: str,
         wanted: Wanted,
         gate: Gate | None = None,
-    ) -> Stream:
+    ) -> RequestStream:
         """The answer to messages after the agent's context, which stays as it is. Conflict where its head is not
         free."""
         if agent.busy or agent.head.state != "finished":
@@ -138,23 +135,17 @@ class Turns:
     def _request(
         self, service: Service, agent: Agent, prompt: Prompt, options: SamplingOptions, number: int, share: str
     ) -> Request:
-        (request,) = requests(
-            service.spec,
+        (request,) = service.make_requests(
             prompt.tokens,
             options,
             ids=lambda: number,
-            context=service.info.context,
-            controls=service.controls,
-            sampler_order=self._config.sampler_order,
-            encode=service.tokenizer.encode,
-            max_choices=1,
             output=prompt.output,
             grammar=prompt.grammar,
             salt=agent.salt,
             share=share,
-            timeout=self._config.request_timeout,
+            durable=True,
         )
-        return msgspec.structs.replace(request, durable=True)
+        return request
 
     async def _prompt(
         self,
@@ -266,7 +257,7 @@ class Turns:
         try:
             yield await self._archive.branch(turn)
             end = EndRecord(state="interrupted", ids=b"", ended=self.now())
-            await self.sync(self.writer.record(Kind.END, end, turn.key))
+            await self.sync(self.writer.record(RecordKind.END, end, turn.key))
         except BaseException:
             turn.state, turn.content = "finished", None
             raise
@@ -314,7 +305,6 @@ class Turns:
             reasoning_budget=began.reasoning_budget,
             salt=agent.salt,
             share=share,
-            timeout=self._config.request_timeout,
             durable=True,
         )
 
@@ -324,7 +314,7 @@ class Turns:
         agent: Agent,
         turn: Turn,
         request: Request,
-        stream: Stream | None,
+        stream: RequestStream | None,
         first: Sequence[Event],
     ) -> RunningTurn:
         turn.state = "running"

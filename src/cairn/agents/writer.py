@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.log import Log
 from cairn.agents.segment import Record
 from cairn.errors import Unavailable, trace
@@ -78,7 +78,7 @@ class Writer:
         """What the log takes on the disk."""
         return self._log.bytes
 
-    def record(self, kind: Kind, value: msgspec.Struct, key: int = 0) -> Record:
+    def record(self, kind: RecordKind, value: msgspec.Struct, key: int = 0) -> Record:
         """A record to be written; without a key it is about itself."""
         lsn = self._log.next_lsn()
         return Record(lsn, kind, key or lsn, msgspec.msgpack.encode(value))

@@ -16,7 +16,7 @@ from cairn.api.call_table import CallTable
 from cairn.api.generation import check_model
 from cairn.api.json_body import read_nothing
 from cairn.api.parse import parse
-from cairn.api.reply import Call
+from cairn.api.reply import HTTPCall
 from cairn.api.resumable import EventLogs, parse_after
 from cairn.config import Config
 from cairn.errors import NotFound
@@ -32,7 +32,7 @@ from cairn.stats import Swept
 
 ANTHROPIC = b"anthropic-version"
 """Header of Anthropic's clients, which want another shape."""
-Endpoint = Callable[[Call, Service], Awaitable[None]]
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 
 
 class Admin:
@@ -61,7 +61,7 @@ class Admin:
             return {"GET": self.request}
         return None
 
-    async def models(self, call: Call, service: Service) -> None:
+    async def models(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/models."""
         anthropic = call.header(ANTHROPIC) is not None
         data = [self._shown(model, anthropic) for model in self.registry.models]
@@ -71,14 +71,14 @@ class Admin:
             return
         await call.json({"object": "list", "data": data})
 
-    async def model(self, call: Call, service: Service) -> None:
+    async def model(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/models/{id}; an id may hold slashes."""
         name = call.path.removeprefix("/v1/models/")
         if not self.registry.several:
             check_model(name, service, strict=True)
         await call.json(self._shown(self.registry.find(name), call.header(ANTHROPIC) is not None))
 
-    async def request(self, call: Call, service: Service) -> None:
+    async def request(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/requests/{id}: the state, and of each choice the tokens and the text so far."""
         number = self._number(call, call.path.removeprefix("/v1/requests/"))
         if (work := self._work(call, service, number)) is not None:
@@ -86,7 +86,7 @@ class Admin:
             return
         await call.json(self._report(number, self._known(call, service, number)))
 
-    async def cancel(self, call: Call, service: Service) -> None:
+    async def cancel(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/requests/{id}/cancel: end it; one that has ended already stays as it is. No body, or {}."""
         parse(NoBody, await read_nothing(call, self._config), self._config)
         number = self._number(call, call.path.removeprefix("/v1/requests/").removesuffix("/cancel"))
@@ -99,14 +99,14 @@ class Admin:
         report = self._report(number, self._known(call, service, number))
         await call.json(report | {"cancelled": any(ended)})
 
-    async def events(self, call: Call, service: Service) -> None:
+    async def events(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/requests/{id}/events?after=N: the events of a resumable request, live until its end."""
         number = self._number(call, call.path.removeprefix("/v1/requests/").removesuffix("/events"))
         after = parse_after(call)
         follower = self._logs.find(number, call.salt, self._config.heartbeat)
         await follower.run(call, after)
 
-    async def metrics(self, call: Call, service: Service) -> None:
+    async def metrics(self, call: HTTPCall, service: Service) -> None:
         """GET /metrics, in Prometheus' text format."""
         every = [loaded.service.metrics for _, loaded in self.registry.loaded()]
         text = ServerMetrics(
@@ -142,13 +142,13 @@ class Admin:
             **({"error": model.failure} if model.state == "failed" else {}),
         }
 
-    def _number(self, call: Call, text: str) -> int:
+    def _number(self, call: HTTPCall, text: str) -> int:
         number = self._calls.find(text, call.salt)
         if number is None:
             raise _unknown()
         return number
 
-    def _work(self, call: Call, service: Service, number: int) -> dict[str, Any] | None:
+    def _work(self, call: HTTPCall, service: Service, number: int) -> dict[str, Any] | None:
         """A call that is work of several requests - rounds of a team, a run of a workflow; None for any other."""
         ids = self._calls.ids(number)
         if any((self.registry.with_request(id) or service).status(id) is not None for id in ids):
@@ -156,7 +156,7 @@ class Admin:
         state = self._logs.state(number, call.salt)
         return None if state is None else {"id": f"{number:016x}", "object": "request", "state": state, "choices": []}
 
-    def _known(self, call: Call, service: Service, number: int) -> dict[int, RequestStatus]:
+    def _known(self, call: HTTPCall, service: Service, number: int) -> dict[int, RequestStatus]:
         """The status of each choice that is remembered, by its index; NotFound also for another tenant's request."""
         ids = self._calls.ids(number)
         found = enumerate((self.registry.with_request(id) or service).status(id) for id in ids)
@@ -221,7 +221,7 @@ class Props:
     def __init__(self, config: Config) -> None:
         self._config = config
 
-    async def show(self, call: Call, service: Service) -> None:
+    async def show(self, call: HTTPCall, service: Service) -> None:
         """GET /props."""
         spec, tokenizer, context = service.spec, service.tokenizer, service.info.context
         ends = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in spec.eos_ids]
@@ -284,7 +284,7 @@ class StoredRoutes:
             "/v1/cache/prune": {"POST": self.prune},
         }
 
-    async def stats(self, call: Call, service: Service) -> None:
+    async def stats(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/cache: the stores below the pool, at most about a second old; null where there is no such store. Of
         several models each has its own in `models`."""
         body: dict[str, Any] = {"object": "cache", "model": service.name, **msgspec.to_builtins(service.kv())}
@@ -292,19 +292,19 @@ class StoredRoutes:
             body["models"] = {one.name: msgspec.to_builtins(one.kv()) for one in self.registry.services}
         await call.json(body)
 
-    async def flush(self, call: Call, service: Service) -> None:
+    async def flush(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/cache/flush: answers when all KV that was to be stored is durable; 503 if a part was given up."""
         await self._nothing(call)
         for one in self._every(service):
             await one.flush()
         await self.stats(call, service)
 
-    async def scrub(self, call: Call, service: Service) -> None:
+    async def scrub(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/cache/scrub: read and check every stored chunk; damaged ones go."""
         await self._nothing(call)
         await call.json(_swept("scrub", [await one.scrub() for one in self._every(service)]))
 
-    async def prune(self, call: Call, service: Service) -> None:
+    async def prune(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/cache/prune: remove what nobody used for the time to live."""
         await self._nothing(call)
         await call.json(_swept("prune", [await one.prune() for one in self._every(service)]))
@@ -313,7 +313,7 @@ class StoredRoutes:
         """The models that keep KV; the one there is says itself that it keeps none."""
         return [one for one in self.registry.services if one.spec.kind == "chat"] or [service]
 
-    async def _nothing(self, call: Call) -> None:
+    async def _nothing(self, call: HTTPCall) -> None:
         parse(NoBody, await read_nothing(call, self._config), self._config)
 
 

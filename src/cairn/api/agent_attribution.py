@@ -18,7 +18,7 @@ from cairn.agents.agent_service import is_id
 from cairn.agents.agents import Agents
 from cairn.agents.turn_tree import Agent
 from cairn.api.auth import AGENT
-from cairn.api.reply import Call
+from cairn.api.reply import HTTPCall
 from cairn.api.schemas import Generation
 from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, QuotaExceeded, Unavailable
 from cairn.outputs import Done, Timing
@@ -67,7 +67,7 @@ class AgentAttribution:
         """There should be agents, and they cannot be had now."""
         self.why_not, self.failing = f"this server keeps no agents: {why}", True
 
-    async def tie(self, call: Call, body: Generation, *, store: bool) -> Attribution | None:
+    async def tie(self, call: HTTPCall, body: Generation, *, store: bool) -> Attribution | None:
         """What a request leaves behind, or None where nothing is kept. `store`: whether its answer may be.
 
         InvalidRequest for a header that is no agent's id; of other names those that are none are passed over. Where no
@@ -134,7 +134,7 @@ class Attribution:
         await self._agents.kept()
 
 
-def session_names(call: Call, metadata: Mapping[str, str], prompt_cache_key: str | None) -> list[str]:
+def session_names(call: HTTPCall, metadata: Mapping[str, str], prompt_cache_key: str | None) -> list[str]:
     """What a request calls its session, the most explicit first; names that are no agent's are passed over."""
     headers = [call.header(name) for name in SESSIONS]
     given = [metadata.get("agent"), prompt_cache_key]

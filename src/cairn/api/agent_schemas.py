@@ -8,10 +8,12 @@ from urllib.parse import parse_qsl
 
 from cairn.agents.info import AgentInfo
 from cairn.agents.portable import Portable
+from cairn.api.body import Body, Count, Number, Several
 from cairn.api.checks import check_generation, check_messages
+from cairn.api.message_schemas import ChatMessage, Tool
 from cairn.api.parse import parse
-from cairn.api.reply import Call, shown
-from cairn.api.schemas import Body, ChatGeneration, ChatMessage, Count, Number, Several, Tool
+from cairn.api.reply import HTTPCall, shown
+from cairn.api.schemas import ChatGeneration
 from cairn.config import Config
 from cairn.errors import Conflict, InvalidRequest
 
@@ -162,12 +164,7 @@ def check_account(body: TurnBody, header: str | None, id: str) -> None:
             )
 
 
-def id_of(call: Call) -> str:
-    """Which agent a path below /v1/agents is about."""
-    return call.path.removeprefix(PATH + "/").partition("/")[0]
-
-
-def query(call: Call) -> list[tuple[str, str]]:
+def query(call: HTTPCall) -> list[tuple[str, str]]:
     """The parameters in the URL."""
     text = call.scope.get("query_string", b"").decode("latin-1")
     try:
@@ -176,7 +173,7 @@ def query(call: Call) -> list[tuple[str, str]]:
         raise InvalidRequest("the URL's parameters cannot be read") from None
 
 
-def page_of(call: Call, place: str) -> tuple[int | None, str]:
+def page_of(call: HTTPCall, place: str) -> tuple[int | None, str]:
     """`limit` and `after` in the URL of a list; None and "" where they are not given. `place`: what `after` is."""
     limit, after = None, ""
     for name, value in query(call):

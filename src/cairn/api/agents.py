@@ -37,7 +37,6 @@ from cairn.api.agent_schemas import (
     beginning,
     check_own,
     check_portable,
-    id_of,
     kept_for,
     page_of,
     query,
@@ -46,9 +45,9 @@ from cairn.api.body_budget import RETRY, spool
 from cairn.api.exchange import Exchanges
 from cairn.api.generation import check_length, check_model, warn_of_tools
 from cairn.api.json_body import read_json, read_nothing
+from cairn.api.message_schemas import contents, plain_messages, plain_tools
 from cairn.api.parse import parse
-from cairn.api.reply import Call, shown
-from cairn.api.schemas import contents, plain_messages, plain_tools
+from cairn.api.reply import HTTPCall, shown
 from cairn.api.turns import TurnRoutes
 from cairn.config import Config
 from cairn.errors import Damaged, InvalidRequest, Overloaded, Unavailable, UnsupportedMedia
@@ -56,7 +55,7 @@ from cairn.service.service import Service
 from cairn.stats import TakenIn
 from cairn.text.grammar import ToolChoice, Wanted
 
-Endpoint = Callable[[Call, Service], Awaitable[None]]
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 MAX_IMPORTS = 4
 """How many imports of one tenant may run at once: each has a file on the disk, of at most max_import_mib."""
 LISTED = 20
@@ -101,7 +100,7 @@ class AgentRoutes:
 
     # ------------------------------------------------------------------------------------------------------- agents
 
-    async def create(self, call: Call, service: Service) -> None:
+    async def create(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/agents."""
         agents = self._open()
         body = parse(CreateBody, await read_nothing(call, self._config), self._config, call)
@@ -130,7 +129,7 @@ class AgentRoutes:
         )
         await call.json(agent_object(info, service), 201)
 
-    async def list(self, call: Call, service: Service) -> None:
+    async def list(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/agents, most recently created first; `savings` is the sum over all the tenant's requests.
 
         Responses and conversations, which are agents underneath, are left out.
@@ -144,9 +143,9 @@ class AgentRoutes:
         savings = msgspec.to_builtins(agents.savings(call.tenant))
         await call.json({"object": "list", "data": data, "has_more": page.more, "next": page.next, "savings": savings})
 
-    async def show(self, call: Call, service: Service) -> None:
+    async def show(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/agents/{id}. `damage` says what the log lost of its path, and what can be done."""
-        agents, id = self._open(), id_of(call)
+        agents, id = self._open(), call.path_part(PATH)
         found = agent_object(agents.get(call.tenant, id), service)
         found |= {"messages": None, "tools": None, "kv": None, "damage": None}
         try:
@@ -159,62 +158,62 @@ class AgentRoutes:
                 raise
         await call.json(found)
 
-    async def delete(self, call: Call, service: Service) -> None:
+    async def delete(self, call: HTTPCall, service: Service) -> None:
         """DELETE /v1/agents/{id}: answered when its bytes are gone from the disk.
 
         Its KV, which holds token ids, goes with them, except: while the worker is being replaced it goes once there is
         one, and that of turns that another model answered, or that the log cannot be read for, goes when nobody has
         used it for kv_ttl, 30 days unless configured otherwise.
         """
-        id = id_of(call)
+        id = call.path_part(PATH)
         await self._open().delete(call.tenant, id)
         await call.json({"id": id, "object": "agent.deleted", "deleted": True})
 
-    async def pin(self, call: Call, service: Service) -> None:
+    async def pin(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/agents/{id}/pin: keep its KV in the stores from eviction."""
         await self._pin(call, service, True)
 
-    async def unpin(self, call: Call, service: Service) -> None:
+    async def unpin(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/agents/{id}/unpin."""
         await self._pin(call, service, False)
 
-    async def _pin(self, call: Call, service: Service, pinned: bool) -> None:
-        agents, id = self._open(), id_of(call)
+    async def _pin(self, call: HTTPCall, service: Service, pinned: bool) -> None:
+        agents, id = self._open(), call.path_part(PATH)
         parse(NoBody, await read_nothing(call, self._config), self._config)
         await call.json(agent_object(await agents.pin(call.tenant, id, pinned), service))
 
-    async def prefetch(self, call: Call, service: Service) -> None:
+    async def prefetch(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/agents/{id}/prefetch: bring its KV up before it is needed; answered when it is there."""
-        agents, id = self._open(), id_of(call)
+        agents, id = self._open(), call.path_part(PATH)
         parse(NoBody, await read_nothing(call, self._config), self._config)
         placed = await agents.prefetch(call.tenant, id)
         await call.json({"id": id, "object": "agent.kv", "kv": msgspec.to_builtins(placed)})
 
-    async def evict(self, call: Call, service: Service) -> None:
+    async def evict(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/agents/{id}/evict: {"disk"}: give its KV up in the pool and in RAM, with `disk` everywhere."""
-        agents, id = self._open(), id_of(call)
+        agents, id = self._open(), call.path_part(PATH)
         body = parse(EvictBody, await read_nothing(call, self._config), self._config)
         placed = await agents.evict(call.tenant, id, disk=bool(body.disk))
         await call.json({"id": id, "object": "agent.kv", "kv": msgspec.to_builtins(placed)})
 
-    async def fork(self, call: Call, service: Service) -> None:
+    async def fork(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/agents/{id}/fork: {"turn", "id"}, both optional."""
-        agents, id = self._open(), id_of(call)
+        agents, id = self._open(), call.path_part(PATH)
         body = parse(ForkBody, await read_nothing(call, self._config), self._config)
         check_own(agents.get(call.tenant, id))
         info = await agents.fork(call.tenant, id, turn=body.turn, new_id=body.id)
         await call.json(agent_object(info, service), 201)
 
-    async def rollback(self, call: Call, service: Service) -> None:
+    async def rollback(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/agents/{id}/rollback: {"turn"}."""
-        agents, id = self._open(), id_of(call)
+        agents, id = self._open(), call.path_part(PATH)
         body = parse(RollbackBody, await read_json(call, self._config), self._config)
         check_own(agents.get(call.tenant, id))
         await call.json(agent_object(await agents.rollback(call.tenant, id, turn=body.turn), service))
 
-    async def export(self, call: Call, service: Service) -> None:
+    async def export(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/agents/{id}/export?kv=: one portable file, with `kv=true` the KV of its context in front of it."""
-        id, most = id_of(call), 0
+        id, most = call.path_part(PATH), 0
         for name, value in query(call):
             if name != "kv" or value not in ("true", "false"):
                 raise InvalidRequest("the only parameter of this route is kv: true or false", field=shown(name))
@@ -230,7 +229,7 @@ class AgentRoutes:
                     await call.write(piece)
         await call.write(b"", more=False)
 
-    async def import_agent(self, call: Call, service: Service) -> None:
+    async def import_agent(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/agents/import?id=&kv=: an exported file as application/octet-stream.
 
         Its KV is taken with `kv=true` alone: who takes it trusts whoever wrote it, as no check tells what a model would

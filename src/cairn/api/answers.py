@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cairn.api.exchange import Choice
-from cairn.api.pace import Pace
-from cairn.api.reply import Call
+from cairn.api.exchange import ChoiceStream
+from cairn.api.pace import AnswerTimes
+from cairn.api.reply import HTTPCall
 from cairn.api.sse import (
     DONE,
     HEARTBEAT,
@@ -36,11 +36,11 @@ class ChatAnswer:
 
     def __init__(
         self,
-        call: Call,
+        call: HTTPCall,
         service: Service,
-        choices: Sequence[Choice],
+        choices: Sequence[ChoiceStream],
         include_usage: bool,
-        pace: Pace,
+        pace: AnswerTimes,
         *,
         top: int | None = None,
         scored: int | None = None,
@@ -109,13 +109,13 @@ class TextAnswer:
 
     def __init__(
         self,
-        call: Call,
+        call: HTTPCall,
         service: Service,
-        choices: Sequence[Choice],
+        choices: Sequence[ChoiceStream],
         include_usage: bool,
         echoes: Sequence[str] | None,
         top: int | None,
-        pace: Pace,
+        pace: AnswerTimes,
         scored: int | None = None,
     ) -> None:
         self._pace, self._scored, self._tokenizer = pace, scored, service.tokenizer
@@ -183,7 +183,7 @@ class TextAnswer:
                 found[-1]["prompt_logprobs"] = scores
         return self._head | {"choices": found, "usage": usage_of(self._choices)} | timings_of(self._pace, self._choices)
 
-    def _scores(self, choice: Choice, service: Service, top: int) -> TextLogprobs:
+    def _scores(self, choice: ChoiceStream, service: Service, top: int) -> TextLogprobs:
         before = choice.request.prompt if self._echoes is None else ()
         return TextLogprobs(service.tokenizer, top, after=before)
 
@@ -210,34 +210,34 @@ def _cut(entries: Sequence[TokenLogprob], top: int | None) -> Sequence[TokenLogp
     return entries if top is None else [TokenLogprob(one.token, one.logprob, one.top[:top]) for one in entries]
 
 
-def timings_of(pace: Pace, choices: Sequence[Choice]) -> dict[str, Any]:
+def timings_of(pace: AnswerTimes, choices: Sequence[ChoiceStream]) -> dict[str, Any]:
     """What an answer in one piece says of its time, where that is wanted: of several choices the first's."""
     done = choices[0].done
     return {"timings": pace.whole(0, done)} if pace.timings and done is not None else {}
 
 
-def _begun(pace: Pace, chunks: Sequence[bytes]) -> bytes:
+def _begun(pace: AnswerTimes, chunks: Sequence[bytes]) -> bytes:
     """An empty chunk of each choice, as the progress of its prompt where that is wanted."""
     if not pace.progress:
         return b""
     return b"".join(with_field(chunk, _PROGRESS, pace.begun(index)) for index, chunk in enumerate(chunks))
 
 
-def _heard(pace: Pace, index: int, nothing: Callable[[int], bytes]) -> bytes:
+def _heard(pace: AnswerTimes, index: int, nothing: Callable[[int], bytes]) -> bytes:
     """The chunk before the first of a choice: its prompt is computed."""
     told = pace.heard(index)
     return b"" if told is None else with_field(nothing(index), _PROGRESS, told)
 
 
-def _timed(pace: Pace, index: int, chunks: bytes) -> bytes:
+def _timed(pace: AnswerTimes, index: int, chunks: bytes) -> bytes:
     return with_field(chunks, "timings", pace.so_far(index)) if pace.timings and chunks else chunks
 
 
-def _ended(pace: Pace, index: int, done: Done, chunk: bytes) -> bytes:
+def _ended(pace: AnswerTimes, index: int, done: Done, chunk: bytes) -> bytes:
     return with_field(chunk, "timings", pace.whole(index, done)) if pace.timings else chunk
 
 
-def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
+def usage_of(choices: Sequence[ChoiceStream]) -> dict[str, Any]:
     """The usage object of a call that has ended."""
     ends: list[tuple[Done, bool]] = []
     for choice in choices:
@@ -246,7 +246,7 @@ def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
     return usage_object(ends)
 
 
-def head(call: Call, service: Service, prefix: str, kind: str) -> dict[str, Any]:
+def head(call: HTTPCall, service: Service, prefix: str, kind: str) -> dict[str, Any]:
     """What every object and chunk of an answer begins with. The fingerprint changes with all that could change a
     number: weights, tokenizer, kernels, a KV codec."""
     identity = service.info.identity

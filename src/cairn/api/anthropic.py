@@ -14,12 +14,12 @@ from typing import Any
 from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.anthropic_schemas import NAMES, MessagesBody, chat_of
 from cairn.api.cache_diagnosis import RecentPrompts, message_diagnostics
-from cairn.api.exchange import Choice, Exchanges, spelled
+from cairn.api.exchange import ChoiceStream, Exchanges, spelled
 from cairn.api.generation import chat_exchange, chat_prompt
 from cairn.api.json_body import read_json
 from cairn.api.parse import parse
 from cairn.api.reasoning_text import pack
-from cairn.api.reply import Call, encode
+from cairn.api.reply import HTTPCall, encode
 from cairn.api.schemas import ChatBody
 from cairn.api.sse import cache_object
 from cairn.api.unserved import anthropic_error
@@ -42,7 +42,7 @@ class Anthropic:
         self._attribution = attribution
         self._recent = RecentPrompts()
 
-    async def messages(self, call: Call, service: Service) -> None:
+    async def messages(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/messages."""
         call.headers.append((b"request-id", call.id.encode()))
         body, chat = await self._read(call, service)
@@ -59,7 +59,7 @@ class Anthropic:
         await self._exchanges.run(call, exchange, stream=bool(body.stream))
 
     def _diagnose(
-        self, call: Call, service: Service, body: MessagesBody, choices: Sequence[Choice]
+        self, call: HTTPCall, service: Service, body: MessagesBody, choices: Sequence[ChoiceStream]
     ) -> dict[str, Any] | None:
         """What became of the prefix of an earlier message, where that is asked."""
         prompt, parts = choices[0].request.prompt, {"model": service.name} | body.parts
@@ -69,14 +69,14 @@ class Anthropic:
             return None
         return message_diagnostics(self._recent.compare(call.tenant, previous, parts, prompt))
 
-    async def count_tokens(self, call: Call, service: Service) -> None:
+    async def count_tokens(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/messages/count_tokens."""
         _, chat = await self._read(call, service)
         with spelled(NAMES):
             prompt = await chat_prompt(call, service, self._config, chat)
         await call.json({"input_tokens": len(prompt.tokens)})
 
-    async def _read(self, call: Call, service: Service) -> tuple[MessagesBody, ChatBody]:
+    async def _read(self, call: HTTPCall, service: Service) -> tuple[MessagesBody, ChatBody]:
         body = parse(MessagesBody, await read_json(call, self._config), self._config, call)
         with spelled(NAMES):
             return body, parse(ChatBody, chat_of(body, call, service.chat.knows), self._config)
@@ -87,9 +87,9 @@ class MessageAnswer:
 
     def __init__(
         self,
-        call: Call,
+        call: HTTPCall,
         service: Service,
-        choices: Sequence[Choice],
+        choices: Sequence[ChoiceStream],
         body: MessagesBody,
         diagnostics: dict[str, Any] | None,
     ) -> None:

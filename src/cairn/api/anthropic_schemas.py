@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from cairn.api.body import Body, Count, Number, Several
 from cairn.api.reasoning_text import unpack
-from cairn.api.reply import Call
-from cairn.api.schemas import Body, Count, Number, Several
+from cairn.api.reply import HTTPCall
 from cairn.errors import InvalidRequest, Unsupported
 
 ATTRIBUTION = re.compile(r"x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)
@@ -75,7 +75,7 @@ class MessagesBody(Body):
         return (self.thinking or {}).get("display") == "omitted"
 
 
-def chat_of(body: MessagesBody, call: Call, knows: Callable[[str], bool]) -> dict[str, Any]:
+def chat_of(body: MessagesBody, call: HTTPCall, knows: Callable[[str], bool]) -> dict[str, Any]:
     """The chat that a body asks for, as a `ChatBody` has it. `knows`: as of `ChatBody.template_args`."""
     messages = [] if body.system is None else _system(body.system, "system")
     for index, message in enumerate(body.messages):
@@ -151,7 +151,7 @@ def _choice(given: Mapping[str, Any]) -> Any:
     return _CHOICES[kind]
 
 
-def _tools(tools: list[dict[str, Any]] | None, call: Call) -> list[dict[str, Any]] | None:
+def _tools(tools: list[dict[str, Any]] | None, call: HTTPCall) -> list[dict[str, Any]] | None:
     found = []
     for index, tool in enumerate(tools or ()):
         where = f"tools[{index}]"
@@ -182,7 +182,7 @@ def _system(given: Any, where: str) -> list[dict[str, Any]]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def _message(message: Mapping[str, Any], where: str, call: Call) -> list[dict[str, Any]]:
+def _message(message: Mapping[str, Any], where: str, call: HTTPCall) -> list[dict[str, Any]]:
     role, content = message.get("role"), message.get("content")
     if role in ("system", "developer"):  # in its place: moved to the front it would change all that was computed
         return _system(content, f"{where}.content")
@@ -193,7 +193,7 @@ def _message(message: Mapping[str, Any], where: str, call: Call) -> list[dict[st
     raise InvalidRequest(f"{where}.role must be user, assistant or system", field=f"{where}.role")
 
 
-def _user(content: Any, where: str, call: Call) -> list[dict[str, Any]]:
+def _user(content: Any, where: str, call: HTTPCall) -> list[dict[str, Any]]:
     """The results of tools, each a message of its own, and texts, those beside each other one message."""
     found: list[dict[str, Any]] = []
     for index, block in enumerate(_blocks(content, where)):
@@ -211,7 +211,7 @@ def _user(content: Any, where: str, call: Call) -> list[dict[str, Any]]:
     return found or [{"role": "user", "content": ""}]
 
 
-def _assistant(content: Any, where: str, call: Call) -> dict[str, Any]:
+def _assistant(content: Any, where: str, call: HTTPCall) -> dict[str, Any]:
     """One message of what was thought, said and called, as it was given out."""
     thought, said = "", ""
     calls: list[dict[str, Any]] = []

@@ -65,13 +65,13 @@ from cairn.api.page import Page
 from cairn.api.quotas import Quotas
 from cairn.api.rate_limits import RateLimits
 from cairn.api.reload import Reload
-from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, shown, unforeseen
+from cairn.api.reply import Disconnected, HTTPCall, Receive, Scope, Send, shown, unforeseen
 from cairn.api.request_deadline import deadline_of
 from cairn.api.responses import Responses
 from cairn.api.resumable import EventLogs
-from cairn.api.routing import Router
+from cairn.api.routing import ModelRouter
 from cairn.api.teams import TeamRoutes
-from cairn.api.tokens import Tokens
+from cairn.api.tokens import TokenRoutes
 from cairn.api.tracing import Tracing
 from cairn.api.unserved import body_of, canonical, no_route
 from cairn.api.vector_stores import VectorStoreRoutes
@@ -88,7 +88,7 @@ from cairn.system import FACTS, SystemClock, SystemRng
 log = logging.getLogger("cairn.api")
 access = logging.getLogger("cairn.access")
 
-Endpoint = Callable[[Call, Service], Awaitable[None]]
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 PROBES = ("/health", "/metrics")
 """Routes, with all below them, that machines ask every few seconds: what they ask is logged only for debugging."""
 ADMIN_SIDE = "cairn.admin"
@@ -122,7 +122,7 @@ class App:
         ollama = Ollama(config, exchanges, self.attribution)
         admin = self._admin = Admin(config, calls, logs)
         self._ollama_models = OllamaModels(config)
-        tokens = Tokens(config)
+        tokens = TokenRoutes(config)
         self._rates = RateLimits(config, self._clock)
         self._quotas = Quotas(self._clock, limits_of(config), self._kept_by)
         self._model_admin, self._stored = ModelAdmin(self.options), StoredRoutes(config)
@@ -175,7 +175,7 @@ class App:
 
     def open(self, models: Models) -> None:
         """From now on requests are served, by these."""
-        self.models, self._router = models, Router(models, self.attribution)
+        self.models, self._router = models, ModelRouter(models, self.attribution)
         models.loader.tell(self._rates.used)
         every = (self._admin, self._model_admin, self._ollama_models, self._stored, self._library)
         for routes in every:
@@ -199,7 +199,7 @@ class App:
         if scope["type"] != "http":
             raise RuntimeError(f"a {scope['type']} connection is not served")
         number = self._rng.bits64() if self.service is None else self.service.next_id()
-        call = Call(scope, receive, send, number, self.bodies)
+        call = HTTPCall(scope, receive, send, number, self.bodies)
         began, failed = time.monotonic(), ""
         traced = self.tracing.begin(call) if self.tracing is not None and not _is_probe(call.path) else None
         spans = traced.spans if traced is not None else Spans() if self.config.log_format == "json" else None
@@ -222,7 +222,7 @@ class App:
                 traced.end(call, failed)
         _note(call, time.monotonic() - began, spans, "" if traced is None else traced.id, failed)
 
-    async def _answer(self, call: Call) -> None:
+    async def _answer(self, call: HTTPCall) -> None:
         self._access.cors(call)
         if self._access.is_preflight(call):
             await call.respond(204, b"", preflight(call))
@@ -236,7 +236,9 @@ class App:
         self._access.check(call)
         if answering is not None:
             _allow(call, {"GET", "HEAD"})
-            await answering(call, health.State(self.models, self.draining, self.attribution.troubles(), self._folders))
+            await answering(
+                call, health.ServerHealth(self.models, self.draining, self.attribution.troubles(), self._folders)
+            )
             return
         endpoint = self._route(call)
         if self.models is None:
@@ -249,7 +251,7 @@ class App:
             async with self._router.chosen(call) as service:
                 await endpoint(call, service)
 
-    def _is_here(self, call: Call) -> bool:
+    def _is_here(self, call: HTTPCall) -> bool:
         """Whether a route answers on the listener that a call came by: admin routes have one of their own, if any."""
         if self.config.admin_port is None:
             return True
@@ -294,13 +296,13 @@ class App:
     def _served(self, path: str) -> bool:
         return path in self._health or self._methods(path) is not None
 
-    def _route(self, call: Call) -> Endpoint:
+    def _route(self, call: HTTPCall) -> Endpoint:
         methods = self._methods(call.path) or {}
         method = call.scope["method"]
         _allow(call, {*methods, *(("HEAD",) if "GET" in methods else ())})
         return methods["GET" if method == "HEAD" else method]
 
-    async def _fail(self, call: Call, error: CairnError) -> None:
+    async def _fail(self, call: HTTPCall, error: CairnError) -> None:
         if call.started:
             return
         headers = [(b"www-authenticate", b"Bearer")] if error.status == 401 else []
@@ -326,7 +328,7 @@ def build_app(service: Service | None, config: Config) -> App:
     return App(None if service is None else Models.of(service, config), config)
 
 
-def _allow(call: Call, methods: set[str]) -> None:
+def _allow(call: HTTPCall, methods: set[str]) -> None:
     method = call.scope["method"]
     if method not in methods:
         raise MethodNotAllowed(f"{call.path} is not for {method[:20]}", field=", ".join(sorted(methods)))
@@ -336,7 +338,7 @@ def _is_probe(path: str) -> bool:
     return any(path == route or path.startswith(f"{route}/") for route in PROBES)
 
 
-def _note(call: Call, seconds: float, spans: Spans | None, trace_id: str, failed: str) -> None:
+def _note(call: HTTPCall, seconds: float, spans: Spans | None, trace_id: str, failed: str) -> None:
     """A line in the access log. Nothing that was asked or answered stands in it, and no query."""
     level = logging.DEBUG if _is_probe(call.path) else logging.INFO
     if not access.isEnabledFor(level):
@@ -351,7 +353,7 @@ def _note(call: Call, seconds: float, spans: Spans | None, trace_id: str, failed
     access.log(level, "%s", ", ".join([*parts, f"tenant {call.tenant}"]), extra={FACTS: facts})
 
 
-def _facts(call: Call, seconds: float, spans: Spans, trace_id: str, failed: str) -> dict[str, Any]:
+def _facts(call: HTTPCall, seconds: float, spans: Spans, trace_id: str, failed: str) -> dict[str, Any]:
     """What a line has as fields of its own. A tenant is its name, never its key."""
     found: dict[str, Any] = {
         "request_id": call.id,

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 
 from cairn.api.origins import Origins
-from cairn.api.reply import Call, Headers, shown
+from cairn.api.reply import Headers, HTTPCall, shown
 from cairn.config import Config, Secret
 from cairn.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
 
@@ -64,7 +64,7 @@ class Access:
         self._hosts |= {_bare(_without_port(host)) for host in config.allowed_hosts}
         self._any_host = "*" in config.allowed_hosts
 
-    def check(self, call: Call) -> None:
+    def check(self, call: HTTPCall) -> None:
         """Let the call pass and give it its tenant, or raise Unauthorized or Forbidden."""
         call.share = _client(call)
         if call.path in OPEN or call.path.startswith(OPEN_FILES):
@@ -84,7 +84,7 @@ class Access:
         call.tenant = call.share = found.name
         call.salt = found.salt
 
-    def may_administer(self, call: Call) -> bool:
+    def may_administer(self, call: HTTPCall) -> bool:
         """Whether the call may see what is of all tenants: with the admin key, beside its own key or in its place, and
         anybody on a server without keys. Unauthorized for a wrong admin key."""
         given = call.header(ADMIN_KEY)
@@ -96,7 +96,7 @@ class Access:
             raise Unauthorized("the key in X-Cairn-Admin-Key is not the admin key")
         return True
 
-    def cors(self, call: Call) -> None:
+    def cors(self, call: HTTPCall) -> None:
         """Add the CORS headers if the page's origin is one of the configured ones; never reflect another."""
         call.admits = self._origins.allow
         if not self._origins:
@@ -113,7 +113,7 @@ class Access:
                 ),
             ]
 
-    def is_preflight(self, call: Call) -> bool:
+    def is_preflight(self, call: HTTPCall) -> bool:
         """Whether a browser asks if a page of a configured origin may call. It carries no key."""
         return (
             call.scope["method"] == "OPTIONS"
@@ -121,7 +121,7 @@ class Access:
             and any(name == b"access-control-allow-origin" for name, _ in call.headers)
         )
 
-    def _check_admin(self, call: Call) -> None:
+    def _check_admin(self, call: HTTPCall) -> None:
         if self._admin is None:
             if self._tenants:
                 raise Forbidden("this route needs an admin key and the server has none; start it with --admin-key")
@@ -129,7 +129,7 @@ class Access:
         if not hmac.compare_digest(_digest(_credential(call)), self._admin):
             raise _unauthorized("this route needs the admin key")
 
-    def check_host(self, call: Call) -> None:
+    def check_host(self, call: HTTPCall) -> None:
         """Raise InvalidRequest or Forbidden unless the client called this server by a name of its own."""
         values = [value for name, value in call.scope["headers"] if name == b"host"]
         if len(values) != 1:
@@ -145,7 +145,7 @@ class Access:
         raise Forbidden(f"the Host {shown(host)!r} is not served here; allow it with --allowed-hosts", field="Host")
 
 
-def preflight(call: Call) -> Headers:
+def preflight(call: HTTPCall) -> Headers:
     """What a page of a configured origin may send: any header, since clients add some of their own."""
     asked = call.header(b"access-control-request-headers") or b""
     return [
@@ -203,7 +203,7 @@ def is_local(host: str) -> bool:
         return False
 
 
-def _client(call: Call) -> str:
+def _client(call: HTTPCall) -> str:
     """Who calls where no key says it: an address, of IPv6 the network that one client may have for itself. On this
     machine, where all have the same, it is whom the request names as its agent."""
     address = (call.scope.get("client") or ("",))[0]
@@ -216,7 +216,7 @@ def _client(call: Call) -> str:
     return str(ipaddress.IPv6Network((found, 64), strict=False)) if found.version == 6 else str(found)
 
 
-def _credential(call: Call) -> bytes:
+def _credential(call: HTTPCall) -> bytes:
     value = call.header(b"authorization")
     if value is not None:
         scheme, _, key = value.partition(b" ")

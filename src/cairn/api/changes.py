@@ -31,7 +31,7 @@ from cairn.agents.savings import DAY_SECONDS
 from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.agents import agent_object
 from cairn.api.auth import Access
-from cairn.api.reply import Call, Watch, encode
+from cairn.api.reply import HTTPCall, Watch, encode
 from cairn.api.sse import EVENT_STREAM, HEARTBEAT
 from cairn.config import Config
 from cairn.errors import Overloaded, trace
@@ -206,7 +206,7 @@ class ChangeFeeds:
         self._feeds: dict[str, ChangeFeed] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def follow(self, call: Call, service: Service) -> None:
+    async def follow(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/events: what changes, from now on or from where Last-Event-ID says."""
         admin = self._access.may_administer(call)
         feed = self._feed(call.tenant, call.salt, service)
@@ -229,7 +229,7 @@ class ChangeFeeds:
         finally:
             del feed.readers[waker]
 
-    async def _send(self, call: Call, feed: ChangeFeed, waker: Waker, at: int | None, admin: bool) -> None:
+    async def _send(self, call: HTTPCall, feed: ChangeFeed, waker: Waker, at: int | None, admin: bool) -> None:
         while not feed.over:
             if at is None or not feed.keeps(at):
                 at = feed.last
@@ -273,7 +273,7 @@ class SavingsRoutes:
     def __init__(self, attribution: AgentAttribution) -> None:
         self._attribution = attribution
 
-    async def show(self, call: Call, service: Service) -> None:
+    async def show(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/savings: what a tenant's requests did not have to compute again, all together and by day."""
         agents = self._attribution.open()
         days = [day_object(day, line) for day, line in agents.savings_by_day(call.tenant).items()]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from cairn.api.json_body import has_more
+from cairn.api.message_schemas import ChatMessage
 from cairn.api.reply import shown
-from cairn.api.schemas import ChatBody, ChatGeneration, ChatMessage
+from cairn.api.schemas import ChatBody, ChatGeneration
 from cairn.config import Config
 from cairn.errors import InvalidRequest
 from cairn.text.chat import RESERVED

@@ -5,10 +5,9 @@ from __future__ import annotations
 import base64
 from typing import Any, ClassVar
 
+from cairn.api.body import Body, Count, Number, Several, Stop
 from cairn.api.json_body import parse_json
 from cairn.api.multipart import Upload
-from cairn.api.reply import Call
-from cairn.api.schemas import Body, Count, Number, Several, Stop
 from cairn.errors import InvalidRequest
 from cairn.rag.definition import (
     BINARY,
@@ -165,11 +164,6 @@ class AskCollectionBody(SearchBody):
             stop=self.stop,
             reasoning_budget=self.reasoning_budget,
         )
-
-
-def collection_of(call: Call) -> str:
-    """Which collection a path below /v1/collections is about."""
-    return call.path.removeprefix(PATH + "/").partition("/")[0]
 
 
 def collection_object(found: Collection) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from cairn.api.collection_schemas import (
     CollectionDocumentBody,
     SearchBody,
     collection_object,
-    collection_of,
     document_object,
     document_of_form,
 )
@@ -35,18 +34,18 @@ from cairn.api.library import Library
 from cairn.api.lists import LISTED, MOST_LISTED, page, parameters
 from cairn.api.multipart import is_form
 from cairn.api.parse import parse
-from cairn.api.reply import Call
+from cairn.api.reply import HTTPCall
 from cairn.api.resumable import EventLogs
 from cairn.api.work_events import Emit, answer
 from cairn.config import Config
 from cairn.errors import InvalidRequest
 from cairn.rag.collections import SourcedAnswer
-from cairn.rag.definition import Found, NewDocument, check_name
+from cairn.rag.definition import NewDocument, SearchHit, check_name
 from cairn.rag.extractor import aside
 from cairn.service.service import Service
 from cairn.workflows.answerer import Asker
 
-Endpoint = Callable[[Call, Service], Awaitable[None]]
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 
 
 class CollectionRoutes:
@@ -73,7 +72,7 @@ class CollectionRoutes:
         }
         return known.get(rest) if rest or not path.endswith("/") else None
 
-    async def create(self, call: Call, service: Service) -> None:
+    async def create(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/collections: {"id", "chunk", "overlap", "metadata"}, all optional."""
         store = (await self._library.open()).store
         body = parse(CollectionBody, await read_nothing(call, self._config), self._config, call)
@@ -82,23 +81,23 @@ class CollectionRoutes:
         made = await asyncio.to_thread(store.create, call.tenant, id, *body.sizes(), body.metadata or {})
         await call.json(collection_object(made), 201)
 
-    async def list(self, call: Call, service: Service) -> None:
+    async def list(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/collections, most recently created first."""
         found = await asyncio.to_thread((await self._library.open()).store.collections, call.tenant)
         await call.json(_page(call, [collection_object(one) for one in found]))
 
-    async def show(self, call: Call, service: Service) -> None:
+    async def show(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/collections/{id}: how much it holds."""
         store = (await self._library.open()).store
-        await call.json(collection_object(await asyncio.to_thread(store.collection, call.tenant, collection_of(call))))
+        await call.json(collection_object(await asyncio.to_thread(store.collection, call.tenant, call.path_part(PATH))))
 
-    async def delete(self, call: Call, service: Service) -> None:
+    async def delete(self, call: HTTPCall, service: Service) -> None:
         """DELETE /v1/collections/{id}: answered when its text is overwritten on the disk."""
-        store, id = (await self._library.open()).store, collection_of(call)
+        store, id = (await self._library.open()).store, call.path_part(PATH)
         await asyncio.to_thread(store.delete, call.tenant, id)
         await call.json({"id": id, "object": "collection.deleted", "deleted": True})
 
-    async def add(self, call: Call, service: Service) -> None:
+    async def add(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/collections/{id}/documents: {"name", "text" or "data", "type", "id", "metadata", "embedding_model",
         "stream"}, or a form with a `file`."""
         if is_form(call):
@@ -114,8 +113,8 @@ class CollectionRoutes:
         with await asyncio.to_thread(aside, content) as file:
             await self._add(call, body, file, len(content))
 
-    async def _add(self, call: Call, body: CollectionDocumentBody, content: str | BinaryIO, size: int) -> None:
-        collections, id = await self._library.open(), collection_of(call)
+    async def _add(self, call: HTTPCall, body: CollectionDocumentBody, content: str | BinaryIO, size: int) -> None:
+        collections, id = await self._library.open(), call.path_part(PATH)
         check_metadata(body.metadata)
         await asyncio.to_thread(collections.store.collection, call.tenant, id)
         if not 1 <= len(body.name) <= 256:
@@ -151,50 +150,50 @@ class CollectionRoutes:
         await work(lambda event: None)
         await call.json(added[0], 201)
 
-    async def documents(self, call: Call, service: Service) -> None:
+    async def documents(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/collections/{id}/documents, in the order in which they were added."""
         store = (await self._library.open()).store
 
         def found() -> list[dict[str, Any]]:
-            collection = store.collection(call.tenant, collection_of(call))
+            collection = store.collection(call.tenant, call.path_part(PATH))
             return [document_object(one) for one in store.documents(collection)]
 
         await call.json(_page(call, await asyncio.to_thread(found)))
 
-    async def show_document(self, call: Call, service: Service) -> None:
+    async def show_document(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/collections/{id}/documents/{document}: a document, without its text."""
         store = (await self._library.open()).store
 
         def found() -> dict[str, Any]:
-            collection = store.collection(call.tenant, collection_of(call))
+            collection = store.collection(call.tenant, call.path_part(PATH))
             return document_object(store.document(collection, _document_of(call)))
 
         await call.json(await asyncio.to_thread(found))
 
-    async def delete_document(self, call: Call, service: Service) -> None:
+    async def delete_document(self, call: HTTPCall, service: Service) -> None:
         """DELETE /v1/collections/{id}/documents/{document}: answered when its text is overwritten on the disk."""
         store, id = (await self._library.open()).store, _document_of(call)
-        await asyncio.to_thread(lambda: store.remove(store.collection(call.tenant, collection_of(call)), id))
+        await asyncio.to_thread(lambda: store.remove(store.collection(call.tenant, call.path_part(PATH)), id))
         await call.json({"id": id, "object": "collection.document.deleted", "deleted": True})
 
-    async def search(self, call: Call, service: Service) -> None:
+    async def search(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/collections/{id}/search: {"query", "top_k", "min_score", "filters", "embedding_model", "rerank",
         "rerank_model"}."""
         body = parse(SearchBody, await read_json(call, self._config), self._config, call)
         found, reranked_by = await self._search(call, body)
         await call.json({"object": "list", "data": [one.plain() for one in found], "reranked_by": reranked_by})
 
-    async def _search(self, call: Call, body: SearchBody) -> tuple[Sequence[Found], str | None]:
+    async def _search(self, call: HTTPCall, body: SearchBody) -> tuple[Sequence[SearchHit], str | None]:
         """What was found, and the model that put it in order, if one did."""
         collections, wanted, asked = await self._library.open(), body.wanted(), (call.salt, call.share)
         async with (
             self._library.embedder(*asked, body.embedding_model, "query") as embedder,
             self._library.judge(*asked, body.rerank, body.rerank_model) as judge,
         ):
-            found = await collections.search(call.tenant, collection_of(call), embedder, body.query, wanted, judge)
+            found = await collections.search(call.tenant, call.path_part(PATH), embedder, body.query, wanted, judge)
             return found, None if judge is None else judge.service.name
 
-    async def ask(self, call: Call, service: Service) -> None:
+    async def ask(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/collections/{id}/ask: as a search, with "model", "stream" and sampling.
 
         The answer's citations are checked; nothing near enough to the question is an answer that says so.
@@ -217,11 +216,11 @@ class CollectionRoutes:
         await answer(call, self._logs, self._config, work, stream=bool(body.stream), whole=whole)
 
 
-def _document_of(call: Call) -> str:
+def _document_of(call: HTTPCall) -> str:
     return call.path.rpartition("/")[2]
 
 
-def _page(call: Call, data: list[dict[str, Any]]) -> dict[str, Any]:
+def _page(call: HTTPCall, data: list[dict[str, Any]]) -> dict[str, Any]:
     asked = parameters(call, ("limit", "after"))
     limit = asked.get("limit", str(LISTED))
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MOST_LISTED):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from cairn.api.exchange import Choice
+from cairn.api.exchange import ChoiceStream
 from cairn.api.reasoning_text import pack
 from cairn.api.response_answer import completed
 from cairn.api.responses_items import items_of
@@ -39,7 +39,7 @@ def compacting(chat: dict[str, Any]) -> dict[str, Any]:
 class CompactedAnswer:
     """The adapter of a summary, which is only ever sent whole."""
 
-    def __init__(self, id: str, messages: Sequence[dict[str, Any]], choices: Sequence[Choice]) -> None:
+    def __init__(self, id: str, messages: Sequence[dict[str, Any]], choices: Sequence[ChoiceStream]) -> None:
         """`messages`: what is compacted."""
         (self._choice,) = choices
         self._id = id

@@ -21,18 +21,20 @@ from cairn.agents.agents import Agents
 from cairn.agents.info import AgentInfo
 from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.agent_schemas import MAX_OWN_METADATA, check_metadata
+from cairn.api.body import Body, Several
 from cairn.api.json_body import read_json, read_nothing
 from cairn.api.lists import page, page_of_items
+from cairn.api.message_schemas import plain_messages
 from cairn.api.parse import parse
-from cairn.api.reply import Call
+from cairn.api.reply import HTTPCall
 from cairn.api.responses_items import items_of, messages_of
-from cairn.api.schemas import Body, ChatBody, Several, plain_messages
+from cairn.api.schemas import ChatBody
 from cairn.api.stored_responses import TTL, StoredResponses, find_kept
 from cairn.config import Config
 from cairn.errors import ConversationLocked, InvalidRequest, NotFound
 from cairn.service.service import Service
 
-Endpoint = Callable[[Call, Service], Awaitable[None]]
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 PATH = "/v1/conversations"
 PREFIX = "conv_"
 KIND = "conversation"
@@ -55,7 +57,7 @@ class ItemsBody(Body):
     items: Several[dict[str, Any]]
 
 
-class State(NamedTuple):
+class ConversationState(NamedTuple):
     """Where a conversation stands."""
 
     head: str
@@ -71,7 +73,7 @@ class _Message(TypedDict):
 
 
 class _State(msgspec.Struct):
-    """A `State` as metadata have to have it."""
+    """A `ConversationState` as metadata have to have it."""
 
     head: str
     more: list[_Message]
@@ -113,7 +115,7 @@ class Conversations:
         finally:
             self._locked.discard((tenant, id))
 
-    async def state(self, tenant: str, id: str) -> State:
+    async def state(self, tenant: str, id: str) -> ConversationState:
         """Where it stands. NotFound, and ConversationLocked while its last response runs."""
         agents = self._attribution.open()
         info = self._find(agents, tenant, id)
@@ -126,32 +128,32 @@ class Conversations:
                 return _unpacked(info.metadata["before"])
         return now
 
-    async def move(self, tenant: str, id: str, before: State, head: str) -> None:
+    async def move(self, tenant: str, id: str, before: ConversationState, head: str) -> None:
         """A response goes on with it from that state."""
         agents = self._attribution.open()
         info = self._find(agents, tenant, id)
-        await self._write(agents, tenant, info, State(head, []), before)
+        await self._write(agents, tenant, info, ConversationState(head, []), before)
 
     # ------------------------------------------------------------------------------------------------------- routes
 
-    async def create(self, call: Call, service: Service) -> None:
+    async def create(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/conversations."""
         agents = self._attribution.open()
         body = parse(ConversationBody, await read_nothing(call, self._config), self._config, call)
         check_metadata(body.metadata)
-        state = State("", self._messages(body.items or [], call))
+        state = ConversationState("", self._messages(body.items or [], call))
         metadata = {"object": KIND, "state": _packed(state), "before": _packed(state)}
         metadata["metadata"] = json.dumps(body.metadata or {})
         info = await agents.create(call.tenant, id=PREFIX + call.id, metadata=metadata, ttl=TTL)
         await call.json(_object(info))
 
-    async def show(self, call: Call, service: Service) -> None:
+    async def show(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/conversations/{id}."""
-        await call.json(_object(self._find(self._attribution.open(), call.tenant, _id_of(call))))
+        await call.json(_object(self._find(self._attribution.open(), call.tenant, call.path_part(PATH))))
 
-    async def update(self, call: Call, service: Service) -> None:
+    async def update(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/conversations/{id}: other metadata."""
-        agents, id = self._attribution.open(), _id_of(call)
+        agents, id = self._attribution.open(), call.path_part(PATH)
         body = parse(ConversationBody, await read_json(call, self._config), self._config, call)
         if body.items is not None:
             raise InvalidRequest("items are added at /v1/conversations/{id}/items", field="items")
@@ -160,48 +162,48 @@ class Conversations:
         changed = info.metadata | {"metadata": json.dumps(body.metadata or {})}
         await call.json(_object(await agents.describe(call.tenant, id, changed)))
 
-    async def delete(self, call: Call, service: Service) -> None:
+    async def delete(self, call: HTTPCall, service: Service) -> None:
         """DELETE /v1/conversations/{id}: its responses stay."""
-        agents, id = self._attribution.open(), _id_of(call)
+        agents, id = self._attribution.open(), call.path_part(PATH)
         self._find(agents, call.tenant, id)
         await agents.delete(call.tenant, id)
         await call.json({"id": id, "object": "conversation.deleted", "deleted": True})
 
-    async def items(self, call: Call, service: Service) -> None:
+    async def items(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/conversations/{id}/items, the last first unless `order` is asc."""
-        await call.json(page_of_items(call, await self._items(call.tenant, _id_of(call))))
+        await call.json(page_of_items(call, await self._items(call.tenant, call.path_part(PATH))))
 
-    async def add(self, call: Call, service: Service) -> None:
+    async def add(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/conversations/{id}/items."""
         body = parse(ItemsBody, await read_json(call, self._config), self._config, call)
-        agents, id = self._attribution.open(), _id_of(call)
+        agents, id = self._attribution.open(), call.path_part(PATH)
         with self.locked(call.tenant, id):
             state = await self.state(call.tenant, id)
             before = len(await self._listed(call.tenant, id, state))
-            after = State(state.head, [*state.more, *self._messages(body.items, call)])
+            after = ConversationState(state.head, [*state.more, *self._messages(body.items, call)])
             await self._write(agents, call.tenant, self._find(agents, call.tenant, id), after, after)
         added = (await self._items(call.tenant, id))[before:]
         await call.json(page(added, len(added), None))
 
-    async def item(self, call: Call, service: Service) -> None:
+    async def item(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/conversations/{id}/items/{item}."""
-        items = await self._items(call.tenant, _id_of(call))
+        items = await self._items(call.tenant, call.path_part(PATH))
         await call.json(items[_place(items, _item_of(call))])
 
-    async def remove(self, call: Call, service: Service) -> None:
+    async def remove(self, call: HTTPCall, service: Service) -> None:
         """DELETE /v1/conversations/{id}/items/{item}: what is left is a conversation without responses."""
-        agents, id = self._attribution.open(), _id_of(call)
+        agents, id = self._attribution.open(), call.path_part(PATH)
         with self.locked(call.tenant, id):
             await self.state(call.tenant, id)
             items = await self._items(call.tenant, id)
             del items[_place(items, _item_of(call))]
-            after = State("", messages_of(items, call))
+            after = ConversationState("", messages_of(items, call))
             info = await self._write(agents, call.tenant, self._find(agents, call.tenant, id), after, after)
         await call.json(_object(info))
 
     # -------------------------------------------------------------------------------------------------------- within
 
-    def _messages(self, items: list[dict[str, Any]], call: Call) -> list[dict[str, Any]]:
+    def _messages(self, items: list[dict[str, Any]], call: HTTPCall) -> list[dict[str, Any]]:
         """Items as messages that a chat may hold."""
         found = messages_of(items, call)
         return plain_messages(parse(ChatBody, {"messages": found}, self._config).messages) if found else []
@@ -213,7 +215,7 @@ class Conversations:
             now = _unpacked(info.metadata["before"])
         return await self._listed(tenant, id, now)
 
-    async def _listed(self, tenant: str, id: str, state: State) -> list[dict[str, Any]]:
+    async def _listed(self, tenant: str, id: str, state: ConversationState) -> list[dict[str, Any]]:
         found, called = [], {}
         if state.head:
             found = await self._stored.history(tenant, state.head, running=True)
@@ -223,7 +225,9 @@ class Conversations:
     def _find(self, agents: Agents, tenant: str, id: str) -> AgentInfo:
         return find_kept(agents, tenant, id, PREFIX, KIND, _is_conversation)
 
-    async def _write(self, agents: Agents, tenant: str, info: AgentInfo, state: State, before: State) -> AgentInfo:
+    async def _write(
+        self, agents: Agents, tenant: str, info: AgentInfo, state: ConversationState, before: ConversationState
+    ) -> AgentInfo:
         changed = info.metadata | {"state": _packed(state), "before": _packed(before)}
         return await agents.describe(tenant, info.id, changed)
 
@@ -236,7 +240,7 @@ def conversation_of(given: Any) -> str | None:
     return id
 
 
-def _packed(state: State) -> str:
+def _packed(state: ConversationState) -> str:
     text = json.dumps(state._asdict(), ensure_ascii=False)
     if len(text) > MAX_OWN_METADATA:  # it is held in memory, and written anew with each item
         raise InvalidRequest(
@@ -246,9 +250,9 @@ def _packed(state: State) -> str:
     return text
 
 
-def _unpacked(text: str) -> State:
+def _unpacked(text: str) -> ConversationState:
     now = json.loads(text)
-    return State(now["head"], now["more"])
+    return ConversationState(now["head"], now["more"])
 
 
 def _is_conversation(metadata: Mapping[str, str]) -> bool:
@@ -266,11 +270,7 @@ def _object(info: AgentInfo) -> dict[str, Any]:
     }
 
 
-def _id_of(call: Call) -> str:
-    return call.path.removeprefix(PATH + "/").partition("/")[0]
-
-
-def _item_of(call: Call) -> str:
+def _item_of(call: HTTPCall) -> str:
     return call.path.rpartition("/")[2]
 
 

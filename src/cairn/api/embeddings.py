@@ -10,11 +10,11 @@ import base64
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from cairn.api.embedding_schemas import Document, EmbeddingBody, RerankBody, ScoreBody, TextsBody
 from cairn.api.generation import check_model
 from cairn.api.json_body import read_json
 from cairn.api.parse import parse
-from cairn.api.reply import Call, Disconnected, Watch
-from cairn.api.schemas import Document, EmbeddingBody, RerankBody, ScoreBody, TextsBody
+from cairn.api.reply import Disconnected, HTTPCall, Watch
 from cairn.config import Config
 from cairn.errors import InvalidRequest
 from cairn.service.embeddings import (
@@ -34,7 +34,7 @@ from cairn.service.service import Service
 if TYPE_CHECKING:
     from cairn.service.embeddings import Vector
 
-Endpoint = Callable[[Call, Service], Awaitable[None]]
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 
 
 class Embeddings:
@@ -53,7 +53,7 @@ class Embeddings:
             "/v1/score": {"POST": self.score},
         }
 
-    async def embeddings(self, call: Call, service: Service) -> None:
+    async def embeddings(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/embeddings."""
         body = parse(EmbeddingBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
@@ -64,7 +64,7 @@ class Embeddings:
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         await call.json({"object": "list", "data": data, "model": service.name, "usage": usage})
 
-    async def embed(self, call: Call, service: Service) -> None:
+    async def embed(self, call: HTTPCall, service: Service) -> None:
         """POST /embed: a list of vectors and nothing else."""
         body = parse(TextsBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
@@ -72,7 +72,7 @@ class Embeddings:
         made, _ = await self.made(call, service, body.inputs, asking, body.dimensions, body.normalize)
         await call.json([floats(one) for one in made])
 
-    async def rerank(self, call: Call, service: Service) -> None:
+    async def rerank(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/rerank: the texts that fit a query best, first."""
         body = parse(RerankBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
@@ -102,7 +102,7 @@ class Embeddings:
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         await call.json({"id": call.id, "object": "list", "model": service.name, "results": results, "usage": usage})
 
-    async def score(self, call: Call, service: Service) -> None:
+    async def score(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/score: one score for each pair of texts."""
         body = parse(ScoreBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
@@ -123,7 +123,7 @@ class Embeddings:
 
     def asking(
         self,
-        call: Call,
+        call: HTTPCall,
         truncate: bool | None,
         field: str,
         prompt_name: str | None = None,
@@ -143,7 +143,7 @@ class Embeddings:
 
     async def made(
         self,
-        call: Call,
+        call: HTTPCall,
         service: Service,
         given: object,
         asking: Asking,
@@ -163,7 +163,7 @@ class Embeddings:
         return finished(made, dimensions, normalize=normalized), tokens
 
     async def _scores(
-        self, call: Call, service: Service, pairs: list[tuple[str, str]], asking: Asking, *, raw: bool = False
+        self, call: HTTPCall, service: Service, pairs: list[tuple[str, str]], asking: Asking, *, raw: bool = False
     ) -> tuple[list[float], int]:
         async with Watch(call) as watch:
             found, tokens = await scores(service, pairs, asking, raw=raw)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from cairn.api.agent_attribution import Attribution
 from cairn.api.call_table import CallTable
-from cairn.api.reply import Call, Headers, Watch, internal
+from cairn.api.reply import Headers, HTTPCall, Watch, internal
 from cairn.api.resumable import EventLogs, Follower, is_resumable
 from cairn.api.sse import EVENT_STREAM
 from cairn.config import Config
@@ -31,7 +31,7 @@ from cairn.outputs import Delta, Done, Event, FinishReason, TokenLogprob
 from cairn.request import Request
 from cairn.service.miss_explainer import PromptOrigin
 from cairn.service.service import Service
-from cairn.service.stream import Stream, merge
+from cairn.service.stream import RequestStream, merge
 from cairn.text.message_builder import MessageBuilder, ReasoningCount
 
 Batches = AsyncGenerator[Sequence[tuple[int, Event]], None]
@@ -80,7 +80,7 @@ class Adapter(Protocol):
         ...
 
 
-class Choice:
+class ChoiceStream:
     """What one choice has said so far."""
 
     __slots__ = (
@@ -101,7 +101,7 @@ class Choice:
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         self.done: Done | None = None
-        self.stream: Stream | None = None
+        self.stream: RequestStream | None = None
         """Where it comes from, once it was started."""
         self.reasoning = ReasoningCount(request.output)
 
@@ -157,12 +157,12 @@ class Choice:
 class Exchange:
     """One call's. It knows nothing of the connection, which may be gone long before it ends."""
 
-    choices: Sequence[Choice]
+    choices: Sequence[ChoiceStream]
     adapter: Adapter
     source: Source
     cancel: Callable[[], object]
     """Ends it from outside."""
-    keep: Callable[[Choice], None]
+    keep: Callable[[ChoiceStream], None]
     """Keeps what is to be kept of a choice that has ended well."""
     attribution: Attribution | None = None
     names: Mapping[str, str] = field(default_factory=dict)
@@ -261,7 +261,7 @@ class Exchanges:
         self._calls = calls
         self._logs = logs
 
-    async def run(self, call: Call, exchange: Exchange, *, stream: bool) -> None:
+    async def run(self, call: HTTPCall, exchange: Exchange, *, stream: bool) -> None:
         """Answer a call, as a stream of events or in one piece."""
         exchange.warn = call.warn
         logged = exchange.outlives or is_resumable(call, stream)
@@ -287,12 +287,12 @@ class Exchanges:
             self._calls.close(call.number)
             call.tokens = exchange.tokens
 
-    def begin(self, call: Call, exchange: Exchange) -> None:
+    def begin(self, call: HTTPCall, exchange: Exchange) -> None:
         """Generate onto an event log that the connection does not read."""
         self._calls.open(call.number, [one.request.id for one in exchange.choices], name=call.name, salt=call.salt)
         self._log(call, exchange, stream=False).leave()
 
-    def _log(self, call: Call, exchange: Exchange, *, stream: bool) -> Follower:
+    def _log(self, call: HTTPCall, exchange: Exchange, *, stream: bool) -> Follower:
         number = call.number
         over = partial(self._calls.close, number)
         beat = self._heartbeat if exchange.numbered else None
@@ -301,7 +301,7 @@ class Exchanges:
             call, events, exchange.cancel, self._heartbeat, exchange.adapter.error, exchange.unattended
         )
 
-    async def _follow(self, call: Call, exchange: Exchange, stream: bool) -> None:
+    async def _follow(self, call: HTTPCall, exchange: Exchange, stream: bool) -> None:
         """Generate onto an event log, of which the connection is the first reader."""
         follower = self._log(call, exchange, stream=stream)
         try:
@@ -311,7 +311,7 @@ class Exchanges:
         if not stream:
             await call.json(exchange.adapter.whole())
 
-    async def _whole(self, call: Call, exchange: Exchange, watch: Watch) -> None:
+    async def _whole(self, call: HTTPCall, exchange: Exchange, watch: Watch) -> None:
         async with contextlib.aclosing(exchange.chunks(stream=False)) as chunks:
             async for _ in chunks:
                 pass
@@ -319,7 +319,7 @@ class Exchanges:
         watch.stop()
         await call.json(whole)
 
-    async def _stream(self, call: Call, exchange: Exchange, watch: Watch) -> None:
+    async def _stream(self, call: HTTPCall, exchange: Exchange, watch: Watch) -> None:
         try:
             async with contextlib.aclosing(exchange.chunks(self._heartbeat, stream=True)) as chunks:
                 async for data in chunks:
@@ -352,11 +352,11 @@ async def _closing(chunks: AsyncGenerator[bytes, None], over: Callable[[], None]
         over()
 
 
-def generating(service: Service, choices: Sequence[Choice], told: PromptOrigin) -> Source:
+def generating(service: Service, choices: Sequence[ChoiceStream], told: PromptOrigin) -> Source:
     """The source of ordinary requests; each choice has its stream once it was started."""
     of = {choice.request.id: choice for choice in choices}
 
-    def start(request: Request) -> Stream:
+    def start(request: Request) -> RequestStream:
         of[request.id].stream = stream = service.generate(request, told)
         return stream
 

@@ -13,16 +13,16 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from cairn.api.body import Body, Count, Several
 from cairn.api.library import Library
 from cairn.api.parse import parse
-from cairn.api.reply import Call
+from cairn.api.reply import HTTPCall
 from cairn.api.responses_items import SEARCHED
-from cairn.api.schemas import Body, Count, Several
 from cairn.api.vector_store_schemas import RankingBody, result_object, search_of
 from cairn.config import Config
 from cairn.errors import InvalidRequest
 from cairn.rag.citations import CitationFilter
-from cairn.rag.definition import MIN_SCORE, Found
+from cairn.rag.definition import MIN_SCORE, SearchHit
 
 RESULTS = "file_search_call.results"
 MAX_STORES = 16
@@ -50,7 +50,7 @@ class FileSearchBody(Body):
     ranking_options: RankingBody | None = None
 
 
-class Source(msgspec.Struct, frozen=True):
+class CitedFile(msgspec.Struct, frozen=True):
     """What a number in an answer names."""
 
     file_id: str
@@ -62,7 +62,7 @@ class Searched(msgspec.Struct, frozen=True):
 
     item: dict[str, Any]
     """The search as an item of the answer."""
-    sources: list[Source]
+    sources: list[CitedFile]
     """By their number from 1."""
     tools: list[dict[str, Any]]
     """The tools that asked for it, as the client sent them."""
@@ -75,7 +75,7 @@ class FileSearch:
         self._config, self._library = config, library
 
     async def run(
-        self, call: Call, tools: Sequence[tuple[str, dict[str, Any]]], chat: dict[str, Any], *, results: bool
+        self, call: HTTPCall, tools: Sequence[tuple[str, dict[str, Any]]], chat: dict[str, Any], *, results: bool
     ) -> Searched | None:
         """Search as the tools say, by where they stand in the body, and put what is found into the last message of a
         chat. None where the user does not have the last word. `results`: the item is to have what was found."""
@@ -83,7 +83,7 @@ class FileSearch:
         question = last.get("content")
         if last.get("role") != "user" or not isinstance(question, str) or not question.strip():
             return None
-        found: dict[int, Found] = {}
+        found: dict[int, SearchHit] = {}
         for where, tool in tools:
             for one in await self._search(call, where, tool, question):
                 found.setdefault(one.chunk.key, one)
@@ -97,10 +97,10 @@ class FileSearch:
             "results": [result_object(one) | {"text": one.chunk.text} for one in found.values()] if results else None,
         }
         return Searched(
-            item, [Source(one.chunk.document, one.chunk.name) for one in ordered], [tool for _, tool in tools]
+            item, [CitedFile(one.chunk.document, one.chunk.name) for one in ordered], [tool for _, tool in tools]
         )
 
-    async def _search(self, call: Call, where: str, tool: dict[str, Any], question: str) -> list[Found]:
+    async def _search(self, call: HTTPCall, where: str, tool: dict[str, Any], question: str) -> list[SearchHit]:
         try:
             body = parse(FileSearchBody, tool, self._config, call)
             ranking = body.ranking_options
@@ -115,7 +115,7 @@ class FileSearch:
         return await self._library.search(call, body.vector_store_ids, [question], wanted, rerank)
 
 
-def _shown(found: Sequence[Found]) -> str:
+def _shown(found: Sequence[SearchHit]) -> str:
     """The passages as the model is shown them."""
     if not found:
         return SEARCHED + NOTHING
@@ -130,7 +130,7 @@ def _shown(found: Sequence[Found]) -> str:
 class CitedText:
     """A text that cites: what of it may be told, and what it cites where."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[CitedFile]) -> None:
         self._sources, self._checked = sources, CitationFilter(len(sources))
         self._length = 0
 

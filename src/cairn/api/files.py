@@ -14,13 +14,13 @@ from typing import Any
 
 from cairn.api.library import Library
 from cairn.api.lists import page, parameters
-from cairn.api.reply import Call
+from cairn.api.reply import HTTPCall
 from cairn.config import Config
 from cairn.errors import InvalidRequest, Unsupported
 from cairn.rag.file_store import MAX_FILES, StoredFile
 from cairn.service.service import Service
 
-Endpoint = Callable[[Call, Service], Awaitable[None]]
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 PATH = "/v1/files"
 PURPOSES = ("assistants", "user_data", "batch", "fine-tune", "vision", "evals")
 
@@ -44,7 +44,7 @@ class FileRoutes:
         }
         return known.get(rest) if rest or not path.endswith("/") else None
 
-    async def create(self, call: Call, service: Service) -> None:
+    async def create(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/files: a form with a `file` and its `purpose`, which is noted."""
         stores = await self._library.stores()
         async with self._library.upload(call) as form:
@@ -58,7 +58,7 @@ class FileRoutes:
             made = await asyncio.to_thread(stores.files.add, *args)
         await call.json(file_object(made))
 
-    async def list(self, call: Call, service: Service) -> None:
+    async def list(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/files, the newest first unless `order` is asc."""
         stores = await self._library.stores()
         asked = parameters(call, ("limit", "order", "after", "purpose"))
@@ -67,15 +67,15 @@ class FileRoutes:
             found = [one for one in found if one.purpose == asked["purpose"]]
         await call.json(listed(asked, [file_object(one) for one in found], MAX_FILES, MAX_FILES))
 
-    async def show(self, call: Call, service: Service) -> None:
+    async def show(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/files/{id}: a file, without what it holds."""
         stores = await self._library.stores()
-        await call.json(file_object(await asyncio.to_thread(stores.files.get, call.tenant, _file_of(call))))
+        await call.json(file_object(await asyncio.to_thread(stores.files.get, call.tenant, call.path_part(PATH))))
 
-    async def content(self, call: Call, service: Service) -> None:
+    async def content(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/files/{id}/content: its bytes."""
         stores = await self._library.stores()
-        found = await asyncio.to_thread(stores.files.get, call.tenant, _file_of(call))
+        found = await asyncio.to_thread(stores.files.get, call.tenant, call.path_part(PATH))
         kind = (b"content-type", b"application/octet-stream")
         await call.start(200, [kind, (b"content-length", b"%d" % found.size)])
         pieces, left = stores.files.pieces(found), 0 if call.scope["method"] == "HEAD" else found.size
@@ -86,10 +86,10 @@ class FileRoutes:
             left -= len(piece)
             await call.write(piece, more=left > 0)  # who has all that was announced may ask for something else at once
 
-    async def delete(self, call: Call, service: Service) -> None:
+    async def delete(self, call: HTTPCall, service: Service) -> None:
         """DELETE /v1/files/{id}: answered when its bytes are overwritten on the disk, and what vector stores have of
         it."""
-        stores, id = await self._library.stores(), _file_of(call)
+        stores, id = await self._library.stores(), call.path_part(PATH)
         await stores.delete_file(call.tenant, id)
         await call.json({"id": id, "object": "file", "deleted": True})
 
@@ -117,7 +117,3 @@ def file_object(found: StoredFile) -> dict[str, Any]:
         "expires_at": None,
         "status_details": None,
     }
-
-
-def _file_of(call: Call) -> str:
-    return call.path.removeprefix(PATH + "/").partition("/")[0]

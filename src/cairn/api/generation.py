@@ -12,27 +12,28 @@ from typing import Any
 
 from cairn.api.agent_attribution import AgentAttribution, Attribution
 from cairn.api.checks import check_chat, choice_of
-from cairn.api.exchange import Adapter, Choice, Exchange, generating, spelled
-from cairn.api.reply import Call, shown
-from cairn.api.schemas import ChatBody, Generation, contents, plain_messages, plain_tools
+from cairn.api.exchange import Adapter, ChoiceStream, Exchange, generating, spelled
+from cairn.api.message_schemas import contents, plain_messages, plain_tools
+from cairn.api.reply import HTTPCall, shown
+from cairn.api.schemas import ChatBody, Generation
 from cairn.config import Config
 from cairn.errors import UnknownModel
 from cairn.request import OutputFormat
 from cairn.service.admission import check_together
 from cairn.service.miss_explainer import PromptOrigin, told_of
-from cairn.service.requests import SamplingOptions, requests
+from cairn.service.requests import SamplingOptions
 from cairn.service.service import Service
 from cairn.text import length
 from cairn.text.chat import Prompt
 
 
 async def chat_exchange(
-    call: Call,
+    call: HTTPCall,
     service: Service,
     config: Config,
     attribution: AgentAttribution,
     body: ChatBody,
-    adapter: Callable[[Sequence[Choice]], Adapter],
+    adapter: Callable[[Sequence[ChoiceStream]], Adapter],
     names: Mapping[str, str],
     *,
     before: Sequence[int] = (),
@@ -46,27 +47,21 @@ async def chat_exchange(
     with spelled(names):
         prompt = await chat_prompt(call, service, config, body)
         store = is_stored(body.store, config)
-        made = requests(
-            service.spec,
+        made = service.make_requests(
             [*before, *prompt.tokens],
             body.chat_options(),
             ids=ids(call, service),
-            context=service.info.context,
-            controls=service.controls,
-            sampler_order=config.sampler_order,
-            encode=service.tokenizer.encode,
             max_choices=config.max_choices,
             output=prompt.output,
             grammar=prompt.grammar,
             salt=call.salt,
             share=call.share,
-            timeout=config.request_timeout,
             durable=any(message.role == "assistant" for message in body.messages),
             stored=store,
             allow_empty=allow_empty,
         )
         check_together(made, config, service.info.max_rows)
-    choices = [Choice(request) for request in made]
+    choices = [ChoiceStream(request) for request in made]
     tied = await attribution.tie(call, body, store=store)
     told = told_of(plain_messages(body.messages), store=store)
     return Exchange(
@@ -81,43 +76,37 @@ async def chat_exchange(
 
 
 async def text_exchange(
-    call: Call,
+    call: HTTPCall,
     service: Service,
     config: Config,
     attribution: AgentAttribution,
     body: Generation,
     prompts: Sequence[Sequence[int]],
     options: SamplingOptions,
-    adapter: Callable[[Sequence[Choice]], Adapter],
+    adapter: Callable[[Sequence[ChoiceStream]], Adapter],
     names: Mapping[str, str],
     *,
     allow_empty: bool = False,
 ) -> Exchange:
     """The exchange of raw prompts. `names` as of a chat; `allow_empty`: prompts that are only scored."""
     draw, store, output = ids(call, service), is_stored(body.store, config), OutputFormat(continues=True)
-    choices: list[Choice] = []
+    choices: list[ChoiceStream] = []
     with spelled(names):
         grammar = await service.chat.grammar(body.wanted().structure, output, share=call.share)
         for prompt in prompts:
-            made = requests(
-                service.spec,
+            made = service.make_requests(
                 prompt,
                 options,
                 ids=draw,
-                context=service.info.context,
-                controls=service.controls,
-                sampler_order=config.sampler_order,
-                encode=service.tokenizer.encode,
                 max_choices=config.max_choices,
                 salt=call.salt,
                 share=call.share,
-                timeout=config.request_timeout,
                 output=output,
                 grammar=grammar,
                 allow_empty=allow_empty,
                 stored=store,
             )
-            choices += [Choice(request) for request in made]
+            choices += [ChoiceStream(request) for request in made]
         asked = [choice.request for choice in choices]
         check_together(asked, config, service.info.max_rows)
     tied = await attribution.tie(call, body, store=store)
@@ -132,7 +121,7 @@ async def text_exchange(
     )
 
 
-async def chat_prompt(call: Call, service: Service, config: Config, body: ChatBody) -> Prompt:
+async def chat_prompt(call: HTTPCall, service: Service, config: Config, body: ChatBody) -> Prompt:
     """The prompt of a chat, checked."""
     check_chat(body, config)
     check_model(body.model, service)
@@ -155,7 +144,7 @@ def shown_tools(body: ChatBody) -> list[dict[str, Any]] | None:
     return plain_tools(body.tools) if choice_of(body) != "none" else None
 
 
-def warn_of_tools(call: Call, service: Service, tools: Sequence[Any] | None) -> None:
+def warn_of_tools(call: HTTPCall, service: Service, tools: Sequence[Any] | None) -> None:
     """Tell where the model learns of tools otherwise than by its template."""
     if tools and service.chat.tells_tools:
         call.warn(
@@ -164,10 +153,10 @@ def warn_of_tools(call: Call, service: Service, tools: Sequence[Any] | None) -> 
         )
 
 
-def chat_keeper(service: Service, tenant: str, tied: Attribution | None) -> Callable[[Choice], None]:
+def chat_keeper(service: Service, tenant: str, tied: Attribution | None) -> Callable[[ChoiceStream], None]:
     """Keeps the exact tokens of an answer, for when it comes back as history, and what it cost."""
 
-    def keep(choice: Choice) -> None:
+    def keep(choice: ChoiceStream) -> None:
         sampled = service.chat.remember(tenant, choice.request.prompt, choice.tokens, choice.said.message())
         if tied is not None and choice.done is not None:
             tied.done(choice.request, choice.tokens, choice.done, sampled)
@@ -175,17 +164,17 @@ def chat_keeper(service: Service, tenant: str, tied: Attribution | None) -> Call
     return keep
 
 
-def cost_keeper(tied: Attribution | None) -> Callable[[Choice], None]:
+def cost_keeper(tied: Attribution | None) -> Callable[[ChoiceStream], None]:
     """Of a text only what it cost is kept."""
 
-    def keep(choice: Choice) -> None:
+    def keep(choice: ChoiceStream) -> None:
         if tied is not None and choice.done is not None:
             tied.done(choice.request, choice.tokens, choice.done, None)
 
     return keep
 
 
-def ids(call: Call, service: Service) -> Any:
+def ids(call: HTTPCall, service: Service) -> Any:
     """Draws request ids; the first is the call's own."""
     return itertools.chain((call.number,), iter(service.next_id, -1)).__next__
 
@@ -202,7 +191,7 @@ def check_model(name: str | None, service: Service, *, strict: bool = False) -> 
 
 
 async def check_length(
-    call: Call, service: Service, texts: Sequence[str], field: str, *, special: bool = False
+    call: HTTPCall, service: Service, texts: Sequence[str], field: str, *, special: bool = False
 ) -> None:
     """Refuse texts that are far too long for the context before anything is done with them."""
 

@@ -22,7 +22,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cairn.api.deadlines import Phase, Times, Verdict
-from cairn.api.output import WRITE_BUFFER, Output, refusal
+from cairn.api.output import WRITE_BUFFER, OutputTransport, refusal
 from cairn.api.reply import too_large
 from cairn.api.sse import HEARTBEAT
 from cairn.errors import CairnError, HeadersTooLarge, InvalidRequest, Unavailable
@@ -68,7 +68,7 @@ class Guard(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected."""
         transport.set_write_buffer_limits(high=WRITE_BUFFER)
-        self.output = Output(transport, self.end)
+        self.output = OutputTransport(transport, self.end)
         super().connection_made(self.output)  # type: ignore[arg-type]
         if len(self.connections) > self._config.max_connections:
             self.refuse(

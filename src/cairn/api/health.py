@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from cairn import __version__
-from cairn.api.reply import JSON, Call, encode
+from cairn.api.reply import JSON, HTTPCall, encode
 from cairn.api.unserved import no_route
 from cairn.service import model_health
 from cairn.service.models import Models
@@ -18,10 +18,10 @@ LOADING = "the model is still being loaded"
 LOADING_RETRY = 2
 """Seconds after which to ask again while the model loads."""
 
-Answering = Callable[[Call, "State"], Awaitable[None]]
+Answering = Callable[[HTTPCall, "ServerHealth"], Awaitable[None]]
 
 
-class State:
+class ServerHealth:
     """What is known of the server when it is asked."""
 
     def __init__(self, models: Models | None, draining: bool, more: Sequence[str], folders: Sequence[str]) -> None:
@@ -56,7 +56,7 @@ def routes() -> dict[str, Answering]:
     }
 
 
-async def root(call: Call, state: State) -> None:
+async def root(call: HTTPCall, state: ServerHealth) -> None:
     """GET /: what clients of Ollama know a server by. A browser finds nothing: the page is switched off."""
     if b"text/html" in (call.header(b"accept") or b""):
         host = (call.header(b"host") or b"").decode("latin-1")
@@ -64,7 +64,7 @@ async def root(call: Call, state: State) -> None:
     await call.respond(200, b"Ollama is running", [(b"content-type", b"text/plain; charset=utf-8")])
 
 
-async def health(call: Call, state: State) -> None:
+async def health(call: HTTPCall, state: ServerHealth) -> None:
     """GET /health: 200 with status ok, or 503 while the model loads or new requests would not be served well.
 
     `degraded` says that they would be served badly, `stalled` that a worker has work and does not get on; `reasons`
@@ -82,18 +82,18 @@ async def health(call: Call, state: State) -> None:
     await _unavailable(call, {"status": status, "reasons": state.reasons, "troubles": state.troubles, "error": error})
 
 
-async def live(call: Call, state: State) -> None:
+async def live(call: HTTPCall, state: ServerHealth) -> None:
     """GET /health/live: the process answers."""
     await call.json({"status": "live"})
 
 
-async def ready(call: Call, state: State) -> None:
+async def ready(call: HTTPCall, state: ServerHealth) -> None:
     """GET /health/ready: 200, or 503 with the reasons; `troubles` fail no requests."""
     body = {"status": "not ready" if state.reasons else "ready", "reasons": state.reasons, "troubles": state.troubles}
     await (_unavailable(call, body) if state.reasons else call.json(body))
 
 
-async def startup(call: Call, state: State) -> None:
+async def startup(call: HTTPCall, state: ServerHealth) -> None:
     """GET /health/startup: 503 until the model is loaded for the first time, 200 ever after."""
     if state.loading:
         await _unavailable(call, {"status": "starting", "reasons": [LOADING]})
@@ -101,10 +101,10 @@ async def startup(call: Call, state: State) -> None:
         await call.json({"status": "started"})
 
 
-async def version(call: Call, state: State) -> None:
+async def version(call: HTTPCall, state: ServerHealth) -> None:
     """GET /version."""
     await call.json({"version": __version__})
 
 
-async def _unavailable(call: Call, body: Mapping[str, object]) -> None:
+async def _unavailable(call: HTTPCall, body: Mapping[str, object]) -> None:
     await call.respond(503, encode(body), [JSON, (b"retry-after", b"%d" % LOADING_RETRY)])

@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cairn.api.reply import Call, shown
+from cairn.api.reply import HTTPCall, shown
 from cairn.config import Config
 from cairn.errors import Forbidden, InvalidRequest, UnsupportedMedia
 
 
-async def read_nothing(call: Call, config: Config) -> dict[str, Any]:
+async def read_nothing(call: HTTPCall, config: Config) -> dict[str, Any]:
     """The body of a request that takes nothing: a JSON object, whose fields the caller refuses, or no body at all."""
     body = await call.body()
     if not body:
@@ -25,13 +25,13 @@ async def read_nothing(call: Call, config: Config) -> dict[str, Any]:
     return _parsed(body, config)
 
 
-async def read_json(call: Call, config: Config) -> dict[str, Any]:
+async def read_json(call: HTTPCall, config: Config) -> dict[str, Any]:
     """The body of a request that must be a JSON object."""
     _check_headers(call)
     return _parsed(await call.body(), config)
 
 
-async def read_plain(call: Call, config: Config) -> dict[str, Any]:
+async def read_plain(call: HTTPCall, config: Config) -> dict[str, Any]:
     """The body of a request that must be a JSON object, whatever it calls itself: clients of Ollama say nothing of it.
 
     A web page need not ask before it sends such a body, so a page must be one that may.
@@ -42,7 +42,7 @@ async def read_plain(call: Call, config: Config) -> dict[str, Any]:
     return _parsed(await call.body(), config)
 
 
-def check_origin(call: Call) -> None:
+def check_origin(call: HTTPCall) -> None:
     """Forbidden for a web page that may not call. Any may send a request without a body, or a form, and need not ask
     first as it must for JSON."""
     origin = (call.header(b"origin") or b"").decode("latin-1")
@@ -59,14 +59,14 @@ def _parsed(body: bytes, config: Config) -> dict[str, Any]:
     return parse_json(body, max_depth=config.max_json_depth, max_values=config.max_json_values)
 
 
-def _check_headers(call: Call) -> None:
+def _check_headers(call: HTTPCall) -> None:
     kind = (call.header(b"content-type") or b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
         raise UnsupportedMedia("the content-type must be application/json", field="Content-Type")
     _check_coding(call)
 
 
-def _check_coding(call: Call) -> None:
+def _check_coding(call: HTTPCall) -> None:
     coding = call.header(b"content-encoding") or b"identity"
     if coding.strip().lower() != b"identity":
         raise UnsupportedMedia("the body must not be compressed", field="Content-Encoding")

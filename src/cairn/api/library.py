@@ -11,12 +11,12 @@ from pathlib import Path
 from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.generation import check_model
 from cairn.api.multipart import Upload, upload
-from cairn.api.reply import Call
+from cairn.api.reply import HTTPCall
 from cairn.config import Config
 from cairn.errors import InvalidRequest, Overloaded, Unavailable
 from cairn.rag.attachments import Attachments
-from cairn.rag.collections import Collections, Embedder, Judge
-from cairn.rag.definition import MAX_BYTES, Found, Search
+from cairn.rag.collections import Collections, Embedder, Reranker
+from cairn.rag.definition import MAX_BYTES, Search, SearchHit
 from cairn.rag.document_store import DocumentStore
 from cairn.rag.file_store import FileStore
 from cairn.rag.vector_stores import VectorStores
@@ -60,12 +60,12 @@ class Library:
                 store = await asyncio.to_thread(DocumentStore, self.folder / FILE, now)
                 files = await asyncio.to_thread(FileStore, self.folder / UPLOADS, now)
                 attachments = await asyncio.to_thread(Attachments, store.database, now)
-                self._collections = Collections(store, ServiceAnswerer(self._config))
+                self._collections = Collections(store, ServiceAnswerer())
                 self._opened = VectorStores(self._collections, files, attachments)
             return self._opened
 
     @contextlib.asynccontextmanager
-    async def upload(self, call: Call) -> AsyncIterator[Upload]:
+    async def upload(self, call: HTTPCall) -> AsyncIterator[Upload]:
         """The form of a call, with its file. Overloaded where its tenant sends too many at once."""
         if self._uploading[call.share] >= MAX_UPLOADS:
             raise Overloaded(f"{MAX_UPLOADS} uploads of yours are under way, the limit", retry_after=RETRY)
@@ -98,7 +98,7 @@ class Library:
     @contextlib.asynccontextmanager
     async def judge(
         self, salt: bytes, share: str, wanted: bool | None, name: str | None
-    ) -> AsyncIterator[Judge | None]:
+    ) -> AsyncIterator[Reranker | None]:
         """The model that reranks; where nothing is said of that one that is loaded, if one is. InvalidRequest where one
         is `wanted` and there is none."""
         registry = self._registry()
@@ -108,13 +108,13 @@ class Library:
             return
         async with registry.using(model) as service:
             check_scores(service)
-            yield Judge(service, self._asking(salt, share, "query"))
+            yield Reranker(service, self._asking(salt, share, "query"))
 
     async def search(
-        self, call: Call, ids: Sequence[str], queries: Sequence[str], wanted: Search, rerank: bool | None
-    ) -> list[Found]:
+        self, call: HTTPCall, ids: Sequence[str], queries: Sequence[str], wanted: Search, rerank: bool | None
+    ) -> list[SearchHit]:
         """What fits any of the queries best in these collections, each passage once."""
-        collections, best = await self.open(), dict[int, Found]()
+        collections, best = await self.open(), dict[int, SearchHit]()
         async with (
             self.embedder(call.salt, call.share, None, "query") as embedder,
             self.judge(call.salt, call.share, rerank, None) as judge,
@@ -145,7 +145,7 @@ class Library:
         )
 
 
-def _worth(found: Found) -> tuple[float, float]:
+def _worth(found: SearchHit) -> tuple[float, float]:
     """By what passages of several searches are put in order."""
     return found.judged or 0.0, found.rank
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from cairn.api.agent_schemas import query
-from cairn.api.reply import Call, shown
+from cairn.api.reply import HTTPCall, shown
 from cairn.errors import InvalidRequest, NotFound
 
 LISTED = 20
 MOST_LISTED = 100
 
 
-def page_of_items(call: Call, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def page_of_items(call: HTTPCall, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The part of a list, the oldest item first, that the URL asks for: the last first unless `order` is asc."""
     asked = parameters(call, ("limit", "order", "after", "before", "include", "include[]"))
     limit, order = asked.get("limit", str(LISTED)), asked.get("order", "desc")
@@ -35,7 +35,7 @@ def page(items: Sequence[dict[str, Any]], limit: int, after: str | None) -> dict
     return {"object": "list", "data": data, "has_more": len(rest) > limit, **ends}
 
 
-def parameters(call: Call, known: Sequence[str]) -> dict[str, str]:
+def parameters(call: HTTPCall, known: Sequence[str]) -> dict[str, str]:
     """The parameters in the URL, by name."""
     found = {}
     for name, value in query(call):

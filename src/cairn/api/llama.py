@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 
 from cairn.api.agent_attribution import AgentAttribution
-from cairn.api.exchange import Choice, Exchanges
+from cairn.api.exchange import ChoiceStream, Exchanges
 from cairn.api.generation import chat_prompt, check_length, check_model, text_exchange
 from cairn.api.json_body import read_json
 from cairn.api.llama_schemas import InfillBody, LlamaBody, LlamaCompletionBody, plain, prompts_of
-from cairn.api.pace import Pace
+from cairn.api.pace import AnswerTimes
 from cairn.api.parse import parse
-from cairn.api.reply import Call, encode
+from cairn.api.reply import HTTPCall, encode
 from cairn.api.schemas import ChatBody
 from cairn.api.sse import HEARTBEAT, cache_object, chat_logprobs, error_event
 from cairn.config import Config
@@ -25,7 +25,7 @@ from cairn.outputs import Delta, Done, FinishReason, TokenLogprob
 from cairn.service.service import Service
 from cairn.text.tokenizer import INLINE
 
-Endpoint = Callable[[Call, Service], Awaitable[None]]
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 
 NAMES = {
     "top_logprobs": "n_probs",
@@ -56,7 +56,7 @@ class Llama:
             "/lora-adapters": {"GET": self.adapters},
         }
 
-    async def completion(self, call: Call, service: Service) -> None:
+    async def completion(self, call: HTTPCall, service: Service) -> None:
         """POST /completion."""
         given = plain(await read_json(call, self._config))
         body = parse(LlamaCompletionBody, given, self._config, call)
@@ -69,7 +69,7 @@ class Llama:
         ]
         await self._run(call, service, body, prompts)
 
-    async def infill(self, call: Call, service: Service) -> None:
+    async def infill(self, call: HTTPCall, service: Service) -> None:
         """POST /infill: what stands between `input_prefix` and `input_suffix`, and begins with `prompt`."""
         given = plain(await read_json(call, self._config))
         body = parse(InfillBody, given, self._config, call)
@@ -91,7 +91,7 @@ class Llama:
         inline = sum(map(len, texts)) <= INLINE
         await self._run(call, service, body, [tokens() if inline else await service.chat.long.run(call.share, tokens)])
 
-    async def _run(self, call: Call, service: Service, body: LlamaBody, prompts: Sequence[Sequence[int]]) -> None:
+    async def _run(self, call: HTTPCall, service: Service, body: LlamaBody, prompts: Sequence[Sequence[int]]) -> None:
         options = body.options(logprobs=bool(body.n_probs), top_logprobs=body.n_probs or None)
         exchange = await text_exchange(
             call,
@@ -107,23 +107,23 @@ class Llama:
         )
         await self._exchanges.run(call, exchange, stream=bool(body.stream))
 
-    async def apply_template(self, call: Call, service: Service) -> None:
+    async def apply_template(self, call: HTTPCall, service: Service) -> None:
         """POST /apply-template: the text of a chat's prompt, which as a raw prompt has the same tokens."""
         prompt = await self._prompt(call, service)
         spell = partial(service.tokenizer.spell, prompt)
         text = spell() if len(prompt) <= INLINE else await service.chat.long.run(call.share, spell)
         await call.json({"prompt": text})
 
-    async def input_tokens(self, call: Call, service: Service) -> None:
+    async def input_tokens(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/chat/completions/input_tokens: how many a chat's prompt has."""
         prompt = await self._prompt(call, service)
         await call.json({"object": "response.input_tokens", "input_tokens": len(prompt)})
 
-    async def _prompt(self, call: Call, service: Service) -> Sequence[int]:
+    async def _prompt(self, call: HTTPCall, service: Service) -> Sequence[int]:
         body = parse(ChatBody, await read_json(call, self._config), self._config, call)
         return (await chat_prompt(call, service, self._config, body)).tokens
 
-    async def slots(self, call: Call, service: Service) -> None:
+    async def slots(self, call: HTTPCall, service: Service) -> None:
         """GET /slots: as many as requests can run at once, of which some are taken. Nothing of a request is told."""
         slots, running = min(self._config.max_running, service.info.max_rows), service.stats().running
         if b"fail_on_no_slot=1" in call.scope.get("query_string", b"") and running >= slots:
@@ -131,7 +131,7 @@ class Llama:
         one = {"id_task": -1, "n_ctx": service.info.context, "speculative": False}
         await call.json([{"id": id, "is_processing": id < running} | one for id in range(slots)])
 
-    async def adapters(self, call: Call, service: Service) -> None:
+    async def adapters(self, call: HTTPCall, service: Service) -> None:
         """GET /lora-adapters: there are none."""
         await call.json([])
 
@@ -139,11 +139,11 @@ class Llama:
 class LlamaAnswer:
     """How completions look. A stream ends with what the whole is, but for the text."""
 
-    def __init__(self, service: Service, choices: Sequence[Choice], body: LlamaBody) -> None:
+    def __init__(self, service: Service, choices: Sequence[ChoiceStream], body: LlamaBody) -> None:
         self._service = service
         self._choices = choices
         self._body = body
-        self._pace = Pace(choices, timings=body.timings_per_token, progress=body.return_progress)
+        self._pace = AnswerTimes(choices, timings=body.timings_per_token, progress=body.return_progress)
 
     def begin(self) -> bytes:
         """Nothing is computed yet, where anybody wants to know."""
@@ -228,7 +228,7 @@ class LlamaAnswer:
             "cairn": cache_object(done.cache),
         }
 
-    def _settings(self, choice: Choice) -> dict[str, Any]:
+    def _settings(self, choice: ChoiceStream) -> dict[str, Any]:
         """What has applied."""
         params = choice.request.sampling
         asked = -1 if self._body.max_tokens is None else self._body.max_tokens
@@ -268,7 +268,7 @@ class LlamaAnswer:
 _MISSING = object()
 
 
-async def _encoded(call: Call, service: Service, pieces: Sequence[str | int], *, special: bool) -> list[int]:
+async def _encoded(call: HTTPCall, service: Service, pieces: Sequence[str | int], *, special: bool) -> list[int]:
     """The tokens of a prompt's pieces; what begins a text stands before it unless it begins with a token."""
     tokenizer = service.tokenizer
     texts = [piece for piece in pieces if isinstance(piece, str)]

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from cairn.api.schemas import Body, Count, Generation, Several
+from cairn.api.body import Body, Count, Several
+from cairn.api.schemas import Generation
 from cairn.errors import InvalidRequest, Unsupported
 
 MAX_PIECES = 256

@@ -17,18 +17,18 @@ from typing import Any
 
 from cairn.api.agent_schemas import NoBody
 from cairn.api.auth import has_keys, is_local
+from cairn.api.body import Body, Number
 from cairn.api.json_body import read_json, read_nothing
 from cairn.api.parse import parse
 from cairn.api.reload import Reload
-from cairn.api.reply import Call
-from cairn.api.schemas import Body, Number
+from cairn.api.reply import HTTPCall
 from cairn.config import Config
 from cairn.errors import Forbidden, InvalidRequest
 from cairn.service.models import Models
 from cairn.service.served_model import ServedModel
 from cairn.service.service import Service
 
-Endpoint = Callable[[Call, Service], Awaitable[None]]
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 MOST_GRACE = 3600.0
 """Seconds that requests may be waited for."""
 
@@ -87,7 +87,7 @@ class ModelAdmin:
             "/v1/models/unload": {"POST": self.unload},
         }
 
-    async def list(self, call: Call, service: Service) -> None:
+    async def list(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/admin/models."""
         models = self.registry
         left = await asyncio.to_thread(models.loader.left)
@@ -102,28 +102,28 @@ class ModelAdmin:
             }
         )
 
-    async def load(self, call: Call, service: Service) -> None:
+    async def load(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/admin/models/load."""
         body = parse(LoadBody, await self._read(call), self._config, call)
         model = self._find(body.model)
         await self.registry.load(model)
         await self._done(call, model)
 
-    async def unload(self, call: Call, service: Service) -> None:
+    async def unload(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/admin/models/unload: requests that it has go on for `grace` seconds, by default shutdown_grace."""
         body = parse(UnloadBody, await self._read(call), self._config, call)
         model = self._find(body.model)
         await self.registry.unload(model, self._grace(body.grace))
         await self._done(call, model)
 
-    async def swap(self, call: Call, service: Service) -> None:
+    async def swap(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/admin/models/swap: answered when the new model answers, or, with why not, when the old one does."""
         body = parse(SwapBody, await self._read(call), self._config, call)
         model = self._find(body.model)
         await self.registry.swap(model, body.to, self._grace(body.grace))
         await self._done(call, model)
 
-    async def drain(self, call: Call, service: Service) -> None:
+    async def drain(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/admin/drain."""
         self._check_owner()
         body = parse(DrainBody, await read_nothing(call, self._config), self._config, call)
@@ -134,7 +134,7 @@ class ModelAdmin:
         task.add_done_callback(self._tasks.discard)
         await call.json({"object": "drain", "draining": True, "requests": requests})
 
-    async def reload(self, call: Call, service: Service) -> None:
+    async def reload(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/admin/reload: the options are read again; which hold now, and which it takes a restart for."""
         self._check_owner()
         parse(NoBody, await read_nothing(call, self._config), self._config)
@@ -142,10 +142,10 @@ class ModelAdmin:
         unchanged = [{"option": name, "why": why} for name, why in found.unchanged.items()]
         await call.json({"object": "reload", "changed": found.changed, "unchanged": unchanged})
 
-    async def _done(self, call: Call, model: ServedModel) -> None:
+    async def _done(self, call: HTTPCall, model: ServedModel) -> None:
         await call.json(self._shown(model) | {"success": True})
 
-    async def _read(self, call: Call) -> dict[str, Any]:
+    async def _read(self, call: HTTPCall) -> dict[str, Any]:
         self._check_owner()
         return await read_json(call, self._config)
 

@@ -13,7 +13,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from cairn.api.json_body import check_origin
-from cairn.api.reply import Call, shown
+from cairn.api.reply import HTTPCall, shown
 from cairn.config import Config
 from cairn.errors import InvalidRequest, TooLarge, Unavailable
 
@@ -33,13 +33,13 @@ class Upload(NamedTuple):
     size: int
 
 
-def is_form(call: Call) -> bool:
+def is_form(call: HTTPCall) -> bool:
     """Whether a body is a form."""
     return (call.header(b"content-type") or b"").partition(b";")[0].strip().lower() == MEDIA
 
 
 @contextlib.asynccontextmanager
-async def upload(call: Call, config: Config, folder: Path, most: int) -> AsyncIterator[Upload]:
+async def upload(call: HTTPCall, config: Config, folder: Path, most: int) -> AsyncIterator[Upload]:
     """The form that a body holds, with one file of at most `most` bytes; its file is gone afterwards.
 
     InvalidRequest or TooLarge for what is none, Forbidden for a web page that may not send it: browsers do not ask
@@ -50,7 +50,7 @@ async def upload(call: Call, config: Config, folder: Path, most: int) -> AsyncIt
     boundary = options.get(b"boundary", b"")
     if kind != MEDIA or not 1 <= len(boundary) <= 70:
         raise InvalidRequest("the content-type must be multipart/form-data with a boundary", field="Content-Type")
-    reader = _Reader(most)
+    reader = _PartReader(most)
     try:
         with tempfile.TemporaryFile(dir=folder if folder.is_dir() else None) as file:
             reader.file = file
@@ -85,7 +85,7 @@ async def upload(call: Call, config: Config, folder: Path, most: int) -> AsyncIt
         raise Unavailable(f"the file cannot be kept: {error.strerror or error}", retry_after=10.0) from error
 
 
-class _Reader:
+class _PartReader:
     """What the parser finds."""
 
     def __init__(self, most: int) -> None:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from cairn.api.agent_attribution import AgentAttribution
-from cairn.api.exchange import Adapter, Choice, Exchange, Exchanges, spelled
+from cairn.api.exchange import Adapter, ChoiceStream, Exchange, Exchanges, spelled
 from cairn.api.generation import chat_exchange, text_exchange
 from cairn.api.json_body import read_plain
 from cairn.api.ollama_schemas import (
@@ -29,7 +29,7 @@ from cairn.api.ollama_schemas import (
 )
 from cairn.api.openai import check_suffix, encode_text
 from cairn.api.parse import parse
-from cairn.api.reply import Call, Headers, encode
+from cairn.api.reply import Headers, HTTPCall, encode
 from cairn.api.schemas import ChatBody, Generation
 from cairn.api.sse import cache_object, chat_logprobs
 from cairn.config import Config
@@ -51,7 +51,7 @@ class Ollama:
         self._exchanges = exchanges
         self._attribution = attribution
 
-    async def chat(self, call: Call, service: Service) -> None:
+    async def chat(self, call: HTTPCall, service: Service) -> None:
         """POST /api/chat. Without messages it asks for the model to be loaded, which it is."""
         body = parse(OllamaChatBody, await read_plain(call, self._config), self._config, call)
         self._greet(call, service, body)
@@ -63,7 +63,7 @@ class Ollama:
             asked = parse(ChatBody, chat, self._config, call)
         await self._run(call, body, await self._chat(call, service, asked, Talk(service, body), NAMES))
 
-    async def generate(self, call: Call, service: Service) -> None:
+    async def generate(self, call: HTTPCall, service: Service) -> None:
         """POST /api/generate. Without a prompt it asks for the model to be loaded, which it is."""
         body = parse(OllamaGenerateBody, await read_plain(call, self._config), self._config, call)
         self._greet(call, service, body)
@@ -80,17 +80,17 @@ class Ollama:
         exchange = await self._chat(call, service, asked, Text(service, body), TEXT_NAMES, before)
         await self._run(call, body, exchange)
 
-    def _greet(self, call: Call, service: Service, body: OllamaBody) -> None:
+    def _greet(self, call: HTTPCall, service: Service, body: OllamaBody) -> None:
         if body.model is not None and body.model.removesuffix(LATEST) in service.names:
             body.model = None
         warn_of_context(body.options, service.info.context, call)
 
     async def _chat(
         self,
-        call: Call,
+        call: HTTPCall,
         service: Service,
         body: ChatBody,
-        adapter: Answer,
+        adapter: LineFormat,
         names: dict[str, str],
         before: Sequence[int] = (),
     ) -> Exchange:
@@ -98,7 +98,7 @@ class Ollama:
             call, service, self._config, self._attribution, body, adapter.of, names, before=before
         )
 
-    async def _complete(self, call: Call, service: Service, body: OllamaGenerateBody) -> Exchange:
+    async def _complete(self, call: HTTPCall, service: Service, body: OllamaGenerateBody) -> Exchange:
         """The exchange of a prompt that no template is put around."""
         with spelled(TEXT_NAMES):
             given = raw_text(body, service.chat.knows, thinks=service.chat.thinks)
@@ -123,21 +123,21 @@ class Ollama:
                 raise InvalidRequest(f"context holds {token}; ids go from 0 to {vocab - 1}", field="context")
         return body.context or ()
 
-    async def _run(self, call: Call, body: OllamaBody, exchange: Exchange) -> None:
+    async def _run(self, call: HTTPCall, body: OllamaBody, exchange: Exchange) -> None:
         exchange.media = LINES
         await self._exchanges.run(call, exchange, stream=body.streams)
 
 
-class Answer(ABC):
+class LineFormat(ABC):
     """How an answer looks: `piece` is what is said in one line of it."""
 
     def __init__(self, service: Service, body: OllamaBody) -> None:
         self._service = service
         self._hides = body.hides
         self._began = time.monotonic_ns()
-        self._choice: Choice
+        self._choice: ChoiceStream
 
-    def of(self, choices: Sequence[Choice]) -> Adapter:
+    def of(self, choices: Sequence[ChoiceStream]) -> Adapter:
         """The same, once it is known of what."""
         (self._choice,) = choices
         return self
@@ -204,7 +204,7 @@ class Answer(ABC):
         }
 
 
-class Talk(Answer):
+class Talk(LineFormat):
     """How an answer to /api/chat looks."""
 
     def piece(self, text: str, thought: str, calls: Sequence[tuple[str, str, str]] = ()) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class Talk(Answer):
         return {"message": message}
 
 
-class Text(Answer):
+class Text(LineFormat):
     """How an answer to /api/generate looks."""
 
     def piece(self, text: str, thought: str, calls: Sequence[tuple[str, str, str]] = ()) -> dict[str, Any]:

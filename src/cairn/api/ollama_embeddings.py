@@ -11,11 +11,11 @@ from cairn.api.json_body import read_plain
 from cairn.api.ollama import LATEST
 from cairn.api.ollama_schemas import OllamaEmbedBody, OllamaEmbeddingsBody
 from cairn.api.parse import parse
-from cairn.api.reply import Call
+from cairn.api.reply import HTTPCall
 from cairn.config import Config
 from cairn.service.service import Service
 
-Endpoint = Callable[[Call, Service], Awaitable[None]]
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 
 
 class OllamaEmbeddings:
@@ -29,7 +29,7 @@ class OllamaEmbeddings:
         """Every route, by path and method."""
         return {"/api/embed": {"POST": self.embed}, "/api/embeddings": {"POST": self.embeddings}}
 
-    async def embed(self, call: Call, service: Service) -> None:
+    async def embed(self, call: HTTPCall, service: Service) -> None:
         """POST /api/embed: of one text or several; all of length 1."""
         began = time.monotonic_ns()
         body = parse(OllamaEmbedBody, await read_plain(call, self._config), self._config, call)
@@ -46,7 +46,7 @@ class OllamaEmbeddings:
             }
         )
 
-    async def embeddings(self, call: Call, service: Service) -> None:
+    async def embeddings(self, call: HTTPCall, service: Service) -> None:
         """POST /api/embeddings: of one text, of the length that the model gives it."""
         body = parse(OllamaEmbeddingsBody, await read_plain(call, self._config), self._config, call)
         _check(body.model, service)

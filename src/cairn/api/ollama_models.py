@@ -20,7 +20,7 @@ from cairn.api.json_body import read_plain
 from cairn.api.ollama import LATEST, LINES
 from cairn.api.ollama_schemas import CopyBody, NameBody
 from cairn.api.parse import parse
-from cairn.api.reply import Call, Watch, encode, internal, shown
+from cairn.api.reply import HTTPCall, Watch, encode, internal, shown
 from cairn.config import Config
 from cairn.errors import (
     CairnError,
@@ -46,7 +46,7 @@ from cairn.service.service import Service
 
 log = logging.getLogger("cairn.api")
 
-Endpoint = Callable[[Call, Service], Awaitable[None]]
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 
 SPEAKS = "0.14.0"
 """The version of Ollama whose API this is. Clients ask for a least one: 0.6.4 (Copilot), 0.13.4 (codex)."""
@@ -92,11 +92,11 @@ class OllamaModels:
             "/api/copy": {"POST": self.copy},
         }
 
-    async def version(self, call: Call, service: Service) -> None:
+    async def version(self, call: HTTPCall, service: Service) -> None:
         """GET /api/version."""
         await call.json({"version": SPEAKS, "cairn": __version__})
 
-    async def tags(self, call: Call, service: Service) -> None:
+    async def tags(self, call: HTTPCall, service: Service) -> None:
         """GET /api/tags: all models that can be asked for."""
         shown = []
         for model in self.registry.models:
@@ -104,7 +104,7 @@ class OllamaModels:
                 shown.append(_model(model, facts) | {"modified_at": facts.modified})
         await call.json({"models": shown})
 
-    async def ps(self, call: Call, service: Service) -> None:
+    async def ps(self, call: HTTPCall, service: Service) -> None:
         """GET /api/ps: those that are loaded, and when they are unloaded if nobody asks for them."""
         shown = []
         for model, loaded in self.registry.loaded():
@@ -119,7 +119,7 @@ class OllamaModels:
                 shown.append(_model(model, facts) | more)
         await call.json({"models": shown})
 
-    async def show(self, call: Call, service: Service) -> None:
+    async def show(self, call: HTTPCall, service: Service) -> None:
         """POST /api/show. The context length is the served one, since clients fill what they are told of."""
         body = parse(NameBody, await read_plain(call, self._config), self._config, call)
         if not self._is_served(body.model):
@@ -144,7 +144,7 @@ class OllamaModels:
             }
         )
 
-    async def pull(self, call: Call, service: Service) -> None:
+    async def pull(self, call: HTTPCall, service: Service) -> None:
         """POST /api/pull: a download for a server to come; this one goes on with its model."""
         body = parse(NameBody, await read_plain(call, self._config), self._config, call)
         self._check_owner()
@@ -186,7 +186,7 @@ class OllamaModels:
             pulling.left.set()
         await lines.say({"status": "verifying sha256 digest"})
 
-    async def delete(self, call: Call, service: Service) -> None:
+    async def delete(self, call: HTTPCall, service: Service) -> None:
         """DELETE /api/delete: a download goes, unless it is being served."""
         body = parse(NameBody, await read_plain(call, self._config), self._config, call)
         self._check_owner()
@@ -199,7 +199,7 @@ class OllamaModels:
             raise UnknownModel(str(error), field="model") from None
         await call.respond(200, b"", [])
 
-    async def copy(self, call: Call, service: Service) -> None:
+    async def copy(self, call: HTTPCall, service: Service) -> None:
         """POST /api/copy: a model has the names that its server was started with, and gets no others."""
         body = parse(CopyBody, await read_plain(call, self._config), self._config, call)
         if not self._is_served(body.source):
@@ -243,7 +243,7 @@ class OllamaModels:
 class _Lines:
     """Lines of a stream, or their last one alone."""
 
-    def __init__(self, call: Call, *, stream: bool) -> None:
+    def __init__(self, call: HTTPCall, *, stream: bool) -> None:
         self.id = call.id
         self._call, self._stream = call, stream
 

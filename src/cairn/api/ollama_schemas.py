@@ -10,8 +10,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from cairn.api.reply import Call
-from cairn.api.schemas import Body, Count, Generation, Number, Several, Stop
+from cairn.api.body import Body, Count, Number, Several, Stop
+from cairn.api.reply import HTTPCall
+from cairn.api.schemas import Generation
 from cairn.errors import InvalidRequest, Unsupported
 
 NAMES = {
@@ -291,7 +292,7 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": tool.get("type") or "function", "function": function}
 
 
-def warn_of_context(options: Options | None, context: int, call: Call) -> None:
+def warn_of_context(options: Options | None, context: int, call: HTTPCall) -> None:
     """Tell the sender of a request that wants more context than there is."""
     wanted = None if options is None else options.num_ctx
     if wanted is not None and wanted > context:

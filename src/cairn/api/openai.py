@@ -8,12 +8,12 @@ from typing import cast
 
 from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.answers import ChatAnswer, TextAnswer
-from cairn.api.exchange import Choice, Exchanges
+from cairn.api.exchange import ChoiceStream, Exchanges
 from cairn.api.generation import chat_exchange, check_length, check_model, text_exchange
 from cairn.api.json_body import read_json
-from cairn.api.pace import Pace
+from cairn.api.pace import AnswerTimes
 from cairn.api.parse import parse
-from cairn.api.reply import Call
+from cairn.api.reply import HTTPCall
 from cairn.api.schemas import ChatBody, CompletionBody, Generation, with_prompt_logprobs
 from cairn.config import Config
 from cairn.errors import InvalidRequest
@@ -32,7 +32,7 @@ class OpenAI:
         self._attribution = attribution
         self._exchanges = exchanges
 
-    async def chat(self, call: Call, service: Service) -> None:
+    async def chat(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/chat/completions."""
         body = parse(ChatBody, await read_json(call, self._config), self._config, call)
         exchange = await chat_exchange(
@@ -54,7 +54,7 @@ class OpenAI:
         )
         await self._exchanges.run(call, exchange, stream=bool(body.stream))
 
-    async def complete(self, call: Call, service: Service) -> None:
+    async def complete(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/completions."""
         body = parse(CompletionBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
@@ -76,7 +76,7 @@ class OpenAI:
             for prompt in prompts
         ]
 
-        def echoed(choices: Sequence[Choice]) -> list[str]:
+        def echoed(choices: Sequence[ChoiceStream]) -> list[str]:
             texts = [
                 one if isinstance(one, str) else service.tokenizer.decode(ids)
                 for one, ids in zip(prompts, tokens, strict=True)
@@ -119,9 +119,9 @@ class OpenAI:
         return prompts
 
 
-def pace_of(body: Generation, choices: Sequence[Choice]) -> Pace:
+def pace_of(body: Generation, choices: Sequence[ChoiceStream]) -> AnswerTimes:
     """What is told of the answer's time."""
-    return Pace(choices, timings=body.timings_per_token, progress=body.return_progress)
+    return AnswerTimes(choices, timings=body.timings_per_token, progress=body.return_progress)
 
 
 def names_of(max_tokens: int | None) -> dict[str, str]:
@@ -130,7 +130,7 @@ def names_of(max_tokens: int | None) -> dict[str, str]:
 
 
 async def encode_text(
-    call: Call,
+    call: HTTPCall,
     service: Service,
     prompt: str | list[int],
     suffix: str = "",

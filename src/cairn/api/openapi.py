@@ -17,8 +17,10 @@ from cairn import __version__
 from cairn.api.agent_schemas import CreateBody, EvictBody, ForkBody, NoBody, ResumeBody, RollbackBody, TurnBody
 from cairn.api.anthropic_schemas import MessagesBody
 from cairn.api.auth import ADMIN, OPEN
+from cairn.api.body import Body
 from cairn.api.collection_schemas import AskCollectionBody, CollectionBody, CollectionDocumentBody, SearchBody
 from cairn.api.conversations import ConversationBody, ItemsBody
+from cairn.api.embedding_schemas import EmbeddingBody, RerankBody, ScoreBody, TextsBody
 from cairn.api.llama_schemas import InfillBody, LlamaCompletionBody
 from cairn.api.model_admin import DrainBody, LoadBody, SwapBody, UnloadBody
 from cairn.api.ollama_schemas import (
@@ -31,17 +33,7 @@ from cairn.api.ollama_schemas import (
 )
 from cairn.api.openapi_answers import ERRORS, REF, responses
 from cairn.api.responses_schemas import ResponseBody
-from cairn.api.schemas import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingBody,
-    RerankBody,
-    ScoreBody,
-    TextsBody,
-    TokenizeBody,
-)
+from cairn.api.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from cairn.api.team_schemas import (
     PostBody,
     RoundsBody,

@@ -21,7 +21,7 @@ _TCP_CLOSE = 7
 """The state of a connection that was reset, as Linux numbers them (netinet/tcp.h)."""
 
 
-class Output:
+class OutputTransport:
     """A transport that counts what was written, sends the head of an answer together with the first piece of its
     body (each write is a system call and wakes the client), and closes the way its owner wants."""
 

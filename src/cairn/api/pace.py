@@ -9,26 +9,26 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cairn.api.exchange import Choice
+from cairn.api.exchange import ChoiceStream
 from cairn.outputs import Done
 from cairn.stats import CacheReport
 
 
-def cache_of(choice: Choice) -> CacheReport | None:
+def cache_of(choice: ChoiceStream) -> CacheReport | None:
     """Where the KV of a choice's prompt came from, once that was computed."""
     return None if choice.stream is None else choice.stream.cache
 
 
-class Pace:
+class AnswerTimes:
     """The times of one answer's choices. It begins when it is made."""
 
     def __init__(
         self,
-        choices: Sequence[Choice],
+        choices: Sequence[ChoiceStream],
         *,
         timings: bool | None,
         progress: bool | None,
-        cache: Callable[[Choice], CacheReport | None] = cache_of,
+        cache: Callable[[ChoiceStream], CacheReport | None] = cache_of,
     ) -> None:
         """`timings`: each piece and the end say how long they took; `progress`: so does the prompt."""
         self.timings, self.progress = bool(timings), bool(progress)

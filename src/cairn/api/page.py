@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cairn.api import health
-from cairn.api.health import Answering, State
-from cairn.api.reply import Call, Headers
+from cairn.api.health import Answering, ServerHealth
+from cairn.api.reply import Headers, HTTPCall
 from cairn.config import Config
 
 FOLDER = Path(__file__).parent.parent / "web"
@@ -48,7 +48,7 @@ COMMON = ("style.css", "icon.svg", "api.js", "dom.js")
 PAGE_HTML = "index.html"
 
 
-class _File(NamedTuple):
+class _PageFile(NamedTuple):
     data: bytes
     kind: bytes
     tag: bytes
@@ -79,7 +79,7 @@ class Page:
             return self._docs
         return self._page or name in COMMON
 
-    async def root(self, call: Call, state: State) -> None:
+    async def root(self, call: HTTPCall, state: ServerHealth) -> None:
         """GET /: the page, for browsers; what clients of Ollama know a server by, for all others."""
         call.headers.append((b"vary", b"accept"))
         if b"text/html" in (call.header(b"accept") or b""):
@@ -87,11 +87,11 @@ class Page:
         else:
             await health.root(call, state)
 
-    async def docs(self, call: Call, state: State) -> None:
+    async def docs(self, call: HTTPCall, state: ServerHealth) -> None:
         """GET /docs: the API's description for people."""
         await _send(DOCS[0], call, state)
 
-    async def openapi(self, call: Call, state: State) -> None:
+    async def openapi(self, call: HTTPCall, state: ServerHealth) -> None:
         """GET /openapi.json: every route and what its body may say, from the types that check it."""
         if not self._openapi:
             from cairn.api.openapi import document  # only for who asks
@@ -100,7 +100,7 @@ class Page:
         await call.respond(200, self._openapi, [(b"content-type", b"application/json")])
 
 
-async def _send(name: str, call: Call, state: State) -> None:
+async def _send(name: str, call: HTTPCall, state: ServerHealth) -> None:
     """A file of the page."""
     file = _file(name)
     headers = [*HEADERS, (b"content-type", file.kind), (b"etag", file.tag)]
@@ -111,7 +111,7 @@ async def _send(name: str, call: Call, state: State) -> None:
 
 
 @functools.cache
-def _file(name: str) -> _File:
+def _file(name: str) -> _PageFile:
     path = FOLDER / name
     data = path.read_bytes()
-    return _File(data, KINDS[path.suffix], b'"%b"' % hashlib.sha256(data).hexdigest()[:32].encode())
+    return _PageFile(data, KINDS[path.suffix], b'"%b"' % hashlib.sha256(data).hexdigest()[:32].encode())

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from cairn.api.fields import ROWS, Row, asks_for_nothing
-from cairn.api.reply import Call, shown
-from cairn.api.schemas import Body, ChatMessage
+from cairn.api.body import Body
+from cairn.api.fields import ROWS, FieldRow, asks_for_nothing
+from cairn.api.message_schemas import ChatMessage
+from cairn.api.reply import HTTPCall, shown
 from cairn.config import Config
 from cairn.errors import InvalidRequest, Unsupported
 from cairn.option import closest
@@ -36,7 +37,7 @@ _HIDDEN = "~"
 B = TypeVar("B", bound=Body)
 
 
-def parse(kind: type[B], value: dict[str, Any], config: Config, call: Call | None = None) -> B:
+def parse(kind: type[B], value: dict[str, Any], config: Config, call: HTTPCall | None = None) -> B:
     """The body as a model; InvalidRequest or Unsupported names the field and what was expected.
 
     All of it is read on the event loop, so what is too long is refused unread, and of what is wrong the first is told.
@@ -54,7 +55,7 @@ def parse(kind: type[B], value: dict[str, Any], config: Config, call: Call | Non
 class _Reader:
     """Leaves of an object what a body knows."""
 
-    def __init__(self, call: Call | None, *, lenient: bool) -> None:
+    def __init__(self, call: HTTPCall | None, *, lenient: bool) -> None:
         self._call, self._lenient = call, lenient
         self.unknown: dict[str, str] = {}
         """What is to be said of unknown fields, by where they stand: they are refused after all that is wrong of the
@@ -140,7 +141,7 @@ def _check_lengths(fields: dict[str, Any], config: Config) -> None:
             raise InvalidRequest(f"{name} holds {len(given)} {what}; the limit is {most}", field=name)
 
 
-def _check_row(row: Row, field: str, value: Any) -> None:
+def _check_row(row: FieldRow, field: str, value: Any) -> None:
     """Unsupported where a field asks for something that is not built."""
     if not asks_for_nothing(row, value):
         allowed = " or ".join([*(json.dumps(one) for one in row.values or ()), "absent"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable
 
-from cairn.api.reply import Call
+from cairn.api.reply import HTTPCall
 from cairn.config import TenantLimits
 from cairn.errors import QuotaExceeded
 from cairn.seams import Clock
@@ -37,7 +37,7 @@ class Quotas:
         self.limits = limits
         self._known: dict[str, tuple[float, int]] = {}
 
-    async def check(self, call: Call) -> None:
+    async def check(self, call: HTTPCall) -> None:
         """QuotaExceeded for a call that would keep more although its tenant keeps all that it may."""
         if call.scope["method"] != "POST" or (most := self.limits(call.tenant).max_disk_mib) is None:
             return

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 
 from cairn.api.auth import is_admin
-from cairn.api.reply import Call
+from cairn.api.reply import HTTPCall
 from cairn.config import LIMITS, Config, TenantLimits, limits_of
 from cairn.errors import RateLimited
 from cairn.seams import Clock
@@ -122,7 +122,7 @@ class RateLimits:
             tenant.bound(self._of(self._names[share]), self._clock.now())
 
     @contextlib.contextmanager
-    def counted(self, call: Call) -> Iterator[None]:
+    def counted(self, call: HTTPCall) -> Iterator[None]:
         """While a call is answered. RateLimited, with Retry-After, where its tenant has asked for too much."""
         if self._none or not _counts(call):
             yield
@@ -144,7 +144,7 @@ class RateLimits:
         if (tenant := self._tenants.get(share)) is not None:
             tenant.take(self._clock.now(), (prompt_tokens, completion_tokens))
 
-    def _tenant(self, call: Call, now: float) -> _Tenant:
+    def _tenant(self, call: HTTPCall, now: float) -> _Tenant:
         found = self._tenants.get(call.share)
         if found is None:
             if len(self._tenants) >= MOST_TENANTS:
@@ -155,7 +155,7 @@ class RateLimits:
         return found
 
 
-def _counts(call: Call) -> bool:
+def _counts(call: HTTPCall) -> bool:
     """Whether a call is one that is limited: those that ask for something to be done, but for the owner's own, and for
     what ends a request."""
     if call.scope["method"] != "POST" or call.path.endswith("/cancel"):

@@ -74,7 +74,7 @@ def _nobody(origin: str) -> bool:
     return False
 
 
-class Call:
+class HTTPCall:
     """One request and its answer: a thin layer over ASGI that puts the request id on every response.
 
     `id` is 16 hexadecimal digits, unique for ever; `admits`, `tenant`, `salt` and `share` are set by the access layer.
@@ -146,6 +146,10 @@ class Call:
             if key == name:
                 return bytes(value)
         return None
+
+    def path_part(self, prefix: str, number: int = 0) -> str:
+        """A part of the path below a prefix, which ends without a slash: what the call is about."""
+        return self.path.removeprefix(prefix + "/").split("/")[number]
 
     async def body(self) -> bytes:
         """The whole request body, whose size the guard bounds; Disconnected if the client left.
@@ -264,7 +268,7 @@ class Watch:
 
     __slots__ = ("_call", "_main", "_task", "left")
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: HTTPCall) -> None:
         self._call = call
         self.left = False
 

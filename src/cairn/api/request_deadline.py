@@ -13,7 +13,7 @@ from __future__ import annotations
 import datetime
 import re
 
-from cairn.api.reply import Call
+from cairn.api.reply import HTTPCall
 from cairn.errors import DeadlineExceeded, InvalidRequest
 from cairn.seams import Clock
 
@@ -24,7 +24,7 @@ _UNIX = re.compile(r"[0-9]{1,11}(?:\.[0-9]{1,9})?")
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
 
 
-def deadline_of(call: Call, clock: Clock) -> float | None:
+def deadline_of(call: HTTPCall, clock: Clock) -> float | None:
     """The monotonic clock's time until which a call wants its answer; None where it does not say.
 
     InvalidRequest for a header that says no time, DeadlineExceeded for one that is past.

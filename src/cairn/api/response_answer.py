@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cairn.api.cache_diagnosis import Parting, response_diagnostics
-from cairn.api.exchange import Choice
+from cairn.api.exchange import ChoiceStream
 from cairn.api.file_search import CitedText, Searched
 from cairn.api.reasoning_text import pack
 from cairn.api.reply import encode
 from cairn.api.responses_items import Called, call_item, free_text
 from cairn.api.responses_schemas import ResponseBody
-from cairn.api.sse import Vocabulary, cache_object, chat_logprobs
+from cairn.api.sse import TokenBytes, cache_object, chat_logprobs
 from cairn.block_size import BLOCK_TOKENS
 from cairn.errors import CairnError, ContextTooLong
 from cairn.outputs import Delta, Done, FinishReason, TokenLogprob, ToolCallDelta, Usage
@@ -66,7 +66,7 @@ def _conversation(given: Any) -> Any:
 
 
 @dataclass(slots=True)
-class _Item:
+class _ItemInProgress:
     """The item that is being said."""
 
     kind: str
@@ -87,7 +87,7 @@ class ResponseAnswer:
         self,
         head: dict[str, Any],
         called: Mapping[str, Called],
-        vocabulary: Vocabulary,
+        vocabulary: TokenBytes,
         *,
         encrypted: bool = False,
         logprobs: bool = False,
@@ -101,11 +101,11 @@ class ResponseAnswer:
         self._summary = head["reasoning"].get("summary") is not None
         self._encrypted = encrypted
         self._logprobs = logprobs
-        self._choice: Choice | None = None
+        self._choice: ChoiceStream | None = None
         self._compared = False
         self._parting: Parting | None = None
         self._sequence = 0
-        self._open: _Item | None = None
+        self._open: _ItemInProgress | None = None
         self._output: list[dict[str, Any]] = []
         self._searched: Searched | None = None
         self._first = 0
@@ -118,7 +118,7 @@ class ResponseAnswer:
         self._searched, self._output = searched, [searched.item]
         self._first = len(self._output)
 
-    def of(self, choices: Sequence[Choice]) -> ResponseAnswer:
+    def of(self, choices: Sequence[ChoiceStream]) -> ResponseAnswer:
         """The same, of what is generated."""
         (self._choice,) = choices
         return self
@@ -208,7 +208,7 @@ class ResponseAnswer:
         self._sequence += 1
         return b"event: " + kind.encode() + b"\ndata: " + encode(value) + b"\n\n"
 
-    def _at(self, item: _Item) -> dict[str, Any]:
+    def _at(self, item: _ItemInProgress) -> dict[str, Any]:
         return {"item_id": item.id, "output_index": len(self._output)}
 
     def _enter(self, kind: str, name: str = "", call_id: str = "") -> bytes:
@@ -218,7 +218,7 @@ class ResponseAnswer:
         data = self._leave()
         mark = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}[kind]
         number = str(self._head["id"]).removeprefix("resp_")
-        item = self._open = _Item(kind, f"{mark}_{number}_{len(self._output)}", name, call_id)
+        item = self._open = _ItemInProgress(kind, f"{mark}_{number}_{len(self._output)}", name, call_id)
         shown = self._shown(item, "in_progress")
         data += self._event("response.output_item.added", output_index=len(self._output), item=shown)
         if kind == "message":
@@ -251,7 +251,9 @@ class ResponseAnswer:
         told, cited = item.cites.push(text)
         return self._told(item, told, scores, cited) if told or scores else b""
 
-    def _told(self, item: _Item, text: str, scores: Sequence[Any] = (), cited: Sequence[dict[str, Any]] = ()) -> bytes:
+    def _told(
+        self, item: _ItemInProgress, text: str, scores: Sequence[Any] = (), cited: Sequence[dict[str, Any]] = ()
+    ) -> bytes:
         """A piece of a message, and what it cites."""
         item.text.append(text)
         at = self._at(item)
@@ -310,7 +312,7 @@ class ResponseAnswer:
         self._output.append(shown)
         return data
 
-    def _shown(self, item: _Item, status: str) -> dict[str, Any]:
+    def _shown(self, item: _ItemInProgress, status: str) -> dict[str, Any]:
         """An item as far as it is said; where it has just begun, empty."""
         text = "".join(item.text)
         head: dict[str, Any] = {"id": item.id, "status": status}

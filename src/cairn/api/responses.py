@@ -13,20 +13,20 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cairn.agents.running import RunningTurn
+from cairn.agents.running_turn import RunningTurn
 from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.agent_schemas import NoBody, check_metadata
 from cairn.api.cache_diagnosis import RecentPrompts
 from cairn.api.compaction import CompactedAnswer, compacting
 from cairn.api.conversations import Conversations, conversation_of
-from cairn.api.exchange import Choice, Exchange, Exchanges, spelled
+from cairn.api.exchange import ChoiceStream, Exchange, Exchanges, spelled
 from cairn.api.file_search import RESULTS, FileSearch, Searched, wants_search
 from cairn.api.generation import chat_exchange, chat_prompt
 from cairn.api.json_body import read_json, read_nothing
 from cairn.api.library import Library
 from cairn.api.lists import page_of_items, parameters
 from cairn.api.parse import parse
-from cairn.api.reply import Call
+from cairn.api.reply import HTTPCall
 from cairn.api.response_answer import ResponseAnswer, head_of
 from cairn.api.responses_schemas import ENCRYPTED, LOGPROBS, NAMES, ResponseBody, Tools, chat_of, instructed
 from cairn.api.resumable import EventLogs
@@ -38,7 +38,7 @@ from cairn.config import Config
 from cairn.errors import ContextTooLong, InvalidRequest, UnknownResponse
 from cairn.service.service import Service
 
-Endpoint = Callable[[Call, Service], Awaitable[None]]
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 PATH = "/v1/responses"
 CANCEL_SECONDS = 5.0
 """How long a cancelled response may take to end before it is shown as it is."""
@@ -84,7 +84,7 @@ class Responses:
         }
         return known.get(rest) if rest or not path.endswith("/") else None
 
-    async def create(self, call: Call, service: Service) -> None:
+    async def create(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/responses."""
         body = parse(ResponseBody, await read_json(call, self._config), self._config, call)
         check_metadata(body.metadata)
@@ -123,7 +123,7 @@ class Responses:
 
     async def _exchange(
         self,
-        call: Call,
+        call: HTTPCall,
         service: Service,
         body: ResponseBody,
         tools: Tools,
@@ -141,7 +141,7 @@ class Responses:
             )
         else:
             running = await self._begin(call, service, body, tools, answer, head)
-            choices = [Choice(running.request)]
+            choices = [ChoiceStream(running.request)]
             keep = self._stored.keeper(call, service, running)
             exchange = turn_exchange(running, choices, answer.of(choices), keep)
             exchange.names, exchange.unattended = NAMES, bool(body.background)
@@ -154,7 +154,7 @@ class Responses:
 
     async def _begin(
         self,
-        call: Call,
+        call: HTTPCall,
         service: Service,
         body: ResponseBody,
         tools: Tools,
@@ -188,7 +188,7 @@ class Responses:
             return running
 
     async def _searched(
-        self, call: Call, body: ResponseBody, tools: Tools, answer: ResponseAnswer, chat: dict[str, Any]
+        self, call: HTTPCall, body: ResponseBody, tools: Tools, answer: ResponseAnswer, chat: dict[str, Any]
     ) -> Searched | None:
         """The search of files that a response begins with, if one was asked for; its passages are in the chat then."""
         if not tools.searches or body.prewarms or not wants_search(body.tool_choice):
@@ -198,11 +198,11 @@ class Responses:
             answer.show(searched)
         return searched
 
-    async def _chat(self, call: Call, body: ResponseBody, tools: Tools) -> ChatBody:
+    async def _chat(self, call: HTTPCall, body: ResponseBody, tools: Tools) -> ChatBody:
         """The whole chat that a body asks for, what it follows included."""
         return parse(ChatBody, await self._history(call, body, tools), self._config)
 
-    async def _history(self, call: Call, body: ResponseBody, tools: Tools) -> dict[str, Any]:
+    async def _history(self, call: HTTPCall, body: ResponseBody, tools: Tools) -> dict[str, Any]:
         chat = chat_of(body, tools, call)
         if body.previous_response_id is not None:
             if not self._stored.open:
@@ -214,7 +214,7 @@ class Responses:
             chat["messages"][at:at] = before
         return chat
 
-    async def input_tokens(self, call: Call, service: Service) -> None:
+    async def input_tokens(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/responses/input_tokens."""
         body = parse(ResponseBody, await read_json(call, self._config), self._config, call)
         tools = Tools(body.tools, call)
@@ -224,7 +224,7 @@ class Responses:
             prompt = await chat_prompt(call, service, self._config, await self._chat(call, body, tools))
         await call.json({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
-    async def compact(self, call: Call, service: Service) -> None:
+    async def compact(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/responses/compact."""
         body = parse(ResponseBody, await read_json(call, self._config), self._config, call)
         with spelled(NAMES):
@@ -242,13 +242,13 @@ class Responses:
             )
             await self._exchanges.run(call, exchange, stream=False)
 
-    async def show(self, call: Call, service: Service) -> None:
+    async def show(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/responses/{id}, as it is now or, with stream=true, its events that follow number starting_after."""
         asked = parameters(call, ("stream", "starting_after", "include", "include[]", "include_obfuscation"))
         after = asked.get("starting_after", "-1")
         if not (after.removeprefix("-").isascii() and after.removeprefix("-").isdigit() and len(after) <= 15):
             raise InvalidRequest("starting_after must be the number of an event", field="starting_after")
-        id = _id_of(call)
+        id = call.path_part(PATH)
         self._stored.check(call.tenant, id)
         if asked.get("stream", "false") != "true":
             await call.json(await self._stored.show(call.tenant, id, service))
@@ -256,15 +256,15 @@ class Responses:
         follower = self._logs.find(_number_of(id), call.salt, self._config.heartbeat)
         await follower.run(call, max(int(after), -1) + 1)
 
-    async def delete(self, call: Call, service: Service) -> None:
+    async def delete(self, call: HTTPCall, service: Service) -> None:
         """DELETE /v1/responses/{id}: answered when its bytes are gone from the disk."""
-        id = _id_of(call)
+        id = call.path_part(PATH)
         await self._stored.delete(call.tenant, id)
         await call.json({"id": id, "object": "response", "deleted": True})
 
-    async def cancel(self, call: Call, service: Service) -> None:
+    async def cancel(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/responses/{id}/cancel: the response, as far as it came."""
-        id = _id_of(call)
+        id = call.path_part(PATH)
         parse(NoBody, await read_nothing(call, self._config), self._config)
         self._stored.check(call.tenant, id)
         found = await self._stored.show(call.tenant, id, service)
@@ -276,14 +276,10 @@ class Responses:
                 found = await self._stored.show(call.tenant, id, service)
         await call.json(found)
 
-    async def input_items(self, call: Call, service: Service) -> None:
+    async def input_items(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/responses/{id}/input_items, the last first unless `order` is asc."""
-        items = await self._stored.input_items(call.tenant, _id_of(call))
+        items = await self._stored.input_items(call.tenant, call.path_part(PATH))
         await call.json(page_of_items(call, items))
-
-
-def _id_of(call: Call) -> str:
-    return call.path.removeprefix(PATH + "/").partition("/")[0]
 
 
 def _number_of(id: str) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cairn.api.reasoning_text import unpack
-from cairn.api.reply import Call
+from cairn.api.reply import HTTPCall
 from cairn.errors import InvalidRequest, Unsupported
 
 SEARCHED = "Sources, found by a search of the files for what follows.\n\n"
@@ -29,7 +29,7 @@ class Called(NamedTuple):
     """The grammar of its input, as the client sent it."""
 
 
-def messages_of(given: Any, call: Call) -> list[dict[str, Any]]:
+def messages_of(given: Any, call: HTTPCall) -> list[dict[str, Any]]:
     """Input items as messages. What an assistant thought, said and called one after another is one message."""
     if given is None:
         return []
@@ -49,7 +49,7 @@ def messages_of(given: Any, call: Call) -> list[dict[str, Any]]:
 class _Items:
     """Reads input items in order."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: HTTPCall) -> None:
         self._call = call
         self.messages: list[dict[str, Any]] = []
         self._kinds: Mapping[str, Callable[[Mapping[str, Any], str], None]] = {

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from cairn.api.reply import Call
+from cairn.api.body import Body, Count, Number, Several
+from cairn.api.reply import HTTPCall
 from cairn.api.responses_items import Called, messages_of
-from cairn.api.schemas import Body, Count, Number, Several
 from cairn.errors import InvalidRequest
 from cairn.text.lark_pattern import NotRegular, pattern_of
 
@@ -97,7 +97,7 @@ class ResponseBody(Body):
 class Tools:
     """The tools of a body as functions: those of a namespace under both names, one of free text with one argument."""
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]] | None, call: Call) -> None:
+    def __init__(self, tools: Sequence[Mapping[str, Any]] | None, call: HTTPCall) -> None:
         self.functions: list[dict[str, Any]] = []
         self.called: dict[str, Called] = {}
         """By the name that the model uses."""
@@ -106,7 +106,7 @@ class Tools:
         for index, tool in enumerate(tools or ()):
             self._add(tool, f"tools[{index}]", call, None)
 
-    def _add(self, tool: Mapping[str, Any], where: str, call: Call, namespace: str | None) -> None:
+    def _add(self, tool: Mapping[str, Any], where: str, call: HTTPCall, namespace: str | None) -> None:
         kind = tool.get("type")
         if kind == "namespace" and namespace is None:
             inner = tool.get("tools")
@@ -121,7 +121,7 @@ class Tools:
         else:
             call.warn(f"{where} is passed over: a tool of type {kind!s:.40} runs on a server, and it is not built")
 
-    def _add_function(self, tool: Mapping[str, Any], where: str, call: Call, namespace: str | None) -> None:
+    def _add_function(self, tool: Mapping[str, Any], where: str, call: HTTPCall, namespace: str | None) -> None:
         name, custom = _name(tool, where), tool.get("type") == "custom"
         told = name if namespace is None else f"{namespace}__{name}"
         description = tool.get("description")
@@ -172,7 +172,7 @@ def tools_of(functions: Sequence[Mapping[str, Any]], called: Mapping[str, Called
     return found
 
 
-def chat_of(body: ResponseBody, tools: Tools, call: Call) -> dict[str, Any]:
+def chat_of(body: ResponseBody, tools: Tools, call: HTTPCall) -> dict[str, Any]:
     """The chat that a body asks for by itself, as a `ChatBody` has it."""
     reasoning, text = body.reasoning or {}, body.text or {}
     effort = reasoning.get("effort")

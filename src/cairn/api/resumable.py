@@ -16,7 +16,7 @@ from contextlib import aclosing
 
 from cairn.api.call_table import CallTable
 from cairn.api.event_log import EventLog
-from cairn.api.reply import Call, Disconnected, Watch, internal
+from cairn.api.reply import Disconnected, HTTPCall, Watch, internal
 from cairn.api.sse import EVENT_STREAM, HEARTBEAT, error_event
 from cairn.errors import CairnError, InvalidRequest, NotFound, trace
 from cairn.service.stream import Waker
@@ -42,7 +42,7 @@ class EventLogs:
 
     def start(
         self,
-        call: Call,
+        call: HTTPCall,
         events: AsyncGenerator[bytes, None],
         cancel: Callable[[], object],
         heartbeat: float,
@@ -174,7 +174,7 @@ class Follower:
         self._heartbeat = heartbeat
         self._leave = leave
 
-    async def run(self, call: Call, after: int = 0) -> None:
+    async def run(self, call: HTTPCall, after: int = 0) -> None:
         """Answer the call with every event that follows number `after`, until the end or until the client leaves.
 
         The headers are sent once the request was let in. Raises what kept it from that, and InvalidRequest if there is
@@ -205,7 +205,7 @@ class Follower:
         """Read nothing."""
         self._leave(self._log, self._waker)
 
-    async def wait(self, call: Call) -> None:
+    async def wait(self, call: HTTPCall) -> None:
         """Return when all is said, for an answer sent whole. Raises what ended it early, and Disconnected if the
         client left before; the log then has its time of grace."""
         log = self._log
@@ -221,7 +221,7 @@ class Follower:
         finally:
             self._leave(log, self._waker)
 
-    async def _send(self, call: Call, after: int, watch: Watch) -> None:
+    async def _send(self, call: HTTPCall, after: int, watch: Watch) -> None:
         log = self._log
         news = True
         while True:
@@ -242,7 +242,7 @@ class Follower:
                 news = await self._waker.sleep(self._heartbeat)
 
 
-def is_resumable(call: Call, stream: bool) -> bool:
+def is_resumable(call: HTTPCall, stream: bool) -> bool:
     """Whether the call asks to outlive its connection. InvalidRequest for what cannot."""
     value = call.header(HEADER)
     if value is None or value == b"0":
@@ -254,7 +254,7 @@ def is_resumable(call: Call, stream: bool) -> bool:
     return True
 
 
-def parse_after(call: Call) -> int:
+def parse_after(call: HTTPCall) -> int:
     """The number in Last-Event-ID, which a browser sends when it comes back, else in `?after=N`, else 0."""
     query = call.scope.get("query_string", b"").decode("latin-1")
     name, _, text = query.partition("=")

@@ -17,7 +17,7 @@ import msgspec
 from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.agent_schemas import query
 from cairn.api.call_table import parse_id
-from cairn.api.reply import Call
+from cairn.api.reply import HTTPCall
 from cairn.errors import InvalidRequest
 from cairn.service.models import Models
 from cairn.service.served_model import ServedModel
@@ -64,14 +64,14 @@ class _Named(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Named).decode
 
 
-class Router:
+class ModelRouter:
     """Gives each call its model."""
 
     def __init__(self, models: Models, attribution: AgentAttribution) -> None:
         self._models, self._attribution = models, attribution
 
     @contextlib.asynccontextmanager
-    async def chosen(self, call: Call) -> AsyncIterator[Service]:
+    async def chosen(self, call: HTTPCall) -> AsyncIterator[Service]:
         """While the call is answered: the service of its model, which is loaded first where it has to be.
 
         UnknownModel for a name that no model has, Unavailable where it cannot be loaded in time.
@@ -97,7 +97,7 @@ class Router:
                 if keep is not None:
                     self._models.keep(model, keep)
 
-    async def _choose(self, call: Call) -> tuple[ServedModel | None, float | None]:
+    async def _choose(self, call: HTTPCall) -> tuple[ServedModel | None, float | None]:
         """The model, None for a call that needs none to be loaded; and how long its client wants it kept."""
         path, method = call.path, call.scope["method"]
         if (turn := TURNS.fullmatch(path)) is not None and method == "POST":
@@ -114,7 +114,7 @@ class Router:
         keep = seconds_of(named.keep_alive) if path.startswith("/api/") and named.keep_alive is not None else None
         return model, keep
 
-    def _of_agent(self, call: Call, id: str, named: _Named) -> ServedModel:
+    def _of_agent(self, call: HTTPCall, id: str, named: _Named) -> ServedModel:
         """The model that a turn names, else the one that answered the agent's last."""
         if (name := _text(named.model)) is None and self._attribution.agents is not None:
             identity, made_for = self._attribution.agents.model_of(call.tenant, id)
@@ -124,14 +124,14 @@ class Router:
                 return self._models.find(made_for)
         return self._models.find(name)
 
-    def _of_work(self, call: Call, route: str, id: str, named: _Named) -> ServedModel:
+    def _of_work(self, call: HTTPCall, route: str, id: str, named: _Named) -> ServedModel:
         """The model that a round, a vote or a run names, else the one that the team or run was made with."""
         if (name := _text(named.model)) is None and self._attribution.agents is not None:
             room = "team" if route == "teams" else "run"
             name = self._attribution.agents.journals.model_of(room, call.tenant, id)
         return self._models.find(name)
 
-    def _about(self, call: Call) -> Service | None:
+    def _about(self, call: HTTPCall) -> Service | None:
         """The service that a request, or an agent's context, belongs to, if it is loaded."""
         if (request := REQUESTS.fullmatch(call.path)) is not None:
             number = parse_id(request[1])
@@ -142,7 +142,7 @@ class Router:
             return self._models.services.of(identity)
         return None
 
-    async def _named(self, call: Call) -> _Named:
+    async def _named(self, call: HTTPCall) -> _Named:
         """What the body names. One that is no JSON object names nothing: its route refuses it."""
         body = await call.peek()
         try:
@@ -168,7 +168,7 @@ def _text(name: Any) -> str | None:
     return name if isinstance(name, str) and name else None
 
 
-def _asked(call: Call) -> str | None:
+def _asked(call: HTTPCall) -> str | None:
     return next((value for name, value in query(call) if name == "model" and value), None)
 
 

@@ -7,147 +7,20 @@ Numbers are only typed here; their ranges are checked in `service/requests.py`, 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Tag
 
+from cairn.api.body import Body, Count, Number, Prompt, Several, Stop, text_or_list
+from cairn.api.message_schemas import ChatMessage, Messages, Tool
 from cairn.api.reply import shown
 from cairn.errors import InvalidRequest
 from cairn.service.requests import MAX_TOP_LOGPROBS, SamplingOptions
 from cairn.service.sampling_extras import BEYOND
-from cairn.service.wanted import FIELDS, wanted_of
+from cairn.service.structured_output import FIELDS, wanted_of
 from cairn.text.grammar import Wanted
-
-Place = Literal[
-    "request",
-    "messages",
-    "responses",
-    "ollama",
-    "options",
-    "model",
-    "embedding",
-    "tokenize",
-    "stream_options",
-    "message",
-    "part",
-    "tool",
-    "function",
-    "call",
-    "called",
-    "other",
-]
-"""What kind of object a field stands in."""
-
-
-class Body(BaseModel):
-    """Strict: no field but these, no number written as text."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    place: ClassVar[Place] = "other"
-    within: ClassVar[dict[str, type[Body]]] = {}
-    """The fields that hold such bodies, one or a list of them."""
-    lenient: ClassVar[bool] = False
-    """Unknown fields are passed over, which the sender is told in a header."""
-    synonyms: ClassVar[Mapping[str, str]] = {}
-    """Other names of fields, which count where the field's own is absent."""
-
-
-def _as_text(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
-
-
-def _whole(value: Any) -> Any:
-    """4.0 is a whole number, as of clients whose numbers are all floats."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-T = TypeVar("T")
-Several = Annotated[list[T], Field(fail_fast=True)]
-"""A list that is read up to its first error: collecting those of a long one would hold everybody up."""
-
-
-class TextPart(Body):
-    """`{"type": "text", "text": ...}`."""
-
-    place = "part"
-
-    type: Literal["text"]
-    text: str
-
-
-def _text_or_list(value: Any) -> str | None:
-    return "~text" if isinstance(value, str) else "~list" if isinstance(value, list) else None
-
-
-Content = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[Several[TextPart], Tag("~list")],
-    Discriminator(
-        _text_or_list,
-        custom_error_type="content",
-        custom_error_message="must be a text or a list of text parts",
-    ),
-]
-
-
-class CalledFunction(Body):
-    """What the model called. `arguments` is whatever text it produced, JSON or not; some clients send an object."""
-
-    place = "called"
-
-    name: str
-    arguments: Annotated[str, BeforeValidator(_as_text)]
-
-
-class ToolCall(Body):
-    """A call that an assistant message made."""
-
-    place = "call"
-    within = {"function": CalledFunction}
-
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: CalledFunction
-    index: int | None = None
-
-
-class ChatMessage(Body):
-    """One message of any role; `checks` knows what a role may carry."""
-
-    place = "message"
-    within = {"content": TextPart, "tool_calls": ToolCall}
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
-    name: str | None = None
-    tool_calls: Several[ToolCall] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    """Another name for `reasoning_content`, which some servers use."""
-
-
-class FunctionTool(Body):
-    """A function that the model may call."""
-
-    place = "function"
-
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    """`{"type": "function", "function": {...}}`."""
-
-    place = "tool"
-    within = {"function": FunctionTool}
-
-    type: Literal["function"]
-    function: FunctionTool
 
 
 class StreamOptions(Body):
@@ -158,12 +31,6 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-Number = float | None
-Count = Annotated[int | None, BeforeValidator(_whole)]
-Stop = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[Several[str], Tag("~list")],
-    Discriminator(_text_or_list, custom_error_type="stop", custom_error_message="must be a text or a list of texts"),
-]
 Bias = Annotated[
     Annotated[dict[str, float], Tag("~map")] | Annotated[Several[Any], Tag("~list")],
     Discriminator(
@@ -175,7 +42,7 @@ Bias = Annotated[
 Samplers = Annotated[
     Annotated[str, Tag("~text")] | Annotated[Several[str], Tag("~list")],
     Discriminator(
-        _text_or_list,
+        text_or_list,
         custom_error_type="samplers",
         custom_error_message="must be a list of names of samplers, or a text of their letters",
     ),
@@ -186,7 +53,7 @@ class Generation(Body):
     """What chat and text completions share."""
 
     place = "request"
-    within = {"stream_options": StreamOptions}
+    within: ClassVar[dict[str, type[Body]]] = {"stream_options": StreamOptions}
     synonyms: ClassVar[Mapping[str, str]] = {
         "n_predict": "max_tokens",
         "repeat_penalty": "repetition_penalty",
@@ -235,7 +102,7 @@ class Generation(Body):
     reasoning_budget: Count = None
     """Tokens of reasoning after which it is ended; -1: none. Others call it `thinking_budget` and the like."""
     response_format: Any = None
-    """What the answer has to be, as OpenAI has it; the others of `wanted.FIELDS` as vLLM and llama.cpp do."""
+    """What the answer has to be, as OpenAI has it; others of `structured_output.FIELDS` as vLLM and llama.cpp do."""
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: str | None = None
@@ -295,9 +162,6 @@ class Generation(Body):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-Messages = Annotated[Several[ChatMessage], Field(min_length=1)]
-
-
 class Templated(Body):
     """What is rendered by the chat template."""
 
@@ -322,7 +186,7 @@ class Templated(Body):
 class ChatGeneration(Generation, Templated):
     """What a chat and an agent's turn share."""
 
-    within = Generation.within | {"messages": ChatMessage}
+    within: ClassVar[dict[str, type[Body]]] = Generation.within | {"messages": ChatMessage}
 
     messages: Messages
     max_completion_tokens: Count = None
@@ -350,7 +214,7 @@ class ChatGeneration(Generation, Templated):
 class ChatBody(ChatGeneration):
     """POST /v1/chat/completions."""
 
-    within = ChatGeneration.within | {"tools": Tool}
+    within: ClassVar[dict[str, type[Body]]] = ChatGeneration.within | {"tools": Tool}
 
     tools: Several[Tool] | None = None
     tool_choice: Any = None
@@ -384,30 +248,6 @@ def with_prompt_logprobs(options: SamplingOptions, count: int | None, *, stream:
     return msgspec.structs.replace(options, prompt_logprobs=True, top_logprobs=most)
 
 
-def _prompt_kind(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "~text"
-    if not isinstance(value, list) or not value:
-        return None
-    first = value[0]
-    if isinstance(first, str):
-        return "~texts"
-    return "~batch" if isinstance(first, list) else "~tokens"
-
-
-Prompt = Annotated[
-    Annotated[str, Tag("~text")]
-    | Annotated[Several[str], Tag("~texts")]
-    | Annotated[Several[int], Tag("~tokens")]
-    | Annotated[Several[Several[int]], Tag("~batch")],
-    Discriminator(
-        _prompt_kind,
-        custom_error_type="prompt",
-        custom_error_message="must be a text, a list of texts, a list of token ids or a list of such lists",
-    ),
-]
-
-
 class CompletionBody(Generation):
     """POST /v1/completions."""
 
@@ -422,85 +262,11 @@ class CompletionBody(Generation):
     """As of a chat."""
 
 
-class EmbeddingBody(Body):
-    """POST /v1/embeddings."""
-
-    place = "embedding"
-
-    model: str | None = None
-    input: Prompt
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Count = None
-    truncate: bool | None = None
-    """Whether a text that is longer than the model takes is cut."""
-    normalize: bool | None = None
-    """False: the vectors as the model makes them; default: of length 1."""
-    prompt_name: str | None = None
-    """Which of the model's words stand before each text, such as those for queries."""
-
-
-class TextsBody(Body):
-    """POST /embed, as Text Embeddings Inference has it."""
-
-    place = "embedding"
-
-    model: str | None = None
-    inputs: Prompt
-    truncate: bool | None = None
-    normalize: bool | None = None
-    dimensions: Count = None
-    prompt_name: str | None = None
-
-
-class Document(Body):
-    """`{"text": ...}`."""
-
-    text: str
-
-
-class RerankBody(Body):
-    """POST /v1/rerank: `documents` as Cohere and Jina have them, or `texts` as Text Embeddings Inference does."""
-
-    place = "embedding"
-    within = {"documents": Document}
-    synonyms = {"top_k": "top_n", "return_text": "return_documents"}
-
-    model: str | None = None
-    query: str
-    documents: Several[str | Document] | None = None
-    texts: Several[str] | None = None
-    top_n: Count = None
-    return_documents: bool | None = None
-    truncate: bool | None = None
-    raw_scores: bool | None = None
-    """Whether the scores of a judge are those before the logistic function."""
-    instruction: str | None = None
-    """What a decoder judges by."""
-
-
-class ScoreBody(Body):
-    """POST /v1/score, as vLLM has it: one text or several beside one or as many."""
-
-    place = "embedding"
-    synonyms = {
-        "queries": "text_1",
-        "documents": "text_2",
-        "data_1": "text_1",
-        "data_2": "text_2",
-    }
-
-    model: str | None = None
-    text_1: Stop
-    text_2: Stop
-    truncate: bool | None = None
-    instruction: str | None = None
-
-
 class TokenizeBody(Templated):
     """POST /tokenize: a completion prompt, a text by itself, or messages as the chat template renders them."""
 
     place = "tokenize"
-    within = {"messages": ChatMessage, "tools": Tool}
+    within: ClassVar[dict[str, type[Body]]] = {"messages": ChatMessage, "tools": Tool}
 
     model: str | None = None
     prompt: str | None = None
@@ -521,56 +287,6 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     tokens: Several[int]
-
-
-def plain_messages(messages: Iterable[ChatMessage]) -> list[dict[str, Any]]:
-    """The messages as plain values, without what is absent; what they mean to a template is the chat's business."""
-    found = []
-    for message in messages:
-        content: Any = message.content
-        if isinstance(content, list):
-            content = [{"type": "text", "text": part.text} for part in content]
-        plain: dict[str, Any] = {"role": message.role, "content": content}
-        if message.name is not None:
-            plain["name"] = message.name
-        reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
-        if reasoning is not None:
-            plain["reasoning_content"] = reasoning
-        if message.tool_call_id is not None:
-            plain["tool_call_id"] = message.tool_call_id
-        if message.tool_calls:
-            plain["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": call.function.arguments},
-                }
-                for call in message.tool_calls
-            ]
-        found.append(plain)
-    return found
-
-
-def contents(messages: Iterable[ChatMessage], tools: Sequence[dict[str, Any]] | None = None) -> list[str]:
-    """Every text that a template puts into the prompt: of the messages all but reasoning, and the tools as JSON."""
-    found = [json.dumps(tool, ensure_ascii=False) for tool in tools or ()]
-    for message in messages:
-        if isinstance(message.content, str):
-            found.append(message.content)
-        else:
-            found += [part.text for part in message.content or ()]
-        for call in message.tool_calls or ():
-            found += [call.function.name, call.function.arguments]
-    return found
-
-
-def plain_tools(tools: Iterable[Tool] | None) -> list[dict[str, Any]] | None:
-    """The tools as the chat template wants them, or None."""
-    plain = [
-        {"type": "function", "function": tool.function.model_dump(exclude_none=True, exclude={"strict"})}
-        for tool in tools or ()
-    ]
-    return plain or None
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:

@@ -43,7 +43,7 @@ class Pieces(Protocol):
         ...
 
 
-class Vocabulary(Protocol):
+class TokenBytes(Protocol):
     """What this module needs of a tokenizer."""
 
     def token_bytes(self, token: int, /) -> bytes:
@@ -118,7 +118,7 @@ def _sum(one: CacheReport, other: CacheReport) -> CacheReport:
     )
 
 
-def chat_logprobs(logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary) -> dict[str, Any]:
+def chat_logprobs(logprobs: Sequence[TokenLogprob], vocabulary: TokenBytes) -> dict[str, Any]:
     """The `logprobs` object of a chat choice."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary) -> d
     return {"content": content, "refusal": None}
 
 
-def prompt_scores(logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary) -> list[dict[str, Any] | None]:
+def prompt_scores(logprobs: Sequence[TokenLogprob], vocabulary: TokenBytes) -> list[dict[str, Any] | None]:
     """vLLM's `prompt_logprobs`: nothing of the first token; of each other what it and the likeliest had in its place.
 
     The rank of a token that is none of the likeliest is not known.
@@ -156,7 +156,7 @@ class TextLogprobs:
     text.
     """
 
-    def __init__(self, vocabulary: Vocabulary, top: int, *, after: Sequence[int] = ()) -> None:
+    def __init__(self, vocabulary: TokenBytes, top: int, *, after: Sequence[int] = ()) -> None:
         self._vocabulary = vocabulary
         self._top = top
         self._pieces = vocabulary.detokenizer(after=after)
@@ -220,7 +220,7 @@ def tool_call(delta: ToolCallDelta) -> dict[str, Any]:
 class ChatChunks:
     """The chunks of one streamed chat completion."""
 
-    def __init__(self, head: dict[str, Any], choices: int, include_usage: bool, vocabulary: Vocabulary) -> None:
+    def __init__(self, head: dict[str, Any], choices: int, include_usage: bool, vocabulary: TokenBytes) -> None:
         fixed = encode(head | {"object": "chat.completion.chunk"})[:-1]
         self._open = b"data: " + fixed + b',"choices":['
         self._heads = [self._open + b'{"index":%d,"delta":' % index for index in range(choices)]
@@ -303,7 +303,7 @@ def _cairn(done: Done) -> bytes:
     return b',"cairn":' + encode(cache_object(done.cache))
 
 
-def _readable(token: int, vocabulary: Vocabulary) -> str:
+def _readable(token: int, vocabulary: TokenBytes) -> str:
     """The token's own text; bytes that are no whole character become U+FFFD, `bytes` has them as they are."""
     return vocabulary.token_bytes(token).decode("utf-8", "replace")
 

@@ -19,18 +19,19 @@ import msgspec
 
 from cairn.agents.agents import Agents
 from cairn.agents.info import AgentInfo, TurnInfo
-from cairn.agents.running import RunningTurn
+from cairn.agents.running_turn import RunningTurn
 from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.agent_schemas import MAX_OWN_METADATA
 from cairn.api.checks import check_chat
-from cairn.api.exchange import Choice
+from cairn.api.exchange import ChoiceStream
 from cairn.api.file_search import Searched
 from cairn.api.generation import check_length, check_model, shown_tools, warn_of_tools
-from cairn.api.reply import Call
+from cairn.api.message_schemas import contents, plain_messages
+from cairn.api.reply import HTTPCall
 from cairn.api.response_answer import ResponseAnswer, code_of, completed, failed_with
 from cairn.api.responses_items import Called, items_of
 from cairn.api.responses_schemas import instructed, tools_of
-from cairn.api.schemas import ChatBody, contents, plain_messages
+from cairn.api.schemas import ChatBody
 from cairn.api.sse import cache_object
 from cairn.config import Config
 from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, UnknownResponse
@@ -69,7 +70,7 @@ class StoredResponses:
 
     async def begin(
         self,
-        call: Call,
+        call: HTTPCall,
         service: Service,
         chat: ChatBody,
         head: Mapping[str, Any],
@@ -123,12 +124,12 @@ class StoredResponses:
             await agents.delete(call.tenant, id)
             raise
 
-    def keeper(self, call: Call, service: Service, running: RunningTurn) -> Callable[[Choice], None]:
+    def keeper(self, call: HTTPCall, service: Service, running: RunningTurn) -> Callable[[ChoiceStream], None]:
         """Keeps the exact tokens of an answer beside its turn: many clients send all that was said again, instead of
         the response's id."""
         agents, agent, tenant = self._attribution.open(), running.agent, call.tenant
 
-        def keep(choice: Choice) -> None:
+        def keep(choice: ChoiceStream) -> None:
             sampled = service.chat.sampled(choice.request.prompt, choice.tokens, choice.said.message())
             if sampled is not None:
                 agents.keep(tenant, sampled, agent, service.spec.identity)

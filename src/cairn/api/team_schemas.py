@@ -6,12 +6,12 @@ import json
 from typing import Any, ClassVar
 
 from cairn.api.agent_schemas import check_metadata
-from cairn.api.reply import Call, shown
-from cairn.api.schemas import Body, Count, Number, Several, Stop
-from cairn.api.schemas import Tool as ToolBody
+from cairn.api.body import Body, Count, Number, Several, Stop
+from cairn.api.message_schemas import Tool as ToolBody
+from cairn.api.reply import shown
 from cairn.errors import InvalidRequest
-from cairn.teams.definition import USER, Member, Rule, Team, TeamDocument, Tool, Topology, TopologyKind
-from cairn.teams.entries import Ask
+from cairn.teams.definition import USER, Member, MemberTool, Rule, Team, TeamDocument, Topology, TopologyKind
+from cairn.teams.entries import Poll
 from cairn.text.grammar import Structure
 
 PATH = "/v1/teams"
@@ -58,9 +58,9 @@ class MemberBody(Body):
         weight = 1.0 if self.weight is None else float(self.weight)
         return Member(name=self.name, role=self.role, weight=weight, sampling=given, tools=self._tools())
 
-    def _tools(self) -> tuple[Tool, ...]:
+    def _tools(self) -> tuple[MemberTool, ...]:
         return tuple(
-            Tool(
+            MemberTool(
                 name=one.function.name,
                 description=one.function.description or "",
                 parameters=json.dumps({"type": "object"} | (one.function.parameters or {}), ensure_ascii=False),
@@ -162,11 +162,11 @@ class AskBody(Body):
     coordinator: str | None = None
     voters: Several[str] | None = None
 
-    def ask(self, team: Team) -> Ask:
+    def ask(self, team: Team) -> Poll:
         """The vote; what it does not say the team says."""
         rule = self.rule or team.rule
         coordinator = self.coordinator or (team.coordinator if rule == "coordinator" else "")
-        return Ask(
+        return Poll(
             question=self.question,
             options=tuple(self.options),
             rule=rule,
@@ -237,11 +237,6 @@ class TeamRollbackBody(Body):
     """POST /v1/teams/{id}/rollback."""
 
     round: int
-
-
-def team_of(call: Call) -> str:
-    """Which team a path below /v1/teams is about."""
-    return call.path.removeprefix(PATH + "/").partition("/")[0]
 
 
 def one_of(values: dict[str, str], name: str, allowed: tuple[str, ...]) -> str:

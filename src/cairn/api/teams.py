@@ -22,7 +22,7 @@ from cairn.api.generation import check_length, check_model
 from cairn.api.json_body import read_json, read_nothing
 from cairn.api.lists import LISTED, MOST_LISTED, page, parameters
 from cairn.api.parse import parse
-from cairn.api.reply import Call
+from cairn.api.reply import HTTPCall
 from cairn.api.resumable import EventLogs
 from cairn.api.team_schemas import (
     PATH,
@@ -34,7 +34,6 @@ from cairn.api.team_schemas import (
     ToolResultsBody,
     VoteBody,
     one_of,
-    team_of,
     without_texts,
 )
 from cairn.api.work_events import Emit, answer
@@ -47,7 +46,7 @@ from cairn.teams.teams import Teams, TeamState
 from cairn.teams.transcript import listed, markdown
 from cairn.teams.voice import Caller
 
-Endpoint = Callable[[Call, Service], Awaitable[None]]
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 
 
 class TeamRoutes:
@@ -77,7 +76,7 @@ class TeamRoutes:
         }
         return known.get(rest) if rest or not path.endswith("/") else None
 
-    async def create(self, call: Call, service: Service) -> None:
+    async def create(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/teams: a new team, whose members are forks of one beginning."""
         teams = self._teams()
         body = parse(TeamBody, await read_json(call, self._config), self._config, call)
@@ -89,7 +88,7 @@ class TeamRoutes:
         made = await teams.create(call.tenant, body.team(), service.name)
         await call.json(team_object(made), 201)
 
-    async def list(self, call: Call, service: Service) -> None:
+    async def list(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/teams, most recently created first."""
         asked = parameters(call, ("limit", "after"))
         limit = asked.get("limit", str(LISTED))
@@ -98,22 +97,22 @@ class TeamRoutes:
         data = [team_object(state) for state in self._teams().list(call.tenant)]
         await call.json(page(data, int(limit), asked.get("after")))
 
-    async def show(self, call: Call, service: Service) -> None:
+    async def show(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/teams/{id}. `report.shared_tokens`: how many leading tokens all members' contexts share."""
-        teams, id = self._teams(), team_of(call)
+        teams, id = self._teams(), call.path_part(PATH)
         found = team_object(teams.get(call.tenant, id))
         found["report"]["shared_tokens"] = await teams.shared_tokens(call.tenant, id)
         await call.json(found)
 
-    async def delete(self, call: Call, service: Service) -> None:
+    async def delete(self, call: HTTPCall, service: Service) -> None:
         """DELETE /v1/teams/{id}: answered when its text is gone from the disk, that of its members' agents too."""
-        id = team_of(call)
+        id = call.path_part(PATH)
         await self._teams().delete(call.tenant, id)
         await call.json({"id": id, "object": "team.deleted", "deleted": True})
 
-    async def rounds(self, call: Call, service: Service) -> None:
+    async def rounds(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/teams/{id}/rounds: {"rounds", "content", "vote", "stop_at", "stream"}, all optional."""
-        teams, id = self._teams(), team_of(call)
+        teams, id = self._teams(), call.path_part(PATH)
         body = parse(RoundsBody, await read_nothing(call, self._config), self._config, call)
         check_model(body.model, service)
         service.check_generates()
@@ -140,24 +139,24 @@ class TeamRoutes:
             whole=lambda: self._done(call, state.rounds),
         )
 
-    def _done(self, call: Call, before: int) -> dict[str, Any]:
+    def _done(self, call: HTTPCall, before: int) -> dict[str, Any]:
         """The team after its rounds, and what was said in them."""
-        teams, id = self._teams(), team_of(call)
+        teams, id = self._teams(), call.path_part(PATH)
         team, entries = teams.entries(call.tenant, id)
         said = [one for one in listed(team, entries) if one["round"] > before]
         return team_object(teams.get(call.tenant, id)) | {"entries": said}
 
-    async def post(self, call: Call, service: Service) -> None:
+    async def post(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/teams/{id}/messages: {"content", "to", "sender"}; with `to` a whisper."""
-        teams, id = self._teams(), team_of(call)
+        teams, id = self._teams(), call.path_part(PATH)
         body = parse(PostBody, await read_json(call, self._config), self._config, call)
         await check_length(call, service, [body.content], "content")
         entry = await teams.post(call.tenant, id, body.content, body.to or (), body.sender)
         await call.json({"object": "team.message", **listed(teams.get(call.tenant, id).team, [entry])[0]}, 201)
 
-    async def tool_results(self, call: Call, service: Service) -> None:
+    async def tool_results(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/teams/{id}/tool_results: {"results": [{"call_id", "content"}]}; the next rounds go on with them."""
-        teams, id = self._teams(), team_of(call)
+        teams, id = self._teams(), call.path_part(PATH)
         body = parse(ToolResultsBody, await read_json(call, self._config), self._config, call)
         await check_length(call, service, [one.content for one in body.results], "results")
         for one in body.results:
@@ -165,9 +164,9 @@ class TeamRoutes:
         state = teams.get(call.tenant, id)
         await call.json({"id": id, "object": "team.tool_results", "state": state.state, "calls": state.calls})
 
-    async def vote(self, call: Call, service: Service) -> None:
+    async def vote(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/teams/{id}/votes: {"question", "options", "rule", "coordinator", "voters", "stream"}."""
-        teams, id = self._teams(), team_of(call)
+        teams, id = self._teams(), call.path_part(PATH)
         body = parse(VoteBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
         service.check_generates()
@@ -188,15 +187,15 @@ class TeamRoutes:
             whole=lambda: {"object": "team.vote", **(msgspec.to_builtins(voted[0]) if voted else {})},
         )
 
-    async def interrupt(self, call: Call, service: Service) -> None:
+    async def interrupt(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/teams/{id}/interrupt: what runs is cut off, and goes on with the next rounds."""
-        teams, id = self._teams(), team_of(call)
+        teams, id = self._teams(), call.path_part(PATH)
         parse(NoBody, await read_nothing(call, self._config), self._config)
         await call.json({"id": id, "object": "team.interrupted", "interrupted": teams.interrupt(call.tenant, id)})
 
-    async def transcript(self, call: Call, service: Service) -> None:
+    async def transcript(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/teams/{id}/transcript: `format` json or markdown; `member`: what that member was told."""
-        teams, id = self._teams(), team_of(call)
+        teams, id = self._teams(), call.path_part(PATH)
         asked = parameters(call, ("format", "member"))
         form = one_of(asked, "format", ("json", "markdown"))
         member = asked.get("member", "")
@@ -207,15 +206,15 @@ class TeamRoutes:
             return
         await call.json({"object": "team.transcript", **without_texts(team), "entries": listed(team, entries, member)})
 
-    async def fork(self, call: Call, service: Service) -> None:
+    async def fork(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/teams/{id}/fork: {"id", "round"}, both optional."""
-        teams, id = self._teams(), team_of(call)
+        teams, id = self._teams(), call.path_part(PATH)
         body = parse(TeamForkBody, await read_nothing(call, self._config), self._config, call)
         await call.json(team_object(await teams.fork(call.tenant, id, body.id, body.round)), 201)
 
-    async def rollback(self, call: Call, service: Service) -> None:
+    async def rollback(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/teams/{id}/rollback: {"round"}, 0 for the beginning."""
-        teams, id = self._teams(), team_of(call)
+        teams, id = self._teams(), call.path_part(PATH)
         body = parse(TeamRollbackBody, await read_json(call, self._config), self._config, call)
         await call.json(team_object(await teams.rollback(call.tenant, id, body.round)))
 

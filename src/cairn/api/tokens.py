@@ -11,23 +11,24 @@ from typing import Any
 from cairn.api.checks import check_messages, check_template_args
 from cairn.api.generation import check_length, check_model
 from cairn.api.json_body import read_json
+from cairn.api.message_schemas import contents, plain_messages, plain_tools
 from cairn.api.openai import encode_text
 from cairn.api.parse import parse
-from cairn.api.reply import Call
-from cairn.api.schemas import DetokenizeBody, TokenizeBody, contents, plain_messages, plain_tools
+from cairn.api.reply import HTTPCall
+from cairn.api.schemas import DetokenizeBody, TokenizeBody
 from cairn.config import Config
 from cairn.errors import InvalidRequest
 from cairn.service.service import Service
 from cairn.text.tokenizer import INLINE
 
 
-class Tokens:
+class TokenRoutes:
     """The two routes of tokens."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
 
-    async def tokenize(self, call: Call, service: Service) -> None:
+    async def tokenize(self, call: HTTPCall, service: Service) -> None:
         """POST /tokenize: {"prompt"}, {"content"} or {"messages"} -> {"tokens", "count", "max_model_len"}.
 
         With `with_pieces` each token is {"id", "piece"}; a piece that is no valid UTF-8 is a list of its bytes.
@@ -57,13 +58,13 @@ class Tokens:
         shown: list[Any] = await self._pieces(call, service, tokens) if body.with_pieces else tokens
         await call.json({"tokens": shown, "count": len(tokens), "max_model_len": service.info.context})
 
-    async def _pieces(self, call: Call, service: Service, tokens: list[int]) -> list[dict[str, Any]]:
+    async def _pieces(self, call: HTTPCall, service: Service, tokens: list[int]) -> list[dict[str, Any]]:
         def pieces() -> list[dict[str, Any]]:
             return [piece_of(service, token) for token in tokens]
 
         return pieces() if len(tokens) <= INLINE else await service.chat.long.run(call.share, pieces)
 
-    async def _content(self, call: Call, service: Service, text: str, body: TokenizeBody) -> list[int]:
+    async def _content(self, call: HTTPCall, service: Service, text: str, body: TokenizeBody) -> list[int]:
         """Ids of a text by itself: nothing before it unless asked for, and control tokens in it are such unless not."""
         tokenizer, special = service.tokenizer, body.parse_special is not False
         encode = tokenizer.encode_prompt if body.add_special else tokenizer.encode
@@ -72,7 +73,7 @@ class Tokens:
         await check_length(call, service, [text], "content" if body.prompt is None else "prompt")
         return await service.chat.long.run(call.share, encode, text, special=special)
 
-    async def _chat(self, call: Call, service: Service, body: TokenizeBody) -> list[int]:
+    async def _chat(self, call: HTTPCall, service: Service, body: TokenizeBody) -> list[int]:
         messages = body.messages or []
         check_messages(messages, self._config)
         check_template_args(body.chat_template_kwargs)
@@ -87,7 +88,7 @@ class Tokens:
         )
         return list(prompt.tokens)
 
-    async def detokenize(self, call: Call, service: Service) -> None:
+    async def detokenize(self, call: HTTPCall, service: Service) -> None:
         """POST /detokenize: {"tokens"} -> the text as "prompt" and as "content".
 
         Control tokens are included: as a raw prompt it has these tokens.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from cairn import __version__
-from cairn.api.reply import Call
+from cairn.api.reply import HTTPCall
 from cairn.config import Config
 from cairn.errors import ConfigError
 from cairn.seams import Clock
@@ -87,7 +87,7 @@ class CallTrace:
         """The wall clock's nanoseconds of a moment of the monotonic one."""
         return self._clock.time_ns() - int((self._clock.now() - at) * 1e9)
 
-    def end(self, call: Call, error: str) -> None:
+    def end(self, call: HTTPCall, error: str) -> None:
         """The call was answered; `error`: with which code, where it was refused or failed."""
         from opentelemetry.trace import Status, StatusCode
 
@@ -138,7 +138,7 @@ class Tracing:
 
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), clock)
 
-    def begin(self, call: Call) -> CallTrace | None:
+    def begin(self, call: HTTPCall) -> CallTrace | None:
         """A call has come; None where its trace is not sampled."""
         from opentelemetry.trace import SpanKind
 
@@ -160,7 +160,7 @@ class Tracing:
         thread.join(CLOSE_SECONDS)
 
 
-def _text(call: Call, name: str) -> str | None:
+def _text(call: HTTPCall, name: str) -> str | None:
     value = call.header(name.encode())
     return None if value is None else value.decode("latin-1")
 

@@ -14,18 +14,18 @@ from typing import Any
 import msgspec
 
 from cairn.agents.info import TurnInfo
-from cairn.agents.running import RunningTurn
+from cairn.agents.running_turn import RunningTurn
 from cairn.api.agent_attribution import HEADER, AgentAttribution
-from cairn.api.agent_schemas import ResumeBody, TurnBody, check_account, check_own, check_turn, id_of, page_of
+from cairn.api.agent_schemas import PATH, ResumeBody, TurnBody, check_account, check_own, check_turn, page_of
 from cairn.api.answers import ChatAnswer
-from cairn.api.exchange import Adapter, Batches, Choice, Exchange, Exchanges, spelled
+from cairn.api.exchange import Adapter, Batches, ChoiceStream, Exchange, Exchanges, spelled
 from cairn.api.generation import check_length, check_model
 from cairn.api.json_body import read_json, read_nothing
+from cairn.api.message_schemas import contents, plain_messages
 from cairn.api.openai import names_of
-from cairn.api.pace import Pace
+from cairn.api.pace import AnswerTimes
 from cairn.api.parse import parse
-from cairn.api.reply import Call
-from cairn.api.schemas import contents, plain_messages
+from cairn.api.reply import HTTPCall
 from cairn.api.sse import cache_object
 from cairn.config import Config
 from cairn.errors import InvalidRequest
@@ -40,21 +40,23 @@ class TurnRoutes:
         self._exchanges = exchanges
         self._attribution = attribution
 
-    async def turns(self, call: Call, service: Service) -> None:
+    async def turns(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/agents/{id}/turns, by number: all, or `limit` of them `after` a number."""
         limit, text = page_of(call, "the number of a turn")
         if text and not (text.isascii() and text.isdigit() and len(text) <= 18):
             raise InvalidRequest("after must be the number of a turn", field="after")
         wanted = None if limit is None else limit + 1
-        found = await self._attribution.open().turns(call.tenant, id_of(call), after=int(text or 0), limit=wanted)
+        found = await self._attribution.open().turns(
+            call.tenant, call.path_part(PATH), after=int(text or 0), limit=wanted
+        )
         data = [turn_object(turn) for turn in found[:limit]]
         more = len(found) > len(data)
         next = data[-1]["number"] if more else None
         await call.json({"object": "list", "data": data, "has_more": more, "next": next})
 
-    async def turn(self, call: Call, service: Service) -> None:
+    async def turn(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/agents/{id}/turns: new messages in, the answer out as of /v1/chat/completions."""
-        agents, id = self._attribution.open(), id_of(call)
+        agents, id = self._attribution.open(), call.path_part(PATH)
         body = parse(TurnBody, await read_json(call, self._config), self._config, call)
         check_own(agents.get(call.tenant, id))
         check_turn(body, self._config)
@@ -78,25 +80,25 @@ class TurnRoutes:
             )
         await self._answer(call, service, running, body, body.include_usage)
 
-    async def resume(self, call: Call, service: Service) -> None:
+    async def resume(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/agents/{id}/resume: the whole answer of the interrupted turn, said before or not.
 
         `logprobs` is null where a part of it was said before: what was computed then is not kept.
         """
-        agents, id = self._attribution.open(), id_of(call)
+        agents, id = self._attribution.open(), call.path_part(PATH)
         body = parse(ResumeBody, await read_nothing(call, self._config), self._config, call)
         check_own(agents.get(call.tenant, id))
         running = await agents.resume(call.tenant, id, request=call.number, share=call.share)
         await self._answer(call, service, running, body, True)
 
     async def _answer(
-        self, call: Call, service: Service, running: RunningTurn, body: TurnBody | ResumeBody, usage: bool
+        self, call: HTTPCall, service: Service, running: RunningTurn, body: TurnBody | ResumeBody, usage: bool
     ) -> None:
         call.headers += [
             (b"x-cairn-agent", running.agent.id.encode()),
             (b"x-cairn-turn", b"%d" % running.turn.number),
         ]
-        choices = [Choice(running.request)]
+        choices = [ChoiceStream(running.request)]
         answer = TurnAnswer(call, service, choices, usage, running, _pace_of(body, choices, running))
         await self._exchanges.run(call, turn_exchange(running, choices, answer), stream=bool(body.stream))
 
@@ -106,12 +108,12 @@ class TurnAnswer(ChatAnswer):
 
     def __init__(
         self,
-        call: Call,
+        call: HTTPCall,
         service: Service,
-        choices: Sequence[Choice],
+        choices: Sequence[ChoiceStream],
         include_usage: bool,
         running: RunningTurn,
-        pace: Pace,
+        pace: AnswerTimes,
     ) -> None:
         super().__init__(call, service, choices, include_usage, pace)
         self._named = {"agent": running.agent.id, "turn": running.turn.number}
@@ -121,18 +123,20 @@ class TurnAnswer(ChatAnswer):
         return super().whole() | self._named
 
 
-def _pace_of(body: TurnBody | ResumeBody, choices: Sequence[Choice], running: RunningTurn) -> Pace:
+def _pace_of(body: TurnBody | ResumeBody, choices: Sequence[ChoiceStream], running: RunningTurn) -> AnswerTimes:
     """What is told of a turn's time: of one that is resumed nothing, for a part of it is long past."""
     if isinstance(body, ResumeBody):
-        return Pace(choices, timings=False, progress=False)
-    return Pace(choices, timings=body.timings_per_token, progress=body.return_progress, cache=lambda _: running.cache)
+        return AnswerTimes(choices, timings=False, progress=False)
+    return AnswerTimes(
+        choices, timings=body.timings_per_token, progress=body.return_progress, cache=lambda _: running.cache
+    )
 
 
 def turn_exchange(
     running: RunningTurn,
-    choices: Sequence[Choice],
+    choices: Sequence[ChoiceStream],
     adapter: Adapter,
-    keep: Callable[[Choice], None] = lambda choice: None,
+    keep: Callable[[ChoiceStream], None] = lambda choice: None,
 ) -> Exchange:
     """The exchange of a turn, which keeps its own tokens; `keep` keeps what is to be kept beside the turn."""
     return Exchange(

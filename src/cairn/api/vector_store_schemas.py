@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from cairn.api.agent_schemas import check_metadata
+from cairn.api.body import Body, Count, Several
 from cairn.api.parse import MAX_METADATA
 from cairn.api.reply import shown
-from cairn.api.schemas import Body, Count, Several
 from cairn.errors import InvalidRequest, Unsupported
-from cairn.rag.attachments import Attachment, Wanted
-from cairn.rag.definition import MAX_FOUND, Attribute, Collection, Found, Search
+from cairn.rag.attachments import Attachment, WantedFile
+from cairn.rag.definition import MAX_FOUND, Attribute, Collection, Search, SearchHit
 from cairn.rag.filters import filter_of
 
 TOKEN = 4
@@ -23,7 +23,7 @@ TOKEN = 4
 RANKERS = ("none", "auto", "default-2024-11-15")
 
 
-class _Store(Body):
+class _StoreBody(Body):
     """What a vector store is made with, or changed to."""
 
     lenient: ClassVar[bool] = True
@@ -43,19 +43,19 @@ class _Store(Body):
             )
 
 
-class VectorStoreBody(_Store):
+class VectorStoreBody(_StoreBody):
     """POST /v1/vector_stores."""
 
     file_ids: Several[str] | None = None
     chunking_strategy: dict[str, Any] | None = None
 
-    def wanted(self) -> list[Wanted]:
+    def wanted(self) -> list[WantedFile]:
         """The files that are to be in it."""
         sizes = sizes_of(self.chunking_strategy, "chunking_strategy")
-        return _distinct([Wanted(id, {}, sizes) for id in self.file_ids or ()])
+        return _distinct([WantedFile(id, {}, sizes) for id in self.file_ids or ()])
 
 
-class VectorStoreChangeBody(_Store):
+class VectorStoreChangeBody(_StoreBody):
     """POST /v1/vector_stores/{id}."""
 
 
@@ -66,9 +66,9 @@ class AttachBody(Body):
     attributes: dict[str, Any] | None = None
     chunking_strategy: dict[str, Any] | None = None
 
-    def wanted(self) -> Wanted:
+    def wanted(self) -> WantedFile:
         """The file."""
-        return Wanted(
+        return WantedFile(
             self.file_id, attributes_of(self.attributes), sizes_of(self.chunking_strategy, "chunking_strategy")
         )
 
@@ -83,14 +83,14 @@ class BatchBody(Body):
     attributes: dict[str, Any] | None = None
     chunking_strategy: dict[str, Any] | None = None
 
-    def wanted(self) -> list[Wanted]:
+    def wanted(self) -> list[WantedFile]:
         """The files, in their order."""
         if (self.file_ids is None) == (self.files is None):
             raise InvalidRequest("give file_ids, or files, and not both", field="file_ids")
         if self.files is not None:
             return _distinct([one.wanted() for one in self.files])
         noted, sizes = attributes_of(self.attributes), sizes_of(self.chunking_strategy, "chunking_strategy")
-        return _distinct([Wanted(id, noted, sizes) for id in self.file_ids or ()])
+        return _distinct([WantedFile(id, noted, sizes) for id in self.file_ids or ()])
 
 
 class AttributesBody(Body):
@@ -201,7 +201,7 @@ def attributes_of(given: Mapping[str, Any] | None) -> dict[str, Attribute]:
     return {name: value if isinstance(value, str | bool) else float(value) for name, value in given.items()}
 
 
-def _distinct(wanted: Sequence[Wanted]) -> list[Wanted]:
+def _distinct(wanted: Sequence[WantedFile]) -> list[WantedFile]:
     return list({one.file: one for one in wanted}.values())
 
 
@@ -260,7 +260,7 @@ def batch_object(store: Collection, batch: str, files: Sequence[Attachment]) -> 
     }
 
 
-def result_object(found: Found) -> dict[str, Any]:
+def result_object(found: SearchHit) -> dict[str, Any]:
     """A passage that was found, without its text."""
     one = found.chunk
     return {

@@ -24,7 +24,7 @@ from cairn.api.json_body import read_json, read_nothing
 from cairn.api.library import Library
 from cairn.api.lists import LISTED, MOST_LISTED, parameters
 from cairn.api.parse import parse
-from cairn.api.reply import Call
+from cairn.api.reply import HTTPCall
 from cairn.api.vector_store_schemas import (
     AttachBody,
     AttributesBody,
@@ -45,7 +45,7 @@ from cairn.rag.definition import CHUNK, OVERLAP, Collection
 from cairn.rag.vector_stores import FIELD, Embedders, VectorStores
 from cairn.service.service import Service
 
-Endpoint = Callable[[Call, Service], Awaitable[None]]
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 PATH = "/v1/vector_stores"
 STATES = ("in_progress", "completed", "failed", "cancelled")
 
@@ -93,7 +93,7 @@ class VectorStoreRoutes:
 
     # --------------------------------------------------------------------------------------------------------- stores
 
-    async def create(self, call: Call, service: Service) -> None:
+    async def create(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/vector_stores: {"name", "file_ids", "chunking_strategy", "metadata"}, all optional."""
         stores, collections = await self._library.stores(), await self._library.open()
         body = parse(VectorStoreBody, await read_nothing(call, self._config), self._config, call)
@@ -107,7 +107,7 @@ class VectorStoreRoutes:
             await stores.attach(call.tenant, id, wanted, self._embedders(call))
         await call.json(await self._store(stores, call.tenant, id))
 
-    async def list(self, call: Call, service: Service) -> None:
+    async def list(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/vector_stores, the newest first unless `order` is asc: all collections."""
         stores, collections = await self._library.stores(), await self._library.open()
         asked = parameters(call, ("limit", "order", "after"))
@@ -117,54 +117,54 @@ class VectorStoreRoutes:
         )
         await call.json(listed(asked, data, LISTED, MOST_LISTED))
 
-    async def show(self, call: Call, service: Service) -> None:
+    async def show(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/vector_stores/{id}: how much it holds, and how far its files are."""
         stores = await self._library.stores()
-        await call.json(await self._store(stores, call.tenant, _part(call, 0)))
+        await call.json(await self._store(stores, call.tenant, call.path_part(PATH)))
 
-    async def change(self, call: Call, service: Service) -> None:
+    async def change(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/vector_stores/{id}: {"name", "metadata"}; what is not given stays."""
         stores, collections = await self._library.stores(), await self._library.open()
         body = parse(VectorStoreChangeBody, await read_json(call, self._config), self._config, call)
         body.check()
-        id = _part(call, 0)
+        id = call.path_part(PATH)
         await asyncio.to_thread(collections.store.change, call.tenant, id, body.name, body.metadata)
         await call.json(await self._store(stores, call.tenant, id))
 
-    async def delete(self, call: Call, service: Service) -> None:
+    async def delete(self, call: HTTPCall, service: Service) -> None:
         """DELETE /v1/vector_stores/{id}: answered when its text is overwritten on the disk; files stay."""
-        collections, id = await self._library.open(), _part(call, 0)
+        collections, id = await self._library.open(), call.path_part(PATH)
         await asyncio.to_thread(collections.store.delete, call.tenant, id)
         await call.json({"id": id, "object": "vector_store.deleted", "deleted": True})
 
-    async def search(self, call: Call, service: Service) -> None:
+    async def search(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/vector_stores/{id}/search: {"query", "filters", "max_num_results", "ranking_options"}."""
         body = parse(StoreSearchBody, await read_json(call, self._config), self._config, call)
         queries, search = body.queries(), body.search()
         if body.rewrite_query:
             call.warn("rewrite_query: the query is searched as it is")
         rerank = None if body.ranking_options is None else body.ranking_options.rerank
-        found = await self._library.search(call, [_part(call, 0)], queries, search, rerank)
+        found = await self._library.search(call, [call.path_part(PATH)], queries, search, rerank)
         data = [result_object(one) | {"content": [{"type": "text", "text": one.chunk.text}]} for one in found]
         kind = "vector_store.search_results.page"
         await call.json({"object": kind, "search_query": queries, "data": data, "has_more": False, "next_page": None})
 
     # ---------------------------------------------------------------------------------------------------------- files
 
-    async def attach(self, call: Call, service: Service) -> None:
+    async def attach(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/vector_stores/{id}/files: {"file_id", "attributes", "chunking_strategy"}; it is read meanwhile."""
-        stores, id = await self._library.stores(), _part(call, 0)
+        stores, id = await self._library.stores(), call.path_part(PATH)
         body = parse(AttachBody, await read_json(call, self._config), self._config, call)
         await stores.attach(call.tenant, id, [body.wanted()], self._embedders(call))
         await call.json(await self._file(stores, call.tenant, id, body.file_id))
 
-    async def files(self, call: Call, service: Service) -> None:
+    async def files(self, call: HTTPCall, service: Service) -> None:
         """GET the files of a vector store, or of a batch, the newest first unless `order` is asc; `filter`: those that
         are so far."""
         stores = await self._library.stores()
         asked = parameters(call, ("limit", "order", "after", "filter"))
-        batch = _part(call, 2) if _part(call, 1) == "file_batches" else ""
-        store, found = await stores.listed(call.tenant, _part(call, 0), batch)
+        batch = call.path_part(PATH, 2) if call.path_part(PATH, 1) == "file_batches" else ""
+        store, found = await stores.listed(call.tenant, call.path_part(PATH), batch)
         _check_batch(batch, found)
         if (state := asked.get("filter")) is not None:
             if state not in STATES:
@@ -174,31 +174,31 @@ class VectorStoreRoutes:
         data = [attachment_object(store, one, sizes.get(one.file, 0)) for one in found]
         await call.json(listed(asked, data, LISTED, MOST_LISTED))
 
-    async def show_file(self, call: Call, service: Service) -> None:
+    async def show_file(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/vector_stores/{id}/files/{file}: how far it is, and why it could not be read."""
         stores = await self._library.stores()
-        await call.json(await self._file(stores, call.tenant, _part(call, 0), _part(call, 2)))
+        await call.json(await self._file(stores, call.tenant, call.path_part(PATH), call.path_part(PATH, 2)))
 
-    async def change_file(self, call: Call, service: Service) -> None:
+    async def change_file(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/vector_stores/{id}/files/{file}: {"attributes"}."""
-        stores, id, file = await self._library.stores(), _part(call, 0), _part(call, 2)
+        stores, id, file = await self._library.stores(), call.path_part(PATH), call.path_part(PATH, 2)
         body = parse(AttributesBody, await read_json(call, self._config), self._config, call)
         await stores.note(call.tenant, id, file, attributes_of(body.attributes))
         await call.json(await self._file(stores, call.tenant, id, file))
 
-    async def detach(self, call: Call, service: Service) -> None:
+    async def detach(self, call: HTTPCall, service: Service) -> None:
         """DELETE /v1/vector_stores/{id}/files/{file}: answered when its text there is overwritten; the file stays."""
-        stores, file = await self._library.stores(), _part(call, 2)
-        await stores.detach(call.tenant, _part(call, 0), file)
+        stores, file = await self._library.stores(), call.path_part(PATH, 2)
+        await stores.detach(call.tenant, call.path_part(PATH), file)
         await call.json({"id": file, "object": "vector_store.file.deleted", "deleted": True})
 
-    async def content(self, call: Call, service: Service) -> None:
+    async def content(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/vector_stores/{id}/files/{file}/content: its text, chunk by chunk."""
         collections = await self._library.open()
 
         def found() -> list[dict[str, Any]]:
-            store = collections.store.collection(call.tenant, _part(call, 0))
-            return [{"type": "text", "text": text} for text in collections.store.texts(store, _part(call, 2))]
+            store = collections.store.collection(call.tenant, call.path_part(PATH))
+            return [{"type": "text", "text": text} for text in collections.store.texts(store, call.path_part(PATH, 2))]
 
         data = await asyncio.to_thread(found)
         kind = "vector_store.file_content.page"
@@ -206,9 +206,9 @@ class VectorStoreRoutes:
 
     # -------------------------------------------------------------------------------------------------------- batches
 
-    async def batch(self, call: Call, service: Service) -> None:
+    async def batch(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/vector_stores/{id}/file_batches: {"file_ids", "files", "attributes", "chunking_strategy"}."""
-        stores, id, batch = await self._library.stores(), _part(call, 0), f"vsfb_{call.id}"
+        stores, id, batch = await self._library.stores(), call.path_part(PATH), f"vsfb_{call.id}"
         body = parse(BatchBody, await read_json(call, self._config), self._config, call)
         wanted = body.wanted()
         if not wanted:
@@ -219,16 +219,16 @@ class VectorStoreRoutes:
             raise InvalidRequest("file_ids: the vector store has all of these files already", field="file_ids")
         await call.json(batch_object(store, batch, found))
 
-    async def show_batch(self, call: Call, service: Service) -> None:
+    async def show_batch(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/vector_stores/{id}/file_batches/{batch}: how far its files are."""
-        stores, batch = await self._library.stores(), _part(call, 2)
-        store, found = await stores.listed(call.tenant, _part(call, 0), batch)
+        stores, batch = await self._library.stores(), call.path_part(PATH, 2)
+        store, found = await stores.listed(call.tenant, call.path_part(PATH), batch)
         _check_batch(batch, found)
         await call.json(batch_object(store, batch, found))
 
-    async def cancel(self, call: Call, service: Service) -> None:
+    async def cancel(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/vector_stores/{id}/file_batches/{batch}/cancel: what is not read yet stays out."""
-        stores, id, batch = await self._library.stores(), _part(call, 0), _part(call, 2)
+        stores, id, batch = await self._library.stores(), call.path_part(PATH), call.path_part(PATH, 2)
         parse(NoBody, await read_nothing(call, self._config), self._config)
         _check_batch(batch, (await stores.listed(call.tenant, id, batch))[1])
         await stores.cancel(call.tenant, id, batch)
@@ -236,7 +236,7 @@ class VectorStoreRoutes:
 
     # --------------------------------------------------------------------------------------------------------- within
 
-    def _embedders(self, call: Call) -> Embedders:
+    def _embedders(self, call: HTTPCall) -> Embedders:
         salt, share = call.salt, call.share
         return lambda: self._library.embedder(salt, share, None, FIELD)
 
@@ -267,8 +267,3 @@ def _with(batch: str, found: tuple[Collection, Sequence[Attachment]]) -> tuple[C
 def _check_batch(batch: str, found: Sequence[Attachment]) -> None:
     if batch and not found:
         raise NotFound(f"there is no batch {batch[:64]}", field="batch_id")
-
-
-def _part(call: Call, number: int) -> str:
-    """A part of the path below /v1/vector_stores."""
-    return call.path.removeprefix(PATH + "/").split("/")[number]

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from cairn.api.reply import Call, encode
+from cairn.api.reply import HTTPCall, encode
 from cairn.api.resumable import EventLogs
 from cairn.api.sse import DONE
 from cairn.config import Config
@@ -67,7 +67,7 @@ class EventedWork:
 
 
 async def answer(
-    call: Call, logs: EventLogs, config: Config, work: Work, *, stream: bool, whole: Callable[[], dict[str, Any]]
+    call: HTTPCall, logs: EventLogs, config: Config, work: Work, *, stream: bool, whole: Callable[[], dict[str, Any]]
 ) -> None:
     """Do the work and answer the call: with its events, or once it is over with what `whole` makes of it."""
     calls = logs.calls

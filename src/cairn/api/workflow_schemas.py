@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from cairn.api.reply import Call
-from cairn.api.schemas import Body, Count
+from cairn.api.body import Body, Count
 from cairn.errors import InvalidRequest
 from cairn.workflows.runs import RunState
 
@@ -42,11 +41,6 @@ class WorkflowBody(Body):
     """POST /v1/workflows/check."""
 
     workflow: dict[str, Any]
-
-
-def run_of(call: Call) -> str:
-    """Which run a path below /v1/workflows/runs is about."""
-    return call.path.removeprefix(RUNS + "/").partition("/")[0]
 
 
 def run_object(state: RunState, *, whole: bool = True) -> dict[str, Any]:

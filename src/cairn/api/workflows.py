@@ -19,7 +19,7 @@ from cairn.api.generation import check_model
 from cairn.api.json_body import read_json, read_nothing
 from cairn.api.lists import LISTED, MOST_LISTED, page, parameters
 from cairn.api.parse import parse
-from cairn.api.reply import Call
+from cairn.api.reply import HTTPCall
 from cairn.api.resumable import EventLogs
 from cairn.api.team_schemas import one_of
 from cairn.api.work_events import Emit, answer
@@ -30,7 +30,6 @@ from cairn.api.workflow_schemas import (
     WorkflowBody,
     WorkflowRunBody,
     run_object,
-    run_of,
 )
 from cairn.config import Config
 from cairn.errors import InvalidRequest
@@ -41,7 +40,7 @@ from cairn.workflows.definition import workflow_of
 from cairn.workflows.drawing import mermaid, png, states_of, svg
 from cairn.workflows.runs import Runs
 
-Endpoint = Callable[[Call, Service], Awaitable[None]]
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 
 
 class WorkflowRoutes:
@@ -68,14 +67,14 @@ class WorkflowRoutes:
         }
         return known.get(rest) if rest or not path.endswith("/") else None
 
-    async def check(self, call: Call, service: Service) -> None:
+    async def check(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/workflows/check: {"workflow"}: a 400 says what is wrong first."""
         body = parse(WorkflowBody, await read_json(call, self._config), self._config, call)
         workflow = workflow_of(body.workflow)
         order = [node.id for node in check_workflow(workflow).nodes]
         await call.json({"object": "workflow.check", "valid": True, "order": order, "mermaid": mermaid(workflow)})
 
-    async def run(self, call: Call, service: Service) -> None:
+    async def run(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/workflows/runs: {"workflow", "inputs", "seed", "stream"}."""
         runs = self._runs()
         body = parse(WorkflowRunBody, await read_json(call, self._config), self._config, call)
@@ -87,16 +86,16 @@ class WorkflowRoutes:
         call.headers.append((b"x-cairn-run", state.run.id.encode()))
         await self._work(call, service, runs, state.run.id, stream=bool(body.stream))
 
-    async def resume(self, call: Call, service: Service) -> None:
+    async def resume(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/workflows/runs/{id}/resume: a run that was cut off goes on, and what failed is tried again."""
-        runs, id = self._runs(), run_of(call)
+        runs, id = self._runs(), call.path_part(RUNS)
         body = parse(RunResumeBody, await read_nothing(call, self._config), self._config, call)
         check_model(body.model, service)
         service.check_generates()
         runs.check_open(call.tenant, id)
         await self._work(call, service, runs, id, stream=bool(body.stream))
 
-    async def _work(self, call: Call, service: Service, runs: Runs, id: str, *, stream: bool) -> None:
+    async def _work(self, call: HTTPCall, service: Service, runs: Runs, id: str, *, stream: bool) -> None:
         asker = Asker(call.tenant, call.salt, call.share, service)
 
         async def work(emit: Emit) -> None:
@@ -111,7 +110,7 @@ class WorkflowRoutes:
             whole=lambda: run_object(runs.get(asker.tenant, id)),
         )
 
-    async def list(self, call: Call, service: Service) -> None:
+    async def list(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/workflows/runs, most recently created first."""
         asked = parameters(call, ("limit", "after"))
         limit = asked.get("limit", str(LISTED))
@@ -120,27 +119,27 @@ class WorkflowRoutes:
         data = [run_object(state, whole=False) for state in self._runs().list(call.tenant)]
         await call.json(page(data, int(limit), asked.get("after")))
 
-    async def show(self, call: Call, service: Service) -> None:
+    async def show(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/workflows/runs/{id}: its nodes with their outputs, its result and conflicts."""
-        await call.json(run_object(self._runs().get(call.tenant, run_of(call))))
+        await call.json(run_object(self._runs().get(call.tenant, call.path_part(RUNS))))
 
-    async def delete(self, call: Call, service: Service) -> None:
+    async def delete(self, call: HTTPCall, service: Service) -> None:
         """DELETE /v1/workflows/runs/{id}: answered when its text is gone from the disk."""
-        id = run_of(call)
+        id = call.path_part(RUNS)
         await self._runs().delete(call.tenant, id)
         await call.json({"id": id, "object": "workflow.run.deleted", "deleted": True})
 
-    async def interrupt(self, call: Call, service: Service) -> None:
+    async def interrupt(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/workflows/runs/{id}/interrupt: what runs is cut off, and goes on when it is resumed."""
-        runs, id = self._runs(), run_of(call)
+        runs, id = self._runs(), call.path_part(RUNS)
         parse(NoBody, await read_nothing(call, self._config), self._config)
         await call.json(
             {"id": id, "object": "workflow.run.interrupted", "interrupted": runs.interrupt(call.tenant, id)}
         )
 
-    async def graph(self, call: Call, service: Service) -> None:
+    async def graph(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/workflows/runs/{id}/graph: `format` mermaid, svg or png."""
-        state = self._runs().get(call.tenant, run_of(call))
+        state = self._runs().get(call.tenant, call.path_part(RUNS))
         form = one_of(parameters(call, ("format",)), "format", ("mermaid", "svg", "png"))
         workflow = state.run.workflow
         states = states_of(workflow, state.nodes, running=state.state == "running")
@@ -156,5 +155,5 @@ class WorkflowRoutes:
         """The runs in the token log that is open now."""
         agents = self._attribution.open()
         if self._opened is None or self._opened[0] is not agents:
-            self._opened = agents, Runs(agents.journals, ServiceAnswerer(self._config))
+            self._opened = agents, Runs(agents.journals, ServiceAnswerer())
         return self._opened[1]

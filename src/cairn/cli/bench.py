@@ -13,7 +13,7 @@ from cairn.resolve import Resolved
 
 if TYPE_CHECKING:
     from cairn.config import Config
-    from cairn.engine.bench import Figure, Load
+    from cairn.engine.bench import Figure, Workload
     from cairn.kernels.roofline import Roofline
     from cairn.model_spec import ModelSpec
     from cairn.models.random_weights import RandomWeights
@@ -28,7 +28,7 @@ MOST_BATCH = 256
 class Measured:
     """What was measured, and beside it the machine's limits."""
 
-    load: Load
+    load: Workload
     roofline: Roofline
     figures: list[Figure]
     weights: int
@@ -57,7 +57,7 @@ def register(app: typer.Typer) -> None:
         as_json: Annotated[bool, typer.Option("--json", help="Figures for a program.")] = False,
     ) -> None:
         """Measure how fast a model is computed here, against the machine's memory bandwidth and arithmetic."""
-        from cairn.engine.bench import Load
+        from cairn.engine.bench import Workload
 
         if shape is not None and resolved.source("model") == "MODEL":
             raise ConfigError("--shape is instead of MODEL")
@@ -65,7 +65,7 @@ def register(app: typer.Typer) -> None:
             raise ConfigError("--weights is for a model's own weights; those of --shape have --type")
         if kind is not None and shape is None:
             raise ConfigError("--type is for the random weights of --shape; a model's own are as its file has them")
-        load = Load(
+        load = Workload(
             prompt=prompt,
             decode=decode,
             batch=_numbers("--batch", batch, 1, MOST_BATCH),
@@ -107,7 +107,7 @@ def _random(shape: str, kind: str) -> tuple[ModelSpec, Weights]:
     return spec, shapes.RandomWeights(spec, kind)
 
 
-def _measure(spec: ModelSpec, weights: Weights, config: Config, load: Load) -> Measured:
+def _measure(spec: ModelSpec, weights: Weights, config: Config, load: Workload) -> Measured:
     from cairn.cli.output import talk
     from cairn.engine.bench import open_bench
     from cairn.engine.machine import cpu_count

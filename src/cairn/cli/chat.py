@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cairn.cli.answer_source import Reached, answers
 from cairn.cli.options import LOCAL, configured, server
 from cairn.cli.output import printable, talk
-from cairn.cli.reach import Answers, answers
-from cairn.cli.sampling import Answering, Source, refuse_local, sampling_parameters
+from cairn.cli.sampling import Answering, AnswerSource, refuse_local, sampling_parameters
 from cairn.errors import CairnError, ConfigError
 from cairn.models.hub import DEMO
 from cairn.option import closest
@@ -99,7 +99,7 @@ def register(app: typer.Typer) -> None:
                 one_answer(found.source, prompt, system, sampling, stream=True)
 
 
-def talk_with(found: Answers, sampling: dict[str, Any], system: str | None) -> None:
+def talk_with(found: Reached, sampling: dict[str, Any], system: str | None) -> None:
     """The conversation, behind a line that says with whom."""
     talk().print(f"{found.name} is ready. /help lists the commands, Ctrl-D leaves.", style="dim", markup=False)
     if found.model == DEMO:
@@ -120,7 +120,7 @@ def _talk_to_agent(
 class Conversation:
     """The messages so far, and the loop that reads lines and answers them."""
 
-    def __init__(self, model: Source, sampling: dict[str, Any], system: str | None = None) -> None:
+    def __init__(self, model: AnswerSource, sampling: dict[str, Any], system: str | None = None) -> None:
         self.messages: list[dict[str, Any]] = []
         self.system = system
         self._model = model

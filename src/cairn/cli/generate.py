@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from cairn.cli.options import LOCAL, configured
-from cairn.cli.sampling import Answering, Source, sampling_parameters, source
+from cairn.cli.sampling import Answering, AnswerSource, sampling_parameters, source
 from cairn.errors import CairnError, InvalidRequest
 from cairn.outputs import FinishReason
 from cairn.resolve import Resolved
@@ -68,13 +68,13 @@ def _schema(path: Path) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": path.stem[:64] or "answer", "schema": schema}}
 
 
-def one_answer(model: Source, prompt: str, system: str | None, sampling: dict[str, Any], stream: bool) -> None:
+def one_answer(model: AnswerSource, prompt: str, system: str | None, sampling: dict[str, Any], stream: bool) -> None:
     """The answer to one question on stdout."""
     messages = [{"role": "system", "content": system}] if system is not None else []
     write(_chat(model, [*messages, {"role": "user", "content": prompt}], sampling), stream)
 
 
-def _chat(model: Source, messages: list[dict[str, str]], sampling: dict[str, Any]) -> Answering:
+def _chat(model: AnswerSource, messages: list[dict[str, str]], sampling: dict[str, Any]) -> Answering:
     try:
         return model.chat(messages, **sampling)
     except CairnError as error:

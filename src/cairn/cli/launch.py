@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from cairn.cli.launch_table import AGENTS, Agent
+from cairn.cli.launch_table import AGENTS, AgentProgram
 from cairn.cli.options import Host, configured, server
 from cairn.cli.output import talk
 from cairn.errors import CairnError, ConfigError, Unavailable
@@ -30,7 +30,7 @@ _ANSWER = 4
 """An answer may take so much of the context: a fourth."""
 
 
-class Place(NamedTuple):
+class ServerAddress(NamedTuple):
     """Where the server is, and what it has."""
 
     url: str
@@ -87,7 +87,9 @@ def register(app: typer.Typer) -> None:
         raise typer.Exit(code)
 
 
-def start(agent: Agent, place: Place, folder: Path, arguments: list[str] | tuple[str, ...] = ()) -> Start:
+def start(
+    agent: AgentProgram, place: ServerAddress, folder: Path, arguments: list[str] | tuple[str, ...] = ()
+) -> Start:
     """How an agent is started that is to use the server at a place."""
     values: dict[str, str | int] = {
         "url": place.url,
@@ -150,10 +152,10 @@ def _print(begun: Start) -> None:
 
 
 @contextmanager
-def _place(resolved: Resolved, host: str | None, model: str | None) -> Iterator[tuple[Place, bool]]:
+def _place(resolved: Resolved, host: str | None, model: str | None) -> Iterator[tuple[ServerAddress, bool]]:
     """The server that runs, or one that is started and ended; which of both."""
+    from cairn.cli.answer_source import LOADING, state_of
     from cairn.cli.client import address
-    from cairn.cli.reach import LOADING, state_of
 
     try:
         yield _found(resolved, host), False
@@ -172,7 +174,7 @@ def _place(resolved: Resolved, host: str | None, model: str | None) -> Iterator[
         yield place, True
 
 
-def _found(resolved: Resolved, host: str | None) -> Place:
+def _found(resolved: Resolved, host: str | None) -> ServerAddress:
     """The server that runs. Unavailable where none does."""
     from cairn.cli.client import first_chat
 
@@ -180,11 +182,11 @@ def _found(resolved: Resolved, host: str | None) -> Place:
         first = first_chat(client.get("/v1/models")["data"])
         config = resolved.config
         key = config.api_key[0].reveal() if config.api_key else ""
-        return Place(client.url, str(first["id"]), key, int(first["max_model_len"]))
+        return ServerAddress(client.url, str(first["id"]), key, int(first["max_model_len"]))
 
 
 @contextmanager
-def _served(resolved: Resolved, model: str) -> Iterator[Place]:
+def _served(resolved: Resolved, model: str) -> Iterator[ServerAddress]:
     """A server of our own, which says what it has to say into a file."""
     from cairn.cli.models import pull_missing
 

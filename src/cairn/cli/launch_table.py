@@ -15,7 +15,7 @@ Json = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Agent:
+class AgentProgram:
     """How one agent is started."""
 
     title: str
@@ -31,8 +31,8 @@ class Agent:
 
 _OPENCODE_MODEL = {"name": "{model}", "tool_call": True, "limit": {"context": "{context}", "output": "{answer}"}}
 
-AGENTS: Mapping[str, Agent] = {
-    "claude": Agent(
+AGENTS: Mapping[str, AgentProgram] = {
+    "claude": AgentProgram(
         title="Claude Code",
         program="claude",
         install="npm install -g @anthropic-ai/claude-code",
@@ -55,7 +55,7 @@ AGENTS: Mapping[str, Agent] = {
             "DISABLE_FEEDBACK_COMMAND": "1",
         },
     ),
-    "codex": Agent(
+    "codex": AgentProgram(
         title="codex",
         program="codex",
         install="npm install -g @openai/codex",
@@ -67,7 +67,7 @@ AGENTS: Mapping[str, Agent] = {
             *("-c", 'model_providers.cairn.env_key="CODEX_CAIRN_KEY"'),
         ),
     ),
-    "opencode": Agent(
+    "opencode": AgentProgram(
         title="opencode",
         program="opencode",
         install="npm install -g opencode-ai",
@@ -86,7 +86,7 @@ AGENTS: Mapping[str, Agent] = {
             }
         },
     ),
-    "qwen": Agent(
+    "qwen": AgentProgram(
         title="qwen-code",
         program="qwen",
         install="npm install -g @qwen-code/qwen-code",
@@ -104,7 +104,7 @@ AGENTS: Mapping[str, Agent] = {
             }
         },
     ),
-    "aider": Agent(
+    "aider": AgentProgram(
         title="aider",
         program="aider",
         install="python -m pip install aider-install && aider-install",
@@ -126,7 +126,7 @@ AGENTS: Mapping[str, Agent] = {
             }
         },
     ),
-    "pi": Agent(
+    "pi": AgentProgram(
         title="pi",
         program="pi",
         install="npm install -g @mariozechner/pi-coding-agent",

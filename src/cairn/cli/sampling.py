@@ -60,7 +60,7 @@ class Answering(Protocol):
         ...
 
 
-class Source(Protocol):
+class AnswerSource(Protocol):
     """What answers: a model in this process, or a server."""
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Answering:
@@ -90,7 +90,7 @@ class _Local:
 
 
 @contextmanager
-def source(resolved: Resolved, host: str | None) -> Iterator[Source]:
+def source(resolved: Resolved, host: str | None) -> Iterator[AnswerSource]:
     """A model in this process, or the server at `host`. Local options beside `host` are an error, not ignored."""
     if host is None:
         if resolved.source("api_key").startswith("--"):

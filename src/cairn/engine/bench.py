@@ -33,7 +33,7 @@ ROUNDS = 3
 _GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0)
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """What is computed, in tokens."""
 
     prompt: int = 512
@@ -84,7 +84,7 @@ class Bench:
 
     spec: ModelSpec
     engine: CpuEngine
-    load: Load
+    load: Workload
     weights: WeightMemory
     now: Callable[[], float]
     roofline: Roofline
@@ -179,7 +179,7 @@ def open_bench(
     spec: ModelSpec,
     weights: Mapping[str, Any],
     config: Config,
-    load: Load,
+    load: Workload,
     roofline: Roofline,
     now: Callable[[], float],
 ) -> Bench:

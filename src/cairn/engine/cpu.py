@@ -44,9 +44,9 @@ from cairn.model_spec import ModelSpec
 from cairn.models import decoder, packed_file, quantize
 from cairn.models.buffers import LOGITS_ROWS, allocate
 from cairn.models.families import FAMILIES
-from cairn.models.projection import Projection, Step, open_projection
-from cairn.models.reach import fits_half, reach
+from cairn.models.projection import Projection, ProjectionStep, open_projection
 from cairn.models.row_table import RowTable, open_table
+from cairn.models.value_range import fits_half, reach
 from cairn.models.weight_format import HeldWeights, error_line, form_of
 from cairn.models.weights import open_weights
 from cairn.sampling import sample
@@ -58,7 +58,7 @@ NOTHING = RowResult()
 """The result of a row that no logits were wanted of."""
 
 
-class Fit(NamedTuple):
+class FittedModel(NamedTuple):
     """A model that fits the memory."""
 
     weights: HeldWeights
@@ -83,7 +83,7 @@ class CpuEngine:
         form: str = "stored",
         expected: int = 0,
         build: Callable[[Kernels, ModelSpec, Any], decoder.Decoder] = decoder.build,
-        steps: tuple[Step, ...] = (),
+        steps: tuple[ProjectionStep, ...] = (),
         rows: RowTable | None = None,
     ) -> None:
         """`weights` as they are to be held, in the `form` of `models.held`; `blocks` in the pool of each group.
@@ -127,7 +127,7 @@ class CpuEngine:
         )
 
     @classmethod
-    def fit(cls, spec: ModelSpec, folder: Path, config: Config, blocks: tuple[int, ...] = ()) -> Fit:
+    def fit(cls, spec: ModelSpec, folder: Path, config: Config, blocks: tuple[int, ...] = ()) -> FittedModel:
         """The weights as they are to be held, if all of it fits the memory; `ModelError` otherwise.
 
         Only headers are read. `blocks`: of the pool of each group; none: as many as `pool_blocks` says.
@@ -149,7 +149,7 @@ class CpuEngine:
             )
         blocks = blocks or pool_blocks(spec, config, weights=taken)
         check_memory(spec, config, blocks, weights=taken)
-        return Fit(weights, taken, blocks, config, tuple(notes))
+        return FittedModel(weights, taken, blocks, config, tuple(notes))
 
     @classmethod
     def load(
@@ -159,7 +159,7 @@ class CpuEngine:
         config: Config,
         expected: int = 0,
         blocks: tuple[int, ...] = (),
-        fit: Fit | None = None,
+        fit: FittedModel | None = None,
     ) -> CpuEngine:
         """The whole model, or an exception: memory and files are checked before anything is built.
 

@@ -25,7 +25,7 @@ from cairn.kernels.program import Interpreted, Program
 from cairn.model_spec import ModelSpec
 from cairn.models import decoder, encoder
 from cairn.models.buffers import allocate
-from cairn.models.projection import Projection, Step, open_projection
+from cairn.models.projection import Projection, ProjectionStep, open_projection
 from cairn.models.weight_format import HeldWeights, error_line, form_of
 from cairn.models.weights import open_weights
 from cairn.pooling_spec import EncoderSpec
@@ -42,7 +42,7 @@ class EncoderEngine:
         weights: Mapping[str, Any],
         config: Config,
         identity: bytes,
-        steps: tuple[Step, ...] = (),
+        steps: tuple[ProjectionStep, ...] = (),
     ) -> None:
         """`weights` as they are to be held; `steps` are what a pooled state goes through."""
         self._first, self._types = (spec.encoder.first_position, spec.encoder.type_rows) if spec.encoder else (0, 0)

@@ -19,7 +19,7 @@ from cairn.model_spec import ModelSpec
 from cairn.models import encoder
 from cairn.models.buffers import buffer_bytes
 from cairn.models.decoder import build
-from cairn.models.mixture import Mixture
+from cairn.models.moe import Mixture
 from cairn.models.projection import projection_bytes
 from cairn.models.tensor_meta import TensorMeta, outlines
 from cairn.models.weights import parameters, small

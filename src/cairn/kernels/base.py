@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.kernels.program import Call, Program
+from cairn.kernels.program import KernelCall, Program
 from cairn.kernels.vocabulary import Sampler
 from cairn.layer_spec import RopeScaling
 
@@ -518,7 +518,7 @@ class Kernels(Protocol):
         """What decides lines of `vocab` logits, on the same threads. All kernels give the same tokens."""
         ...
 
-    def program(self, calls: Sequence[Call]) -> Program:
+    def program(self, calls: Sequence[KernelCall]) -> Program:
         """The calls as one, to be replayed at any sizes, fused where these kernels do."""
         ...
 

@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from cairn.engine.base import Row
 from cairn.kernels.vocabulary import (
     GREEDY_BELOW,
-    Choice,
     Floats,
     Ids,
     Line,
     Sampler,
+    TokenChoice,
     Weights,
     adjust,
     by_rank,
@@ -51,7 +51,7 @@ _XTC = 0x5854430000000000
 """Makes the chance of XTC another one than the draw's."""
 
 
-def choose(sampler: Sampler, lines: Sequence[Line], logits: Floats) -> list[Choice]:
+def choose(sampler: Sampler, lines: Sequence[Line], logits: Floats) -> list[TokenChoice]:
     """`Sampler.choose`: lines without extras by the sampler, the others here."""
     asking = [number for number, line in enumerate(lines) if line.row is not None and line.row.sampling.extras]
     if not asking:

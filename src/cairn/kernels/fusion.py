@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from cairn.kernels.program import Call, Slot
+from cairn.kernels.program import KernelCall, Slot
 
 _WRITES = {"norm": 3, "project": 2, "gate": 2}
 """Kernel -> the argument that it writes and does not read, of those whose results may be left out."""
@@ -46,9 +46,9 @@ _RULES = (
 """Longer ones first."""
 
 
-def fuse(calls: Sequence[Call]) -> list[Call]:
+def fuse(calls: Sequence[KernelCall]) -> list[KernelCall]:
     """The calls with every run of them that a rule knows as one."""
-    done: list[Call] = []
+    done: list[KernelCall] = []
     at = 0
     while at < len(calls):
         for rule in _RULES:
@@ -63,7 +63,7 @@ def fuse(calls: Sequence[Call]) -> list[Call]:
     return done
 
 
-def _fused(rule: _Rule, calls: Sequence[Call], at: int) -> Call | None:
+def _fused(rule: _Rule, calls: Sequence[KernelCall], at: int) -> KernelCall | None:
     """The calls from `at` on as one; None where they are others, or where what they pass on is read elsewhere too."""
     run = calls[at : at + len(rule.calls)]
     if tuple(call.kernel for call in run) != rule.calls:
@@ -76,10 +76,10 @@ def _fused(rule: _Rule, calls: Sequence[Call], at: int) -> Call | None:
         if _read(passed, [*run[place + 2 :], *calls[at + len(run) :]]):
             return None
     arguments = rule.arguments([call.arguments for call in run])
-    return None if arguments is None else Call(rule.fused, arguments)
+    return None if arguments is None else KernelCall(rule.fused, arguments)
 
 
-def _read(slot: Slot, calls: Sequence[Call]) -> bool:
+def _read(slot: Slot, calls: Sequence[KernelCall]) -> bool:
     """Whether one of the calls reads what a slot holds before it."""
     for call in calls:
         places = [number for number, one in enumerate(call.arguments) if one is slot]

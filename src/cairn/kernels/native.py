@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from cairn.errors import ModelError
 from cairn.kernels.base import BLOCK, GROUP, Quantized
 from cairn.kernels.fusion import fuse
-from cairn.kernels.program import Call, Size, Slot, slots
+from cairn.kernels.program import KernelCall, Size, Slot, slots
 from cairn.kernels.rope import Rope, frequencies
 from cairn.kernels.sampler import NativeSampler
 from cairn.layer_spec import RopeScaling
@@ -429,7 +429,7 @@ class NativeKernels:
     def sampler(self, vocab: int) -> NativeSampler:
         return NativeSampler(self._native.Sampler(self._variant, self._team, vocab))
 
-    def program(self, calls: Sequence[Call]) -> NativeProgram:
+    def program(self, calls: Sequence[KernelCall]) -> NativeProgram:
         return NativeProgram(self._native.Program(self._variant, self._team), fuse(calls))
 
     def close(self) -> None:
@@ -437,13 +437,13 @@ class NativeKernels:
         self._team = None
 
     def _run(self, kernel: str, arguments: tuple[Any, ...], *, tokens: int = 0, rows: int = 0, logits: int = 0) -> None:
-        self.program([Call(kernel, arguments)]).replay({"tokens": tokens, "rows": rows, "logits": logits})
+        self.program([KernelCall(kernel, arguments)]).replay({"tokens": tokens, "rows": rows, "logits": logits})
 
 
 class NativeProgram:
     """`kernels.program.Program` that runs all its calls in one call of the module, without the interpreter's lock."""
 
-    def __init__(self, native: Any, calls: Sequence[Call]) -> None:
+    def __init__(self, native: Any, calls: Sequence[KernelCall]) -> None:
         self._native = native
         # Also keeps the arrays alive that the module points into.
         self.calls = tuple(calls)

@@ -21,7 +21,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class KernelCall:
     """One kernel call of a program; arguments that are `Slot`s are cut at replay, all others are constants."""
 
     kernel: str
@@ -32,7 +32,7 @@ class Program(Protocol):
     """What `Kernels.program` makes of calls. Replaying it equals the direct run, bit for bit, for any sizes."""
 
     @property
-    def calls(self) -> tuple[Call, ...]:
+    def calls(self) -> tuple[KernelCall, ...]:
         """The calls in order."""
         ...
 
@@ -41,7 +41,7 @@ class Program(Protocol):
         ...
 
 
-def slots(calls: Sequence[Call]) -> tuple[Slot, ...]:
+def slots(calls: Sequence[KernelCall]) -> tuple[Slot, ...]:
     """Every slot of the calls, once."""
     return tuple({id(one): one for call in calls for one in call.arguments if isinstance(one, Slot)}.values())
 
@@ -49,7 +49,7 @@ def slots(calls: Sequence[Call]) -> tuple[Slot, ...]:
 class Interpreted:
     """A `Program` that calls the kernels one by one."""
 
-    def __init__(self, kernels: Any, calls: Sequence[Call]) -> None:
+    def __init__(self, kernels: Any, calls: Sequence[KernelCall]) -> None:
         self._kernels = kernels
         self.calls = tuple(calls)
         self._slots = slots(calls)

@@ -29,7 +29,7 @@ from cairn.kernels.base import Quantized
 from cairn.kernels.blas import TILE, one_blas_thread, project
 from cairn.kernels.fusion import fuse
 from cairn.kernels.paged import SPAN, attend, softcap
-from cairn.kernels.program import Call, Interpreted
+from cairn.kernels.program import Interpreted, KernelCall
 from cairn.kernels.quantized import Segments, rounded, segments
 from cairn.kernels.rope import Rope, frequencies
 from cairn.kernels.vocabulary import NUMPY, Sampler
@@ -443,7 +443,7 @@ class ReferenceKernels:
     def sampler(self, vocab: int) -> Sampler:
         return NUMPY
 
-    def program(self, calls: Sequence[Call]) -> Interpreted:
+    def program(self, calls: Sequence[KernelCall]) -> Interpreted:
         return Interpreted(self, fuse(calls))
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.kernels.vocabulary import GREEDY_BELOW, Choice, Line, divisor, lowest
+from cairn.kernels.vocabulary import GREEDY_BELOW, Line, TokenChoice, divisor, lowest
 
 Floats = NDArray[np.float32]
 
@@ -26,9 +26,9 @@ class NativeSampler:
         self._native.greedy(logits, tokens)
         return tokens.tolist()
 
-    def choose(self, lines: Sequence[Line], logits: Floats) -> list[Choice]:
+    def choose(self, lines: Sequence[Line], logits: Floats) -> list[TokenChoice]:
         """`Sampler.choose`."""
-        return [Choice(*told) for told in self._native.choose([_asked(line) for line in lines], logits)]
+        return [TokenChoice(*told) for told in self._native.choose([_asked(line) for line in lines], logits)]
 
 
 def _asked(line: Line) -> tuple[Any, ...]:

@@ -63,7 +63,7 @@ class Line(NamedTuple):
     """`Row.mask`, computed: which tokens may come; None and b"": all."""
 
 
-class Choice(NamedTuple):
+class TokenChoice(NamedTuple):
     """What a line gave."""
 
     finite: bool
@@ -87,7 +87,7 @@ class Sampler(Protocol):
         """The lowest id among the highest of each line of logits [n, vocab]; -1 where one is not finite."""
         ...
 
-    def choose(self, lines: Sequence[Line], logits: Floats) -> list[Choice]:
+    def choose(self, lines: Sequence[Line], logits: Floats) -> list[TokenChoice]:
         """What each line of logits [len(lines), vocab] gives. They are not changed."""
         ...
 
@@ -141,7 +141,7 @@ class NumpySampler:
         finite = np.isfinite(logits[np.arange(len(logits)), tokens]) & np.isfinite(logits.min(axis=1))
         return [token if good else -1 for token, good in zip(tokens.tolist(), finite.tolist(), strict=True)]
 
-    def choose(self, lines: Sequence[Line], logits: Floats) -> list[Choice]:
+    def choose(self, lines: Sequence[Line], logits: Floats) -> list[TokenChoice]:
         """`Sampler.choose`."""
         with np.errstate(all="ignore"):
             finite = (np.isfinite(logits.min(axis=1)) & np.isfinite(logits.max(axis=1))).tolist()
@@ -150,7 +150,7 @@ class NumpySampler:
             masks = [lines[i].mask for i in drawing]
             tokens = dict(zip(drawing, _choose(rows, masks, logits[drawing]), strict=True))
             return [
-                _described(logits[i], line.top, tokens.get(i)) if finite[i] else Choice(False)
+                _described(logits[i], line.top, tokens.get(i)) if finite[i] else TokenChoice(False)
                 for i, line in enumerate(lines)
             ]
 
@@ -158,12 +158,12 @@ class NumpySampler:
 NUMPY = NumpySampler()
 
 
-def _described(logits: Floats, top: int | None, token: int | None) -> Choice:
+def _described(logits: Floats, top: int | None, token: int | None) -> TokenChoice:
     if top is None:
-        return Choice(True, token)
+        return TokenChoice(True, token)
     peak = logits.max()
     best = ranked(logits, min(top, len(logits))) if top else ()
-    return Choice(True, token, float(peak), int(weigh(logits - peak).sum()), tuple(int(one) for one in best))
+    return TokenChoice(True, token, float(peak), int(weigh(logits - peak).sum()), tuple(int(one) for one in best))
 
 
 def _choose(rows: list[Row], masks: list[bytes | None], logits: Floats) -> list[int | None]:

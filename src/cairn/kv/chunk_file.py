@@ -8,7 +8,7 @@ The tag stands for the engine's identity and the codec, so that chunks of many m
 another's. The content is
 
     prefix   magic, format, length of the header, XXH3-128 of all three and the header
-    header   msgpack of `Header`: the whole identity, what the name says, size and XXH3-128 of each section
+    header   msgpack of `ChunkHeader`: the whole identity, what the name says, size and XXH3-128 of each section
     tokens   4 bytes each
     pages    as the codec wrote them
 
@@ -36,7 +36,7 @@ _LONGEST_HEADER = 4096
 _KEY = 32
 
 
-class Damaged(ValueError):
+class DamagedChunk(ValueError):
     """The file is not what it says. Never a reason to stop: the chunk is dropped and computed again."""
 
 
@@ -56,7 +56,7 @@ class Name:
         return f"{self.key.hex()}.{self.parent.hex() or '-'}.{self.tag.hex()}.{self.depth:x}.{self.size:x}"
 
 
-class Header(msgspec.Struct, frozen=True, array_like=True):
+class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
     """What a file says of itself."""
 
     model: str
@@ -100,7 +100,7 @@ def encode(chunk: Chunk, *, model: str, identity: bytes, codec: Codec) -> tuple[
     pages = codec.encode(chunk.group, chunk.pages)
     tokens = struct.pack(f"<{len(chunk.tokens)}I", *chunk.tokens)
     header = msgspec.msgpack.encode(
-        Header(
+        ChunkHeader(
             model=model[:256],
             identity=identity,
             group=chunk.group,
@@ -121,54 +121,54 @@ def encode(chunk: Chunk, *, model: str, identity: bytes, codec: Codec) -> tuple[
 
 
 def name_of(data: bytes | memoryview) -> Name:
-    """What a file should be called by what it says, of which nothing is checked yet; else `Damaged`."""
+    """What a file should be called by what it says, of which nothing is checked yet; else `DamagedChunk`."""
     view = memoryview(data)
     if len(view) < _START:
-        raise Damaged("too short")
+        raise DamagedChunk("too short")
     length = _PREFIX.unpack(view[: _PREFIX.size])[2]
     try:
-        header = msgspec.msgpack.decode(view[_START : _START + min(length, _LONGEST_HEADER)], type=Header)
+        header = msgspec.msgpack.decode(view[_START : _START + min(length, _LONGEST_HEADER)], type=ChunkHeader)
     except msgspec.MsgspecError as error:
-        raise Damaged("the header is not one") from error
+        raise DamagedChunk("the header is not one") from error
     return Name(header.key, header.parent, model_tag(header.identity, header.codec), header.depth, len(view))
 
 
-def verify(data: bytes | memoryview, name: Name) -> tuple[Header, tuple[int, ...], memoryview]:
-    """Header, tokens and pages as written, every check passed; else `Damaged`."""
+def verify(data: bytes | memoryview, name: Name) -> tuple[ChunkHeader, tuple[int, ...], memoryview]:
+    """Header, tokens and pages as written, every check passed; else `DamagedChunk`."""
     view = memoryview(data)
     if len(view) != name.size or len(view) < _START:
-        raise Damaged(f"{len(view)} bytes where the name says {name.size}")
+        raise DamagedChunk(f"{len(view)} bytes where the name says {name.size}")
     magic, version, length = _PREFIX.unpack(view[: _PREFIX.size])
     if magic != _MAGIC or version != FORMAT or length > _LONGEST_HEADER or _START + length > len(view):
-        raise Damaged("not the start of a chunk")
+        raise DamagedChunk("not the start of a chunk")
     body = view[_START : _START + length]
     if xxhash.xxh3_128_digest(bytes(view[: _PREFIX.size]) + bytes(body)) != view[_PREFIX.size : _START]:
-        raise Damaged("the header's checksum is wrong")
+        raise DamagedChunk("the header's checksum is wrong")
     try:
-        header = msgspec.msgpack.decode(body, type=Header)
+        header = msgspec.msgpack.decode(body, type=ChunkHeader)
     except msgspec.MsgspecError as error:
-        raise Damaged("the header is not one") from error
+        raise DamagedChunk("the header is not one") from error
     said = Name(header.key, header.parent, model_tag(header.identity, header.codec), header.depth, name.size)
     if said != name:
-        raise Damaged("the header is another chunk's")
+        raise DamagedChunk("the header is another chunk's")
     tokens_at = _START + length
     pages_at = tokens_at + 4 * header.tokens
     if header.tokens < 1 or header.pages_size < 0 or pages_at + header.pages_size != len(view):
-        raise Damaged("the sections do not fill the file")
+        raise DamagedChunk("the sections do not fill the file")
     if xxhash.xxh3_128_digest(view[tokens_at:pages_at]) != header.tokens_check:
-        raise Damaged("the checksum of the tokens is wrong")
+        raise DamagedChunk("the checksum of the tokens is wrong")
     if xxhash.xxh3_128_digest(view[pages_at:]) != header.pages_check:
-        raise Damaged("the checksum of the pages is wrong")
+        raise DamagedChunk("the checksum of the pages is wrong")
     return header, struct.unpack(f"<{header.tokens}I", view[tokens_at:pages_at]), view[pages_at:]
 
 
 def decode(data: bytes | memoryview, name: Name, *, identity: bytes, codec: Codec) -> Chunk:
-    """The chunk, or `Damaged`. Its pages are a view of `data` where the codec makes none of its own."""
+    """The chunk, or `DamagedChunk`. Its pages are a view of `data` where the codec makes none of its own."""
     header, tokens, pages = verify(data, name)
     if header.identity != identity or header.codec != codec.name:
-        raise Damaged("the chunk is another model's")
+        raise DamagedChunk("the chunk is another model's")
     try:
         whole = codec.decode(header.group, pages)
     except ValueError as error:
-        raise Damaged("the pages do not fit the model") from error
+        raise DamagedChunk("the pages do not fit the model") from error
     return Chunk(header.key, header.parent, tokens, header.depth, whole, header.group)

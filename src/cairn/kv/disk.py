@@ -19,7 +19,7 @@ from typing import Literal
 
 from cairn.errors import ConfigError, Conflict
 from cairn.kv import chunk_file, disk_maintenance, portable_kv
-from cairn.kv.chunk_file import Damaged
+from cairn.kv.chunk_file import DamagedChunk
 from cairn.kv.codec import Codec
 from cairn.kv.disk_maintenance import OtherEngines
 from cairn.kv.disk_state import DiskState
@@ -28,7 +28,7 @@ from cairn.kv.layout import Layout
 from cairn.kv.layout import write as write_layout
 from cairn.kv.model_folders import ModelFolders
 from cairn.kv.pins import Pins, pin_bytes, pin_name
-from cairn.kv.standing import Standing
+from cairn.kv.reuse_hints import Standing
 from cairn.kv.store import Chunk, Scrubbed
 from cairn.kv.store_folder import PROBE_BYTES, StoreFolder, open_folder
 from cairn.seams import Clock, FileSystem, Lock
@@ -138,7 +138,7 @@ class DiskStore:
             return None
         try:
             chunk = chunk_file.decode(data, entry.name, identity=self._identity, codec=self._codec)
-        except Damaged:
+        except DamagedChunk:
             state.drop_damaged(entry)
             return None
         if chunk.tokens != tuple(tokens):

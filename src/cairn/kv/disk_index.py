@@ -4,8 +4,8 @@ An id is a model's tag and a key, so chunks of many models stand side by side. A
 it is *deleted* (nobody finds it; its file is about to go) and then forgotten. Its bytes count until then.
 
 Evictable is a live chunk that no other live or coming chunk extends and that nobody pins or holds. Of those go first
-what is superseded (`standing`), then the cheapest to compute again per byte, in steps of two, and in each step the one
-that was used longest ago; one that waits for its next turn counts as used later.
+what is superseded (`reuse_hints`), then the cheapest to compute again per byte, in steps of two, and in each step the
+one that was used longest ago; one that waits for its next turn counts as used later.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cairn.kv.chunk_file import Name
-from cairn.kv.standing import Standing, Standings, later
+from cairn.kv.reuse_hints import Standing, Standings, later
 
 KEY_BYTES = 32
 """How long a chunk's key is, which ends its id."""
@@ -38,7 +38,7 @@ WAITING_SECONDS = 3600.0
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class IndexEntry:
     """One chunk's file."""
 
     id: bytes
@@ -75,14 +75,14 @@ class DiskIndex:
     def __init__(self) -> None:
         self.bytes = 0
         """What the folder takes on the disk: chunks, deleted ones too, and files that are no chunks."""
-        self._entries: dict[bytes, Entry] = {}
+        self._entries: dict[bytes, IndexEntry] = {}
         self._pins: dict[str, frozenset[bytes]] = {}
         self._pinned: dict[bytes, int] = {}
         self._protected: set[bytes] | None = None
         """What `pinned` counts, while it is known: figures are asked for between steps."""
         self._order: list[tuple[float, float, bytes]] = []
         self.standings = Standings()
-        self._deleted: dict[bytes, Entry] = {}
+        self._deleted: dict[bytes, IndexEntry] = {}
         self._tags: dict[bytes, int] = {}
         """How many chunks each model has, deleted ones too."""
         self._sizes: dict[bytes, int] = {}
@@ -118,14 +118,14 @@ class DiskIndex:
                 self._protected.add(id)
                 id = entry.parent
 
-    def get(self, id: bytes) -> Entry | None:
+    def get(self, id: bytes) -> IndexEntry | None:
         """The chunk if it is live."""
         entry = self._entries.get(id)
         return entry if entry is not None and entry.live else None
 
-    def after(self, entry: Entry, steps: int) -> Entry | None:
+    def after(self, entry: IndexEntry, steps: int) -> IndexEntry | None:
         """The live chunk that extends this one so many steps on; None where that is none, or one of several."""
-        found: Entry | None = entry
+        found: IndexEntry | None = entry
         for _ in range(steps):
             if found is None or len(found.children) != 1:
                 return None
@@ -137,17 +137,17 @@ class DiskIndex:
         """Whether it is live or deleted: a file may have its name."""
         return id in self._entries
 
-    def live(self) -> list[Entry]:
+    def live(self) -> list[IndexEntry]:
         """All live chunks."""
         return [entry for entry in self._entries.values() if entry.live]
 
-    def of_other_models(self, tags: Collection[bytes]) -> list[Entry]:
+    def of_other_models(self, tags: Collection[bytes]) -> list[IndexEntry]:
         """All chunks of models that are none of these, deleted ones too. Quick where there are none: each drop asks."""
         if all(tag in tags for tag in self._tags):
             return []
         return [entry for entry in self._entries.values() if entry.name.tag not in tags]
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: IndexEntry) -> None:
         """A chunk whose parent, if it has one, is live."""
         assert entry.id not in self._entries, "a chunk is added twice"
         if entry.parent:
@@ -162,7 +162,7 @@ class DiskIndex:
             self._protect([entry.id])
         self._rank(entry)
 
-    def use(self, entry: Entry, now: float) -> None:
+    def use(self, entry: IndexEntry, now: float) -> None:
         """Remember that a chunk was used."""
         if now > entry.used:
             entry.used = now
@@ -174,16 +174,16 @@ class DiskIndex:
             if (entry := self.get(id)) is not None:
                 self._rank(entry)
 
-    def hold(self, entry: Entry) -> None:
+    def hold(self, entry: IndexEntry) -> None:
         """Keep it from eviction while something that extends it is written."""
         entry.held += 1
 
-    def release(self, entry: Entry) -> None:
+    def release(self, entry: IndexEntry) -> None:
         """The end of a `hold`."""
         entry.held -= 1
         self._rank(entry)
 
-    def victim(self) -> Entry | None:
+    def victim(self) -> IndexEntry | None:
         """What to evict next."""
         while self._order:
             *place, id = self._order[0]
@@ -193,19 +193,21 @@ class DiskIndex:
             heapq.heappop(self._order)
         return None
 
-    def leaves(self, wanted: Callable[[Entry], bool], among: Iterable[Entry] | None = None) -> list[Entry]:
+    def leaves(
+        self, wanted: Callable[[IndexEntry], bool], among: Iterable[IndexEntry] | None = None
+    ) -> list[IndexEntry]:
         """Evictable chunks of this kind, of all or of those given that are still here."""
         among = self.live() if among is None else (one for one in among if self.get(one.id) is one)
         return [entry for entry in among if self._evictable(entry) and wanted(entry)]
 
-    def parents(self, entries: Iterable[Entry]) -> list[Entry]:
+    def parents(self, entries: Iterable[IndexEntry]) -> list[IndexEntry]:
         """The live chunks that these extend, each once."""
         found = (self.get(id) for id in dict.fromkeys(entry.parent for entry in entries))
         return [entry for entry in found if entry is not None]
 
-    def family(self, ids: Iterable[bytes]) -> list[Entry]:
+    def family(self, ids: Iterable[bytes]) -> list[IndexEntry]:
         """These live chunks and all that extend them, what extends before what is extended."""
-        found: dict[bytes, Entry] = {}
+        found: dict[bytes, IndexEntry] = {}
         waiting = list(ids)
         while waiting:
             entry = self.get(waiting.pop())
@@ -214,7 +216,7 @@ class DiskIndex:
                 waiting += entry.children
         return sorted(found.values(), key=lambda entry: -entry.name.depth)
 
-    def mark_deleted(self, entry: Entry) -> None:
+    def mark_deleted(self, entry: IndexEntry) -> None:
         """Nobody finds it any more; its bytes still count. The caller removes the file, and nobody else does."""
         entry.live, entry.going = False, True
         self._deleted[entry.id] = entry
@@ -227,7 +229,7 @@ class DiskIndex:
             parent.used = max(parent.used, entry.used)
             self._rank(parent)
 
-    def deleted(self) -> list[Entry]:
+    def deleted(self) -> list[IndexEntry]:
         """Chunks whose files still have to go and nobody removes, deepest first. The caller removes them now."""
         left = sorted((one for one in self._deleted.values() if not one.going), key=lambda one: -one.name.depth)
         for one in left:
@@ -239,7 +241,7 @@ class DiskIndex:
         """Ids of chunks whose files still have to go."""
         return self._deleted.keys()
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: IndexEntry) -> None:
         """Its file is gone. A second time does nothing, nor does one that was here before this was `emptied`."""
         if self._deleted.get(entry.id) is not entry:
             return
@@ -282,10 +284,10 @@ class DiskIndex:
                     self._rank(entry)
         self._protect(ids)
 
-    def _evictable(self, entry: Entry) -> bool:
+    def _evictable(self, entry: IndexEntry) -> bool:
         return entry.live and not entry.children and not entry.held and entry.id not in self._pinned
 
-    def _rank(self, entry: Entry) -> None:
+    def _rank(self, entry: IndexEntry) -> None:
         """Put it where it belongs among what may go. Places that it had before are passed over when they come up."""
         if self._evictable(entry):
             heapq.heappush(self._order, (*self._place(entry), entry.id))
@@ -293,17 +295,17 @@ class DiskIndex:
                 self._order = [(*self._place(one), one.id) for one in self.live() if self._evictable(one)]
                 heapq.heapify(self._order)
 
-    def _place(self, entry: Entry) -> tuple[float, float]:
+    def _place(self, entry: IndexEntry) -> tuple[float, float]:
         """Where it belongs among what may go; of what is superseded, too, the oldest goes first."""
         return entry.worth + later(self.standings.of(entry.id), WAITING_SECONDS), entry.worth
 
 
-def chains(entries: Iterable[Entry]) -> Iterator[Entry]:
+def chains(entries: Iterable[IndexEntry]) -> Iterator[IndexEntry]:
     """Those that hang on the first chunk of a chain, parents before children. The rest are orphans.
 
     Depths must grow along a chain.
     """
-    below: dict[bytes, list[Entry]] = {}
+    below: dict[bytes, list[IndexEntry]] = {}
     for entry in entries:
         below.setdefault(entry.parent, []).append(entry)
     waiting = below.pop(b"", [])

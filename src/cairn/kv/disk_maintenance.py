@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cairn.kv import chunk_file
-from cairn.kv.chunk_file import Damaged
-from cairn.kv.disk_index import Entry, chains
+from cairn.kv.chunk_file import DamagedChunk
+from cairn.kv.disk_index import IndexEntry, chains
 from cairn.kv.disk_state import DiskState
 from cairn.kv.store import Scrubbed
-from cairn.kv.store_folder import Found
+from cairn.kv.store_folder import FolderScan
 
 Keys = Callable[[bytes], Sequence[bytes]]
 """The keys of what is to be dropped, from an engine's identity."""
@@ -25,11 +25,11 @@ def default_budget(free: int, held: int) -> int:
     return min(LARGEST_BUDGET, (free + held) // 5)
 
 
-def fill(state: DiskState, found: Found) -> list[tuple[Path, int]]:
+def fill(state: DiskState, found: FolderScan) -> list[tuple[Path, int]]:
     """The index of what a start found. Returns what has to go: junk, what hangs on nothing, what is there twice."""
     index, now = state.index, state.now()
     index.bytes = found.other
-    entries: dict[bytes, Entry] = {}
+    entries: dict[bytes, IndexEntry] = {}
     for name, disk, modified in sorted(found.chunks, key=lambda one: str(one[0])):
         entry = state.entry(name, disk, min(modified, now))
         if modified > now:  # else it would look new at each start, until that time has come
@@ -48,7 +48,7 @@ def prune(state: DiskState, before: float, *, keep: bytes = b"") -> int:
     Never a pinned one, never one that a chunk which stays extends.
     """
     gone = 0
-    among: list[Entry] | None = None
+    among: list[IndexEntry] | None = None
     while True:
         with state.mutex:
             stale = state.index.leaves(lambda entry: entry.used < before or not entry.id.startswith(keep), among)
@@ -79,7 +79,7 @@ def scrub(state: DiskState) -> Scrubbed:
         if data is not None:
             try:
                 chunk_file.verify(data, entry.name)
-            except Damaged:
+            except DamagedChunk:
                 damaged += state.drop_damaged(entry)
         elif (lost := state.damaged - before) > 0:
             damaged += lost
@@ -145,7 +145,7 @@ class OtherEngines:
             try:
                 if (data := state.read(entry)) is not None:
                     self._identities[entry.name.tag] = chunk_file.verify(data, entry.name)[0].identity
-            except Damaged:
+            except DamagedChunk:
                 state.drop_damaged(entry)
         with state.mutex:
             return all(one.name.tag in self._identities or not state.index.known(one.id) for one in entries)

@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from cairn.kv.chunk_file import Name
-from cairn.kv.disk_index import STATE_SAVES, DiskIndex, Entry
+from cairn.kv.disk_index import STATE_SAVES, DiskIndex, IndexEntry
 from cairn.kv.store import OVERHEAD
 from cairn.kv.store_folder import StoreFolder
 from cairn.seams import Clock
@@ -60,7 +60,7 @@ class DiskState:
         """Ids of chunks that are being written."""
         self.dropped: set[bytes] = set()
         """Those of `writing` that were dropped meanwhile."""
-        self.used = OrderedDict[bytes, Entry]()
+        self.used = OrderedDict[bytes, IndexEntry]()
         """Chunks whose last use is not yet remembered by their files."""
         self._reserve = reserve
         self._low, self._gave, self._gave_at = 0, 0, 0.0
@@ -76,12 +76,12 @@ class DiskState:
         self._jumped = 0.0
         """How far the wall clock was ahead of `now` when the times of all files were put right."""
 
-    def entry(self, name: Name, disk: int, used: float) -> Entry:
+    def entry(self, name: Name, disk: int, used: float) -> IndexEntry:
         """A chunk for the index. Whether it is a state is told by its size, lest a start read every file."""
         parent = name.tag + name.parent if name.parent else b""
         beyond = (name.size - size for size in self._state_sizes if name.tag == self._tag)
         saves = STATE_SAVES if any(0 < more <= OVERHEAD for more in beyond) else 1
-        return Entry(name.tag + name.key, parent, name, disk, used, used, saves=saves)
+        return IndexEntry(name.tag + name.key, parent, name, disk, used, used, saves=saves)
 
     def now(self) -> float:
         """Seconds since 1970, never going back."""
@@ -97,12 +97,12 @@ class DiskState:
                 self.used = OrderedDict((one.id, one) for one in self.index.live())
         return ahead
 
-    def take_used(self) -> Entry | None:
+    def take_used(self) -> IndexEntry | None:
         """The next chunk whose file is to be given the time of its last use."""
         with self.mutex:
             return self.used.popitem(last=False)[1] if self.used else None
 
-    def put_back(self, entry: Entry) -> None:
+    def put_back(self, entry: IndexEntry) -> None:
         """Its file could not be given that time. It comes last now, lest it keep the others waiting for ever."""
         with self.mutex:
             if self.index.get(entry.id) is entry:
@@ -144,19 +144,19 @@ class DiskState:
         now = {name: getattr(self._counts, name) + value for name, value in more.items()}
         self._counts = msgspec.structs.replace(self._counts, **now)
 
-    def use(self, entry: Entry) -> None:
+    def use(self, entry: IndexEntry) -> None:
         """A chunk was used. With the lock held."""
         self.index.use(entry, self.now())
         self._note_use(entry)
 
-    def mark_deleted(self, entry: Entry) -> None:
+    def mark_deleted(self, entry: IndexEntry) -> None:
         """Nobody finds a chunk any more; what it extends inherits its last use. With the lock held."""
         self.index.mark_deleted(entry)
         parent = self.index.get(entry.parent)
         if parent is not None:
             self._note_use(parent)
 
-    def _note_use(self, entry: Entry) -> None:
+    def _note_use(self, entry: IndexEntry) -> None:
         if entry.used - entry.saved >= _USE_STEP:
             self.used[entry.id] = entry
 
@@ -274,7 +274,7 @@ class DiskState:
         except OSError as error:
             self.fail("read", error)
 
-    def _delete_victims(self, excess: int) -> list[Entry]:
+    def _delete_victims(self, excess: int) -> list[IndexEntry]:
         victims = []
         while excess > 0 and (victim := self.index.victim()) is not None:
             self.mark_deleted(victim)
@@ -282,7 +282,7 @@ class DiskState:
             excess -= victim.disk
         return victims
 
-    def clear(self, deleted: Iterable[Entry]) -> int:
+    def clear(self, deleted: Iterable[IndexEntry]) -> int:
         """Remove the files of chunks that this thread marked as deleted, in this order; how many went."""
         gone = 0
         for entry in deleted:
@@ -328,7 +328,7 @@ class DiskState:
 
     # ------------------------------------------------------------------------------------------------------- reading
 
-    def read(self, entry: Entry, buffer: memoryview | None = None) -> bytes | memoryview | None:
+    def read(self, entry: IndexEntry, buffer: memoryview | None = None) -> bytes | memoryview | None:
         """The file, in `buffer` if it has room, or None: gone, or the disk failed."""
         try:
             data = self.folder.read(entry.name, buffer)
@@ -346,7 +346,7 @@ class DiskState:
                 self.drop_damaged(entry)
         return None
 
-    def drop_damaged(self, entry: Entry) -> int:
+    def drop_damaged(self, entry: IndexEntry) -> int:
         """Drop a damaged chunk and what extends it, unless it went meanwhile by itself; how many chunks that is."""
         with self.mutex:
             if self.index.get(entry.id) is not entry:

@@ -14,7 +14,7 @@ from pathlib import Path
 from cairn.kv import chunk_file
 from cairn.kv.chunk_file import Name
 from cairn.kv.codec import Codec
-from cairn.kv.disk_index import Entry
+from cairn.kv.disk_index import IndexEntry
 from cairn.kv.disk_state import DiskState
 from cairn.kv.store import Chunk, spared
 from cairn.kv.store_folder import blocks
@@ -35,7 +35,7 @@ class _Written:
 class _Plan:
     """What a call of `keep` has to do, up to the first chunk that cannot be kept."""
 
-    held: list[Entry]
+    held: list[IndexEntry]
     """Chunks that others extend or rely on meanwhile."""
     work: list[Chunk]
     """Chunks that have to be written."""

@@ -25,12 +25,12 @@ from pathlib import Path
 from cairn.block_size import CHUNK_BLOCKS
 from cairn.errors import ConfigError, Conflict
 from cairn.kv import chunk_file, disk_maintenance
-from cairn.kv.chunk_file import Damaged, Name, parse_name
+from cairn.kv.chunk_file import DamagedChunk, Name, parse_name
 from cairn.kv.disk_state import DiskState
 from cairn.kv.layout import read as read_layout
 from cairn.kv.pins import Pins, pin_name
 from cairn.kv.store_folder import DIGITS, MARKER, OF_MODELS, PINS, StoreFolder, check_folder, open_folder
-from cairn.seams import Clock, Entry, FileSystem, Lock
+from cairn.seams import Clock, FileSystem, FolderEntry, Lock
 
 NAME_DIGITS = 32
 """Of a model's identity, in the name of its folder."""
@@ -119,7 +119,7 @@ class ModelFolders:
             if lock is not None:
                 lock.release()
 
-    def _chunks(self, folder: Path) -> Iterator[tuple[Name, Entry]]:
+    def _chunks(self, folder: Path) -> Iterator[tuple[Name, FolderEntry]]:
         """The chunks in a folder that may have none, and their files."""
         for digit in DIGITS:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -133,7 +133,7 @@ class ModelFolders:
         ours, folder = {tag}, StoreFolder(self._files, self._home)
         for other in {name.tag for name in found} - ours:
             name = next(one for one in found if one.tag == other)
-            with contextlib.suppress(OSError, Damaged):
+            with contextlib.suppress(OSError, DamagedChunk):
                 if chunk_file.verify(folder.read(name), name)[0].model == model[:256]:
                     ours.add(other)
         return ours

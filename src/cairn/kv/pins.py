@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import xxhash
 
-from cairn.kv.store_folder import PINS, Found, StoreFolder, blocks
-from cairn.seams import Entry
+from cairn.kv.store_folder import PINS, FolderScan, StoreFolder, blocks
+from cairn.seams import FolderEntry
 
 _MAGIC = b"cairn pn"
 _FORMAT = 1
@@ -33,7 +33,7 @@ class Pins:
         self.sizes: dict[str, int] = {}
         """Bytes on the disk, by name."""
 
-    def load(self, found: Found) -> dict[str, frozenset[bytes]]:
+    def load(self, found: FolderScan) -> dict[str, frozenset[bytes]]:
         """The ids (tag and key) that each file pins. Damaged files are junk, unreadable ones pin nothing this time."""
         self.sizes, pinned = {}, {}
         for entry in found.pins:
@@ -54,7 +54,7 @@ class Pins:
                 self.sizes[entry.name], pinned[entry.name] = entry.disk, ids
         return pinned
 
-    def _read(self, entry: Entry) -> bytes:
+    def _read(self, entry: FolderEntry) -> bytes:
         file = self._folder.files.open(self._path / entry.name, "read")
         try:
             return file.read(0, entry.size)

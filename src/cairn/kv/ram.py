@@ -1,7 +1,7 @@
 """A store in host memory, for engines whose pool is not host memory: what a GPU forgets comes back without a disk.
 
 Leaves first: a chunk goes only when nothing here extends it, the one used longest ago before the others; what is
-superseded (`standing`) before all others, and what waits for its next turn once as much as the whole budget was kept
+superseded (`reuse_hints`) before all others, and what waits for its next turn once as much as the whole budget was kept
 after it.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from cairn.kv.standing import Standing, Standings, later
+from cairn.kv.reuse_hints import Standing, Standings, later
 from cairn.kv.store import Chunk, spared
 from cairn.stats import TierStats
 

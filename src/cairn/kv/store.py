@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from cairn.block_size import CHUNK_BLOCKS
-from cairn.kv.standing import Standing
+from cairn.kv.reuse_hints import Standing
 from cairn.layer_spec import CacheGroup
 from cairn.stats import TakenIn, TierStats
 

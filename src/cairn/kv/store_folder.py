@@ -22,7 +22,7 @@ from pathlib import Path
 
 from cairn.errors import ConfigError, Conflict
 from cairn.kv.chunk_file import FORMAT, Name, parse_name
-from cairn.seams import LOCK_FILE, Clock, Entry, FileSystem, Lock
+from cairn.seams import LOCK_FILE, Clock, FileSystem, FolderEntry, Lock
 
 MARKER = "cairn-kv-store"
 PINS = "pins"
@@ -36,12 +36,12 @@ PROBE_BYTES = _BLOCK
 
 
 @dataclass(slots=True)
-class Found:
+class FolderScan:
     """What a start found. Bytes are on the disk."""
 
     chunks: list[tuple[Name, int, float]] = field(default_factory=list)
     """Name, bytes and time of each file that is called like a chunk and has the size that it says."""
-    pins: list[Entry] = field(default_factory=list)
+    pins: list[FolderEntry] = field(default_factory=list)
     """Files that may be pins."""
     junk: list[tuple[Path, int]] = field(default_factory=list)
     """Path and bytes of files that are surely of no use: leftovers, cut or misplaced chunks."""
@@ -208,9 +208,9 @@ class StoreFolder:
         """The folders of all chunks."""
         return [self.folder / digit for digit in DIGITS]
 
-    def scan(self) -> Found:
+    def scan(self) -> FolderScan:
         """What is there, by names and sizes; no file is read."""
-        found = Found()
+        found = FolderScan()
         for entry in self._sift(self.folder, found):
             found.other += entry.disk
         for digit in DIGITS:
@@ -226,7 +226,7 @@ class StoreFolder:
         found.pins = list(self._sift(self.folder / PINS, found))
         return found
 
-    def _sift(self, folder: Path, found: Found) -> Iterator[Entry]:
+    def _sift(self, folder: Path, found: FolderScan) -> Iterator[FolderEntry]:
         """What is not a leftover."""
         for entry in self.files.list(folder):
             if entry.name.startswith(_TEMPORARY) and not entry.folder:
@@ -256,7 +256,7 @@ class StoreFolder:
     def remove_leftovers(self) -> None:
         """Remove what a process that was killed left beside the chunks' folders. For who has written nothing yet and
         does not `scan`: `write` would try the same name."""
-        found = Found()
+        found = FolderScan()
         for _ in self._sift(self.folder, found):
             pass
         for path, _ in found.junk:

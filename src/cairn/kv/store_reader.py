@@ -62,7 +62,7 @@ class Arrival(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class ContextLoad:
     """What one context waits for. The reader appends to `arrived` and sets `over`; all else is the worker's."""
 
     wants: tuple[tuple[Want, ...], ...]
@@ -131,7 +131,7 @@ class StoreReader:
         self._clock = clock
         self._wake = wake
         self._changed = threading.Condition()
-        self._loads: deque[Load] = deque()
+        self._loads: deque[ContextLoad] = deque()
         self.alive = -math.inf
         """When it last had something to read for anybody."""
         self._fetching = False
@@ -143,7 +143,7 @@ class StoreReader:
         """Whether a store has kept it for so long that nobody should queue behind it."""
         return self._fetching and self._clock.now() - self.alive > STALL_SECONDS
 
-    def begin(self, load: Load) -> None:
+    def begin(self, load: ContextLoad) -> None:
         """Read it after those that were begun before, as far as somebody waits for them."""
         with self._changed:
             self._loads.append(load)
@@ -195,7 +195,7 @@ class StoreReader:
         self._wake()
         return True
 
-    def _next(self) -> Load | None:
+    def _next(self) -> ContextLoad | None:
         """The load to go on with. Those that are over or cancelled are forgotten."""
         with self._changed:
             self._loads = deque(load for load in self._loads if not (load.over or load.cancelled))
@@ -276,7 +276,7 @@ class LoadPolicy:
             return True
         return (size + ahead) / self._bandwidth < tokens / self._prefill
 
-    def late(self, load: Load, alive: float) -> bool:
+    def late(self, load: ContextLoad, alive: float) -> bool:
         """Whether to give a load up: it stands still, or by now computing would have got further.
 
         Others are read before it, which `worth` knew as far as the bandwidth was known: until it is its turn it gets

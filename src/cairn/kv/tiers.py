@@ -22,10 +22,10 @@ from cairn.engine.base import NO_BLOCK, Engine
 from cairn.errors import trace
 from cairn.kv.cache import Cache
 from cairn.kv.chunk_lookup import ChunkLookup
+from cairn.kv.reuse_hints import Standing
 from cairn.kv.sequence_kv import SequenceKV, TierName
-from cairn.kv.standing import Standing
 from cairn.kv.store import Chunk, DurableStore, Store, chunk_sizes
-from cairn.kv.store_reader import Arrival, Load, LoadMode, LoadPolicy, StoreReader
+from cairn.kv.store_reader import Arrival, ContextLoad, LoadMode, LoadPolicy, StoreReader
 from cairn.kv.store_writer import StoreWriter
 from cairn.kv.write_behind import WriteBehind, WriteLimits
 from cairn.seams import Clock
@@ -67,7 +67,7 @@ class Tiers:
         *_, durable = stores.values()
         self.write_behind = WriteBehind(cache, engine, clock, durable, self.writer, limits or WriteLimits())
         self._lookup = ChunkLookup(cache, stores)
-        self._loads: dict[SequenceKV, tuple[Load, Sequence[int]]] = {}
+        self._loads: dict[SequenceKV, tuple[ContextLoad, Sequence[int]]] = {}
         self._answers: deque[Done] = deque()
         """What to do in the next turn, on the worker's thread."""
         self._sweeping: dict[Sweep, list[Callable[[Swept | None], None]]] = {}
@@ -150,7 +150,7 @@ class Tiers:
             return False
         if not self._cache.prepare(context, tokens, hit, stop, spare):
             return False
-        load = Load(wants, saved, size, self._clock.now(), forced=done is not None, done=[done] if done else [])
+        load = ContextLoad(wants, saved, size, self._clock.now(), forced=done is not None, done=[done] if done else [])
         self._loads[context] = load, tokens
         context.progress.loading = True
         self.reader.begin(load)
@@ -169,7 +169,7 @@ class Tiers:
         reading = self.write_behind.turn(idle)
         return any(landing) or reading
 
-    def _land(self, context: SequenceKV, load: Load, tokens: Sequence[int]) -> bool:
+    def _land(self, context: SequenceKV, load: ContextLoad, tokens: Sequence[int]) -> bool:
         """Put what has arrived for a context into the pool, where it is found at once. True if there is more."""
         room, over, before = TURN_BYTES, False, load.landed
         while load.arrived and room > 0 and not over:
@@ -189,7 +189,7 @@ class Tiers:
             return True
         return False
 
-    def _bring(self, context: SequenceKV, tokens: Sequence[int], load: Load, arrival: Arrival) -> bool:
+    def _bring(self, context: SequenceKV, tokens: Sequence[int], load: ContextLoad, arrival: Arrival) -> bool:
         """Write one stretch into private blocks and publish them; False, and nothing is found, if that cannot be."""
         size = self._cache.info.block_tokens
         begin = len(context.table.groups[0])
@@ -258,7 +258,7 @@ class Tiers:
             self._cache.close(context, tokens)  # it waits for nothing
             done()
 
-    def _asked_for(self, context: SequenceKV, tokens: Sequence[int], hit: int) -> Load | None:
+    def _asked_for(self, context: SequenceKV, tokens: Sequence[int], hit: int) -> ContextLoad | None:
         """A load that was asked for and brings more than `hit` blocks of this context, and perhaps what extends it."""
         blocks = len(tokens) // self._cache.info.block_tokens
         for other, (load, wanted) in self._loads.items():
@@ -268,7 +268,7 @@ class Tiers:
                 return load
         return None
 
-    def _after(self, load: Load, tokens: Sequence[int], salt: bytes, done: Done) -> None:
+    def _after(self, load: ContextLoad, tokens: Sequence[int], salt: bytes, done: Done) -> None:
         """The end of what `prefetch` found to be asked for already: what may be left of a longer context is next.
 
         Not where it was given up: so would the next one be, and each of them could hold up a request once more.

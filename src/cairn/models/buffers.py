@@ -11,7 +11,7 @@ from cairn.kernels.base import Kernels
 from cairn.kernels.program import Size, Slot
 from cairn.model_spec import ModelSpec
 from cairn.models.latent import LatentBuffers, allocate_latent, latent_numbers
-from cairn.models.mixture import MixtureBuffers, allocate_mixture, mixture_numbers
+from cairn.models.moe import MixtureBuffers, allocate_mixture, mixture_numbers
 from cairn.models.recurrent import RecurrentBuffers, allocate_recurrent, recurrent_numbers
 from cairn.models.streams import StreamBuffers, allocate_streams, stream_numbers
 from cairn.models.uneven import UnevenBuffers, allocate_uneven, uneven_numbers

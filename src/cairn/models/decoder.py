@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix, Rope
-from cairn.kernels.program import Call, Program
+from cairn.kernels.program import KernelCall, Program
 from cairn.model_spec import ModelSpec
 from cairn.models.buffers import Buffers, with_slots
 from cairn.models.latent import LatentAttention, build_latent, run_latent
-from cairn.models.mixture import Beside, Mixture, build_beside, build_mixture, run_beside, run_mixture
+from cairn.models.moe import Beside, Mixture, build_beside, build_mixture, run_beside, run_mixture
 from cairn.models.recurrent import Recurrent, build_recurrent, run_recurrent
 from cairn.models.streams import (
     StreamBuffers,
@@ -395,11 +395,11 @@ class Recorder:
     """Stands in for the kernels while a forward pass is recorded: it notes every call and computes nothing."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[KernelCall] = []
 
     def __getattr__(self, kernel: str) -> Any:
         def record(*arguments: Any) -> None:
-            self.calls.append(Call(kernel, arguments))
+            self.calls.append(KernelCall(kernel, arguments))
 
         return record
 

@@ -58,7 +58,7 @@ class Split(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class BlockFormat:
     """One number format: `values` numbers in `bytes` bytes."""
 
     name: str
@@ -80,7 +80,7 @@ class Kind:
     """Blocks as values, where that is not what `split` says."""
 
 
-def dequantize(kind: Kind, blocks: Blocks) -> Floats:
+def dequantize(kind: BlockFormat, blocks: Blocks) -> Floats:
     """The values of quantised blocks [n, kind.bytes], as float32 [n * kind.values]."""
     assert kind.dtype is None, "single numbers are viewed, not turned"
     out = np.empty((len(blocks), kind.values), np.float32)
@@ -93,7 +93,7 @@ def dequantize(kind: Kind, blocks: Blocks) -> Floats:
     return out.reshape(-1)
 
 
-def _multiplied(kind: Kind, blocks: Blocks) -> Floats:
+def _multiplied(kind: BlockFormat, blocks: Blocks) -> Floats:
     assert kind.split is not None
     codes, scale, minimum, block_scale, block_minimum = kind.split(blocks)
     values = codes.astype(np.float32).reshape(len(blocks), scale.shape[1], -1)
@@ -296,33 +296,33 @@ _BOTH = ("uint8", "uint8")
 _WIDE = ("float32", "")
 _WIDE_BOTH = ("float32", "float32")
 
-KINDS: dict[int, Kind] = {
-    0: Kind("F32", 1, 4, np.dtype("<f4")),
-    1: Kind("F16", 1, 2, np.dtype("<f2")),
-    2: Kind("Q4_0", 32, 18, bits=4, split=_q4_0),
-    3: Kind("Q4_1", 32, 20, bits=4, split=_q4_1, scaled=("float16", "float16")),
-    6: Kind("Q5_0", 32, 22, split=_q5_0),
-    7: Kind("Q5_1", 32, 24, split=_q5_1, scaled=("float16", "float16")),
-    8: Kind("Q8_0", 32, 34, split=_q8_0),
-    10: Kind("Q2_K", 256, 84, turn=_q2_k),
-    11: Kind("Q3_K", 256, 110, split=_q3_k_split, turn=_q3_k),
-    12: Kind("Q4_K", 256, 144, bits=4, split=_q4_k, scaled=_BOTH, blocks=True),
-    13: Kind("Q5_K", 256, 176, bits=5, split=_q5_k, scaled=_BOTH, blocks=True),
-    14: Kind("Q6_K", 256, 210, bits=6, split=_q6_k, scaled=("int8", ""), blocks=True),
-    16: Kind("IQ2_XXS", 256, 66, split=_grouped(codebooks.iq2_xxs), scaled=_WIDE),
-    17: Kind("IQ2_XS", 256, 74, turn=_values(codebooks.iq2_xs)),
-    18: Kind("IQ3_XXS", 256, 98, split=_grouped(codebooks.iq3_xxs), scaled=_WIDE),
-    19: Kind("IQ1_S", 256, 50, bits=4, split=_iq1_s, scaled=_WIDE_BOTH, turn=_values(codebooks.iq1_s)),
-    20: Kind("IQ4_NL", 32, 18, split=_iq4_nl, table="iq4"),
-    21: Kind("IQ3_S", 256, 110, bits=4, split=_iq3_s, scaled=_WIDE_BOTH, turn=_values(codebooks.iq3_s)),
-    22: Kind("IQ2_S", 256, 82, turn=_values(codebooks.iq2_s)),
-    23: Kind("IQ4_XS", 256, 136, split=_iq4_xs, scaled=_WIDE, table="iq4"),
-    29: Kind("IQ1_M", 256, 56, turn=_values(codebooks.iq1_m)),
-    30: Kind("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
-    34: Kind("TQ1_0", 256, 54, bits=4, split=_one_scale(codebooks.tq1_0, 52)),
-    35: Kind("TQ2_0", 256, 66, bits=4, split=_one_scale(codebooks.tq2_0, 64)),
-    39: Kind("MXFP4", 32, 17, split=_mxfp4, scaled=_WIDE, table="fp4"),
-    41: Kind("Q1_0", 128, 18, bits=4, split=_one_scale(codebooks.q1_0, 0)),
+KINDS: dict[int, BlockFormat] = {
+    0: BlockFormat("F32", 1, 4, np.dtype("<f4")),
+    1: BlockFormat("F16", 1, 2, np.dtype("<f2")),
+    2: BlockFormat("Q4_0", 32, 18, bits=4, split=_q4_0),
+    3: BlockFormat("Q4_1", 32, 20, bits=4, split=_q4_1, scaled=("float16", "float16")),
+    6: BlockFormat("Q5_0", 32, 22, split=_q5_0),
+    7: BlockFormat("Q5_1", 32, 24, split=_q5_1, scaled=("float16", "float16")),
+    8: BlockFormat("Q8_0", 32, 34, split=_q8_0),
+    10: BlockFormat("Q2_K", 256, 84, turn=_q2_k),
+    11: BlockFormat("Q3_K", 256, 110, split=_q3_k_split, turn=_q3_k),
+    12: BlockFormat("Q4_K", 256, 144, bits=4, split=_q4_k, scaled=_BOTH, blocks=True),
+    13: BlockFormat("Q5_K", 256, 176, bits=5, split=_q5_k, scaled=_BOTH, blocks=True),
+    14: BlockFormat("Q6_K", 256, 210, bits=6, split=_q6_k, scaled=("int8", ""), blocks=True),
+    16: BlockFormat("IQ2_XXS", 256, 66, split=_grouped(codebooks.iq2_xxs), scaled=_WIDE),
+    17: BlockFormat("IQ2_XS", 256, 74, turn=_values(codebooks.iq2_xs)),
+    18: BlockFormat("IQ3_XXS", 256, 98, split=_grouped(codebooks.iq3_xxs), scaled=_WIDE),
+    19: BlockFormat("IQ1_S", 256, 50, bits=4, split=_iq1_s, scaled=_WIDE_BOTH, turn=_values(codebooks.iq1_s)),
+    20: BlockFormat("IQ4_NL", 32, 18, split=_iq4_nl, table="iq4"),
+    21: BlockFormat("IQ3_S", 256, 110, bits=4, split=_iq3_s, scaled=_WIDE_BOTH, turn=_values(codebooks.iq3_s)),
+    22: BlockFormat("IQ2_S", 256, 82, turn=_values(codebooks.iq2_s)),
+    23: BlockFormat("IQ4_XS", 256, 136, split=_iq4_xs, scaled=_WIDE, table="iq4"),
+    29: BlockFormat("IQ1_M", 256, 56, turn=_values(codebooks.iq1_m)),
+    30: BlockFormat("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
+    34: BlockFormat("TQ1_0", 256, 54, bits=4, split=_one_scale(codebooks.tq1_0, 52)),
+    35: BlockFormat("TQ2_0", 256, 66, bits=4, split=_one_scale(codebooks.tq2_0, 64)),
+    39: BlockFormat("MXFP4", 32, 17, split=_mxfp4, scaled=_WIDE, table="fp4"),
+    41: BlockFormat("Q1_0", 128, 18, bits=4, split=_one_scale(codebooks.q1_0, 0)),
 }
 """The number of a tensor's type -> what it means."""
 

@@ -14,7 +14,7 @@ from cairn.errors import ModelError, ModelFileError
 from cairn.model_spec import MAX_CONTEXT, MAX_VOCAB
 from cairn.models.families import MODULES
 from cairn.models.files import MAX_JSON_BYTES, Fields, read_json, read_optional_json, read_small
-from cairn.pooling_spec import Dense, Embedding, Judge, Pooling
+from cairn.pooling_spec import Dense, Embedding, JudgeSpec, Pooling
 
 MAX_PROMPTS = 64
 _MODES: dict[str, Pooling] = {
@@ -60,7 +60,7 @@ def embedding_of(folder: Path) -> Embedding | None:
     )
 
 
-def judge_of(folder: Path) -> Judge | None:
+def judge_of(folder: Path) -> JudgeSpec | None:
     """What a folder's modules say of judging by two tokens; None where they say nothing of it."""
     path = folder / MODULES
     modules = _modules(path) if path.exists() else []
@@ -71,7 +71,7 @@ def judge_of(folder: Path) -> Judge | None:
     if not fields.has("false_token_id"):
         raise ModelError(f"{where}: a score without false_token_id is not supported")
     yes, no = (fields.integer(f"{name}_token_id", 0, MAX_VOCAB - 1) for name in ("true", "false"))
-    return Judge(yes=yes, no=no)
+    return JudgeSpec(yes=yes, no=no)
 
 
 def _judges(kinds: list[str]) -> bool:

@@ -36,7 +36,7 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class EncoderLayer:
     """One layer's weights as the kernels packed them."""
 
     window: int
@@ -69,7 +69,7 @@ class Encoder:
     embed_norm: Norm
     ropes: tuple[Rope, ...]
     """Of all layers, and of those with a window; none where positions are learned."""
-    layers: tuple[Layer, ...]
+    layers: tuple[EncoderLayer, ...]
     norm: Norm | None
     head: Head | None
     eps: float
@@ -80,7 +80,7 @@ class Encoder:
 
 
 @dataclass(frozen=True, slots=True)
-class Buffers:
+class EncoderBuffers:
     """What a step reads and writes: arrays, or (while recording) `Slot`s in their place."""
 
     tokens: Any
@@ -135,10 +135,10 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Enco
     def table(name: str) -> Array | None:
         return kernels.table(weights[name]) if name in weights else None
 
-    def layer(number: int) -> Layer:
+    def layer(number: int) -> EncoderLayer:
         prefix, mlp_norm = f"layers.{number}.", norm(f"layers.{number}.mlp_norm")
         assert mlp_norm is not None
-        return Layer(
+        return EncoderLayer(
             window=encoder.window(number),
             angles=int(encoder.window(number) > 0 and encoder.local is not None),
             attention_norm=norm(f"{prefix}attention_norm"),
@@ -175,7 +175,7 @@ def _ropes(spec: ModelSpec, encoder: EncoderSpec) -> list[RotaryPositions]:
     return [whole] if encoder.local is None else [whole, encoder.local]
 
 
-def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context: int) -> Buffers:
+def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context: int) -> EncoderBuffers:
     """Buffers for steps of at most `tokens` tokens in `rows` texts of at most `context` tokens."""
     encoder = spec.encoder
     assert encoder is not None
@@ -186,7 +186,7 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
     def ints() -> Array:
         return kernels.allocate((tokens,), "int32")
 
-    return Buffers(
+    return EncoderBuffers(
         tokens=ints(),
         positions=ints(),
         types=ints(),
@@ -221,7 +221,7 @@ def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, score
     return 4 * (2 * tokens * wide + kept + rows * context // BLOCK_TOKENS + held)
 
 
-def body(k: Kernels, model: Encoder, kv: Array, b: Buffers) -> None:
+def body(k: Kernels, model: Encoder, kv: Array, b: EncoderBuffers) -> None:
     """Every layer over the step's texts; leaves their last hidden states in `b.hidden`."""
     _embed(k, model, b)
     for rope, angles in zip(model.ropes, b.angles, strict=False):
@@ -247,7 +247,7 @@ def body(k: Kernels, model: Encoder, kv: Array, b: Buffers) -> None:
         _norm(k, model, model.norm, b.hidden, b.hidden)
 
 
-def _embed(k: Kernels, model: Encoder, b: Buffers) -> None:
+def _embed(k: Kernels, model: Encoder, b: EncoderBuffers) -> None:
     k.embed(model.embedding, b.tokens, b.hidden)
     for table, places in ((model.positions, b.positions), (model.types, b.types)):
         if table is not None:
@@ -260,7 +260,7 @@ def _norm(k: Kernels, model: Encoder, norm: Norm, x: Array, out: Array) -> None:
     k.layer_norm(x, norm.weight, norm.bias, model.eps, out)
 
 
-def _before(k: Kernels, model: Encoder, norm: Norm | None, b: Buffers) -> Array:
+def _before(k: Kernels, model: Encoder, norm: Norm | None, b: EncoderBuffers) -> Array:
     """What a half of a layer reads."""
     if not model.norm_first or norm is None:
         return b.hidden
@@ -268,7 +268,7 @@ def _before(k: Kernels, model: Encoder, norm: Norm | None, b: Buffers) -> Array:
     return b.beside
 
 
-def _behind(k: Kernels, model: Encoder, norm: Norm | None, b: Buffers) -> None:
+def _behind(k: Kernels, model: Encoder, norm: Norm | None, b: EncoderBuffers) -> None:
     if not model.norm_first and norm is not None:
         _norm(k, model, norm, b.hidden, b.hidden)
 
@@ -283,7 +283,7 @@ def head(k: Kernels, model: Encoder, b: HeadBuffers) -> None:
     k.project(b.dense, model.head.out, b.scores)
 
 
-def record(kernels: Kernels, model: Encoder, kv: Array, buffers: Buffers) -> Program:
+def record(kernels: Kernels, model: Encoder, kv: Array, buffers: EncoderBuffers) -> Program:
     """The program of `body` over these buffers."""
     sizes: dict[str, Size] = {"rows": "rows", "tables": "rows"}
 
@@ -294,7 +294,7 @@ def record(kernels: Kernels, model: Encoder, kv: Array, buffers: Buffers) -> Pro
         return Slot(size, value, name in _PASSING)
 
     recorder: Any = Recorder()
-    body(recorder, model, kv, Buffers(**{name: symbol(name) for name in Buffers.__slots__}))
+    body(recorder, model, kv, EncoderBuffers(**{name: symbol(name) for name in EncoderBuffers.__slots__}))
     return kernels.program(recorder.calls)
 
 

@@ -78,7 +78,7 @@ _NOMIC = {
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class EncoderFamily:
     """How the files of one family are to be read."""
 
     names: Mapping[str, str]
@@ -187,11 +187,11 @@ def _theta(rope: Fields, config: Fields, name: str, default: float) -> float:
 
 _POOLER = {r"pooler\.dense": "head.dense", r"classifier": "head.out"}
 _FAMILIES = {
-    "Bert": Family(_BERT, _POOLER, r"pooler\..*|cls\..*", _bert),
-    "Roberta": Family(_ROBERTA, {}, r"pooler\..*|lm_head\..*", _roberta),
-    "XLMRoberta": Family(_ROBERTA, {}, r"pooler\..*|lm_head\..*", _roberta),
-    "ModernBert": Family(_MODERN, {}, r"head\..*|decoder\..*", _modern),
-    "NomicBert": Family(_NOMIC, {}, r"pooler\..*|cls\..*", _nomic),
+    "Bert": EncoderFamily(_BERT, _POOLER, r"pooler\..*|cls\..*", _bert),
+    "Roberta": EncoderFamily(_ROBERTA, {}, r"pooler\..*|lm_head\..*", _roberta),
+    "XLMRoberta": EncoderFamily(_ROBERTA, {}, r"pooler\..*|lm_head\..*", _roberta),
+    "ModernBert": EncoderFamily(_MODERN, {}, r"head\..*|decoder\..*", _modern),
+    "NomicBert": EncoderFamily(_NOMIC, {}, r"pooler\..*|cls\..*", _nomic),
 }
 _PART = re.compile(r"(?:bert|roberta|model)\.(?=embeddings\.|encoder\.|layers\.|final_norm|pooler\.)")
 _BUFFERS = re.compile(r".*\.(position_ids|token_type_ids|inv_freq)")
@@ -210,7 +210,7 @@ def is_encoder(config: Fields) -> bool:
     return named_architecture(config) in ENCODERS
 
 
-def encoder_family(architecture: str) -> Family:
+def encoder_family(architecture: str) -> EncoderFamily:
     """Of an architecture that is in `ENCODERS`."""
     stem = re.sub(r"(Model|ForMaskedLM|ForSequenceClassification)$", "", architecture)
     return _FAMILIES[stem]

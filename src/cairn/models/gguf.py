@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.errors import ModelFileError
-from cairn.models.dequant import KINDS, OTHER_KINDS, Kind
+from cairn.models.dequant import KINDS, OTHER_KINDS, BlockFormat
 from cairn.models.files import MAX_SPLITS, Fields, opened, reading, shards
 from cairn.models.gguf_header import MAX_KEY_BYTES, Cursor, read_metadata
 
@@ -35,7 +35,7 @@ class Tensor:
     """One tensor as its file describes it."""
 
     name: str
-    kind: Kind
+    kind: BlockFormat
     shape: tuple[int, ...]
     """Slowest axis first, as numpy has it; matrices are [out, in]."""
     path: Path

@@ -11,7 +11,7 @@ from cairn.layer_spec import Experts
 from cairn.models.files import Fields
 from cairn.models.gguf_recurrent import CONV, DELTA, MAMBA2, Rule, mlp_layers
 from cairn.models.latent_spec import KEYS, VALUES
-from cairn.models.mixture_spec import MAX_EXPERTS, checked
+from cairn.models.moe_spec import MAX_EXPERTS, checked
 
 EXPERT_KEYS = frozenset(
     (
@@ -35,7 +35,7 @@ _GATES: dict[int, Literal["softmax", "sigmoid", "chosen"]] = {1: "softmax", 2: "
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
+class RouterDefaults:
     """What an architecture's files do not say of its experts."""
 
     scores: Literal["softmax", "sigmoid", "chosen"] = "softmax"
@@ -93,7 +93,7 @@ class Architecture:
     """Every so many-th layer has no positions; 0: none."""
     sinks: bool = False
     activation: Literal["silu", "gelu_tanh", "clamped_silu", "relu2", "xielu"] = "silu"
-    mixture: Router | None = None
+    mixture: RouterDefaults | None = None
     mixture_name: str = ""
     """transformers' name where there are experts, if it has another one then."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -177,7 +177,7 @@ _DEEPSEEK_2 = Architecture(
         "attn_k_b": f"{KEYS}.{{}}",
         "attn_v_b": f"{VALUES}.{{}}",
     },
-    mixture=Router(many=True),
+    mixture=RouterDefaults(many=True),
     keys=(
         *MANY,
         *("attention.q_lora_rank", "attention.kv_lora_rank", "attention.key_length_mla"),
@@ -193,23 +193,23 @@ _GEMMA_4 = Architecture(
     period=6,
     local_rope=True,
     uneven="gemma4",
-    mixture=Router(normed=True, beside=True),
+    mixture=RouterDefaults(normed=True, beside=True),
     mixture_name="Gemma4ForCausalLM",
 )
 
 ARCHITECTURES = {
     "llama": Architecture(
-        "LlamaForCausalLM", interleaved=True, mixture=Router(normed=True), mixture_name="MixtralForCausalLM"
+        "LlamaForCausalLM", interleaved=True, mixture=RouterDefaults(normed=True), mixture_name="MixtralForCausalLM"
     ),
-    "qwen2moe": Architecture("Qwen2MoeForCausalLM", mixture=Router(shared_gate=True)),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", qk_norm=True, mixture=Router(normed=True)),
-    "olmoe": Architecture("OlmoeForCausalLM", qk_norm=True, qk_norm_whole=True, mixture=Router()),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", mixture=RouterDefaults(shared_gate=True)),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", qk_norm=True, mixture=RouterDefaults(normed=True)),
+    "olmoe": Architecture("OlmoeForCausalLM", qk_norm=True, qk_norm_whole=True, mixture=RouterDefaults()),
     "gpt-oss": Architecture(
         "GptOssForCausalLM",
         period=2,
         sinks=True,
         activation="clamped_silu",
-        mixture=Router(scores="chosen", bias=True),
+        mixture=RouterDefaults(scores="chosen", bias=True),
         names=_MLP_NORM,
         untruncated=True,
     ),
@@ -230,9 +230,11 @@ ARCHITECTURES = {
         window_period=4,
     ),
     "qwen35": _QWEN_3_5,
-    "qwen35moe": replace(_QWEN_3_5, name="Qwen3_5MoeForCausalLM", mixture=Router(normed=True, shared_gate=True)),
+    "qwen35moe": replace(
+        _QWEN_3_5, name="Qwen3_5MoeForCausalLM", mixture=RouterDefaults(normed=True, shared_gate=True)
+    ),
     "qwen3next": replace(
-        _QWEN_3_5, name="Qwen3NextForCausalLM", mixture=Router(normed=True, shared_gate=True), tiled=False
+        _QWEN_3_5, name="Qwen3NextForCausalLM", mixture=RouterDefaults(normed=True, shared_gate=True), tiled=False
     ),
     "lfm2": Architecture("Lfm2ForCausalLM", qk_norm=True, names=CONV, recurrence="conv"),
     "lfm2moe": Architecture(
@@ -240,7 +242,7 @@ ARCHITECTURES = {
         qk_norm=True,
         names=CONV,
         recurrence="conv",
-        mixture=Router(scores="sigmoid", normed=True, many=True),
+        mixture=RouterDefaults(scores="sigmoid", normed=True, many=True),
         keys=MANY,
     ),
     "nemotron_h": Architecture(
@@ -258,7 +260,7 @@ ARCHITECTURES = {
         mlp_gated=False,
         activation="relu2",
         ahead=True,
-        mixture=Router(normed=True, gated=False, shared=True, many=True),
+        mixture=RouterDefaults(normed=True, gated=False, shared=True, many=True),
         keys=MANY,
         ignored=("attention.layer_norm_epsilon",),
     ),
@@ -269,7 +271,7 @@ ARCHITECTURES = {
         multipliers=True,
         names=MAMBA2,
         recurrence="mamba2",
-        mixture=Router(scores="chosen", shared=True),
+        mixture=RouterDefaults(scores="chosen", shared=True),
         mixture_name="GraniteMoeHybridForCausalLM",
         keys=("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
     ),
@@ -288,11 +290,13 @@ ARCHITECTURES = {
         rotary=True,
         ahead=True,
         names=_MLP_NORM,
-        mixture=Router(scores="sigmoid", normed=True, many=True),
+        mixture=RouterDefaults(scores="sigmoid", normed=True, many=True),
         keys=MANY,
     ),
     "deepseek2": _DEEPSEEK_2,
-    "mistral4": replace(_DEEPSEEK_2, name="Mistral4ForCausalLM", mixture=Router(many=True, normed=True, grouped=True)),
+    "mistral4": replace(
+        _DEEPSEEK_2, name="Mistral4ForCausalLM", mixture=RouterDefaults(many=True, normed=True, grouped=True)
+    ),
     "llama4": Architecture(
         "Llama4ForCausalLM",
         interleaved=True,
@@ -300,7 +304,7 @@ ARCHITECTURES = {
         pieces=8192,
         unturned_scaling=(0.1, 8192.0),
         plain_norm_but=128,
-        mixture=Router(scores="sigmoid", weighs_input=True),
+        mixture=RouterDefaults(scores="sigmoid", weighs_input=True),
         keys=("interleave_moe_layer_step",),
     ),
     "apertus": Architecture(

@@ -10,7 +10,7 @@ from typing import Any
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
-from cairn.pooling_spec import Dense, Embedding, Judge, Pooling
+from cairn.pooling_spec import Dense, Embedding, JudgeSpec, Pooling
 
 ENCODERS = ("bert", "modern-bert", "nomic-bert")
 """`general.architecture` of encoders; what each means is in `gguf_encoder`."""
@@ -50,14 +50,14 @@ def purpose(keys: Fields, gguf: Gguf, hidden: int, both: bool) -> dict[str, Any]
     return {"kind": "embed", "embedding": Embedding(pooling=pooling, dense=_dense(gguf, hidden))}
 
 
-def _judge(keys: Fields, gguf: Gguf, hidden: int) -> Judge:
+def _judge(keys: Fields, gguf: Gguf, hidden: int) -> JudgeSpec:
     tensor = gguf.tensors.get(JUDGE)
     if tensor is None or tensor.shape != (2, hidden) or keys.values.get("classifier.output_labels", LABELS) != LABELS:
         raise ModelError(
             f"{keys.path}: {keys.prefix}pooling_type is ranking, for which {JUDGE} of shape [2, {hidden}] with the "
             "labels yes and no is supported"
         )
-    return Judge(yes=0, no=1, apart=True)
+    return JudgeSpec(yes=0, no=1, apart=True)
 
 
 def _dense(gguf: Gguf, hidden: int) -> tuple[Dense, ...]:

@@ -18,7 +18,7 @@ import numpy as np
 from cairn.errors import ModelError, ModelFileError
 from cairn.layer_spec import CacheGroup, Latent, RopeScaling, RotaryPositions
 from cairn.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, ModelSpec
-from cairn.models.ends import ENDS, is_spelt_as_control, known_ends
+from cairn.models.end_tokens import ENDS, is_spelt_as_control, known_ends
 from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
 from cairn.models.gguf_architectures import ARCHITECTURES, EXPERT_KEYS, Architecture, experts

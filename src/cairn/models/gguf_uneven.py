@@ -14,7 +14,7 @@ from cairn.model_spec import MAX_HEAD_DIM, ModelSpec
 from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
 from cairn.models.gguf_architectures import PER_LAYER
-from cairn.models.mixture_spec import BESIDE_NORM, BESIDE_POST_NORM, MLP_POST_NORM, ROUTER_SCALE, SHARE_SCALE
+from cairn.models.moe_spec import BESIDE_NORM, BESIDE_POST_NORM, MLP_POST_NORM, ROUTER_SCALE, SHARE_SCALE
 from cairn.models.uneven_spec import shared_groups, sources
 
 KEYS = (

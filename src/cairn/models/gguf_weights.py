@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cairn.errors import ModelError, ModelFileError
 from cairn.kernels.base import Quantized
 from cairn.model_spec import ModelSpec
-from cairn.models.dequant import Kind, dequantize
+from cairn.models.dequant import BlockFormat, dequantize
 from cairn.models.gguf import Gguf, Tensor
 from cairn.models.gguf_architectures import PER_LAYER, Architecture, layers
 from cairn.models.gguf_encoder import encoder_name, is_encoder
@@ -28,7 +28,7 @@ from cairn.models.gguf_recurrent import WHOLE, Change, Part, parts
 from cairn.models.gguf_spec import architecture
 from cairn.models.gguf_uneven import NAMES as UNEVEN_NAMES
 from cairn.models.gguf_uneven import WHOLE as UNEVEN_WHOLE
-from cairn.models.mixture_spec import CORRECTION, MAX_EXPERTS
+from cairn.models.moe_spec import CORRECTION, MAX_EXPERTS
 from cairn.models.quantize import unpack
 from cairn.models.tensor_meta import TensorMeta, codes
 from cairn.models.tensor_meta import blocks as super_blocks
@@ -136,7 +136,7 @@ class _Part:
         return self.tensor.name
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> BlockFormat:
         return self.tensor.kind
 
     def blocks(self, gguf: Gguf) -> NDArray[np.uint8]:

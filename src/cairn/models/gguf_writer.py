@@ -20,7 +20,7 @@ from cairn.errors import ModelError, ModelFileError
 from cairn.kernels.rope import frequencies
 from cairn.layer_spec import RopeScaling
 from cairn.model_spec import ModelSpec
-from cairn.models.dequant import KINDS, Kind, dequantize
+from cairn.models.dequant import KINDS, BlockFormat, dequantize
 from cairn.models.files import is_gguf
 from cairn.models.gguf import Gguf, Tensor, read_gguf
 from cairn.models.gguf_architectures import ARCHITECTURES
@@ -229,7 +229,7 @@ _EXACT = re.compile(r"ffn_gate_inp|\.ssm_(conv1d|a|d|norm|alpha|beta|ba)\b|\.sho
 """What is never rounded: there it would send tokens to other experts, or add up over all tokens of a state."""
 
 
-def _chosen(one: _Source, kind: str, tied: bool) -> Kind:
+def _chosen(one: _Source, kind: str, tied: bool) -> BlockFormat:
     """The format of one tensor."""
     last = one.name == "output.weight" or (tied and one.name == "token_embd.weight")
     exact = _EXACT.search(one.name) is not None
@@ -239,7 +239,7 @@ def _chosen(one: _Source, kind: str, tied: bool) -> Kind:
     return _KIND[name][1]
 
 
-def _packed(library: Any, one: _Source, to: Kind) -> tuple[NDArray[np.uint8], float, float, float]:
+def _packed(library: Any, one: _Source, to: BlockFormat) -> tuple[NDArray[np.uint8], float, float, float]:
     """A tensor's bytes; the sums of the squares of its values and of the errors, and the largest error."""
     if one.kind == to.name and one.packed is not None:
         return one.packed(), 0.0, 0.0, 0.0

@@ -15,21 +15,21 @@ from cairn.errors import ModelError, ModelFileError
 from cairn.model_spec import ModelSpec
 from cairn.models.files import MAX_TOKENIZER_BYTES, is_gguf, read_small
 from cairn.models.gguf import read_gguf
-from cairn.pooling_spec import Judge
+from cairn.pooling_spec import JudgeSpec
 
 FAMILY = "Qwen3ForCausalLM"
 _NAME = "qwen3-reranker"
 _YES, _NO = "yes", "no"
 
 
-class _Model(msgspec.Struct):
+class _TokenIds(msgspec.Struct):
     vocab: dict[str, int]
 
 
-class _File(msgspec.Struct):
+class _TokenizerFile(msgspec.Struct):
     """The part of tokenizer.json that says which id a token has."""
 
-    model: _Model
+    model: _TokenIds
 
 
 def with_judge(spec: ModelSpec, folder: Path, kind: str = "auto") -> ModelSpec:
@@ -47,7 +47,7 @@ def with_judge(spec: ModelSpec, folder: Path, kind: str = "auto") -> ModelSpec:
     yes, no = _ids(folder)
     if max(yes, no) >= spec.vocab:
         raise ModelFileError(f"{folder}: the tokens {_YES!r} and {_NO!r} are {yes} and {no} of {spec.vocab}")
-    return msgspec.structs.replace(spec, kind="rerank", judge=Judge(yes=yes, no=no))
+    return msgspec.structs.replace(spec, kind="rerank", judge=JudgeSpec(yes=yes, no=no))
 
 
 def _ids(folder: Path) -> tuple[int, int]:
@@ -57,7 +57,9 @@ def _ids(folder: Path) -> tuple[int, int]:
     else:
         path = folder / "tokenizer.json"
         try:
-            known = msgspec.json.decode(read_small(path, MAX_TOKENIZER_BYTES, "tokenizer.json"), type=_File).model.vocab
+            known = msgspec.json.decode(
+                read_small(path, MAX_TOKENIZER_BYTES, "tokenizer.json"), type=_TokenizerFile
+            ).model.vocab
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ModelFileError(f"{path}: not a tokenizer.json of the tokenizers library ({error})") from error
     if _YES not in known or _NO not in known:

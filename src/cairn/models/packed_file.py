@@ -45,7 +45,7 @@ from cairn.models.digests import memory_path, vouch, vouched
 from cairn.models.packed_matrices import (
     MAGIC,
     START,
-    Damaged,
+    DamagedMatrices,
     Described,
     Passing,
     Reading,
@@ -90,7 +90,7 @@ def build(
     key = _key(spec, weights, kernels)
     try:
         path = _path(key)
-        with contextlib.suppress(Damaged, FileNotFoundError, msgspec.DecodeError), path.open("rb", 0) as file:
+        with contextlib.suppress(DamagedMatrices, FileNotFoundError, msgspec.DecodeError), path.open("rb", 0) as file:
             return _read(path, file, key, kernels, spec, weights)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         prune()
@@ -114,7 +114,7 @@ def build_mapped(
     wants = f"{spec.name}: experts that are mapped are read from a packed copy of {size / 1e9:.2f} GB"
     try:
         path = _path(key)
-        with contextlib.suppress(Damaged, FileNotFoundError, msgspec.DecodeError), path.open("rb", 0) as file:
+        with contextlib.suppress(DamagedMatrices, FileNotFoundError, msgspec.DecodeError), path.open("rb", 0) as file:
             return _read(path, file, key, kernels, spec, weights, mapped=True)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         prune()
@@ -125,7 +125,7 @@ def build_mapped(
             raise ModelError(f"{wants}, which could not be written to {path.parent}")
         with path.open("rb", 0) as file:
             return _read(path, file, key, kernels, spec, weights, mapped=True)
-    except (OSError, ConfigError, Damaged) as error:
+    except (OSError, ConfigError, DamagedMatrices) as error:
         raise ModelError(f"{wants}, which cannot be kept: {error}") from error
 
 
@@ -168,7 +168,7 @@ def default_budget(free: int, held: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class PackUsage:
     """What the files take. Bytes."""
 
     files: int
@@ -176,14 +176,14 @@ class Usage:
     budget: int
 
 
-def usage(budget: int | None = None) -> Usage:
+def usage(budget: int | None = None) -> PackUsage:
     """What there is now, and what there may be: `budget`, or what it is where none is given."""
     sizes, free = [], 0
     with contextlib.suppress(OSError, ConfigError):
         sizes = [size for _, size, _ in _whole()]
         place = folder()
         free = shutil.disk_usage(next(one for one in (place, *place.parents) if one.is_dir())).free
-    return Usage(len(sizes), sum(sizes), default_budget(free, sum(sizes)) if budget is None else budget)
+    return PackUsage(len(sizes), sum(sizes), default_budget(free, sum(sizes)) if budget is None else budget)
 
 
 def make_room(size: int, budget: int | None = None) -> bool:
@@ -267,7 +267,7 @@ def _read(
 ) -> decoder.Decoder:
     described = _described(file)
     if described.key != key:
-        raise Damaged
+        raise DamagedMatrices
     file.seek(START)
     whole = _mapped(file) if mapped else None
     checked = mapped and vouched(path, file, bytes.fromhex(key))
@@ -292,17 +292,17 @@ def _mapped(file: Any) -> NDArray[np.uint8]:
 def _described(file: Any) -> Described:
     size = os.fstat(file.fileno()).st_size
     if size < START + _END or file.read(len(MAGIC)) != MAGIC:
-        raise Damaged
+        raise DamagedMatrices
     file.seek(size - _END)
     end = file.read(_END)
     length = int.from_bytes(end[32:], "little")
     if length > min(_MOST_DESCRIPTION, size - START - _END):
-        raise Damaged
+        raise DamagedMatrices
     file.seek(size - _END - length)
     text = file.read(length)
     if hashlib.sha256(text).digest() != end[:32]:
-        raise Damaged
+        raise DamagedMatrices
     found = msgspec.json.decode(text, type=Described)
     if START + sum(one.bytes for one in found.matrices) + length + _END != size:
-        raise Damaged
+        raise DamagedMatrices
     return found

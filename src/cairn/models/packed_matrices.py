@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from cairn.kernels.native import NativeKernels, form_of, packed_bytes
 from cairn.models.digests import tell
-from cairn.models.mixture import is_expert
+from cairn.models.moe import is_expert
 from cairn.models.tensor_meta import TensorMeta
 from cairn.models.weight_format import HeldWeights
 
@@ -50,7 +50,7 @@ class Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     matrices: list[Kept]
 
 
-class Damaged(Exception):
+class DamagedMatrices(Exception):
     """The file is not what its description or its key says."""
 
 
@@ -167,29 +167,29 @@ class Reading(Through):
     def matrix(self, names: Sequence[str], biases: Sequence[str | None]) -> Any:
         kept = next(self._matrices, None)
         if kept is None or not fits(kept.parts, [self._weights.outline(name) for name in names]):
-            raise Damaged
+            raise DamagedMatrices
         if self._mapped is not None and is_expert(names[0]):
             return self._expert(kept, self._biases(biases), self._mapped)
         made = self._kernels.blank(kept.parts, self._biases(biases))
         memory = made.memory()
         if memory.nbytes != kept.bytes:
-            raise Damaged
+            raise DamagedMatrices
         at, view = 0, memoryview(memory)
         while at < kept.bytes:
             tell("reading the packed weights", self._done + at, self._total)
             count = self._file.readinto(view[at : at + _READ])
             if not count:
-                raise Damaged
+                raise DamagedMatrices
             at += count
         self._done += kept.bytes
         if xxhash.xxh3_64_intdigest(memory) != kept.check:
-            raise Damaged
+            raise DamagedMatrices
         return made
 
     def _expert(self, kept: Kept, biases: list[NDArray[Any] | None], mapped: NDArray[np.uint8]) -> Any:
         """A matrix that stays in the file."""
         if packed_bytes(kept.parts) != kept.bytes:
-            raise Damaged
+            raise DamagedMatrices
         at = START + self._done
         if self._checked:
             self._file.seek(kept.bytes, os.SEEK_CUR)
@@ -204,11 +204,11 @@ class Reading(Through):
             tell("checking the experts", self._done + kept.bytes - left, self._total)
             piece = self._file.read(min(left, _PIECE))
             if not piece:
-                raise Damaged
+                raise DamagedMatrices
             hasher.update(piece)
             left -= len(piece)
         if hasher.intdigest() != kept.check:
-            raise Damaged
+            raise DamagedMatrices
 
 
 def fits(parts: Sequence[tuple[int, int, str]], wanted: Sequence[TensorMeta]) -> bool:

@@ -25,7 +25,7 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ProjectionStep:
     """One matrix in float32, and what follows it."""
 
     weight: Floats
@@ -33,14 +33,14 @@ class Step:
     activation: str
 
 
-def open_projection(spec: ModelSpec, folder: Path, weights: Mapping[str, Any]) -> tuple[Step, ...]:
+def open_projection(spec: ModelSpec, folder: Path, weights: Mapping[str, Any]) -> tuple[ProjectionStep, ...]:
     """The steps of a model; `weights` are its tensors as its files have them. Raises `ModelFileError`."""
     if spec.judge is not None:
         name = "judge.weight" if spec.judge.apart else "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
         yes, no = _rows(weights, name, (spec.judge.yes, spec.judge.no))
-        return (Step((yes - no)[None], None, ""),)
+        return (ProjectionStep((yes - no)[None], None, ""),)
     return tuple(
-        Step(np.asarray(weights[f"{dense.place}.weight"], np.float32), None, dense.activation)
+        ProjectionStep(np.asarray(weights[f"{dense.place}.weight"], np.float32), None, dense.activation)
         if dense.inside
         else _dense(folder / dense.place / WEIGHTS, dense)
         for dense in spec.embedding.dense
@@ -58,7 +58,7 @@ def _rows(weights: Mapping[str, Any], name: str, rows: tuple[int, int]) -> Float
     return found
 
 
-def _dense(path: Path, dense: Dense) -> Step:
+def _dense(path: Path, dense: Dense) -> ProjectionStep:
     expected: dict[str, tuple[int, ...]] = {"linear.weight": (dense.outputs, dense.inputs)}
     if dense.bias:
         expected["linear.bias"] = (dense.outputs,)
@@ -78,13 +78,13 @@ def _dense(path: Path, dense: Dense) -> Step:
         found[name].astype(np.float32) if name in found else None for name in ("linear.weight", "linear.bias")
     )
     assert weight is not None
-    return Step(weight, bias, dense.activation)
+    return ProjectionStep(weight, bias, dense.activation)
 
 
 class Projection:
     """The steps over pooled states, with the same kernels as the model and under the same law."""
 
-    def __init__(self, kernels: Kernels, steps: tuple[Step, ...]) -> None:
+    def __init__(self, kernels: Kernels, steps: tuple[ProjectionStep, ...]) -> None:
         self._kernels = kernels
         self._steps: list[tuple[Matrix, int, str]] = [
             (kernels.matrix([one.weight], [one.bias]), len(one.weight), one.activation) for one in steps

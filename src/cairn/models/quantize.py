@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.base import BLOCK, GROUP, Quantized
-from cairn.models.dequant import SLICE, Blocks, Codes, Kind, dequantize
+from cairn.models.dequant import SLICE, BlockFormat, Blocks, Codes, dequantize
 
 Floats = NDArray[np.float32]
 Rows = Callable[[int, int], NDArray[Any]]
@@ -36,7 +36,7 @@ _CODES = (-8.0, -7.6, -7.2, -8.4, -8.9)
 """What the value of the largest magnitude may become, before it is rounded and cut to [-8, 7]."""
 
 
-def unpack(kind: Kind, blocks: Blocks, shape: tuple[int, ...]) -> tuple[Quantized, float]:
+def unpack(kind: BlockFormat, blocks: Blocks, shape: tuple[int, ...]) -> tuple[Quantized, float]:
     """A matrix of a GGUF file as codes, and its error: 0.0 but for kinds without a `split`, which are rounded."""
     out, inner = shape
     if kind.split is None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from cairn.errors import ModelFileError
 from cairn.models.quantized_config import Scheme
-from cairn.models.stored_codes import FLOAT8, FLOAT_E8, Float8, Four, Rows, Source, Whole, marked
+from cairn.models.stored_codes import FLOAT8, FLOAT_E8, Float8, Four, IntegerCodes, Rows, StoredMatrix, marked
 
 Array = NDArray[Any]
 
@@ -62,7 +62,7 @@ class Stored:
     path: Path
     name: str
     array: Array
-    source: Source | None = None
+    source: StoredMatrix | None = None
 
 
 def modules(scheme: Scheme, tensors: Iterable[Stored]) -> Iterator[Stored]:
@@ -103,7 +103,7 @@ class _Module:
     name: str
     parts: Mapping[str, Array]
 
-    def source(self, scheme: Scheme) -> Source:
+    def source(self, scheme: Scheme) -> StoredMatrix:
         if scheme.method == "awq":
             return self._awq(scheme)
         if scheme.method == "gptq":
@@ -143,7 +143,7 @@ class _Module:
             raise self._error(name, f"scales of a matrix {list(shape)}, in whole groups")
         return scales
 
-    def _float8(self, weight: Array, scheme: Scheme) -> Source:
+    def _float8(self, weight: Array, scheme: Scheme) -> StoredMatrix:
         name = "weight_scale_inv" if "weight_scale_inv" in self.parts else "weight_scale"
         scales = self.parts.get(name)
         if scales is None or scales.ndim > 2:
@@ -154,7 +154,7 @@ class _Module:
             raise self._error(name, f"scales of a matrix {shape} in blocks of {rows} x {columns}, of outputs, or one")
         return Float8(weight, scales, scheme.block)
 
-    def _four(self, packed: Array) -> Source:
+    def _four(self, packed: Array) -> StoredMatrix:
         """Two numbers of fp4 in a byte."""
         out, inner = len(packed), 2 * packed.shape[1]
         scales = self._part("weight_scale", 2, FLOAT8, FLOAT_E8, np.dtype(np.uint8))
@@ -168,7 +168,7 @@ class _Module:
         whole = [np.float32(1) if one is None else one.reshape(-1)[0] for one in (factor, divisor)]
         return Four(packed, scales, whole[0], whole[1], self._bytes())
 
-    def _eight(self, weight: Array) -> Source:
+    def _eight(self, weight: Array) -> StoredMatrix:
         """One byte a number."""
         out, inner = weight.shape
         scales = self._scales("weight_scale", (out, inner))
@@ -177,7 +177,7 @@ class _Module:
             offsets = self._zeros(given.astype(np.int16), scales)
             zeros = lambda rows: offsets[rows]  # noqa: E731
         groups = self._groups("weight_g_idx", inner, scales.shape[1])
-        return Whole("INT8", (out, inner), self._bytes(), 8, lambda rows: weight[rows], scales, zeros, groups)
+        return IntegerCodes("INT8", (out, inner), self._bytes(), 8, lambda rows: weight[rows], scales, zeros, groups)
 
     def _zeros(self, zeros: NDArray[np.int16], scales: Array) -> NDArray[np.int16]:
         zeros = zeros.reshape(1, 1) if zeros.size == 1 else zeros.reshape(len(zeros), -1)
@@ -185,7 +185,7 @@ class _Module:
             raise self._error("weight_zero_point", f"of the shape of scales {list(scales.shape)}")
         return np.broadcast_to(zeros, scales.shape)
 
-    def _packed(self) -> Source:
+    def _packed(self) -> StoredMatrix:
         """Words along the inputs."""
         words = self._part("weight_packed", 2, np.dtype("<i4")).view(np.uint32)
         shape = self._part("weight_shape", 1)
@@ -207,9 +207,9 @@ class _Module:
         def read(rows: Rows) -> NDArray[np.int8]:
             return _unpacked(words[rows], bits)[:, :inner]
 
-        return Whole(f"INT{bits}", (out, inner), self._bytes(), bits, read, scales, zeros, groups)
+        return IntegerCodes(f"INT{bits}", (out, inner), self._bytes(), bits, read, scales, zeros, groups)
 
-    def _awq(self, scheme: Scheme) -> Source:
+    def _awq(self, scheme: Scheme) -> StoredMatrix:
         words = self._part("qweight", 2, np.dtype("<i4")).view(np.uint32)
         inner, out = words.shape[0], 8 * words.shape[1]
         scales = self._part("scales", 2).T
@@ -221,9 +221,9 @@ class _Module:
             if stored.shape != (scales.shape[1], words.shape[1]):
                 raise self._error("qzeros", f"of the shape {[scales.shape[1], words.shape[1]]}")
             zeros = lambda rows: _of_awq(stored, rows).astype(np.int16)  # noqa: E731
-        return Whole("AWQ", (out, inner), self._bytes(), 4, lambda rows: _of_awq(words, rows), scales, zeros)
+        return IntegerCodes("AWQ", (out, inner), self._bytes(), 4, lambda rows: _of_awq(words, rows), scales, zeros)
 
-    def _gptq(self, scheme: Scheme) -> Source:
+    def _gptq(self, scheme: Scheme) -> StoredMatrix:
         words = self._part("qweight", 2, np.dtype("<i4")).view(np.uint32)
         scales = self._part("scales", 2).T
         index = self.parts.get("g_idx")
@@ -244,7 +244,7 @@ class _Module:
         middle = scheme.symmetric and not zeros(np.arange(out)).any()
         groups = self._groups("g_idx", inner, scales.shape[1])
         given = None if middle else zeros
-        return Whole("GPTQ", (out, inner), self._bytes(), bits, read, scales, given, groups)
+        return IntegerCodes("GPTQ", (out, inner), self._bytes(), bits, read, scales, given, groups)
 
     def _groups(self, name: str, inner: int, count: int) -> NDArray[np.intp] | None:
         """Which group each input belongs to, where that is not its neighbours'."""

@@ -16,7 +16,7 @@ from cairn.kernels.base import BLOCK, GROUP, Quantized
 from cairn.layer_spec import CacheGroup, Experts, Recurrence, RotaryPositions
 from cairn.model_spec import ModelSpec
 from cairn.models.gguf_spec import cache_groups
-from cairn.models.mixture_spec import is_router
+from cairn.models.moe_spec import is_router
 from cairn.models.recurrent_spec import MIXER, is_step, with_state
 from cairn.models.tensor_meta import TensorMeta, blocks, codes
 from cairn.models.weights import DTYPES, expected_tensors

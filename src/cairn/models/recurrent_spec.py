@@ -12,7 +12,7 @@ from cairn.layer_spec import CacheGroup, Recurrence
 from cairn.model_spec import MAX_HEAD_DIM, ModelSpec
 from cairn.models.family import Family
 from cairn.models.files import Fields
-from cairn.models.mixture_spec import layer_kinds
+from cairn.models.moe_spec import layer_kinds
 
 MOST_REACH = 16
 MAX_HEADS = 1 << 12

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cairn.errors import ModelFileError
 from cairn.model_spec import ModelSpec
-from cairn.models.dequant import Kind, dequantize
+from cairn.models.dequant import BlockFormat, dequantize
 from cairn.models.files import is_gguf, opened
 from cairn.models.gguf import read_gguf
 from cairn.models.gguf_architectures import PER_LAYER
@@ -24,14 +24,14 @@ from cairn.models.weights import DTYPES, located
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TableLocation:
     """Where a table [rows, width] lies in a file, and in what format."""
 
     path: Path
     begin: int
     rows: int
     width: int
-    kind: Kind
+    kind: BlockFormat
 
     @property
     def row_bytes(self) -> int:
@@ -42,7 +42,7 @@ class Place:
 class RowTable:
     """An open table. Rows are exact: they are what the file says, in float32."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: TableLocation) -> None:
         """Open the file, which stays this one whatever its name comes to mean later."""
         self.place = place
         with opened(place.path) as file:
@@ -75,11 +75,11 @@ def open_table(folder: Path, spec: ModelSpec) -> RowTable | None:
         return None
     if is_gguf(folder):
         tensor = read_gguf(folder).tensors[PER_LAYER]
-        return RowTable(Place(tensor.path, tensor.begin, *_two(tensor.shape), tensor.kind))
+        return RowTable(TableLocation(tensor.path, tensor.begin, *_two(tensor.shape), tensor.kind))
     path, begin, shape, dtype = located(folder, spec, INPUTS)
     if dtype not in DTYPES.values():
         raise ModelFileError(f"{path}: the tensor {INPUTS} is stored as {dtype}; supported are {', '.join(DTYPES)}")
-    return RowTable(Place(path, begin, *_two(shape), Kind(str(dtype), 1, dtype.itemsize, dtype)))
+    return RowTable(TableLocation(path, begin, *_two(shape), BlockFormat(str(dtype), 1, dtype.itemsize, dtype)))
 
 
 def _two(shape: tuple[int, ...]) -> tuple[int, int]:

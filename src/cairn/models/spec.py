@@ -30,7 +30,7 @@ from cairn.models.gguf_spec import SAMPLING, cache_groups, gguf_spec, suggested
 from cairn.models.hub import model_name
 from cairn.models.judge import with_judge
 from cairn.models.latent_spec import latent_fields
-from cairn.models.mixture_spec import mixture
+from cairn.models.moe_spec import mixture
 from cairn.models.positions_spec import (
     check_divisors,
     global_positions,

@@ -33,7 +33,7 @@ FLOAT_E8 = np.dtype(ml_dtypes.float8_e8m0fnu)
 _FLOAT8 = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)
 
 
-class Source(ABC):
+class StoredMatrix(ABC):
     """A matrix [out, in] as it is stored."""
 
     kind: str
@@ -53,7 +53,7 @@ class Source(ABC):
         raise NotImplementedError
 
 
-class Float8(Source):
+class Float8(StoredMatrix):
     """Numbers of 8 bits with scales [outputs, inputs], of which one is for `block` of them, or for all."""
 
     def __init__(self, weight: NDArray[Any], scales: NDArray[Any], block: tuple[int, int]) -> None:
@@ -81,7 +81,7 @@ class Float8(Source):
         return found
 
 
-class Four(Source):
+class Four(StoredMatrix):
     """Numbers of 4 bits, two in a byte, the first in its low half; their scales are times a factor, and divided."""
 
     def __init__(
@@ -120,7 +120,7 @@ class Four(Source):
         return found * np.float32(0.5)
 
 
-class Whole(Source):
+class IntegerCodes(StoredMatrix):
     """Whole numbers c with scales: (c - zero) * scale, where c and zero are counted from the middle."""
 
     def __init__(
@@ -189,7 +189,7 @@ class Whole(Source):
 class Picked:
     """`coded_weights.Coded`: some outputs of a stored matrix, or these as inputs where it is turned."""
 
-    source: Source
+    source: StoredMatrix
     rows: Rows
     turned: bool = False
 
@@ -248,7 +248,7 @@ def marked(shape: tuple[int, ...]) -> NDArray[np.int64]:
     return np.broadcast_to(rows, shape)
 
 
-def picked(source: Source, part: NDArray[np.int64]) -> Picked | None:
+def picked(source: StoredMatrix, part: NDArray[np.int64]) -> Picked | None:
     """What became of a stored matrix that was `marked`; None for what is no rows of it."""
     if part.ndim != 2:
         return None

@@ -18,7 +18,7 @@ from cairn.layer_spec import NEVER, CacheGroup, RopeScaling, Streams, Uneven
 from cairn.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, ModelSpec
 from cairn.models.family import Family
 from cairn.models.files import Fields
-from cairn.models.mixture_spec import mixture_tensors
+from cairn.models.moe_spec import mixture_tensors
 
 INPUTS = "model.embed_tokens_per_layer.weight"
 INPUTS_PROJECTION = "model.per_layer_model_projection.weight"

@@ -26,7 +26,7 @@ from cairn.model_spec import ModelSpec
 from cairn.models import tensor_meta as known
 from cairn.models.dequant import SLICE
 from cairn.models.digests import tell
-from cairn.models.mixture_spec import is_router
+from cairn.models.moe_spec import is_router
 from cairn.models.quantize import rounded
 from cairn.models.recurrent_spec import is_step
 from cairn.models.tensor_meta import TensorMeta

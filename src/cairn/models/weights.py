@@ -40,12 +40,12 @@ from cairn.models.files import (
 from cairn.models.gguf import read_gguf
 from cairn.models.gguf_weights import GgufWeights
 from cairn.models.latent_spec import latent_tensors
-from cairn.models.mixture_spec import mixture_tensors
+from cairn.models.moe_spec import mixture_tensors
 from cairn.models.mxfp4 import PARTS, joined
 from cairn.models.quantized_config import Scheme, scheme_of
 from cairn.models.quantized_files import ENDS, Stored, modules
 from cairn.models.recurrent_spec import MIXER, recurrent_tensors
-from cairn.models.stored_codes import Picked, Source, picked
+from cairn.models.stored_codes import Picked, StoredMatrix, picked
 from cairn.models.tensor_names import XIELU, own_tensors
 from cairn.models.uneven_spec import uneven_tensors
 
@@ -264,7 +264,7 @@ def _stored(files: Sequence[Path], homes: Mapping[str, str] | None) -> Iterator[
             yield Stored(path, name, array)
 
 
-def _picked(path: Path, name: str, source: Source, part: NDArray[Any], shape: tuple[int, ...]) -> Picked:
+def _picked(path: Path, name: str, source: StoredMatrix, part: NDArray[Any], shape: tuple[int, ...]) -> Picked:
     """A part of a quantised module as one of ours."""
     found = picked(source, part)
     if found is None:

@@ -15,7 +15,7 @@ from cairn.rag.definition import MAX_DOCUMENTS, Attribute, Collection
 State = Literal["in_progress", "completed", "failed", "cancelled"]
 
 
-class Wanted(NamedTuple):
+class WantedFile(NamedTuple):
     """A file that is to be put into a collection."""
 
     file: str
@@ -54,7 +54,7 @@ class Attachments:
                 "WHERE state='in_progress'"
             )
 
-    def begin(self, collection: Collection, wanted: Sequence[Wanted], batch: str) -> list[Attachment]:
+    def begin(self, collection: Collection, wanted: Sequence[WantedFile], batch: str) -> list[Attachment]:
         """Note files that are to be read; those that are there already, or are being read, are passed over.
 
         What is new of them. Conflict where they are too many, NotFound where the collection is gone."""

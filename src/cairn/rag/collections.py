@@ -13,10 +13,19 @@ from cairn.errors import Conflict, InvalidRequest, TooLarge
 from cairn.outputs import Delta
 from cairn.rag.chunking import chunks
 from cairn.rag.citations import CitationFilter
-from cairn.rag.definition import BINARY, MAX_BYTES, MAX_CHUNKS, Collection, Found, NewDocument, Search, StoredDocument
+from cairn.rag.definition import (
+    BINARY,
+    MAX_BYTES,
+    MAX_CHUNKS,
+    Collection,
+    NewDocument,
+    Search,
+    SearchHit,
+    StoredDocument,
+)
 from cairn.rag.document_store import DocumentStore
 from cairn.rag.extractor import Extractor, aside
-from cairn.rag.outline import Section, Unreadable
+from cairn.rag.outline import Section, UnreadableDocument
 from cairn.rag.reading import sections
 from cairn.service.embeddings import Asking, finished, scores, vectors
 from cairn.service.requests import SamplingOptions
@@ -69,13 +78,13 @@ def _named(asking: Asking, prompt: str) -> Asking:
     return replace(asking, prompt_name=prompt)
 
 
-class Judge(NamedTuple):
+class Reranker(NamedTuple):
     """A model that judges how well a text answers a question, and for whom."""
 
     service: Service
     asking: Asking
 
-    async def best(self, question: str, found: Sequence[Found], count: int) -> list[Found]:
+    async def best(self, question: str, found: Sequence[SearchHit], count: int) -> list[SearchHit]:
         """The best of what was found, by this model's scores."""
         if not found:
             return []
@@ -141,7 +150,7 @@ class Collections:
         if new.kind not in ("html", *BINARY):
             try:
                 return await asyncio.to_thread(sections, new.content, new.kind)
-            except Unreadable as error:
+            except UnreadableDocument as error:
                 raise InvalidRequest(f"{new.field}: {error}", field=new.field) from None
         data = new.content.encode("utf-8", "replace")
         with await asyncio.to_thread(aside, data) as file:
@@ -154,8 +163,8 @@ class Collections:
         embedder: Embedder,
         question: str,
         wanted: Search,
-        judge: Judge | None = None,
-    ) -> list[Found]:
+        judge: Reranker | None = None,
+    ) -> list[SearchHit]:
         """The chunks that fit a question best; with a judge it takes them from more. Conflict where their vectors are
         of another model."""
         collection = await asyncio.to_thread(self.store.collection, tenant, id)
@@ -173,7 +182,7 @@ class Collections:
         self,
         asker: Asker,
         question: str,
-        found: Sequence[Found],
+        found: Sequence[SearchHit],
         options: SamplingOptions,
         emit: Callable[[dict[str, Any]], object],
         reranked_by: str | None = None,

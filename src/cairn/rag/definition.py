@@ -101,7 +101,7 @@ class NewDocument(NamedTuple):
     """Characters of its chunks, and what they repeat; None: as its collection has them."""
 
 
-class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+class DocumentChunk(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of a document."""
 
     key: int
@@ -132,10 +132,10 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     """How much the list by vectors counts, and that by words."""
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class SearchHit(msgspec.Struct, frozen=True, kw_only=True):
     """A chunk that was found."""
 
-    chunk: Chunk
+    chunk: DocumentChunk
     score: float
     """The cosine of its vector and the question's."""
     rank: float

@@ -23,11 +23,11 @@ from cairn.rag.definition import (
     MAX_COLLECTIONS,
     MAX_DOCUMENTS,
     Attribute,
-    Chunk,
     Collection,
-    Found,
+    DocumentChunk,
     NewDocument,
     Search,
+    SearchHit,
     StoredDocument,
 )
 
@@ -269,7 +269,7 @@ class DocumentStore:
 
     # ------------------------------------------------------------------------------------------------------- search
 
-    def search(self, collection: Collection, question: str, vector: Vector, wanted: Search) -> list[Found]:
+    def search(self, collection: Collection, question: str, vector: Vector, wanted: Search) -> list[SearchHit]:
         """The chunks that fit best; none of a collection that is gone."""
         with self._read() as db:
             if db.execute("SELECT 1 FROM collections WHERE key=?", (collection.key,)).fetchone() is None:
@@ -288,7 +288,7 @@ class DocumentStore:
                     ranks[key] = ranks.get(key, 0.0) + weight / (SHARE + place)
             good = [key for key in ranks if score_of[key] >= wanted.min_score]
             best = sorted(good, key=lambda key: (-ranks[key], key))[: wanted.top_k]
-            return [Found(chunk=self._chunk(db, key), score=score_of[key], rank=ranks[key]) for key in best]
+            return [SearchHit(chunk=self._chunk(db, key), score=score_of[key], rank=ranks[key]) for key in best]
 
     def _allowed(self, db: sqlite3.Connection, collection: Collection, wanted: Search) -> set[int] | None:
         """The chunks that the filters let through; None for all."""
@@ -338,7 +338,7 @@ class DocumentStore:
         )
         return [key for (key,) in rows.fetchall()]
 
-    def _chunk(self, db: sqlite3.Connection, key: int) -> Chunk:
+    def _chunk(self, db: sqlite3.Connection, key: int) -> DocumentChunk:
         row = db.execute(
             "SELECT chunks.key, documents.id, documents.name, chunks.number, chunks.heading, chunks.text, "
             "documents.metadata FROM chunks "
@@ -346,7 +346,7 @@ class DocumentStore:
             (key,),
         ).fetchone()
         given = dict(zip(("key", "document", "name", "number", "heading", "text"), row, strict=False))
-        return Chunk(**given, metadata=_attributes(row[6]))
+        return DocumentChunk(**given, metadata=_attributes(row[6]))
 
 
 _DOCUMENTS = (

@@ -14,7 +14,7 @@ from typing import BinaryIO
 from xml.parsers.expat import ExpatError, ParserCreate
 
 from cairn.rag.definition import MAX_UNPACKED
-from cairn.rag.outline import Outline, Section, Unreadable
+from cairn.rag.outline import Outline, Section, UnreadableDocument
 
 _W = "http://schemas.openxmlformats.org/wordprocessingml/2006/main "
 _STRICT = "http://purl.oclc.org/ooxml/wordprocessingml/main "
@@ -33,16 +33,16 @@ def paragraphs(file: BinaryIO) -> list[Section]:
         with zipfile.ZipFile(file) as parts:
             names = parts.namelist()
             if len(names) > _MOST_PARTS:
-                raise Unreadable(f"the DOCX has {len(names)} parts; the limit is {_MOST_PARTS}")
+                raise UnreadableDocument(f"the DOCX has {len(names)} parts; the limit is {_MOST_PARTS}")
             if "word/document.xml" not in names:
-                raise Unreadable("this is no DOCX: it has no part word/document.xml")
+                raise UnreadableDocument("this is no DOCX: it has no part word/document.xml")
             levels = _Levels()
             if "word/styles.xml" in names:
                 _parse(parts, "word/styles.xml", levels)
             body = _Body(levels.found)
             _parse(parts, "word/document.xml", body)
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, EOFError, ValueError) as error:
-        raise Unreadable(f"the DOCX cannot be read: {' '.join(str(error).split())[:200]}") from None
+        raise UnreadableDocument(f"the DOCX cannot be read: {' '.join(str(error).split())[:200]}") from None
     return body.end()
 
 
@@ -68,7 +68,7 @@ def _parse(parts: zipfile.ZipFile, name: str, handler: _Handler) -> None:
         nonlocal depth
         depth += 1
         if depth > _DEEPEST:
-            raise Unreadable(f"{name} of the DOCX nests deeper than {_DEEPEST} elements, the limit")
+            raise UnreadableDocument(f"{name} of the DOCX nests deeper than {_DEEPEST} elements, the limit")
         handler.start(_plain(tag), {_plain(key): value for key, value in attributes.items()})
 
     def stop(tag: str) -> None:
@@ -84,7 +84,7 @@ def _parse(parts: zipfile.ZipFile, name: str, handler: _Handler) -> None:
         while data := part.read(_PIECE):
             size += len(data)
             if size > MAX_UNPACKED:
-                raise Unreadable(f"{name} of the DOCX has more than {MAX_UNPACKED} bytes unpacked, the limit")
+                raise UnreadableDocument(f"{name} of the DOCX has more than {MAX_UNPACKED} bytes unpacked, the limit")
             _feed(parser.Parse, data, False, name)
         _feed(parser.Parse, b"", True, name)
 
@@ -93,11 +93,11 @@ def _feed(parse: Callable[[bytes, bool], object], data: bytes, last: bool, name:
     try:
         parse(data, last)
     except ExpatError as error:
-        raise Unreadable(f"{name} of the DOCX is no valid XML: {error}") from None
+        raise UnreadableDocument(f"{name} of the DOCX is no valid XML: {error}") from None
 
 
 def _refuse_type(*_: object) -> None:
-    raise Unreadable("the DOCX has a document type, which none needs")
+    raise UnreadableDocument("the DOCX has a document type, which none needs")
 
 
 def _plain(name: str) -> str:

@@ -15,7 +15,7 @@ from typing import BinaryIO, cast
 import msgspec
 
 from cairn.rag.definition import MAX_BYTES, DocumentKind
-from cairn.rag.outline import Section, Unreadable
+from cairn.rag.outline import Section, UnreadableDocument
 
 MEMORY = 1 << 30
 """Bytes of address space that reading one document may take."""
@@ -34,7 +34,7 @@ def extract(kind: DocumentKind, file: BinaryIO) -> Extracted:
     """Read a document."""
     try:
         found = _sections(kind, file)
-    except Unreadable as error:
+    except UnreadableDocument as error:
         return Extracted(error=str(error))
     except MemoryError:
         return Extracted(error=f"reading the document takes more than {MEMORY >> 20} MiB of memory, the limit")
@@ -62,7 +62,7 @@ def _sections(kind: DocumentKind, file: BinaryIO) -> list[Section]:
     try:
         text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise Unreadable(f"the document is no text in UTF-8: byte {error.start} is none of it") from None
+        raise UnreadableDocument(f"the document is no text in UTF-8: byte {error.start} is none of it") from None
     return sections(text, kind)
 
 

@@ -14,7 +14,7 @@ from cairn.errors import InvalidRequest, Unavailable
 from cairn.rag.definition import MAX_BYTES, DocumentKind
 from cairn.rag.extraction import MEMORY, SECONDS, Extracted
 from cairn.rag.outline import Section
-from cairn.rag.turns import Turns
+from cairn.rag.turns import TenantPlaces
 from cairn.system import without_secrets
 
 AT_ONCE = 2
@@ -47,7 +47,7 @@ class Extractor:
     """Reads documents, a few at once, one of a tenant."""
 
     def __init__(self) -> None:
-        self._turns = Turns(AT_ONCE)
+        self._turns = TenantPlaces(AT_ONCE)
 
     async def read(self, tenant: str, kind: DocumentKind, file: BinaryIO, field: str) -> list[Section]:
         """The sections of a document in a real file, from where it stands.

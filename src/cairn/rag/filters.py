@@ -18,10 +18,10 @@ _DEEPEST = 8
 
 def filter_of(given: Any, field: str = "filters") -> Filter:
     """What a filter lets through. InvalidRequest for what is none."""
-    return _Reader().read(given, field, 1)
+    return _FilterReader().read(given, field, 1)
 
 
-class _Reader:
+class _FilterReader:
     """Reads one filter, and counts what it holds."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ DEEPEST = 9
 """The level of headings below which all are of one level."""
 
 
-class Unreadable(Exception):
+class UnreadableDocument(Exception):
     """A document cannot be read; the text says why, for its sender."""
 
 
@@ -41,5 +41,5 @@ class Outline:
         """The text below the headings that are open. Unreadable where there are too many of them."""
         if text.strip():
             if len(self.sections) == MAX_CHUNKS:  # each is a chunk at least
-                raise Unreadable(f"the document has more than {MAX_CHUNKS} sections with text, the limit")
+                raise UnreadableDocument(f"the document has more than {MAX_CHUNKS} sections with text, the limit")
             self.sections.append(Section(" > ".join(title for _, title in self._open), text.strip()))

@@ -7,7 +7,7 @@ import logging
 from typing import BinaryIO
 
 from cairn.rag.definition import MAX_PAGES
-from cairn.rag.outline import Section, Unreadable
+from cairn.rag.outline import Section, UnreadableDocument
 
 
 def pages(file: BinaryIO) -> list[Section]:
@@ -19,19 +19,21 @@ def pages(file: BinaryIO) -> list[Section]:
     try:
         reader = PdfReader(file)
         if reader.is_encrypted and reader.decrypt("") is PasswordType.NOT_DECRYPTED:
-            raise Unreadable("the PDF is encrypted with a password; give it without one")
+            raise UnreadableDocument("the PDF is encrypted with a password; give it without one")
         count = len(reader.pages)
         if count > MAX_PAGES:
-            raise Unreadable(f"the PDF has {count} pages; the limit is {MAX_PAGES}")
+            raise UnreadableDocument(f"the PDF has {count} pages; the limit is {MAX_PAGES}")
         found = [
             Section(f"page {number}", text)
             for number, page in enumerate(reader.pages, 1)
             if (text := page.extract_text().strip())
         ]
     except (PyPdfError, ImportError) as error:  # ciphers of newer files are in a package of their own
-        raise Unreadable(f"the PDF cannot be read: {_line(error)}") from None
+        raise UnreadableDocument(f"the PDF cannot be read: {_line(error)}") from None
     if count and not found:
-        raise Unreadable("no page of the PDF holds text: pictures of text, as a scanner makes them, are not read")
+        raise UnreadableDocument(
+            "no page of the PDF holds text: pictures of text, as a scanner makes them, are not read"
+        )
     return found
 
 

@@ -11,7 +11,7 @@ from cairn.deadline import DEADLINE
 from cairn.errors import DeadlineExceeded
 
 
-class Turns:
+class TenantPlaces:
     """So many places, in the order of arrival; each tenant has or waits for one at most, and its others for that."""
 
     def __init__(self, places: int) -> None:

@@ -11,11 +11,11 @@ from contextlib import AbstractAsyncContextManager
 
 from cairn.deadline import DEADLINE
 from cairn.errors import CairnError, NotFound, trace
-from cairn.rag.attachments import Attachment, Attachments, Wanted
+from cairn.rag.attachments import Attachment, Attachments, WantedFile
 from cairn.rag.collections import Collections, Embedder
 from cairn.rag.definition import Attribute, Collection, NewDocument, kind_of
 from cairn.rag.file_store import FileStore, StoredFile
-from cairn.rag.turns import Turns
+from cairn.rag.turns import TenantPlaces
 from cairn.spans import PRESENT
 
 log = logging.getLogger("cairn.api")
@@ -36,10 +36,10 @@ class VectorStores:
         self.files, self.attachments = files, attachments
         self._tasks: dict[tuple[int, str], asyncio.Task[None]] = {}
         """What puts a file in, by its collection's key and its id."""
-        self._turns = Turns(AT_ONCE)
+        self._turns = TenantPlaces(AT_ONCE)
 
     async def attach(
-        self, tenant: str, id: str, wanted: Sequence[Wanted], embedders: Embedders, batch: str = ""
+        self, tenant: str, id: str, wanted: Sequence[WantedFile], embedders: Embedders, batch: str = ""
     ) -> list[Attachment]:
         """Begin to put files into a collection; how far they are. NotFound for a file that is not there."""
         collection = await asyncio.to_thread(self._store.collection, tenant, id)

@@ -26,7 +26,7 @@ LONGEST_RETRY = 600.0
 """Seconds that nobody is told to stay away for longer than."""
 
 
-class Pace:
+class QueuePace:
     """How fast the queue moves, measured while somebody waits; what is older than `_MEMORY` seconds fades."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Queue:
         self._limit = config.max_queue
         self._limit_tokens = config.max_queue_tokens
         self._max_running = config.max_running
-        self._pace = Pace()
+        self._pace = QueuePace()
         self._blocked = False
         self._places: Counter[str] = Counter()
         self._prompts: Counter[str] = Counter()

@@ -21,9 +21,9 @@ from cairn.sampling_params import SamplingParams
 from cairn.service.service import Service
 from cairn.service.stream import merge
 from cairn.text import length
+from cairn.text.post_processor import WholeInput
 from cairn.text.reranker_prompt import Question
 from cairn.text.tokenizer import INLINE
-from cairn.text.whole import Whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Text = str | Sequence[int]
 """A text, or its token ids as they are to be computed."""
-Encode = Callable[[], list[Whole]]
+Encode = Callable[[], list[WholeInput]]
 
 MAX_TEXTS = 2048
 """Texts of one call, as in the OpenAI API."""
@@ -146,7 +146,7 @@ def finished(made: Sequence[Vector], dimensions: int | None = None, *, normalize
     return done
 
 
-async def _encoded(service: Service, texts: Sequence[Text], asking: Asking) -> list[Whole]:
+async def _encoded(service: Service, texts: Sequence[Text], asking: Asking) -> list[WholeInput]:
     if not texts:
         raise InvalidRequest(f"{asking.field} is empty; it must hold at least one text", field=asking.field)
     if len(texts) > MAX_TEXTS:
@@ -158,12 +158,12 @@ async def _encoded(service: Service, texts: Sequence[Text], asking: Asking) -> l
     tokenizer, limit = service.tokenizer, longest_text(service)
     cut, words = limit if asking.truncate else None, _words(service, asking.prompt_name)
 
-    def one(text: Text) -> Whole:
+    def one(text: Text) -> WholeInput:
         if isinstance(text, str):
             return tokenizer.affixes.whole(tokenizer.encode(_readable(words + text, cut)), cut)
-        return Whole(tuple(text[:cut]))
+        return WholeInput(tuple(text[:cut]))
 
-    def encode() -> list[Whole]:
+    def encode() -> list[WholeInput]:
         return _bounded((one(text) for text in texts), asking.field)
 
     wholes = await _aside(service, [text for text in texts if isinstance(text, str)], asking, encode)
@@ -177,9 +177,9 @@ def _readable(text: str, cut: int | None) -> str:
     return text if cut is None else text[: CHARACTERS * cut]
 
 
-def _bounded(wholes: Iterable[Whole], field: str) -> list[Whole]:
+def _bounded(wholes: Iterable[WholeInput], field: str) -> list[WholeInput]:
     """The texts, unless they have too many tokens together."""
-    found, tokens = list[Whole](), 0
+    found, tokens = list[WholeInput](), 0
     for whole in wholes:
         tokens += len(whole.tokens)
         if tokens > MAX_TOKENS:
@@ -202,12 +202,12 @@ def _words(service: Service, name: str | None) -> str:
     return known[name]
 
 
-async def _encoded_pairs(service: Service, pairs: Sequence[tuple[str, str]], asking: Asking) -> list[Whole]:
+async def _encoded_pairs(service: Service, pairs: Sequence[tuple[str, str]], asking: Asking) -> list[WholeInput]:
     if not pairs:
         raise InvalidRequest(f"{asking.field} is empty; it must hold at least one text", field=asking.field)
     tokenizer, limit = service.tokenizer, longest_text(service)
 
-    def encode() -> list[Whole]:
+    def encode() -> list[WholeInput]:
         cut = limit if asking.truncate else None
         if service.spec.judge is not None:
             question = Question(tokenizer, asking.instruction)
@@ -222,7 +222,7 @@ async def _encoded_pairs(service: Service, pairs: Sequence[tuple[str, str]], ask
     return wholes
 
 
-async def _aside(service: Service, texts: Sequence[str], asking: Asking, encode: Encode) -> list[Whole]:
+async def _aside(service: Service, texts: Sequence[str], asking: Asking, encode: Encode) -> list[WholeInput]:
     """What `encode` makes of these texts, in a thread where they are long."""
     if sum(map(len, texts)) <= INLINE:
         return encode()
@@ -233,7 +233,7 @@ async def _aside(service: Service, texts: Sequence[str], asking: Asking, encode:
     return await long.run(asking.share, encode)
 
 
-def _check(service: Service, whole: Whole, name: str, limit: int, asking: Asking) -> None:
+def _check(service: Service, whole: WholeInput, name: str, limit: int, asking: Asking) -> None:
     if not whole.tokens:
         raise InvalidRequest(f"{name} is empty: its tokenizer makes nothing of it", field=asking.field)
     if len(whole.tokens) > limit:
@@ -251,7 +251,7 @@ def _check(service: Service, whole: Whole, name: str, limit: int, asking: Asking
         )
 
 
-async def _computed(service: Service, wholes: Sequence[Whole], asking: Asking) -> list[Vector]:
+async def _computed(service: Service, wholes: Sequence[WholeInput], asking: Asking) -> list[Vector]:
     """The vectors of whole texts, in order. What a full queue refuses in the middle is asked for again."""
     done: list[Vector] = []
     while len(done) < len(wholes):
@@ -265,7 +265,7 @@ async def _computed(service: Service, wholes: Sequence[Whole], asking: Asking) -
     return done
 
 
-async def _together(service: Service, wholes: Sequence[Whole], asking: Asking) -> list[Vector]:
+async def _together(service: Service, wholes: Sequence[WholeInput], asking: Asking) -> list[Vector]:
     requests = [
         Request(
             id=service.next_id(),

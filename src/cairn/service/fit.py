@@ -1,5 +1,5 @@
 """How much memory a model would take, asked of a process of its own: a front stays small, and a broken file harms
-nobody. `python -m cairn.service.fit` reads one frame, a `wire.Load`, and writes the answer."""
+nobody. `python -m cairn.service.fit` reads one frame, a `wire.LoadModel`, and writes the answer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Fit(msgspec.Struct, frozen=True):
     """Whether its experts stay in a mapped file, and are none of these bytes."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class FitAnswer(msgspec.Struct, frozen=True):
     """What the process says: how it fits, or why it cannot be served."""
 
     fit: Fit | None = None
@@ -71,7 +71,7 @@ async def measure(
             process.kill()
             await process.wait()
     try:
-        answer = msgspec.msgpack.decode(said, type=Answer)
+        answer = msgspec.msgpack.decode(said, type=FitAnswer)
     except msgspec.MsgspecError:
         raise ModelError(f"{config.model}: the process that reads its files ended ({process.returncode})") from None
     if answer.fit is None:
@@ -89,9 +89,9 @@ def main() -> int:
     asked = tuple[Config, str, int, tuple[int, ...]]
     config, place, free, blocks = msgspec.msgpack.decode(sys.stdin.buffer.read(wire.MAX_FRAME), type=asked)
     try:
-        answer = Answer(fit=fit(config, Path(place), free, blocks))
+        answer = FitAnswer(fit=fit(config, Path(place), free, blocks))
     except CairnError as error:
-        answer = Answer(code=error.code, message=str(error))
+        answer = FitAnswer(code=error.code, message=str(error))
     sys.stdout.buffer.write(msgspec.msgpack.encode(answer))
     return 0
 

@@ -114,7 +114,7 @@ class Grammars:
 
     def _matcher(self, request: Request) -> Matcher:
         """In a thread: what follows this request's answer, as far as it has come."""
-        from cairn.text.split import further_markers
+        from cairn.text.output_parser import further_markers
 
         assert self._masks is not None
         copy = None
@@ -240,7 +240,7 @@ class GrammarMatcher:
         return bytes(bits)
 
 
-class Tokens:
+class GrammarTokenizer:
     """What llguidance asks of a tokenizer.
 
     Where a grammar leaves no choice, the model is held to the tokens in which its tokenizer would write the text.
@@ -290,9 +290,9 @@ def read_vocabulary(
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    from cairn.text.split import all_markers
+    from cairn.text.output_parser import all_markers
+    from cairn.text.reasoning_formats import THOUGHTS
     from cairn.text.templates import load_text
-    from cairn.text.thoughts import THOUGHTS
 
     tokenizer, _ = load_text(folder, given)
     shown = {tokenizer.token_id(marker) for marker in (*all_markers(tokenizer.token_id), *marks)}
@@ -309,7 +309,7 @@ def read_vocabulary(
         known |= {vocab}
     # A mark that is a token of the model is written as that: `<tool_call>` in letters is not what the model learnt.
     encode = partial(tokenizer.encode, special=True)
-    wrapper = TokenizerWrapper(Tokens(tokens, sorted(known), eos[0], encode))
+    wrapper = TokenizerWrapper(GrammarTokenizer(tokens, sorted(known), eos[0], encode))
     closes = {}
     for form in THOUGHTS:
         single = tokenizer.token_id(form.close)

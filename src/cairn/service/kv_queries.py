@@ -1,4 +1,4 @@
-"""What a worker says to `Ask` frames: where a context's KV lies, and what is to be done with it."""
+"""What a worker says to `KVQuery` frames: where a context's KV lies, and what is to be done with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cairn.stats import Placed, Swept, TakenIn
 NOTHING = Swept()
 
 
-class Answers:
+class KVQueries:
     """Answers on the worker's thread, some of them later: when a store has done its part."""
 
     def __init__(self, channel: wire.Channel, cache: Cache, tiers: Tiers | None) -> None:
@@ -24,7 +24,7 @@ class Answers:
         self.owed = 0
         """How many questions have no answer yet."""
 
-    def take(self, ask: wire.Ask) -> None:
+    def take(self, ask: wire.KVQuery) -> None:
         """Do what is asked for. Where there is no store below the pool there is nothing to wait for or look over."""
         self.owed += 1
         if ask.what == "evict" and self._tiers is None and not ask.model:
@@ -37,12 +37,12 @@ class Answers:
             self._tiers.pin(ask.owner, ask.tokens, ask.salt, lambda: self._say_pinned(ask))
         elif ask.what == "paths":
             paths = self._tiers.paths(ask.tokens, ask.salt)
-            self._send(wire.Answer(ask.id, paths=tuple(map(str, paths))))
+            self._send(wire.KVAnswer(ask.id, paths=tuple(map(str, paths))))
         elif ask.what == "take_in":
             self._tiers.take_in(Path(ask.path), ask.tokens, ask.salt, partial(self._say_taken, ask))
         elif ask.what == "mark":
             self._tiers.mark(ask.tokens, ask.salt, ask.keep, ask.standing)
-            self._send(wire.Answer(ask.id))
+            self._send(wire.KVAnswer(ask.id))
         elif ask.what == "prefetch":
             self._tiers.prefetch(ask.tokens, ask.salt, lambda: self._say_where(ask))
         elif ask.what == "evict" and ask.model:
@@ -52,16 +52,16 @@ class Answers:
         else:
             job = _scrub if ask.what == "scrub" else _prune
             if not self._tiers.sweep(job, lambda swept: self._say_swept(ask, swept)):
-                self._send(wire.Answer(ask.id))
+                self._send(wire.KVAnswer(ask.id))
 
-    def _say_where(self, ask: wire.Ask) -> None:
+    def _say_where(self, ask: wire.KVQuery) -> None:
         if self._tiers is not None:
             placed = self._tiers.where(ask.tokens, ask.salt)
         else:
             placed = Placed(pool=self._cache.found(self._cache.context(ask.salt), ask.tokens))
-        self._send(wire.Answer(ask.id, placed=placed))
+        self._send(wire.KVAnswer(ask.id, placed=placed))
 
-    def _say_pinned(self, ask: wire.Ask) -> None:
+    def _say_pinned(self, ask: wire.KVQuery) -> None:
         assert self._tiers is not None
         if self._tiers.unsaved(ask.owner):
             what = "what is pinned" if ask.tokens else "what is no longer pinned"
@@ -71,31 +71,31 @@ class Answers:
         else:
             self._say(ask)
 
-    def _say_evicted(self, ask: wire.Ask) -> None:
+    def _say_evicted(self, ask: wire.KVQuery) -> None:
         assert self._tiers is not None
         if ask.disk and self._tiers.lingers(ask.tokens, ask.salt, ask.keep):
             self._say(ask, trouble="the disk does not let the KV of this context go; it is tried again until it does")
         else:
             self._say_where(ask)
 
-    def _say_erased(self, ask: wire.Ask, gone: bool) -> None:
+    def _say_erased(self, ask: wire.KVQuery, gone: bool) -> None:
         self._say(ask, trouble="" if gone else "the KV of a model that is not loaded cannot be erased now")
 
-    def _say_taken(self, ask: wire.Ask, taken: TakenIn) -> None:
-        self._send(wire.Answer(ask.id, taken=taken))
+    def _say_taken(self, ask: wire.KVQuery, taken: TakenIn) -> None:
+        self._send(wire.KVAnswer(ask.id, taken=taken))
 
-    def _say_swept(self, ask: wire.Ask, swept: Swept | None) -> None:
+    def _say_swept(self, ask: wire.KVQuery, swept: Swept | None) -> None:
         if swept is None:
             self._say(ask, trouble="the KV store could not be looked over; the log says why")
         else:
             self._say(ask, swept)
 
-    def _say(self, ask: wire.Ask, swept: Swept = NOTHING, trouble: str = "") -> None:
+    def _say(self, ask: wire.KVQuery, swept: Swept = NOTHING, trouble: str = "") -> None:
         """Something about all that is stored was done: whoever asked finds the figures after it."""
         kv = None if self._tiers is None else self._tiers.stats()
-        self._send(wire.Answer(ask.id, swept=swept, trouble=trouble, kv=kv))
+        self._send(wire.KVAnswer(ask.id, swept=swept, trouble=trouble, kv=kv))
 
-    def _send(self, answer: wire.Answer) -> None:
+    def _send(self, answer: wire.KVAnswer) -> None:
         self.owed -= 1
         self._channel.send(answer)
 

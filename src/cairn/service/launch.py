@@ -49,7 +49,7 @@ class Worker:
 class First:
     """A server's first worker, and what the later ones need to be like it."""
 
-    load: wire.Load
+    load: wire.LoadModel
     code: bytes
     """`code_digest` of the package when it was started; empty in-process, and where the package could not be read:
     then later workers are not held against it."""
@@ -74,12 +74,12 @@ def launch_first(
 ) -> First:
     """Start a worker that loads the model, which is in `folder` where that is known already.
 
-    `blocks`, `kv_part`, `turns`: as of `wire.Load`.
+    `blocks`, `kv_part`, `turns`: as of `wire.LoadModel`.
 
     Raises ModelError where the model or a worker cannot be had, ConfigError for an option that cannot be told to it.
     """
     found = folder or locate(config.model)
-    load = wire.Load(plain(config), str(found), blocks, kv_part, turns or TenantTurns())
+    load = wire.LoadModel(plain(config), str(found), blocks, kv_part, turns or TenantTurns())
     seen = b""
     if not in_process:
         with contextlib.suppress(OSError):  # one file that cannot be read is no reason not to serve
@@ -97,7 +97,7 @@ def plain(config: Config) -> Config:
     return msgspec.structs.replace(config, api_key=(), tenants=(), admin_key=None, models=())
 
 
-def launch(load: wire.Load, in_process: bool = False) -> Worker:
+def launch(load: wire.LoadModel, in_process: bool = False) -> Worker:
     """Start a worker and send it its first frame. Raises OSError, or before that UnicodeEncodeError."""
     first = wire.encode(load)
     if in_process:
@@ -119,7 +119,7 @@ def launch(load: wire.Load, in_process: bool = False) -> Worker:
     return worker
 
 
-def _import_all(load: wire.Load) -> None:
+def _import_all(load: wire.LoadModel) -> None:
     """Import what the worker's thread and the one that reads the tokenizer need, before there is either. numpy's parts
     import each other, and of two threads in the middle of that one sees a part that is not whole."""
     import cairn.service.worker

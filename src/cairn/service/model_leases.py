@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-from cairn.service.served_model import Loaded, ServedModel
+from cairn.service.served_model import LoadedModel, ServedModel
 
 
 class Lease:
@@ -39,7 +39,7 @@ class ModelLeases:
         return tuple(lease for lease in _HELD.get() if not lease.over)
 
     @contextlib.contextmanager
-    def lease(self, model: ServedModel, loaded: Loaded) -> Iterator[None]:
+    def lease(self, model: ServedModel, loaded: LoadedModel) -> Iterator[None]:
         """The call of this task has a loaded model meanwhile."""
         loaded.users += 1
         before, lease = _HELD.get(), Lease(model)

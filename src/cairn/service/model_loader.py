@@ -21,7 +21,7 @@ from cairn.service.launch import First, launch_first
 from cairn.service.model_leases import ModelLeases
 from cairn.service.model_registry import ModelRegistry
 from cairn.service.request_table import Used
-from cairn.service.served_model import Loaded, ServedModel, locate
+from cairn.service.served_model import LoadedModel, ServedModel, locate
 from cairn.service.service import Service
 from cairn.service.services import RequestIds, Services
 from cairn.service.stores import GB
@@ -65,7 +65,7 @@ class ModelLoader:
         self._free, self._turns = free, turns
         self._ids = RequestIds(self._clock)
         self._used: Used | None = None
-        self._retiring: set[Loaded] = set()
+        self._retiring: set[LoadedModel] = set()
         """Models whose names are another's now, while their last requests go on."""
 
     def tell(self, used: Used) -> None:
@@ -111,7 +111,7 @@ class ModelLoader:
         before = model.loaded.service if model.loaded is not None else None
         if self._used is not None:
             service.used = self._used
-        model.loaded = Loaded(service, fit, self._clock.now(), model.ttl)
+        model.loaded = LoadedModel(service, fit, self._clock.now(), model.ttl)
         model.spec, model.identity = service.spec, service.spec.identity
         model.name = service.name
         model.names |= service.names
@@ -151,7 +151,7 @@ class ModelLoader:
         finally:
             loaded.closing = False
 
-    async def retire(self, old: Loaded, grace: float) -> None:
+    async def retire(self, old: LoadedModel, grace: float) -> None:
         """A model whose names are another's now: it ends once what it has is over, or after `grace` seconds. Without
         the turn."""
         old.closing = True
@@ -162,7 +162,7 @@ class ModelLoader:
         finally:
             self._retiring.discard(old)
 
-    async def _ended(self, loaded: Loaded, grace: float, model: ServedModel | None = None) -> bool:
+    async def _ended(self, loaded: LoadedModel, grace: float, model: ServedModel | None = None) -> bool:
         """Wait until nobody has it any more, but not longer, nor for a call that has `model` and waits itself."""
         end = self._clock.now() + grace
         while not loaded.idle:

@@ -8,7 +8,7 @@ import msgspec
 
 from cairn.config import Config, ModelOptions
 from cairn.errors import InvalidRequest, UnknownModel
-from cairn.service.served_model import Loaded, ServedModel, check_names, first_of
+from cairn.service.served_model import LoadedModel, ServedModel, check_names, first_of
 
 SHOWN_NAMES = 20
 """How many names a refusal lists."""
@@ -70,7 +70,7 @@ class ModelRegistry:
             f"there is no model {shown!r}; this server has: {', '.join(names[:SHOWN_NAMES])}{more}", field="model"
         )
 
-    def loaded(self) -> Iterator[tuple[ServedModel, Loaded]]:
+    def loaded(self) -> Iterator[tuple[ServedModel, LoadedModel]]:
         """Those that are loaded now."""
         return ((one, one.loaded) for one in self.models if one.loaded is not None)
 

@@ -15,7 +15,7 @@ from cairn.errors import CairnError, Conflict, InvalidRequest, ModelError
 from cairn.service.fit import Fit
 from cairn.service.model_loader import ModelLoader, shown_gb
 from cairn.service.model_registry import ModelRegistry
-from cairn.service.served_model import Loaded, ServedModel, locate
+from cairn.service.served_model import LoadedModel, ServedModel, locate
 from cairn.service.service import Service
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class ModelSwap:
         fit = await loader.measure(self._config, place, left)
         return fit if fit.most <= left else None
 
-    async def _swap_after(self, old: Loaded, place: Path) -> None:
+    async def _swap_after(self, old: LoadedModel, place: Path) -> None:
         """Unload the old one first. What would not fit even then is refused before."""
         model, loader = self._model, self._loader
         room = loader.left() + (old.fit.held if old.fit is not None else 0)

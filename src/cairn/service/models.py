@@ -26,7 +26,7 @@ from cairn.service.model_leases import ModelLeases
 from cairn.service.model_loader import FAILED_SECONDS, ModelLoader
 from cairn.service.model_registry import ModelRegistry
 from cairn.service.model_swap import ModelSwap
-from cairn.service.served_model import Loaded, ServedModel, locate, served_models
+from cairn.service.served_model import LoadedModel, ServedModel, locate, served_models
 from cairn.service.service import SHUTTING_DOWN, Service
 from cairn.service.services import Services
 from cairn.service.watchdog import Patience
@@ -150,7 +150,7 @@ class Models(ModelRegistry):
         finally:
             loaded.used = self._clock.now()
 
-    async def _wait(self, model: ServedModel) -> Loaded:
+    async def _wait(self, model: ServedModel) -> LoadedModel:
         """Until the model is loaded."""
         now = self._clock.now()
         end, tried = now + deadline.left(now, self.config.load_timeout), False

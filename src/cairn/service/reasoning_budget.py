@@ -2,7 +2,7 @@
 
 What comes next is a function of the tokens so far alone, so preemption and a worker's death change nothing, and an
 answer that keeps to its budget is the same as one without: nothing is masked before the budget is used up. Reasoning is
-told apart as the front does it (`cairn.text.split`).
+told apart as the front does it (`cairn.text.output_parser`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from cairn.engine.base import Pending, Ready
 from cairn.request import OutputFormat
 from cairn.sequence import Matcher
 from cairn.service.grammars import Vocabulary
-from cairn.text.split import MOST_LEAD
-from cairn.text.thoughts import thoughts
+from cairn.text.output_parser import MOST_LEAD
+from cairn.text.reasoning_formats import thoughts
 
 
 class BudgetMatcher:

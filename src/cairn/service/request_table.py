@@ -119,7 +119,7 @@ class RequestTable:
 
     # --------------------------------------------------------------------------------------- what the worker says
 
-    def step(self, step: wire.Step, before: wire.Stats) -> None:
+    def step(self, step: wire.StepOutputs, before: wire.Stats) -> None:
         """The worker made a step; `before`: its figures at the last one."""
         now = self._clock.now()
         for id in step.started:
@@ -134,7 +134,7 @@ class RequestTable:
         for output in step.outputs:
             self._output(output, now)
 
-    def _tokens(self, step: wire.Step, now: float) -> None:
+    def _tokens(self, step: wire.StepOutputs, now: float) -> None:
         """One token each for most requests; those that had theirs of the last step, too, waited equally long."""
         flights, before, together, taken = self.flights, self._stepped, 0, 0
         for id, token in zip(step.ids, step.tokens, strict=True):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from cairn.block_size import CHUNK_TOKENS
-from cairn.kv.standing import Standing
+from cairn.kv.reuse_hints import Standing
 
 MOST_TOKENS = 1 << 20
 """Of all contexts together: 4 MiB. Those that were told longest ago are forgotten first."""

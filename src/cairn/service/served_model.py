@@ -28,7 +28,7 @@ MOST_FOUND = 1000
 _DEMO = "demo"
 
 
-class Loaded:
+class LoadedModel:
     """A model that is loaded now."""
 
     __slots__ = ("closing", "fit", "service", "since", "ttl", "used", "users")
@@ -77,7 +77,7 @@ class ServedModel:
         """What its files say, once they were read."""
         self.identity = b""
         """Of what was loaded last."""
-        self.loaded: Loaded | None = None
+        self.loaded: LoadedModel | None = None
         self.loading: asyncio.Task[None] | None = None
         self.waiting = 0
         """Calls that wait until it is loaded."""

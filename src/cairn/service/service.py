@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,13 +17,13 @@ import msgspec
 from cairn.config import Config
 from cairn.deadline import left
 from cairn.errors import Cancelled, Conflict, DeadlineExceeded, InvalidRequest, Unavailable, trace
-from cairn.kv.standing import Standing
+from cairn.kv.reuse_hints import Standing
 from cairn.metrics import Metrics
 from cairn.model_spec import ModelSpec
 from cairn.models.hub import locate
 from cairn.models.tokenizer_files import check_fits
 from cairn.outputs import FinishReason
-from cairn.request import Request
+from cairn.request import OutputFormat, Request
 from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.admission import check_tokens
@@ -32,9 +32,10 @@ from cairn.service.launch import First, launch_first
 from cairn.service.miss_explainer import PromptOrigin
 from cairn.service.request_state import PLAIN, InFlight, RequestState, RequestStatus
 from cairn.service.request_table import RequestTable, Used
+from cairn.service.requests import SamplingOptions, requests
 from cairn.service.sent_marks import Mark, SentMarks
 from cairn.service.services import RequestIds
-from cairn.service.stream import Stream
+from cairn.service.stream import RequestStream
 from cairn.service.supervisor import Supervisor
 from cairn.service.watchdog import Patience
 from cairn.spans import PRESENT
@@ -200,7 +201,44 @@ class Service:
             made = "judges texts" if self.spec.kind == "rerank" else "makes embeddings"
             raise InvalidRequest(f"{self.name} {made} and answers nothing; use {use}", field="model")
 
-    def generate(self, request: Request, told: PromptOrigin | None = None) -> Stream:
+    def make_requests(
+        self,
+        prompt: Sequence[int],
+        options: SamplingOptions,
+        *,
+        ids: Callable[[], int] | None = None,
+        max_choices: int = 1,
+        output: OutputFormat | None = None,
+        grammar: str = "",
+        salt: bytes = b"",
+        share: str = "",
+        durable: bool = False,
+        stored: bool = True,
+        allow_empty: bool = False,
+    ) -> tuple[Request, ...]:
+        """The requests of a prompt, one a choice, with this model's limits and the configuration's. `ids` gives each
+        its id. Raises as `cairn.service.requests.requests`."""
+        return requests(
+            self.spec,
+            prompt,
+            options,
+            ids=ids or self.next_id,
+            context=self.info.context,
+            max_choices=max_choices,
+            output=output,
+            salt=salt,
+            share=share,
+            timeout=self._config.request_timeout,
+            allow_empty=allow_empty,
+            durable=durable,
+            stored=stored,
+            controls=self.controls,
+            sampler_order=self._config.sampler_order,
+            grammar=grammar,
+            encode=self.tokenizer.encode,
+        )
+
+    def generate(self, request: Request, told: PromptOrigin | None = None) -> RequestStream:
         """Start a request. The events follow as an async iterator; what goes wrong later is raised by it.
 
         `told`: what helps to say why a part of the prompt was not found.
@@ -218,7 +256,7 @@ class Service:
         self._admit(request)
         flight = RequestState(request, TextStream(self.tokenizer, request), now, told or PLAIN)
         flight.spans = PRESENT.get()
-        stream = Stream(flight, self.abort)
+        stream = RequestStream(flight, self.abort)
         try:
             self._traffic.enter(flight)
         except wire.WireError as error:
@@ -386,7 +424,7 @@ class Service:
         """Remove what nobody has used for longer than the stores' time to live."""
         return self._answered(await self._supervisor.ask("prune")).swept
 
-    def _answered(self, answer: wire.Answer) -> wire.Answer:
+    def _answered(self, answer: wire.KVAnswer) -> wire.KVAnswer:
         if answer.kv is not None:
             self.metrics.kv = answer.kv
             self._log_troubles(answer.kv)
@@ -413,7 +451,7 @@ class Service:
 
     # --------------------------------------------------------------------------------------- what the worker says
 
-    def _on_ready(self, ready: wire.Ready) -> None:
+    def _on_ready(self, ready: wire.ModelReady) -> None:
         self.spec, self.info, self._trouble = self._with_ends(ready.spec), ready.info, ready.trouble
         if ready.info.note:
             log.info("%s", ready.info.note)
@@ -447,7 +485,7 @@ class Service:
         if hasattr(self, "metrics"):  # it had loaded
             self.metrics.worker_replaced()
 
-    def _on_step(self, step: wire.Step) -> None:
+    def _on_step(self, step: wire.StepOutputs) -> None:
         before, self._stats = self._stats, step.stats
         self._traffic.step(step, before)
         if step.stats.kv is not None:

@@ -83,7 +83,7 @@ def _expire(reference: weakref.ref[Waker]) -> None:
         waker._arm()
 
 
-class Stream:
+class RequestStream:
     """The events of one request, for one consumer: an async iterator that ends after `Done` or raises a typed error.
 
     Closing it (`aclose`, `close`), cancelling the task that waits for it, or letting go of it cancels the request.
@@ -135,7 +135,7 @@ class Stream:
                 raise flight.error
         return events
 
-    def __aiter__(self) -> Stream:
+    def __aiter__(self) -> RequestStream:
         return self
 
     async def __anext__(self) -> Event:
@@ -176,7 +176,7 @@ class Stream:
 
 
 async def merge(
-    start: Callable[[Request], Stream],
+    start: Callable[[Request], RequestStream],
     requests: Sequence[Request],
     *,
     heartbeat: float | None = None,
@@ -190,7 +190,7 @@ async def merge(
     is closed.
     """
     waker = Waker()
-    streams: list[Stream] = []
+    streams: list[RequestStream] = []
     try:
         for request in requests:
             stream = start(request)

@@ -33,27 +33,28 @@ from cairn.service.worker_connection import WorkerConnection
 
 
 class Questions:
-    """What the front asks the worker beside requests: each `Ask` is one question, and its `Answer` may never come."""
+    """What the front asks the worker beside requests: each `KVQuery` is one question, and its `KVAnswer` may never
+    come."""
 
     def __init__(self) -> None:
-        self._asked: dict[int, asyncio.Future[wire.Answer]] = {}
+        self._asked: dict[int, asyncio.Future[wire.KVAnswer]] = {}
         self._numbers = itertools.count()
 
     def __bool__(self) -> bool:
         return bool(self._asked)
 
-    async def ask(self, link: WorkerConnection, what: wire.What, **fields: Any) -> wire.Answer:
+    async def ask(self, link: WorkerConnection, what: wire.What, **fields: Any) -> wire.KVAnswer:
         """The worker's answer. Raises what `fail` is told if that comes first."""
         number = next(self._numbers)
-        answer: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[wire.KVAnswer] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         try:
-            link.send(wire.Ask(number, what, **fields))
+            link.send(wire.KVQuery(number, what, **fields))
             return await answer
         finally:
             del self._asked[number]
 
-    def take(self, answer: wire.Answer) -> None:
+    def take(self, answer: wire.KVAnswer) -> None:
         """Give an answer to whoever asked, if anybody still waits."""
         if (asked := self._asked.get(answer.id)) is not None and not asked.done():
             asked.set_result(answer)
@@ -88,9 +89,9 @@ class Supervisor:
         *,
         patience: Patience,
         clock: Clock,
-        on_ready: Callable[[wire.Ready], None],
+        on_ready: Callable[[wire.ModelReady], None],
         on_end: Callable[[], None],
-        on_step: Callable[[wire.Step], None],
+        on_step: Callable[[wire.StepOutputs], None],
         on_refused: Callable[[wire.Refused], None],
         on_lost: Callable[[RequestState, CairnError], None],
     ) -> None:
@@ -214,8 +215,8 @@ class Supervisor:
         elif why := self._link.overdue(self._patience, bool(self._sent or self._questions)):
             self._link.kill(why)
 
-    async def ask(self, what: wire.What, **fields: Any) -> wire.Answer:
-        """The worker's answer to an `Ask`. Raises `Unavailable` where there is no worker, or it ends before."""
+    async def ask(self, what: wire.What, **fields: Any) -> wire.KVAnswer:
+        """The worker's answer to a `KVQuery`. Raises `Unavailable` where there is no worker, or it ends before."""
         if self._link is None or not self.up:
             raise Unavailable("the worker is being replaced", retry_after=self.pause)
         return await self._questions.ask(self._link, what, **fields)
@@ -285,19 +286,19 @@ class Supervisor:
     def _receive(self, message: wire.ToFront) -> None:
         link = self._link
         assert link is not None
-        if isinstance(message, wire.Step):
+        if isinstance(message, wire.StepOutputs):
             if message.ids or message.outputs:
                 link.progressed = True
             self._on_step(message)
             if self._suspects:
                 self._next_trial()
-        elif isinstance(message, wire.Answer):
+        elif isinstance(message, wire.KVAnswer):
             link.progressed = True
             self._questions.take(message)
         elif isinstance(message, wire.Refused):
             self._sent.discard(message.id)
             self._on_refused(message)
-        elif isinstance(message, wire.Ready):
+        elif isinstance(message, wire.ModelReady):
             self._welcome(link, message)
         elif isinstance(message, wire.LoadFailed):
             if self._loaded is not None and not self._loaded.done():
@@ -305,7 +306,7 @@ class Supervisor:
             self._blocks = ()  # there may be no memory for as many: fewer are better than no worker
             link.end(message.message)
 
-    def _welcome(self, link: WorkerConnection, ready: wire.Ready) -> None:
+    def _welcome(self, link: WorkerConnection, ready: wire.ModelReady) -> None:
         """Give a worker that has loaded what there is to do, unless it has loaded another model than the first one."""
         self._model = self._model or ready.spec.identity
         if ready.spec.identity != self._model:

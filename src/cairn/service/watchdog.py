@@ -1,7 +1,7 @@
 """Whether a worker gets on: judged by what it says it has done, and by the CPU that it uses, never by time alone.
 
-A worker sends a sign of life every second (`Beat`, with its CPU time) and a frame each step (`Step`, with a count of
-what got further). So there are four ways not to get on, and each has a patience of its own:
+A worker sends a sign of life every second (`Beat`, with its CPU time) and a frame each step (`StepOutputs`, with a
+count of what got further). So there are four ways not to get on, and each has a patience of its own:
 
 - silence: no sign of life, although it has work. The process hangs, or is stopped.
 - a step that stands still: signs of life, no step, and no CPU used. It waits for something that does not come.

@@ -16,7 +16,7 @@ import msgspec
 
 from cairn.config import Config, TenantTurns
 from cairn.errors import CairnError
-from cairn.kv.standing import Standing
+from cairn.kv.reuse_hints import Standing
 from cairn.model_spec import ModelSpec
 from cairn.outputs import FinishReason, Output
 from cairn.request import Request
@@ -39,7 +39,7 @@ class WireError(CairnError):
 # ---------------------------------------------------------------------------------------------- front -> worker
 
 
-class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+class LoadModel(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """The first frame: what to load. Secrets are not sent."""
 
     config: Config
@@ -53,7 +53,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
-    """Take this request. The answer is its outputs in `Step` frames, or `Refused`."""
+    """Take this request. The answer is its outputs in `StepOutputs` frames, or `Refused`."""
 
     request: Request
 
@@ -69,8 +69,8 @@ What = Literal["flush", "pin", "mark", "prefetch", "evict", "where", "paths", "t
 """What can be asked; the methods of `Service` with these names say what each means."""
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """About the KV beyond this step. The `Answer` carries the same number and comes when it is done."""
+class KVQuery(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """About the KV beyond this step. The `KVAnswer` carries the same number and comes when it is done."""
 
     id: int
     what: What
@@ -92,7 +92,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     stores beside ours."""
 
 
-ToWorker = Load | Add | Drop | Ask
+ToWorker = LoadModel | Add | Drop | KVQuery
 
 
 # ---------------------------------------------------------------------------------------------- worker -> front
@@ -136,7 +136,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     """Grows whenever something gets further: a token is computed, a request ends, KV arrives, a grammar is there."""
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+class ModelReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """The model is loaded."""
 
     spec: ModelSpec
@@ -152,7 +152,7 @@ class LoadFailed(msgspec.Struct, frozen=True, array_like=True, tag="load_failed"
     message: str
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """One step of all requests in one frame. An output that is just one token travels as (id, token) in columns."""
 
     stats: Stats
@@ -180,8 +180,8 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """CPU seconds used so far: a long step that computes is not a stalled one."""
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """What an `Ask` asked for."""
+class KVAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+    """What an `KVQuery` asked for."""
 
     id: int
     placed: Placed = Placed()
@@ -194,7 +194,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     taken: TakenIn = TakenIn()
 
 
-ToFront = Ready | LoadFailed | Step | Refused | Beat | Answer
+ToFront = ModelReady | LoadFailed | StepOutputs | Refused | Beat | KVAnswer
 
 _encoder = msgspec.msgpack.Encoder()
 

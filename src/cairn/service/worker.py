@@ -36,7 +36,7 @@ from cairn.seams import Clock
 from cairn.sequence import Matcher
 from cairn.service import wire
 from cairn.service.grammars import Grammars, read_vocabulary
-from cairn.service.kv_queries import Answers
+from cairn.service.kv_queries import KVQueries
 from cairn.service.progress import Shown
 from cairn.service.stores import GB, keyed, open_stores, stored_bytes
 from cairn.stats import KvStats
@@ -96,16 +96,16 @@ class Pulse:
             os._exit(1)
 
 
-class Loop:
+class WorkerLoop:
     """One thread that steps until the front is gone."""
 
-    def __init__(self, channel: wire.Channel, loaded: Loaded, pulse: Pulse) -> None:
+    def __init__(self, channel: wire.Channel, loaded: LoadedEngine, pulse: Pulse) -> None:
         self._channel = channel
         self._engine = loaded.engine
         self._scheduler = loaded.scheduler
         self._tiers = loaded.tiers
         self._grammars = loaded.grammars
-        self._answers = Answers(channel, loaded.cache, loaded.tiers)
+        self._answers = KVQueries(channel, loaded.cache, loaded.tiers)
         self._clock = loaded.clock
         self._pulse = pulse
         self._failures = 0
@@ -134,10 +134,10 @@ class Loop:
             if plan is not None:
                 self._tell(self._step(plan, kv))
             elif messages or kv is not None or self._overdue():
-                self._tell(wire.Step(stats=self._stats(kv)))
+                self._tell(wire.StepOutputs(stats=self._stats(kv)))
             wait = self._tend(plan is None)
 
-    def _tell(self, step: wire.Step) -> None:
+    def _tell(self, step: wire.StepOutputs) -> None:
         self._channel.send(step)
         self._told_at = self._clock.now()
 
@@ -169,7 +169,7 @@ class Loop:
         elif isinstance(message, wire.Drop):
             self._grammars.drop(message.id)
             self._scheduler.drop(message.id, message.reason)
-        elif isinstance(message, wire.Ask):
+        elif isinstance(message, wire.KVQuery):
             self._answers.take(message)
         else:
             raise wire.WireError("a worker loads once")
@@ -203,7 +203,7 @@ class Loop:
             self._progress += 1
         return news
 
-    def _step(self, plan: Plan, kv: KvStats | None) -> wire.Step:
+    def _step(self, plan: Plan, kv: KvStats | None) -> wire.StepOutputs:
         began = self._clock.now()
         results = plan.run(self._engine)
         self._stepped_at = self._clock.now()
@@ -221,7 +221,9 @@ class Loop:
         outputs = self._scheduler.commit(plan, results, seconds)
         self._progress += sum(output.finish is not None for output in outputs)
         ids, tokens, others = _columns(outputs)
-        return wire.Step(stats=self._stats(kv), ids=ids, tokens=tokens, outputs=others, started=tuple(plan.started))
+        return wire.StepOutputs(
+            stats=self._stats(kv), ids=ids, tokens=tokens, outputs=others, started=tuple(plan.started)
+        )
 
     def _stats(self, kv: KvStats | None) -> wire.Stats:
         stats = self._scheduler.stats()
@@ -262,10 +264,10 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
     """
     channel = wire.Channel(sock)
     pulse = Pulse(channel, process)
-    loaded: Loaded | None = None
+    loaded: LoadedEngine | None = None
     try:
         (first, *rest) = channel.receive(None)
-        if not isinstance(first, wire.Load) or rest:
+        if not isinstance(first, wire.LoadModel) or rest:
             raise wire.WireError("the first frame must say what to load, and nothing may follow before the answer")
         if process:
             log_to_stderr(first.config.log_level, first.config.log_format)
@@ -279,7 +281,7 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
             gc.enable()
             gc.collect()
             gc.freeze()  # what was loaded stays; looking through it again and again would hold up steps
-        Loop(channel, loaded, pulse).run()
+        WorkerLoop(channel, loaded, pulse).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     finally:
@@ -295,7 +297,7 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedEngine:
     """What one worker runs."""
 
     engine: Engine
@@ -304,10 +306,10 @@ class Loaded:
     tiers: Tiers | None
     grammars: Grammars
     clock: Clock
-    ready: wire.Ready
+    ready: wire.ModelReady
 
 
-def _load_visibly(channel: wire.Channel, load: wire.Load) -> Loaded | None:
+def _load_visibly(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     """`_load`, saying how far it is where that takes long."""
     shown = Shown(load.config.model, sys.stderr, SystemClock())
     try:
@@ -317,7 +319,7 @@ def _load_visibly(channel: wire.Channel, load: wire.Load) -> Loaded | None:
         shown.end()
 
 
-def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
+def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     """All that is needed to step, or None after telling the front why not."""
     config, clock, files, engine = load.config, SystemClock(), SystemFiles(), None
     try:
@@ -365,7 +367,7 @@ def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
     )
     vocabulary = partial(read_vocabulary, Path(load.folder), config.tokenizer, known.vocab, spec.eos_ids)
     grammars = Grammars(vocabulary, channel.wake, clock)
-    return Loaded(engine, cache, scheduler, tiers, grammars, clock, wire.Ready(told, info, trouble))
+    return LoadedEngine(engine, cache, scheduler, tiers, grammars, clock, wire.ModelReady(told, info, trouble))
 
 
 def main() -> int:

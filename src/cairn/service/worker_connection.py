@@ -162,7 +162,7 @@ class WorkerConnection:
             if isinstance(message, wire.Beat):
                 self.watchdog.beat(message.cpu)
                 continue
-            self.watchdog.stepped(message.stats if isinstance(message, wire.Step) else None)
+            self.watchdog.stepped(message.stats if isinstance(message, wire.StepOutputs) else None)
             try:
                 self._receive(message)
             except Exception as error:  # what it said is lost, but not the tokens before: another worker goes on

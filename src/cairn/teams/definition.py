@@ -42,7 +42,7 @@ USER = "user"
 RESERVED = frozenset({NOBODY, USER, "team", "all", "everybody"})
 
 
-class Tool(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class MemberTool(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A tool of a member, which the team's owner runs."""
 
     name: str
@@ -60,7 +60,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of its vote, in a weighted vote."""
     sampling: dict[str, Any] = {}
     """Its options of `SamplingOptions`."""
-    tools: tuple[Tool, ...] = ()
+    tools: tuple[MemberTool, ...] = ()
     """What it may call before it speaks."""
 
 

@@ -23,7 +23,7 @@ class Posted(_Item, frozen=True, kw_only=True, tag="message"):
     """The step of the round that made it; 0 for one that came from outside."""
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class Poll(msgspec.Struct, frozen=True, kw_only=True):
     """A question that members vote on."""
 
     question: str
@@ -37,7 +37,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 class RoundBegan(_Item, frozen=True, kw_only=True, tag="round.started"):
     """A round begins."""
 
-    vote: Ask | None = None
+    vote: Poll | None = None
     """The vote that ends it."""
 
 
@@ -45,7 +45,7 @@ class VoteCalled(_Item, frozen=True, kw_only=True, tag="vote.started"):
     """A vote beside the rounds begins."""
 
     step: int
-    vote: Ask
+    vote: Poll
 
 
 class StepOpened(_Item, frozen=True, kw_only=True, tag="step"):

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cairn.agents.journals import Entry
+from cairn.agents.journals import JournalEntry
 from cairn.teams.definition import Member, Team
 from cairn.teams.entries import Ballot, Chose, Posted, Stated, StepOpened, ToolAnswered, ToolCalled, Voted
 
@@ -39,7 +39,7 @@ def called(calls: Sequence[tuple[ToolCalled, ToolAnswered]]) -> list[str]:
     return [f"You called {call.tool} with {call.arguments}. It returned: {result.content}" for call, result in calls]
 
 
-def visible(entry: Entry, member: str) -> str | None:
+def visible(entry: JournalEntry, member: str) -> str | None:
     """An entry as a member is told of it; None for one that it is not told of."""
     match entry.value:
         case Posted(sender=sender, content=content, to=to):
@@ -64,10 +64,10 @@ def _outcome(vote: Voted) -> str:
     return f"Decision: {vote.decision or 'none'} ({counts}; {vote.why})."
 
 
-def in_order(entries: Iterable[Entry], names: Sequence[str]) -> list[Entry]:
+def in_order(entries: Iterable[JournalEntry], names: Sequence[str]) -> list[JournalEntry]:
     """Entries as they were said: of those who speak at once in the order of the members, whoever was done first."""
     opened: dict[tuple[int, int], int] = {}
-    found: list[tuple[int, int, Entry]] = []
+    found: list[tuple[int, int, JournalEntry]] = []
     for entry in entries:
         match entry.value:
             case StepOpened() as step:
@@ -80,7 +80,7 @@ def in_order(entries: Iterable[Entry], names: Sequence[str]) -> list[Entry]:
     return [entry for _, _, entry in sorted(found, key=lambda one: one[:2])]
 
 
-def since(entries: Sequence[Entry], names: Sequence[str], member: str, told: int) -> list[str]:
+def since(entries: Sequence[JournalEntry], names: Sequence[str], member: str, told: int) -> list[str]:
     """What a member is to be told up to entry `told`: all that is visible since it was last told."""
     known = _known(entries, member, told)
     first = bisect_right(entries, known, key=_number)
@@ -88,7 +88,7 @@ def since(entries: Sequence[Entry], names: Sequence[str], member: str, told: int
     return [text for entry in new if (text := visible(entry, member)) is not None]
 
 
-def _known(entries: Sequence[Entry], member: str, told: int) -> int:
+def _known(entries: Sequence[JournalEntry], member: str, told: int) -> int:
     """The last entry that a member was told of when it last spoke: its step says so. 0 before it has spoken."""
     spoken: tuple[int, int] | None = None
     for entry in reversed(entries[: bisect_right(entries, told, key=_number)]):
@@ -100,18 +100,18 @@ def _known(entries: Sequence[Entry], member: str, told: int) -> int:
     return 0
 
 
-def _number(entry: Entry) -> int:
+def _number(entry: JournalEntry) -> int:
     return entry.number
 
 
-def has_spoken(entries: Sequence[Entry], member: str, told: int) -> bool:
+def has_spoken(entries: Sequence[JournalEntry], member: str, told: int) -> bool:
     """Whether a member has spoken before, so that it knows who it is."""
     said = reversed(entries[: bisect_right(entries, told, key=_number)])
     return any(isinstance(one.value, Stated) and one.value.member == member for one in said)
 
 
 def message(
-    team: Team, member: str, entries: Sequence[Entry], told: int, instruction: str, calls: Sequence[str] = ()
+    team: Team, member: str, entries: Sequence[JournalEntry], told: int, instruction: str, calls: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """The new messages of a member's turn, or of a question to it; `calls`: what it is told of its own."""
     parts = [] if has_spoken(entries, member, told) else [introduction(team.member(member))]

@@ -18,11 +18,11 @@ MAX_FILE = 1 << 22
 """Bytes of a text that a scenario names."""
 
 
-class _Form(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _ScenarioForm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
 
 
-class ScenarioMessage(_Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ScenarioMessage(_ScenarioForm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A message, or a whisper, before a round."""
 
     content: str
@@ -31,14 +31,14 @@ class ScenarioMessage(_Form, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     before_round: int = 1
 
 
-class Payoff(_Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Payoff(_ScenarioForm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What members get who say this in one round."""
 
     answers: dict[str, str]
     points: dict[str, float]
 
 
-class Expectation(_Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Expectation(_ScenarioForm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is expected; each field that is given is one expectation."""
 
     rounds: int | None = None
@@ -56,7 +56,7 @@ class Expectation(_Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """At most this part of all prompt tokens was computed."""
 
 
-class Scenario(_Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Scenario(_ScenarioForm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A scenario."""
 
     name: str

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from cairn.agents.at_once import Runner, in_step
-from cairn.agents.journals import Entry, Journal, Journals
+from cairn.agents.journals import Journal, JournalEntry, Journals
 from cairn.errors import GenerationFailed
 from cairn.outputs import Delta
 from cairn.service.requests import SamplingOptions
@@ -25,10 +25,10 @@ from cairn.teams import prompts
 from cairn.teams.ballots import count
 from cairn.teams.definition import SPEAKS, STATEMENT_TOKENS, Rule, Team
 from cairn.teams.entries import (
-    Ask,
     Ballot,
     Chose,
     Item,
+    Poll,
     RoundBegan,
     RoundDone,
     Stated,
@@ -57,7 +57,7 @@ class TeamRound:
         self._journals, self._journal, self._voice, self._caller, self._emit = journals, journal, voice, caller, emit
         self._steps = itertools.count(1)
 
-    async def run(self, vote: Ask | None = None) -> str | None:
+    async def run(self, vote: Poll | None = None) -> str | None:
         """The whole round, with a vote at its end; what it decided. One that was cut off has the vote it began with."""
         began = next(iter(self._known(RoundBegan)), None)
         if began is None:
@@ -72,7 +72,7 @@ class TeamRound:
         self._tell("round.done", decision=decision)
         return decision
 
-    async def hold_beside(self, ask: Ask) -> Voted:
+    async def hold_beside(self, ask: Poll) -> Voted:
         """A vote beside the rounds. The same that was cut off goes on."""
         called = [one for one in self._known(VoteCalled) if one.vote == ask]
         counted = {one.step for one in self._known(Voted)}
@@ -85,7 +85,7 @@ class TeamRound:
         await self.hold(ask)
         return next(one for one in self._known(Voted) if one.step == step)
 
-    async def hold(self, ask: Ask) -> str | None:
+    async def hold(self, ask: Poll) -> str | None:
         """A vote, as it is asked for."""
         return await self.vote(ask.question, ask.options, rule=ask.rule, coordinator=ask.coordinator, voters=ask.voters)
 
@@ -308,7 +308,7 @@ class TeamRound:
         """What the journal has of this round, of one kind."""
         return [entry.value for entry in self._of_round() if isinstance(entry.value, kind)]
 
-    def _of_round(self) -> list[Entry]:
+    def _of_round(self) -> list[JournalEntry]:
         """The round's entries: none stands before the end of the round before it."""
         found = []
         for entry in reversed(self._journal.read(Item)):
@@ -342,7 +342,7 @@ def ballot_papers(options: Sequence[str], *, ranked: bool) -> dict[str, Any]:
     return {" > ".join(order): order for order in permutations(options)}
 
 
-def last_turn(entries: Sequence[Entry], name: str, before: tuple[int, int] | None = None) -> int:
+def last_turn(entries: Sequence[JournalEntry], name: str, before: tuple[int, int] | None = None) -> int:
     """The number of a member's last turn in the journal, 0 for none; `before` a step of a round, if one is named."""
     for entry in reversed(entries):
         one = entry.value

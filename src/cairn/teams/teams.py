@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from cairn.agents.agents import Agents
-from cairn.agents.journals import Entry, Journal
+from cairn.agents.journals import Journal, JournalEntry
 from cairn.agents.records import check
 from cairn.errors import CairnError, Conflict, InvalidRequest, NotFound
 from cairn.teams import prompts
@@ -29,7 +29,7 @@ from cairn.teams.definition import (
     check_team,
     check_text,
 )
-from cairn.teams.entries import Ask, Item, Posted, RoundBegan, RoundDone, ToolAnswered, ToolCalled, Voted
+from cairn.teams.entries import Item, Poll, Posted, RoundBegan, RoundDone, ToolAnswered, ToolCalled, Voted
 from cairn.teams.team_round import Emit, TeamRound, last_turn
 from cairn.teams.tool_calls import ToolsWaitError, open_calls
 from cairn.teams.voice import AgentVoice, Caller, Voice
@@ -77,7 +77,7 @@ class Teams:
         """A tenant's teams, most recently created first."""
         return [self._state(journal) for journal in self._journals.of(ROOM, tenant)]
 
-    def entries(self, tenant: str, id: str, member: str = "") -> tuple[Team, Sequence[Entry]]:
+    def entries(self, tenant: str, id: str, member: str = "") -> tuple[Team, Sequence[JournalEntry]]:
         """A team and what its journal holds. InvalidRequest for a `member` that it has not."""
         journal = self._find(tenant, id)
         team = _team(journal)
@@ -180,7 +180,9 @@ class Teams:
             raise Conflict(f"there is an agent {agent} already, which is no member of team {team.id}", field="id")
         return True
 
-    async def post(self, tenant: str, id: str, content: str, to: Sequence[str] = (), sender: str = USER) -> Entry:
+    async def post(
+        self, tenant: str, id: str, content: str, to: Sequence[str] = (), sender: str = USER
+    ) -> JournalEntry:
         """A message to all, or a whisper to those named. It is heard by who speaks next, also in a round that runs."""
         journal = self._find(tenant, id)
         team = _team(journal)
@@ -207,7 +209,7 @@ class Teams:
                 return
         raise NotFound(f"team {id} waits for no result of a call {call[:100]}", field="call_id")
 
-    def check_vote(self, tenant: str, id: str, ask: Ask) -> None:
+    def check_vote(self, tenant: str, id: str, ask: Poll) -> None:
         """InvalidRequest for a vote that cannot be held."""
         team = _team(self._find(tenant, id))
         check_text(ask.question, "question")
@@ -218,7 +220,7 @@ class Teams:
         if ask.voters and ask.rule == "coordinator":
             raise InvalidRequest("voters: by the rule coordinator that member alone decides", field="voters")
 
-    async def vote(self, caller: Caller, id: str, ask: Ask, emit: Emit) -> Voted:
+    async def vote(self, caller: Caller, id: str, ask: Poll, emit: Emit) -> Voted:
         """A vote beside the rounds. Conflict while a round runs or one was cut off."""
         self.check_vote(caller.tenant, id, ask)
         journal = self._idle(caller.tenant, id)
@@ -229,7 +231,7 @@ class Teams:
             return await self._round(journal, caller, _rounds(journal.read(Item)), emit).hold_beside(ask)
 
     async def rounds(
-        self, caller: Caller, id: str, many: int, emit: Emit, *, vote: Ask | None = None, stop_at: str = ""
+        self, caller: Caller, id: str, many: int, emit: Emit, *, vote: Poll | None = None, stop_at: str = ""
     ) -> None:
         """Rounds, of which one that was cut off is the first; no more once a round has decided `stop_at`."""
         journal = self._idle(caller.tenant, id)
@@ -352,17 +354,17 @@ def _team(journal: Journal) -> Team:
     return msgspec.msgpack.decode(journal.record.body, type=Team)
 
 
-def _rounds(entries: Sequence[Entry]) -> int:
+def _rounds(entries: Sequence[JournalEntry]) -> int:
     """How many rounds are done."""
     return sum(isinstance(entry.value, RoundDone) for entry in entries)
 
 
-def _cut_off(entries: Sequence[Entry]) -> bool:
+def _cut_off(entries: Sequence[JournalEntry]) -> bool:
     """Whether a round began and is not done."""
     return sum(isinstance(entry.value, RoundBegan) for entry in entries) > _rounds(entries)
 
 
-def _end(entries: Sequence[Entry], round: int) -> int:
+def _end(entries: Sequence[JournalEntry], round: int) -> int:
     """The number of the entry that ends a round, 0 for the beginning. NotFound for a round that is not done."""
     if round == 0:
         return 0

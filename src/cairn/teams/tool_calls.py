@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from cairn.agents.journals import Entry
+from cairn.agents.journals import JournalEntry
 from cairn.teams.definition import MAX_CALLS, SPEAKS, Member
 from cairn.teams.entries import ToolAnswered, ToolCalled
 from cairn.text.grammar import Structure, Wanted
@@ -28,7 +28,7 @@ class ToolsWaitError(Exception):
 class ToolCalls:
     """The calls of a member in one step."""
 
-    def __init__(self, member: Member, entries: Sequence[Entry], step: int) -> None:
+    def __init__(self, member: Member, entries: Sequence[JournalEntry], step: int) -> None:
         """`entries`: of the round."""
         self._member = member
         ours = [
@@ -90,7 +90,7 @@ def whole_json(text: str) -> str:
     return json.dumps(found, ensure_ascii=False) if isinstance(found, dict) else ""
 
 
-def open_calls(entries: Sequence[Entry]) -> list[ToolCalled]:
+def open_calls(entries: Sequence[JournalEntry]) -> list[ToolCalled]:
     """The calls whose results are not there."""
     answered = {
         (one.round, one.step, one.member, one.number)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from cairn.agents.journals import Entry
+from cairn.agents.journals import JournalEntry
 from cairn.teams.definition import Team
 from cairn.teams.entries import Chose, Posted, RoundBegan, RoundDone, Stated, ToolAnswered, ToolCalled, Voted
 from cairn.teams.prompts import in_order
@@ -15,7 +15,7 @@ from cairn.teams.prompts import in_order
 SHOWN = (Posted, RoundBegan, ToolCalled, ToolAnswered, Stated, Chose, Voted, RoundDone)
 
 
-def listed(team: Team, entries: Iterable[Entry], member: str = "") -> list[dict[str, Any]]:
+def listed(team: Team, entries: Iterable[JournalEntry], member: str = "") -> list[dict[str, Any]]:
     """The entries that tell of what was said; of a `member` no whispers to others."""
     return [
         {"number": entry.number, **msgspec.to_builtins(entry.value)}
@@ -36,7 +36,7 @@ def _shown(value: Any, member: str) -> bool:
     return isinstance(value, SHOWN) and not silent and not (member and _hidden(value, member))
 
 
-def markdown(team: Team, entries: Iterable[Entry], member: str = "") -> str:
+def markdown(team: Team, entries: Iterable[JournalEntry], member: str = "") -> str:
     """The transcript as Markdown. What was said is quoted, so none of it looks like a heading of ours."""
     lines = [f"# {team.id}", ""]
     for one in team.members:

@@ -15,7 +15,7 @@ import msgspec
 
 from cairn.agents.agents import Agents
 from cairn.agents.info import TurnInfo
-from cairn.agents.running import RunningTurn
+from cairn.agents.running_turn import RunningTurn
 from cairn.agents.turns import Gate
 from cairn.errors import Conflict, GenerationFailed, NotFound, NotLoaded, Overloaded
 from cairn.outputs import Delta, Done

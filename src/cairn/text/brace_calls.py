@@ -10,7 +10,7 @@ import re
 
 from cairn.text.json_scan import JsonScanner
 from cairn.text.tokenizer import valid_text
-from cairn.text.tools import Call
+from cairn.text.tool_parser import ParsedCall
 
 MAX_DEPTH = 64
 _NAME = re.compile(r"([^\s{}<>:]{1,256})\s*(?=\{)")
@@ -23,22 +23,22 @@ class _NoCall(Exception):
     """This is not how a call is written."""
 
 
-def brace_call(text: str, mark: str, before: str = "call:") -> Call | None:
+def brace_call(text: str, mark: str, before: str = "call:") -> ParsedCall | None:
     """The call that a text is; None if it is anything else. `mark`: what stands around texts in it; `before`: what
     stands before its name."""
     start = len(text) - len(text.lstrip())
     found = _NAME.match(text, start + len(before)) if text.startswith(before, start) else None
     if found is None:
         return None
-    reader = _Reader(text, found.end(), mark)
+    reader = _ValueReader(text, found.end(), mark)
     try:
         arguments = reader.value(0)
     except _NoCall:
         return None
-    return Call(found[1], arguments) if reader.done else None
+    return ParsedCall(found[1], arguments) if reader.done else None
 
 
-class _Reader:
+class _ValueReader:
     """Reads values from left to right, each as JSON."""
 
     def __init__(self, text: str, at: int, mark: str) -> None:

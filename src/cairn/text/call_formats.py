@@ -10,10 +10,10 @@ What stands between those two is of one of six kinds:
     braces    {x:1,y:<|"|>a<|"|>}, with marks around texts
     channel   the arguments alone, in a message on a channel (`harmony`)
 
-Which form a model uses is said by what comes with it (`declared_form`), or seen in its chat template: by signs, for the
-forms of the table below, or in how it writes calls (`derived_form`). `hermes`, `qwen_xml` and `llama` are read by
-`tools`, whatever the template, `harmony` by the module of its name; the others by `call_section`, where the template
-shows them.
+Which form a model uses is said by what comes with it (`declared_call_format`), or seen in its chat template: by signs,
+for the forms of the table below, or in how it writes calls (`derived_call_format`). `hermes`, `qwen_xml` and `llama`
+are read by `tool_parser`, whatever the template, `harmony` by the module of its name; the others by `call_section`,
+where the template shows them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CallFormat:
     value_end: str = ""
     """Behind its value; in braces what stands around a text."""
     plain: bool = False
-    """`tools` reads it."""
+    """`tool_parser` reads it."""
 
     @property
     def named(self) -> str:

@@ -1,7 +1,7 @@
 """A form of calls and the tools that were offered -> the grammar of answers that call them, in llguidance's Lark.
 
-What it allows, the parser of the same form reads as calls (`tools`, `call_section`): names are literal, arguments are
-held to their schemas, and a text in tags never holds a tag that would end it.
+What it allows, the parser of the same form reads as calls (`tool_parser`, `call_section`): names are literal, arguments
+are held to their schemas, and a text in tags never holds a tag that would end it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from cairn.text.call_formats import CallFormat
 from cairn.text.grammar import HARMONY_FINAL, MAX_TEXT, GrammarError, literal, with_blanks
-from cairn.text.tools import is_text
+from cairn.text.tool_parser import is_text
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _OPEN = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"))

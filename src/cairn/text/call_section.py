@@ -1,7 +1,8 @@
 """Reads calls in the forms of `call_formats` that have a section of their own, from a text that comes in pieces.
 
-As in `tools`, a call comes out whole or not at all, and what is no call is content, all of it and unchanged. Linear:
-a text is looked at again only behind a mark that begins another section, and Python's calls only where their end comes.
+As in `tool_parser`, a call comes out whole or not at all, and what is no call is content, all of it and unchanged.
+Linear: a text is looked at again only behind a mark that begins another section, and Python's calls only where their
+end comes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from cairn.text.call_formats import CallFormat
 from cairn.text.json_scan import JsonScanner
 from cairn.text.python_calls import literal, python_calls
 from cairn.text.tokenizer import valid_text
-from cairn.text.tools import Call, call_of
+from cairn.text.tool_parser import ParsedCall, call_of
 
 MAX_NAME = 256
 MAX_ENDS = 32
@@ -27,7 +28,7 @@ _MADE_UP = {"{index}": re.compile(r"[0-9]{0,9}"), "{id}": re.compile(r"[0-9A-Za-
 """What a model makes up where a form has these."""
 
 
-class _At(enum.Enum):
+class _SectionAt(enum.Enum):
     """What comes next."""
 
     SECTION = enum.auto()
@@ -45,7 +46,9 @@ class _At(enum.Enum):
     FAILED = enum.auto()
 
 
-_SCANNED = frozenset({_At.OBJECT, _At.ARGUMENTS, _At.JSON_VALUE, _At.TEXT_VALUE, _At.PYTHON})
+_SCANNED = frozenset(
+    {_SectionAt.OBJECT, _SectionAt.ARGUMENTS, _SectionAt.JSON_VALUE, _SectionAt.TEXT_VALUE, _SectionAt.PYTHON}
+)
 """What is read on where it stopped; all else is looked at again from its beginning, which is near."""
 
 
@@ -62,7 +65,7 @@ class SectionReader:
         self._values = {tool.name: tool.values for tool in output.offered}
         self._text = opening
         self._opening = len(opening)
-        self._at = _At.SECTION
+        self._at = _SectionAt.SECTION
         self._next = len(opening)
         """Where reading goes on."""
         self._start = 0
@@ -70,22 +73,22 @@ class SectionReader:
         self._searched = self._from = 0
         self._ends = 0
         self._in_list = False
-        self._pending: Call | None = None
+        self._pending: ParsedCall | None = None
         self._name = self._key = ""
         self._is_text = False
         self._members: dict[str, str] = {}
         self._scanner = JsonScanner()
-        self._calls: list[Call] = []
+        self._calls: list[ParsedCall] = []
 
     @property
     def closed(self) -> bool:
         """The end of the section was read."""
-        return self._at is _At.CLOSED
+        return self._at is _SectionAt.CLOSED
 
     @property
     def failed(self) -> bool:
         """This is no call, or no longer one: `rest` is content, `again` is to be read again as what follows it."""
-        return self._at is _At.FAILED
+        return self._at is _SectionAt.FAILED
 
     @property
     def rest(self) -> str:
@@ -97,7 +100,7 @@ class SectionReader:
         """The end of what belongs to no call, in which another may begin."""
         return self._text[self._again :]
 
-    def take(self) -> list[Call]:
+    def take(self) -> list[ParsedCall]:
         """The calls that came out since the last time."""
         calls, self._calls = self._calls, []
         return calls
@@ -121,10 +124,10 @@ class SectionReader:
 
     def finish(self, *, by_model: bool) -> None:
         """The text ends here, by the model's own will or because it was cut."""
-        if self._at is _At.PYTHON and by_model and self._python(len(self._text)):
-            self._at = _At.CLOSED
-        whole = self._at is _At.JOINT and (by_model or not self._form.end)
-        self._at = _At.CLOSED if whole or self.closed else _At.FAILED
+        if self._at is _SectionAt.PYTHON and by_model and self._python(len(self._text)):
+            self._at = _SectionAt.CLOSED
+        whole = self._at is _SectionAt.JOINT and (by_model or not self._form.end)
+        self._at = _SectionAt.CLOSED if whole or self.closed else _SectionAt.FAILED
 
     @property
     def _again(self) -> int:
@@ -144,17 +147,17 @@ class SectionReader:
     def _section(self) -> None:
         form = self._form
         if form.kind in ("python", "braces"):
-            self._searched, self._at = self._next, _At.PYTHON
+            self._searched, self._at = self._next, _SectionAt.PYTHON
             return
         self._in_list = form.listed and self._take("[")  # some write one object without its list
-        self._at = _At.OPEN
+        self._at = _SectionAt.OPEN
 
     def _open(self) -> None:
         form = self._form
         self._scanner = JsonScanner()
         if form.kind == "object":
             self._blank()
-            self._at = _At.OBJECT
+            self._at = _SectionAt.OBJECT
             return
         before, _, behind = form.open.partition("{name}")
         kind = "{id}" if "{id}" in behind else "{index}"
@@ -170,7 +173,7 @@ class SectionReader:
             self._fail()
             return
         self._name, self._members = name.strip(), {}
-        self._at = _At.ARGUMENTS if form.kind == "named" else _At.KEY
+        self._at = _SectionAt.ARGUMENTS if form.kind == "named" else _SectionAt.KEY
 
     def _object(self) -> None:
         """A whole object: a call's own, or its arguments."""
@@ -180,26 +183,26 @@ class SectionReader:
         if not self._scanner.done:
             raise _Wait
         text = self._scanner.text.strip()
-        own = self._at is _At.OBJECT
+        own = self._at is _SectionAt.OBJECT
         call = (
             call_of(self._usual(self._scanner.members))
             if own
-            else Call(self._name, text)
+            else ParsedCall(self._name, text)
             if text.startswith("{")
             else None
         )
         self._end_call(call)
 
     def _usual(self, members: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """The members of a call by the names that `tools` knows."""
+        """The members of a call by the names that `tool_parser` knows."""
         names = {self._form.named: "name", self._form.arguments: "arguments"}
         taken = {key for key, _ in members}
         return [
             (new if (new := names.get(key, key)) == key or new not in taken else key, value) for key, value in members
         ]
 
-    def _end_call(self, call: Call | None) -> None:
-        self._pending, self._at = call, _At.FAILED if call is None else _At.CLOSE
+    def _end_call(self, call: ParsedCall | None) -> None:
+        self._pending, self._at = call, _SectionAt.FAILED if call is None else _SectionAt.CLOSE
 
     def _tag(self) -> None:
         """The next argument, or the end of the call."""
@@ -208,13 +211,13 @@ class SectionReader:
             if key is None or not key.strip() or key.strip() in self._members:
                 self._fail()
                 return
-            self._key, self._at = key.strip(), _At.VALUE
+            self._key, self._at = key.strip(), _SectionAt.VALUE
         elif self._begins(self._form.close or self._form.end) is None:
             self._fail()
         else:
             given = self._members.items()
             written = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in given)
-            self._end_call(Call(self._name, f"{{{written}}}"))
+            self._end_call(ParsedCall(self._name, f"{{{written}}}"))
 
     def _value(self) -> None:
         """Behind the name of an argument: what else stands before its value."""
@@ -239,7 +242,7 @@ class SectionReader:
         self._scanner = JsonScanner()
         self._from = self._searched = self._next
         self._is_text = known
-        self._at = _At.TEXT_VALUE if known else _At.JSON_VALUE
+        self._at = _SectionAt.TEXT_VALUE if known else _SectionAt.JSON_VALUE
 
     def _json_value(self) -> None:
         """What should be JSON and is none stays a text."""
@@ -248,9 +251,9 @@ class SectionReader:
         if not self._scanner.failed and not self._scanner.done:
             raise _Wait
         if not self._scanner.failed and self._take(self._form.value_end):
-            self._members[self._key], self._at = self._scanner.text.strip(), _At.KEY
+            self._members[self._key], self._at = self._scanner.text.strip(), _SectionAt.KEY
         else:
-            self._next, self._at = self._from, _At.TEXT_VALUE
+            self._next, self._at = self._from, _SectionAt.TEXT_VALUE
 
     def _text_value(self) -> None:
         tag = self._form.value_end.strip()
@@ -262,7 +265,7 @@ class SectionReader:
         value = value.removesuffix("\n") if self._form.value_end.startswith("\n") else value
         written = None if self._is_text else literal(value.strip())
         self._members[self._key] = written or json.dumps(valid_text(value), ensure_ascii=False)
-        self._next, self._at = end + len(tag), _At.KEY
+        self._next, self._at = end + len(tag), _SectionAt.KEY
 
     def _close(self) -> None:
         assert self._pending is not None
@@ -270,7 +273,7 @@ class SectionReader:
             self._fail()
             return
         self._calls.append(self._pending)
-        self._start, self._at = self._next, _At.JOINT
+        self._start, self._at = self._next, _SectionAt.JOINT
 
     def _joint(self) -> None:
         """Behind a call: another one, or the end of the section."""
@@ -278,13 +281,13 @@ class SectionReader:
         listed = self._in_list and self._take("]")
         over = listed and not form.end.strip()
         if over or (form.end.strip() and self._take(form.end)):
-            self._start, self._at = self._next, _At.CLOSED
+            self._start, self._at = self._next, _SectionAt.CLOSED
         elif listed or form.single or not self._take(form.joint.strip()):
             self._fail()
         else:
             self._blank()
             self._need(1)
-            self._at = _At.OPEN
+            self._at = _SectionAt.OPEN
 
     def _find_end(self) -> None:
         """Python's calls, and those in braces, are read where they end."""
@@ -294,7 +297,7 @@ class SectionReader:
             raise _Wait
         if self._python(end):
             self._next = self._start = end + len(self._form.end)
-            self._at = _At.CLOSED
+            self._at = _SectionAt.CLOSED
             return
         self._ends += 1
         self._searched = end + 1
@@ -316,7 +319,7 @@ class SectionReader:
     # ------------------------------------------------------------------------------------------------ small steps
 
     def _fail(self) -> None:
-        self._at = _At.FAILED
+        self._at = _SectionAt.FAILED
 
     def _need(self, count: int) -> None:
         if len(self._text) < self._next + count:
@@ -369,15 +372,15 @@ class SectionReader:
         return area[:end]
 
     _steps: ClassVar = {
-        _At.SECTION: _section,
-        _At.OPEN: _open,
-        _At.OBJECT: _object,
-        _At.ARGUMENTS: _object,
-        _At.KEY: _tag,
-        _At.VALUE: _value,
-        _At.JSON_VALUE: _json_value,
-        _At.TEXT_VALUE: _text_value,
-        _At.CLOSE: _close,
-        _At.JOINT: _joint,
-        _At.PYTHON: _find_end,
+        _SectionAt.SECTION: _section,
+        _SectionAt.OPEN: _open,
+        _SectionAt.OBJECT: _object,
+        _SectionAt.ARGUMENTS: _object,
+        _SectionAt.KEY: _tag,
+        _SectionAt.VALUE: _value,
+        _SectionAt.JSON_VALUE: _json_value,
+        _SectionAt.TEXT_VALUE: _text_value,
+        _SectionAt.CLOSE: _close,
+        _SectionAt.JOINT: _joint,
+        _SectionAt.PYTHON: _find_end,
     }

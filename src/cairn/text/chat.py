@@ -1,7 +1,7 @@
 """Messages -> prompt ids, as the model's chat template says.
 
-messages -> plain dicts (`messages`), control tokens in their texts broken up by a mark (`controls`)
-         -> made to fit what the template can show (`traits`), rendered in a process of its own (`renderer`)
+messages -> plain dicts (`messages`), control tokens in their texts broken up by a mark (`control_tokens`)
+         -> made to fit what the template can show (`template_traits`), rendered in a process of its own (`renderer`)
          -> ids (`tokenizer`), answers of old put back as they were sampled (`replay`)
 """
 
@@ -24,16 +24,18 @@ from cairn.request import OfferedTool, OutputFormat
 from cairn.seams import Clock
 from cairn.system import SystemClock
 from cairn.text.call_formats import BY_NAME, CallFormat, format_of, name_of
-from cairn.text.chosen_form import chosen_form
-from cairn.text.compiler import Compiler
+from cairn.text.chosen_call_format import chosen_form
 from cairn.text.grammar import ANYTHING, Structure, Wanted
+from cairn.text.grammar_compiler import Compiler
 from cairn.text.length import check_length
 from cairn.text.messages import length, plain_message, texts_in, unused_marks, with_message_texts, with_texts
+from cairn.text.reasoning_formats import HARMONY, thinks, thoughts_of
 from cairn.text.render_wire import Job, Setup
 from cairn.text.renderer import Renderer, launch
-from cairn.text.replay import Answer, Prefix, ReplayTable, answer_of, assemble
+from cairn.text.replay import AnswerIdentity, Prefix, ReplayTable, answer_of, assemble
 from cairn.text.sampled import offered_by, opener, visible_ids
 from cairn.text.shared_time import LongTexts
+from cairn.text.template_traits import Traits, find_traits, fitted, in_parts, left_out, standing_in
 from cairn.text.templates import (
     ANSWERED,
     defaults,
@@ -43,11 +45,9 @@ from cairn.text.templates import (
     turn_ends,
     unusable,
 )
-from cairn.text.thoughts import HARMONY, thinks, thoughts_of
 from cairn.text.tokenizer import INLINE, Tokenizer, valid_text
-from cairn.text.tools import FUNCTION, offered_tools
+from cairn.text.tool_parser import FUNCTION, offered_tools
 from cairn.text.tools_by_instruction import with_tools_by_instruction
-from cairn.text.traits import Traits, find_traits, fitted, in_parts, left_out, standing_in
 
 log = logging.getLogger("cairn.text")
 
@@ -76,7 +76,7 @@ class Sampled(NamedTuple):
 
     before: bytes
     """SHA-256 of the ids before it."""
-    answer: Answer
+    answer: AnswerIdentity
     ids: Sequence[int]
     opened: int
     """How many of the ids end the prompt that was answered."""
@@ -383,7 +383,7 @@ class Chat:
         return {**message, "thinking": said}
 
     def _teaches(self, name: str) -> bool:
-        """Whether a template shows tools and a form of calls that `split` reads."""
+        """Whether a template shows tools and a form of calls that `output_parser` reads."""
         return self._traits[name][True].offers and self._forms[name] is not None
 
     async def _render(self, chat: _Read, conversations: list[Any], share: str) -> list[str]:
@@ -503,7 +503,7 @@ class Chat:
         self._grammars.renderer = self._renderer
         return self._grammars
 
-    def _answers(self, tenant: str, messages: list[dict[str, Any]]) -> list[tuple[int, Answer]]:
+    def _answers(self, tenant: str, messages: list[dict[str, Any]]) -> list[tuple[int, AnswerIdentity]]:
         """(place, identity) of the assistant messages that may have been sampled here."""
         found = []
         for n, message in enumerate(messages):
@@ -522,7 +522,7 @@ class Chat:
             raise InvalidRequest(f"chat_template_kwargs may not set {taken[0]!r}", field="chat_template_kwargs")
         return dict(given)
 
-    def _encode(self, texts: list[str], mark: str, answers: Mapping[str, Answer], tenant: str) -> list[int]:
+    def _encode(self, texts: list[str], mark: str, answers: Mapping[str, AnswerIdentity], tenant: str) -> list[int]:
         def encode(text: str) -> list[int]:
             return self.tokenizer.encode_rendered(text, mark)
 

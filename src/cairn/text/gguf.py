@@ -24,7 +24,7 @@ from tokenizers.models import BPE
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.model_spec import MAX_VOCAB
-from cairn.models.ends import UNMISTAKABLE, Middle, is_spelt_as_control
+from cairn.models.end_tokens import UNMISTAKABLE, Middle, is_spelt_as_control
 from cairn.models.gguf import Gguf
 from cairn.models.gguf_encoder import is_encoder
 from cairn.models.gguf_spec import named_ids

@@ -1,8 +1,9 @@
 """What an answer has to be -> the text that llguidance compiles: JSON of grammars that refer to each other.
 
 A client says it as a JSON schema, a regular expression, a list of choices, or a grammar in Lark or GBNF. Reasoning may
-stand before it: a grammar is about the whole text of an answer, as `split` reads it. It is made and compiled once in
-the process that also renders templates, where a bomb costs its own request alone (`checked`), and again by the worker.
+stand before it: a grammar is about the whole text of an answer, as `output_parser` reads it. It is made and compiled
+once in the process that also renders templates, where a bomb costs its own request alone (`checked`), and again by the
+worker.
 
 llguidance is imported where it is needed: no start waits for it.
 """
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cairn.text.thoughts import FORMS, HARMONY
+from cairn.text.reasoning_formats import FORMS, HARMONY
 
 MAX_TEXT = 1 << 18
 """Characters of what a client sends, and four times as many of what is made of it."""

@@ -16,7 +16,7 @@ import re
 from cairn.outputs import ToolCallDelta
 from cairn.request import OutputFormat
 from cairn.text.pieces import Piece
-from cairn.text.tools import Call, call_id, whole_json
+from cairn.text.tool_parser import ParsedCall, call_id, whole_json
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ROLE = START + "assistant"
@@ -30,7 +30,7 @@ _END = re.compile("|".join(map(re.escape, _MARKS)))
 _LONGEST = max(map(len, _MARKS))
 
 
-class _At(enum.Enum):
+class _HarmonyAt(enum.Enum):
     """What comes next."""
 
     HEADER = enum.auto()
@@ -46,7 +46,7 @@ class HarmonySplitter:
         self._output = output
         self._source = (request, choice)
         self._offered = {tool.name for tool in output.offered}
-        self._at = _At.HEADER
+        self._at = _HarmonyAt.HEADER
         self._held = ""
         self._kind = "text"
         self._name: str | None = None
@@ -71,13 +71,13 @@ class HarmonySplitter:
     @property
     def may_call(self) -> bool:
         """What is being read may be a call, and may turn out to be content."""
-        return self._name is not None or (self._at is _At.HEADER and bool(self._held))
+        return self._name is not None or (self._at is _HarmonyAt.HEADER and bool(self._held))
 
     def push(self, text: str) -> list[Piece]:
         """Split what is certain by now."""
         pieces: list[Piece] = []
         self._held += text
-        steps = {_At.HEADER: self._header, _At.BODY: self._text, _At.BETWEEN: self._between}
+        steps = {_HarmonyAt.HEADER: self._header, _HarmonyAt.BODY: self._text, _HarmonyAt.BETWEEN: self._between}
         while self._held and not self.over and steps[self._at](pieces):
             pass
         return pieces
@@ -86,7 +86,7 @@ class HarmonySplitter:
         """The text ends: what was held back. `by_model`: it ended by itself and was not cut."""
         pieces: list[Piece] = []
         held, self._held = self._held, ""
-        if self._at is _At.BODY:
+        if self._at is _HarmonyAt.BODY:
             self._take(held, pieces)
             self._leave(pieces, whole=by_model)
         return pieces
@@ -98,7 +98,7 @@ class HarmonySplitter:
     def release(self) -> list[Piece]:
         """Content held back because a mark may begin with it: something else follows."""
         pieces: list[Piece] = []
-        if self._at is _At.BODY and self._name is None and self._kind == "text":
+        if self._at is _HarmonyAt.BODY and self._name is None and self._kind == "text":
             held, self._held = self._held, ""
             self._take(held, pieces)
         return pieces
@@ -113,7 +113,7 @@ class HarmonySplitter:
             return False
         header = text[:end] if begins and end >= 0 else ""
         if text.startswith(START):
-            self._at = _At.BETWEEN
+            self._at = _HarmonyAt.BETWEEN
             return True
         channel, to = _CHANNEL.search(header), _TO.search(header)
         known = begins and end >= 0 and (to is None or self._calls(to[1]))
@@ -122,7 +122,7 @@ class HarmonySplitter:
         if known:
             self._held = text[end + len(MESSAGE) :]
         self._kept, self._body = [text[: end + len(MESSAGE)]] if self._name is not None else [], []
-        self._at, self._fresh = _At.BODY, True
+        self._at, self._fresh = _HarmonyAt.BODY, True
         if not known and end >= 0 and begins:  # to somebody else: shown as it is
             self._take(text[: end + len(MESSAGE)], pieces)
             self._held = text[end + len(MESSAGE) :]
@@ -151,7 +151,7 @@ class HarmonySplitter:
         self._leave(pieces, whole=True)
         going = found.group() in (START, CHANNEL)
         self._held = text[found.start() if going else found.end() :]
-        self._at = _At.HEADER if found.group() == CHANNEL else _At.BETWEEN
+        self._at = _HarmonyAt.HEADER if found.group() == CHANNEL else _HarmonyAt.BETWEEN
         return True
 
     def _between(self, pieces: list[Piece]) -> bool:
@@ -160,7 +160,7 @@ class HarmonySplitter:
         if len(text) < len(ROLE) and ROLE.startswith(text):
             return False
         self._held = text.removeprefix(ROLE) if text.startswith(ROLE) else text.removeprefix(START)
-        self._at = _At.HEADER
+        self._at = _HarmonyAt.HEADER
         return True
 
     def _take(self, text: str, pieces: list[Piece]) -> None:
@@ -187,7 +187,7 @@ class HarmonySplitter:
             self._kind, self.unread = "text", True
             self._take("".join(self._kept) + body, pieces)
             return
-        call = Call(name, arguments)
+        call = ParsedCall(name, arguments)
         index, self.complete_calls = self.complete_calls, self.complete_calls + 1
         id = call_id(*self._source, index)
         pieces.append(ToolCallDelta(index=index, id=id, name=call.name, arguments=call.arguments))

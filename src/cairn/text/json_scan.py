@@ -26,7 +26,7 @@ _NUMBER_SO_FAR = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][-+]?[0-
 _WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 
 
-class _At(enum.Enum):
+class _JsonAt(enum.Enum):
     """What the next character belongs to."""
 
     VALUE = enum.auto()
@@ -65,8 +65,8 @@ class JsonScanner:
     )
 
     def __init__(self) -> None:
-        self._at = _At.VALUE
-        self._failed = _At.VALUE
+        self._at = _JsonAt.VALUE
+        self._failed = _JsonAt.VALUE
         """Where it failed, if it did."""
         self._stack: list[str] = []
         self._key = False
@@ -88,12 +88,12 @@ class JsonScanner:
     @property
     def done(self) -> bool:
         """The value is complete and valid."""
-        return self._at is _At.DONE
+        return self._at is _JsonAt.DONE
 
     @property
     def failed(self) -> bool:
         """The text is not the beginning of a JSON value."""
-        return self._at is _At.FAILED
+        return self._at is _JsonAt.FAILED
 
     @property
     def text(self) -> str:
@@ -104,7 +104,7 @@ class JsonScanner:
     def lacking(self) -> int:
         """How many closing braces would make what was read a whole value; 0 where they would not."""
         at = self._failed if self.failed else self._at
-        behind = at is _At.AFTER or (at is _At.SCALAR and _is_scalar(self._scalar))
+        behind = at is _JsonAt.AFTER or (at is _JsonAt.SCALAR and _is_scalar(self._scalar))
         return len(self._stack) if behind and "[" not in self._stack else 0
 
     def close(self) -> None:
@@ -117,14 +117,14 @@ class JsonScanner:
     def feed(self, text: str, start: int = 0) -> int:
         """Read on from text[start]. Returns where it stopped: len(text) unless `done` or `failed`."""
         at = start
-        while at < len(text) and self._at is not _At.DONE and self._at is not _At.FAILED:
-            if self._at is _At.STRING:
+        while at < len(text) and self._at is not _JsonAt.DONE and self._at is not _JsonAt.FAILED:
+            if self._at is _JsonAt.STRING:
                 at = self._string(text, at)
-            elif self._at is _At.SCALAR:
+            elif self._at is _JsonAt.SCALAR:
                 at = self._more_scalar(text, at)
-            elif self._at is _At.ESCAPE:
+            elif self._at is _JsonAt.ESCAPE:
                 at = self._escape(text[at], at)
-            elif self._at is _At.HEX:
+            elif self._at is _JsonAt.HEX:
                 at = self._more_hex(text[at], at)
             else:
                 found = SPACE.match(text, at)
@@ -135,24 +135,24 @@ class JsonScanner:
 
     def _structure(self, character: str, at: int) -> int:
         state = self._at
-        if state is _At.COLON and character == ":":
-            self._at = _At.VALUE
-        elif state is _At.AFTER and character == ",":
+        if state is _JsonAt.COLON and character == ":":
+            self._at = _JsonAt.VALUE
+        elif state is _JsonAt.AFTER and character == ",":
             self._comma = len(self._text)
-            self._at = _At.KEY if self._stack[-1] == "{" else _At.ITEM
+            self._at = _JsonAt.KEY if self._stack[-1] == "{" else _JsonAt.ITEM
         elif character in "}]" and self._closes(character):
-            if state in (_At.KEY, _At.ITEM):
+            if state in (_JsonAt.KEY, _JsonAt.ITEM):
                 self._text[self._comma] = ""
             self._stack.pop()
             self._text.append(character)
             self._end_value()
             return at + 1
-        elif state in (_At.FIRST_KEY, _At.KEY) and character == '"':
+        elif state in (_JsonAt.FIRST_KEY, _JsonAt.KEY) and character == '"':
             self._key = True
-            self._at = _At.STRING
+            self._at = _JsonAt.STRING
             if len(self._stack) == 1:
                 self._mark = len(self._text)
-        elif state in (_At.VALUE, _At.ITEM, _At.FIRST_ITEM):
+        elif state in (_JsonAt.VALUE, _JsonAt.ITEM, _JsonAt.FIRST_ITEM):
             return self._begin_value(character, at)
         else:
             return self._fail(at)
@@ -161,11 +161,15 @@ class JsonScanner:
 
     def _closes(self, character: str) -> bool:
         """Whether the bracket ends what it would have to end."""
-        ends = (_At.AFTER, _At.KEY, _At.FIRST_KEY) if character == "}" else (_At.AFTER, _At.ITEM, _At.FIRST_ITEM)
+        ends = (
+            (_JsonAt.AFTER, _JsonAt.KEY, _JsonAt.FIRST_KEY)
+            if character == "}"
+            else (_JsonAt.AFTER, _JsonAt.ITEM, _JsonAt.FIRST_ITEM)
+        )
         return self._at in ends and self._stack[-1] + character in ("{}", "[]")
 
     def _fail(self, at: int) -> int:
-        self._failed, self._at = self._at, _At.FAILED
+        self._failed, self._at = self._at, _JsonAt.FAILED
         return at
 
     def _begin_value(self, character: str, at: int) -> int:
@@ -173,13 +177,13 @@ class JsonScanner:
             self._mark = len(self._text)
         if character == '"':
             self._key = False
-            self._at = _At.STRING
+            self._at = _JsonAt.STRING
         elif character in "{[" and len(self._stack) < MAX_DEPTH:
             self._stack.append(character)
-            self._at = _At.FIRST_KEY if character == "{" else _At.FIRST_ITEM
+            self._at = _JsonAt.FIRST_KEY if character == "{" else _JsonAt.FIRST_ITEM
         elif character in "-0123456789tfnTFN":
             self._scalar = ""
-            self._at = _At.SCALAR
+            self._at = _JsonAt.SCALAR
             return at
         else:
             return self._fail(at)
@@ -187,7 +191,7 @@ class JsonScanner:
         return at + 1
 
     def _end_value(self) -> None:
-        self._at = _At.AFTER if self._stack else _At.DONE
+        self._at = _JsonAt.AFTER if self._stack else _JsonAt.DONE
         if self._stack == ["{"]:
             self.members.append((self.key, "".join(self._text[self._mark :])))
 
@@ -201,7 +205,7 @@ class JsonScanner:
         if end == len(text):
             return end
         if text[end] == "\\":
-            self._at = _At.ESCAPE
+            self._at = _JsonAt.ESCAPE
         elif text[end] == '"':
             if self._mended and self._doubtful:
                 return self._fail(end)
@@ -216,15 +220,15 @@ class JsonScanner:
         if not self._key:
             self._end_value()
             return
-        self._at = _At.COLON
+        self._at = _JsonAt.COLON
         if len(self._stack) == 1:
             self.key = json.loads("".join(self._text[self._mark :]))
 
     def _escape(self, character: str, at: int) -> int:
-        self._at = _At.STRING
+        self._at = _JsonAt.STRING
         if character == "u":
             self._hex = ""
-            self._at = _At.HEX
+            self._at = _JsonAt.HEX
         elif character in '"\\/bfnrt':
             self._letter_next = character in "bfnrt"
             self._text.append("\\" + character)
@@ -237,13 +241,13 @@ class JsonScanner:
 
     def _more_hex(self, character: str, at: int) -> int:
         if character not in "0123456789abcdefABCDEF":  # as in a path of Windows
-            self._at = _At.STRING
+            self._at = _JsonAt.STRING
             self._mended = True
             self._text.append("\\\\u" + self._hex)
             return at
         self._hex += character
         if len(self._hex) == 4:
-            self._at = _At.STRING
+            self._at = _JsonAt.STRING
             self._text.append("\\u" + self._hex)
         return at + 1
 

@@ -64,7 +64,7 @@ class NotRegular(ValueError):
 
 def pattern_of(grammar: str) -> str:
     """The pattern of a whole text that `start` allows. Raises NotRegular."""
-    reader = _Reader(_tokens(grammar))
+    reader = _LarkReader(_tokens(grammar))
     reader.read()
     return reader.whole()
 
@@ -82,7 +82,7 @@ def _tokens(grammar: str) -> list[Token]:
     return found
 
 
-class _Reader:
+class _LarkReader:
     """Reads statements, one a line; what begins with a bar goes on with the one before."""
 
     def __init__(self, tokens: list[Token]) -> None:

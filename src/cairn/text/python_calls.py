@@ -9,7 +9,7 @@ import warnings
 
 from cairn.text.json_scan import JsonScanner
 from cairn.text.tokenizer import valid_text
-from cairn.text.tools import Call
+from cairn.text.tool_parser import ParsedCall
 
 MAX_LITERAL = 4096
 """Characters of a value that is no JSON and may be Python's."""
@@ -21,11 +21,11 @@ _KEYWORD = re.compile(r"""\s*([^\s=,(){}\[\]'"]{1,128})\s*=\s*""")
 _PYTHON_NAME = re.compile(r"\s*([\w.-]{1,256})\s*\(")
 
 
-def python_calls(text: str) -> list[Call] | None:
+def python_calls(text: str) -> list[ParsedCall] | None:
     """The calls that a list in Python's syntax makes, with keyword arguments alone; None if it is anything else."""
     text = text.strip()
     at, end = (1, len(text) - 1) if text[:1] == "[" and text[-1:] == "]" else (0, len(text))
-    calls: list[Call] = []
+    calls: list[ParsedCall] = []
     while at < end:
         found = _PYTHON_NAME.match(text, at, end)
         if found is None:
@@ -34,7 +34,7 @@ def python_calls(text: str) -> list[Call] | None:
         if arguments is None:
             return None
         written, at = arguments
-        calls.append(Call(found[1], written))
+        calls.append(ParsedCall(found[1], written))
         comma = _COMMA.match(text, at, end)
         if comma is None:
             return calls if not text[at:end].strip() else None

@@ -16,7 +16,7 @@ from cairn.errors import CairnError, InvalidRequest, ModelFileError, Unavailable
 from cairn.system import without_secrets
 from cairn.text.grammar import Shape
 from cairn.text.render_wire import GRAMMAR_MEMORY, GRAMMAR_SECONDS, MAX_FRAME, Compile, Job, Rendered, Setup, frame
-from cairn.text.shared_time import Turns
+from cairn.text.shared_time import SharedTurns
 
 START_TIMEOUT = 120.0
 """Seconds for the process to start and compile the templates, on a machine however busy: what compiling may take is
@@ -84,7 +84,7 @@ class Renderer:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._turns = Turns(PATIENCE * setup.timeout)
+        self._turns = SharedTurns(PATIENCE * setup.timeout)
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         """No transport of asyncio: that can be closed only as long as its event loop has not ended."""

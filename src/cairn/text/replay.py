@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from cairn.text.thoughts import EMPTY, THINK, ThoughtFormat
+from cairn.text.reasoning_formats import EMPTY, THINK, ThoughtFormat
 
 ENTRY_COST = 64
 """Tokens that an entry counts in the bound beside its own ids: keys and objects."""
@@ -32,14 +32,14 @@ MAX_MISSES = 8
 """Remembered answers that may fail to fit before the rest of a conversation is left to the template."""
 
 
-class Answer(NamedTuple):
+class AnswerIdentity(NamedTuple):
     """What identifies an assistant message: `visible` must be equal; reasoning must be equal unless left out."""
 
     visible: bytes
     reasoning: str
 
 
-def answer_of(message: Mapping[str, Any]) -> Answer | None:
+def answer_of(message: Mapping[str, Any]) -> AnswerIdentity | None:
     """The identity of an assistant message; None if it says nothing or holds what is no part of an answer."""
     content = message.get("content") or ""
     calls = message.get("tool_calls") or []
@@ -51,7 +51,7 @@ def answer_of(message: Mapping[str, Any]) -> Answer | None:
         text = json.dumps([content, parts], ensure_ascii=False)
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
-    return Answer(
+    return AnswerIdentity(
         hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest(), message.get("reasoning_content") or ""
     )
 
@@ -98,7 +98,7 @@ class ReplayTable:
         """What counts against the limit now."""
         self._lock = threading.Lock()
 
-    def put(self, tenant: str, before: bytes, answer: Answer, ids: Sequence[int]) -> None:
+    def put(self, tenant: str, before: bytes, answer: AnswerIdentity, ids: Sequence[int]) -> None:
         """Remember the ids that follow the prefix with digest `before`."""
         said = _said(tenant, answer)
         key = _key(said, before)
@@ -110,12 +110,12 @@ class ReplayTable:
             while self._tokens > self._limit:
                 self._drop(next(iter(self._entries)))
 
-    def knows(self, tenant: str, answer: Answer) -> bool:
+    def knows(self, tenant: str, answer: AnswerIdentity) -> bool:
         """Whether this tenant ever got this answer, in whatever conversation."""
         with self._lock:
             return _short(_said(tenant, answer)) in self._visible
 
-    def find(self, tenant: str, before: bytes, answer: Answer) -> Sequence[int] | None:
+    def find(self, tenant: str, before: bytes, answer: AnswerIdentity) -> Sequence[int] | None:
         """The ids sampled for an answer behind exactly these ids, unless the client changed the reasoning it sends."""
         key = _key(_said(tenant, answer), before)
         with self._lock:
@@ -139,7 +139,7 @@ class ReplayTable:
             del self._visible[said]
 
 
-def _said(tenant: str, answer: Answer) -> bytes:
+def _said(tenant: str, answer: AnswerIdentity) -> bytes:
     """Digest of a tenant and what it saw."""
     return hashlib.sha256(answer.visible + tenant.encode("utf-8", "surrogatepass")).digest()
 
@@ -171,9 +171,9 @@ def _unpacked(entry: bytes) -> tuple[int, array[int], str]:
 def assemble(
     plain: str,
     marked: str,
-    marks: Mapping[str, Answer],
+    marks: Mapping[str, AnswerIdentity],
     encode: Callable[[str], list[int]],
-    find: Callable[[bytes, Answer], Sequence[int] | None],
+    find: Callable[[bytes, AnswerIdentity], Sequence[int] | None],
     separable: Callable[[str], bool],
     thought: ThoughtFormat = THINK,
 ) -> list[int]:

@@ -5,8 +5,8 @@ The texts between are encoded as any user's text is: a control token that is wri
 
 from __future__ import annotations
 
+from cairn.text.post_processor import WholeInput
 from cairn.text.tokenizer import Tokenizer
-from cairn.text.whole import Whole
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 """What is judged where nothing else is said."""
@@ -26,9 +26,9 @@ class Question:
         self._before = tokenizer.encode(_BEFORE, special=True)
         self._behind = tokenizer.encode(_BEHIND, special=True)
 
-    def pair(self, query: str, document: str, limit: int | None = None) -> Whole:
+    def pair(self, query: str, document: str, limit: int | None = None) -> WholeInput:
         """The prompt of a pair, of which at most `limit` tokens are left: the document ends early."""
         text = f"<Instruct>: {self._instruction}\n<Query>: {query}\n<Document>: {document}"
         ids = self._tokenizer.encode(text)
         room = len(ids) if limit is None else max(0, limit - len(self._before) - len(self._behind))
-        return Whole((*self._before, *ids[:room], *self._behind))
+        return WholeInput((*self._before, *ids[:room], *self._behind))

@@ -9,8 +9,8 @@ from typing import Any
 
 from cairn.outputs import ToolCallDelta
 from cairn.request import OfferedTool, OutputFormat
-from cairn.text.split import markers, splitter
-from cairn.text.thoughts import ThoughtFormat, thoughts
+from cairn.text.output_parser import markers, splitter
+from cairn.text.reasoning_formats import ThoughtFormat, thoughts
 from cairn.text.tokenizer import Tokenizer
 
 _OPENER_TOKENS = 8

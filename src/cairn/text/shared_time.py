@@ -30,7 +30,7 @@ class _Waiter:
     """What others of the same share have used since it came."""
 
 
-class Turns:
+class SharedTurns:
     """So many `places`, and a turn for each tenant. Who waits is refused once others of the same share have used `most`
     seconds of processor time meanwhile."""
 
@@ -91,7 +91,7 @@ class LongTexts:
     """Threads in which long texts are read, counted and encoded, `AT_ONCE` at a time."""
 
     def __init__(self) -> None:
-        self._turns = Turns(places=AT_ONCE)
+        self._turns = SharedTurns(places=AT_ONCE)
 
     async def run(self, share: str, work: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
         """`work(*args)`, when it is the tenant's turn, which is over when the work is, whoever still waits for it."""

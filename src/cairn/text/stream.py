@@ -1,6 +1,6 @@
 """One choice's tokens -> deltas: detokenizer, then splitter, then stop strings.
 
-    tokens -> text (`detokenizer`) -> content | reasoning | tool calls (`split`) -> content up to a stop (`stops`)
+    tokens -> text (`detokenizer`) -> content | reasoning | tool calls (`output_parser`) -> content to a stop (`stops`)
 
 Stop strings are looked for in content only: reasoning and the JSON of a tool call are not what a caller means by
 "stop at". The same steps serve streams and whole answers, so both give the same text.
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from cairn.outputs import Delta, FinishReason, ToolCallDelta
 from cairn.request import Request
+from cairn.text.output_parser import all_markers, markers, splitter
 from cairn.text.pieces import Piece
-from cairn.text.split import all_markers, markers, splitter
 from cairn.text.tokenizer import Tokenizer
 
 

@@ -88,7 +88,7 @@ def _templates_of(folder: Path) -> dict[str, str]:
 
 
 def response_template(folder: Path) -> Any:
-    """What a model declares of how its answers are read (`declared_form`); None where it says nothing of it."""
+    """What a model declares of how its answers are read (`declared_call_format`); None where it says nothing of it."""
     return None if is_gguf(folder) else read_optional_json(folder / "tokenizer_config.json").get("response_template")
 
 

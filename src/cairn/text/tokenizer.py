@@ -20,7 +20,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from cairn.errors import InvalidRequest, ModelFileError
-from cairn.models.ends import UNMISTAKABLE, Middle, known_ends, known_middle
+from cairn.models.end_tokens import UNMISTAKABLE, Middle, known_ends, known_middle
 from cairn.models.files import (
     MAX_JSON_VALUES,
     MAX_TOKENIZER_BYTES,
@@ -30,10 +30,10 @@ from cairn.models.files import (
     read_small,
 )
 from cairn.models.tokenizer_files import companions
-from cairn.text.controls import Controls, is_control
+from cairn.text.control_tokens import Controls, is_control
 from cairn.text.detokenizer import Decoding, Detokenizer
+from cairn.text.post_processor import affixes
 from cairn.text.tokenizer_checks import check_added, fault, no_panic
-from cairn.text.whole import affixes
 
 if TYPE_CHECKING:
     from cairn.models.gguf import Gguf

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from cairn.text.call_formats import CONTROL
-from cairn.text.thoughts import THOUGHTS
-from cairn.text.traits import ASKED, SAID, USER, Message, Render, Traits, in_parts
+from cairn.text.reasoning_formats import THOUGHTS
+from cairn.text.template_traits import ASKED, SAID, USER, Message, Render, Traits, in_parts
 
 FIRST, SECOND = "probe_first", "probe_other"
 KEY, NEXT = "probe_key", "probe_next"

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from cairn.config import Config
 from cairn.errors import GenerationFailed, Overloaded
 from cairn.outputs import Delta, Done
 from cairn.service.miss_explainer import told_of
-from cairn.service.requests import SamplingOptions, requests
+from cairn.service.requests import SamplingOptions
 from cairn.service.service import Service
 from cairn.text.grammar import Wanted
 from cairn.text.message_builder import MessageBuilder
@@ -63,9 +62,6 @@ class Answerer(Protocol):
 class ServiceAnswerer:
     """The asker's model. Nothing of a node's chat is kept but its answer, in the run's journal."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
-
     async def answer(
         self,
         asker: Asker,
@@ -104,21 +100,13 @@ class ServiceAnswerer:
             template_args={"enable_thinking": False} if plain else None,
             wanted=wanted,
         )
-        (request,) = requests(
-            service.spec,
+        (request,) = service.make_requests(
             prompt.tokens,
             options,
-            ids=service.next_id,
-            context=service.info.context,
-            controls=service.controls,
-            sampler_order=self._config.sampler_order,
-            encode=service.tokenizer.encode,
-            max_choices=1,
             output=prompt.output,
             grammar=prompt.grammar,
             salt=asker.salt,
             share=asker.share,
-            timeout=self._config.request_timeout,
         )
         said, done = MessageBuilder(), None
         async with contextlib.aclosing(service.generate(request, told_of(messages))) as stream:

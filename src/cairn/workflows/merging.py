@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from cairn.workflows.paths import same
 
 
-class Conflict(NamedTuple):
+class FieldConflict(NamedTuple):
     """Two values of one field."""
 
     field: str
@@ -27,7 +27,7 @@ class Merged(NamedTuple):
     values: dict[str, Any]
     sources: dict[str, str]
     """Whose value each field has."""
-    conflicts: list[Conflict]
+    conflicts: list[FieldConflict]
 
 
 def merge(precedence: Sequence[str], outputs: Mapping[str, Any]) -> Merged:
@@ -45,7 +45,7 @@ def merge(precedence: Sequence[str], outputs: Mapping[str, Any]) -> Merged:
                     values[field], sources[field] = value, source
                 elif not same(values[field], value):
                     why = _why(sources[field], source)
-                    conflicts.append(Conflict(field, sources[field], values[field], source, value, why))
+                    conflicts.append(FieldConflict(field, sources[field], values[field], source, value, why))
     return Merged(values, sources, conflicts)
 
 

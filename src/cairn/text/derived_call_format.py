@@ -63,7 +63,7 @@ def derive_form(written: Written) -> CallFormat | None:
 
 def reads(form: CallFormat, written: Written) -> bool:
     """Whether calls as a template writes them are read as what they are, and nothing else is left."""
-    from cairn.text.split import splitter
+    from cairn.text.output_parser import splitter
 
     for check, text in written.items():
         calls = CHECKS[check]

@@ -10,9 +10,9 @@ from collections.abc import Collection
 from typing import Any
 
 from cairn.text.call_formats import CallFormat, format_of
-from cairn.text.declared_form import declared_form
-from cairn.text.derived_form import derive_form, known_form, reads, sound
-from cairn.text.traits import OFFERED, Render, Traits
+from cairn.text.declared_call_format import declared_form
+from cairn.text.derived_call_format import derive_form, known_form, reads, sound
+from cairn.text.template_traits import OFFERED, Render, Traits
 from cairn.text.written_calls import CHECKS, ONE, written_by
 
 

@@ -24,7 +24,7 @@ BESIDE_NORM, MLP_POST_NORM, BESIDE_POST_NORM = (
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class MixtureFields:
     """The config fields of one family's mixtures; an empty one is not there."""
 
     count: str
@@ -66,25 +66,27 @@ class Mixture:
 _EVERY_LAYER = (("moe_layer_freq", 1),)
 
 MIXTURES = {
-    "qwen3": Mixture(count="num_experts", ffn="moe_intermediate_size", by_layer=True),
-    "qwen2": Mixture(
+    "qwen3": MixtureFields(count="num_experts", ffn="moe_intermediate_size", by_layer=True),
+    "qwen2": MixtureFields(
         count="num_experts",
         ffn="moe_intermediate_size",
         by_layer=True,
         shared="shared_expert_intermediate_size",
         shared_gate=True,
     ),
-    "mixtral": Mixture(count="num_local_experts", ffn="intermediate_size", normed=True),
-    "olmo": Mixture(count="num_experts", ffn="intermediate_size"),
-    "gpt-oss": Mixture(count="num_local_experts", ffn="intermediate_size", scores="chosen", normed=False, bias=True),
-    "qwen3.5": Mixture(
+    "mixtral": MixtureFields(count="num_local_experts", ffn="intermediate_size", normed=True),
+    "olmo": MixtureFields(count="num_experts", ffn="intermediate_size"),
+    "gpt-oss": MixtureFields(
+        count="num_local_experts", ffn="intermediate_size", scores="chosen", normed=False, bias=True
+    ),
+    "qwen3.5": MixtureFields(
         count="num_experts",
         ffn="moe_intermediate_size",
         normed=True,
         shared="shared_expert_intermediate_size",
         shared_gate=True,
     ),
-    "lfm2": Mixture(
+    "lfm2": MixtureFields(
         count="num_experts",
         ffn="moe_intermediate_size",
         scores="sigmoid",
@@ -92,7 +94,7 @@ MIXTURES = {
         scaled=True,
         correction="use_expert_bias",
     ),
-    "nemotron": Mixture(
+    "nemotron": MixtureFields(
         count="n_routed_experts",
         ffn="moe_intermediate_size",
         scores="sigmoid",
@@ -104,7 +106,7 @@ MIXTURES = {
         gated=False,
         known=(("moe_latent_size", 0), ("mlp_hidden_act", "relu2"), ("n_shared_experts", 1)),
     ),
-    "granite": Mixture(
+    "granite": MixtureFields(
         count="num_local_experts",
         ffn="intermediate_size",
         scores="chosen",
@@ -112,7 +114,7 @@ MIXTURES = {
         shared="shared_intermediate_size",
         optional=True,
     ),
-    "glm4": Mixture(
+    "glm4": MixtureFields(
         count="n_routed_experts",
         ffn="moe_intermediate_size",
         scores="sigmoid",
@@ -122,7 +124,7 @@ MIXTURES = {
         correction=True,
         shared_count="n_shared_experts",
     ),
-    "llama4": Mixture(
+    "llama4": MixtureFields(
         count="num_local_experts",
         ffn="intermediate_size",
         scores="sigmoid",
@@ -132,14 +134,14 @@ MIXTURES = {
         shared="intermediate_size",
         known=(("num_experts_per_tok", 1),),
     ),
-    "gemma4": Mixture(
+    "gemma4": MixtureFields(
         count="num_experts",
         ffn="moe_intermediate_size",
         chosen="top_k_experts",
         normed=True,
         beside="enable_moe_block",
     ),
-    "deepseek2": Mixture(
+    "deepseek2": MixtureFields(
         count="n_routed_experts",
         ffn="moe_intermediate_size",
         first="first_k_dense_replace",
@@ -224,7 +226,7 @@ def checked(config: Fields, experts: Experts) -> Experts:
     return experts
 
 
-def _layers(config: Fields, row: Mixture, layers: int) -> list[int]:
+def _layers(config: Fields, row: MixtureFields, layers: int) -> list[int]:
     if row.typed and config.has("mlp_layer_types"):
         kinds = config.values["mlp_layer_types"]
         if not isinstance(kinds, list) or len(kinds) != layers or any(one not in ("dense", "sparse") for one in kinds):

@@ -62,7 +62,7 @@ _WITHOUT = frozenset({"name", "id", "type", "tool_name", "tool_call_id"})
 """Members of a call without arguments."""
 
 
-class Call(NamedTuple):
+class ParsedCall(NamedTuple):
     """A call as it is passed on; `arguments` is the JSON text of an object."""
 
     name: str
@@ -104,7 +104,7 @@ def is_text(schema: Any) -> bool:
     return not schema.keys() & {"$ref", "allOf", "properties", "items"}
 
 
-def call_of(members: Sequence[tuple[str, str]]) -> Call | None:
+def call_of(members: Sequence[tuple[str, str]]) -> ParsedCall | None:
     """The call that an object's members (key, JSON) say; None where they say none, or not which."""
     given = dict(members)
     telling = [key for key, _ in members if key in ("name", "tool_name", "arguments", "parameters", "function")]
@@ -119,11 +119,11 @@ def call_of(members: Sequence[tuple[str, str]]) -> Call | None:
         return None
     arguments = given.get("arguments", given.get("parameters"))
     if arguments is None:
-        return Call(valid_text(name), "{}") if given.keys() <= _WITHOUT else None
+        return ParsedCall(valid_text(name), "{}") if given.keys() <= _WITHOUT else None
     if arguments.startswith('"'):
         arguments = whole_json(valid_text(json.loads(arguments)).strip() or "null")
     arguments = "{}" if arguments == "null" else arguments
-    return Call(valid_text(name), arguments) if arguments is not None and arguments.startswith("{") else None
+    return ParsedCall(valid_text(name), arguments) if arguments is not None and arguments.startswith("{") else None
 
 
 def whole_json(text: str) -> str | None:
@@ -133,10 +133,10 @@ def whole_json(text: str) -> str | None:
     return scanner.text if scanner.done and end >= len(text) else None
 
 
-def calls_in_xml(text: str, offered: Iterable[OfferedTool]) -> list[Call] | None:
+def calls_in_xml(text: str, offered: Iterable[OfferedTool]) -> list[ParsedCall] | None:
     """The calls that a text of `<function=...>` tags holds; None if it is anything else."""
     values = {tool.name: tool.values for tool in offered}
-    calls: list[Call] = []
+    calls: list[ParsedCall] = []
     at = 0
     while found := _XML_NAME.match(text, at):
         name, at = found[1].strip(), found.end()
@@ -151,7 +151,7 @@ def calls_in_xml(text: str, offered: Iterable[OfferedTool]) -> list[Call] | None
             return None
         at = end.end()
         written = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items())
-        calls.append(Call(name, f"{{{written}}}"))
+        calls.append(ParsedCall(name, f"{{{written}}}"))
     return calls if calls and at == len(text) else None
 
 
@@ -187,7 +187,7 @@ class CallReader:
         self._tag = ""
         """The beginning of a tag."""
         self._xml: list[str] = []
-        self._calls: list[Call] = []
+        self._calls: list[ParsedCall] = []
         self._forget = False
         """What was read up to here belongs to a call, or sets one apart."""
         self._from = 0
@@ -212,7 +212,7 @@ class CallReader:
         """The end of what belongs to no call, in which another may begin."""
         return "".join(self._kept)[self._from :]
 
-    def take(self) -> list[Call]:
+    def take(self) -> list[ParsedCall]:
         """The calls that came out since the last time."""
         calls, self._calls = self._calls, []
         return calls
@@ -350,7 +350,7 @@ class BareReader:
             at = end
         return at
 
-    def finish(self, *, by_model: bool) -> Call | None:
+    def finish(self, *, by_model: bool) -> ParsedCall | None:
         """The text ends here: the call, if it is one."""
         scanner = self._scanner
         if scanner is None or not by_model or self.failed:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from cairn.agents.content import shared
-from cairn.agents.index import Kind
+from cairn.agents.index import RecordKind
 from cairn.agents.records import EndRecord, Failure, TokensRecord, pack
 from cairn.agents.segment import Record
 from cairn.agents.turn_tree import Agent, Turn
@@ -20,7 +20,7 @@ from cairn.outputs import Delta, Done, Event, FinishReason, Usage
 from cairn.request import Request
 from cairn.seams import Clock
 from cairn.service.service import Service
-from cairn.service.stream import Stream, merge
+from cairn.service.stream import RequestStream, merge
 from cairn.stats import CacheReport
 from cairn.text.message_builder import MessageBuilder, ReasoningCount
 from cairn.text.stream import TextStream
@@ -69,7 +69,7 @@ class RunningTurn:
         agent: Agent,
         turn: Turn,
         request: Request,
-        stream: Stream | None,
+        stream: RequestStream | None,
         first: Sequence[Event],
     ) -> None:
         """`first`: what an earlier run of the turn said; without a stream, all that there is to say."""
@@ -173,7 +173,7 @@ class RunningTurn:
         at = len(self._content.tokens) - len(tokens)
         piece = TokensRecord(ids=pack(tokens), at=at, text=text, reasoning=reasoning)
         with contextlib.suppress(Unavailable):  # the log was closed; the end says so
-            writer.append(writer.record(Kind.TOKENS, piece, self.turn.key))
+            writer.append(writer.record(RecordKind.TOKENS, piece, self.turn.key))
 
     async def _end(self, done: Done | None) -> None:
         """Write the end. What was cut is not waited for."""
@@ -216,7 +216,7 @@ class RunningTurn:
             ended=self._keeper.now(),
             **self._kept(message if good else None),
         )
-        return end, self._keeper.writer.record(Kind.END, end, self.turn.key)
+        return end, self._keeper.writer.record(RecordKind.END, end, self.turn.key)
 
     def _kept(self, message: dict[str, Any] | None) -> dict[str, Any]:
         """Which of the tokens the next turn's context holds, and what follows them."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from cairn.cli.options import server
 from cairn.cli.output import talk
-from cairn.cli.sampling import Source, source
+from cairn.cli.sampling import AnswerSource, source
 from cairn.errors import CairnError, ConfigError
 from cairn.option import local_options, options
 from cairn.resolve import Resolved
@@ -24,10 +24,10 @@ _AGAIN = 0.2
 """Seconds between two looks at a server that loads its model."""
 
 
-class Answers(NamedTuple):
+class Reached(NamedTuple):
     """What answers, and what it is called on the terminal."""
 
-    source: Source
+    source: AnswerSource
     name: str
     """The server's address, or the model's name."""
     model: str
@@ -37,7 +37,7 @@ class Answers(NamedTuple):
 @contextmanager
 def answers(
     resolved: Resolved, host: str | None, local: bool, fetch: Callable[[str], None] | None = None
-) -> Iterator[Answers]:
+) -> Iterator[Reached]:
     """The server at `host`; else the one at the configured port, if it has the model that was asked for; else a model
     in this process, which `fetch` may bring to this machine first.
 
@@ -48,12 +48,12 @@ def answers(
     if host is not None:
         with source(resolved, host) as found:
             _names(cast("Client", found))  # whether anybody is there is told now, not at the first question
-            yield Answers(found, host, "")
+            yield Reached(found, host, "")
         return
     running = None if local or _flags(resolved) else _running(resolved)
     if running is not None:
         with server(resolved, running.url, running.model) as client:
-            yield Answers(client, running.url, "")
+            yield Reached(client, running.url, "")
         return
     model = resolved.config.model
     if fetch is not None:
@@ -61,7 +61,7 @@ def answers(
     with ExitStack() as opened:
         with talk().status("loading the model"):
             found = opened.enter_context(source(resolved, None))
-        yield Answers(found, model, model)
+        yield Reached(found, model, model)
 
 
 class _Server(NamedTuple):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer as Library
 
 
-class Whole(NamedTuple):
+class WholeInput(NamedTuple):
     """A text, or a pair, ready to be computed."""
 
     tokens: tuple[int, ...]
@@ -31,12 +31,12 @@ class Affixes(NamedTuple):
     typed: bool
     """Whether the second text's tokens are of another kind."""
 
-    def whole(self, text: Sequence[int], limit: int | None = None) -> Whole:
+    def whole(self, text: Sequence[int], limit: int | None = None) -> WholeInput:
         """One text of which at most `limit` tokens are left, affixes included."""
         room = len(text) if limit is None else max(0, limit - len(self.before) - len(self.behind))
-        return Whole((*self.before, *text[:room], *self.behind))
+        return WholeInput((*self.before, *text[:room], *self.behind))
 
-    def both(self, first: Sequence[int], second: Sequence[int], limit: int | None = None) -> Whole:
+    def both(self, first: Sequence[int], second: Sequence[int], limit: int | None = None) -> WholeInput:
         """Two texts of which at most `limit` tokens are left: the longer one loses them."""
         before, between, behind = self.pair
         most = len(first) + len(second)
@@ -49,7 +49,7 @@ class Affixes(NamedTuple):
                 else (first[:shorter], second[: room - shorter])
             )
         at = len(before) + len(first) + len(between)
-        return Whole((*before, *first, *between, *second, *behind), at if self.typed else 0)
+        return WholeInput((*before, *first, *between, *second, *behind), at if self.typed else 0)
 
 
 def affixes(library: Library, before: Sequence[int], end: int | None) -> Affixes:

@@ -1,10 +1,10 @@
 """The model's text -> content, reasoning and tool calls, each character to exactly one of them.
 
-An answer that begins with `<think>`, or what the model has in its place (`cairn.text.thoughts`), perhaps behind white
-space, begins with reasoning, and so does one whose prompt ends with it. Reasoning ends at `</think>` or not at
-all. Behind it, and behind the first content, such tags are content like any other text. `<tool_call>` in content opens
-a tool call if it is one, and so is an answer a call that is nothing but one (`cairn.text.tools`); all else is
-content. Line breaks that only set a tag apart belong to the tag: one before `</think>` and `<tool_call>`, all behind
+An answer that begins with `<think>`, or what the model has in its place (`cairn.text.reasoning_formats`), perhaps
+behind white space, begins with reasoning, and so does one whose prompt ends with it. Reasoning ends at `</think>` or
+not at all. Behind it, and behind the first content, such tags are content like any other text. `<tool_call>` in content
+opens a tool call if it is one, and so is an answer a call that is nothing but one (`cairn.text.tool_parser`); all else
+is content. Line breaks that only set a tag apart belong to the tag: one before `</think>` and `<tool_call>`, all behind
 `<think>`, `</think>` and `</tool_call>`. What comes out does not depend on how the text was cut into pieces.
 """
 
@@ -20,8 +20,8 @@ from cairn.text.call_formats import FORMATS, form_by, markers_of
 from cairn.text.call_section import SectionReader
 from cairn.text.harmony import HarmonySplitter
 from cairn.text.pieces import Piece
-from cairn.text.thoughts import HARMONY, own_markers, thoughts
-from cairn.text.tools import OPEN, BareReader, Call, CallReader, call_id
+from cairn.text.reasoning_formats import HARMONY, own_markers, thoughts
+from cairn.text.tool_parser import OPEN, BareReader, CallReader, ParsedCall, call_id
 
 TAGS = (OPEN, "</tool_call>")
 """What the tokens of a model may spell as one: they must reach the splitter as text."""
@@ -235,7 +235,7 @@ class Splitter:
         if text:
             pieces.append((kind, text))
 
-    def _put_calls(self, pieces: list[Piece], calls: list[Call]) -> None:
+    def _put_calls(self, pieces: list[Piece], calls: list[ParsedCall]) -> None:
         for call in calls[: 1 - self.complete_calls] if self._one_call else calls:
             index = self.complete_calls
             self.complete_calls += 1

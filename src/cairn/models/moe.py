@@ -17,7 +17,7 @@ from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix
 from cairn.layer_spec import Experts
-from cairn.models.mixture_spec import (
+from cairn.models.moe_spec import (
     BESIDE_NORM,
     BESIDE_POST_NORM,
     CORRECTION,
