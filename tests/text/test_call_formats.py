@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.text.call_templates import FURTHER, derived
-from tests.text.test_declared_form import DECLARED
+from tests.text.test_declared_call_format import DECLARED
 from tests.text.walks import accepts, walk
 
 from cairn.outputs import ToolCallDelta

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.text.call_templates import EACH, FURTHER, NOT_TOLD, TABLE, derived, template, written
-from tests.text.test_declared_form import DECLARED
+from tests.text.test_declared_call_format import DECLARED
 from tests.text.text_models import QWEN_CONFIG, byte_level, write_model
 from tests.text.walks import walk
 
