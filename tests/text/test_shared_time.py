@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
+import time
 
 import msgspec
 import pytest
 
 from cairn.errors import Overloaded
+from cairn.text.render import cpu_seconds
 from cairn.text.render_wire import Job, Setup
 from cairn.text.renderer import Renderer
 from cairn.text.shared_time import AT_ONCE, LongTexts, SharedTurns
@@ -105,6 +108,18 @@ async def test_long_texts_are_worked_on_few_at_a_time_and_the_next_tenant_comes_
         end.set()
     assert await asyncio.gather(*tasks[1:]) == ["a"] * (AT_ONCE + 3) + ["b"]
     assert order.index("b") <= AT_ONCE + 1
+
+
+def test_a_short_job_takes_time_although_its_time_is_bounded() -> None:
+    signal.setitimer(signal.ITIMER_PROF, 1000)
+    try:
+        for _ in range(20):
+            began, end = cpu_seconds(), time.perf_counter() + 2e-4
+            while time.perf_counter() < end:
+                pass
+            assert cpu_seconds() > began
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 async def test_a_tenant_that_keeps_the_template_busy_makes_no_others_chat_a_429() -> None:
