@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from cairn.config import Config
 from cairn.errors import CairnError, Cancelled
 from cairn.layer_spec import CacheGroup
 from cairn.metrics import Metrics
@@ -17,6 +18,7 @@ from cairn.model_spec import ModelSpec
 from cairn.models.end_tokens import Middle
 from cairn.outputs import Delta, Done, Event, FinishReason, Usage
 from cairn.request import OutputFormat, Request
+from cairn.service.service import Service
 from cairn.stats import CacheReport
 from cairn.text.shared_time import LongTexts
 
@@ -143,7 +145,13 @@ class ScriptedStream:
 class ScriptedService:
     """`script(request) -> steps` decides what each request says."""
 
-    def __init__(self, script: Callable[[Request], list[Step]] | None = None, *, name: str = "scripted") -> None:
+    def __init__(
+        self,
+        script: Callable[[Request], list[Step]] | None = None,
+        *,
+        name: str = "scripted",
+        config: Config | None = None,
+    ) -> None:
         self.script = script or (lambda request: [Delta(text="hi", tokens=(104, 105)), done()])
         self.name = name
         self.names = frozenset({name})
@@ -166,7 +174,10 @@ class ScriptedService:
         self.template = "enable_thinking"
         self.thinks = self.calls_tools = True
         self.tells_tools = False
+        self._config = config or Config()
         self._ids = itertools.count(1)
+
+    make_requests = Service.make_requests
 
     def next_id(self) -> int:
         return next(self._ids)

@@ -301,7 +301,8 @@ async def test_every_sampling_option_reaches_the_request() -> None:
 
 
 async def test_the_servers_order_of_samplers_and_a_requests_own() -> None:
-    config, service = Config(sampler_order="llama"), ScriptedService()
+    config = Config(sampler_order="llama")
+    service = ScriptedService(config=config)
     usual = ["penalties", "temperature", "top_k", "top_p", "min_p"]
     async with site(service, config) as at, at.http() as http:
         for more in ({}, {"samplers": usual}, {"samplers": ["top_k", "temperature"]}):
@@ -655,8 +656,9 @@ async def test_a_name_that_cannot_be_used_means_nothing(name: str) -> None:
 
 
 async def test_time_limits_and_priority_of_a_request() -> None:
-    service = ScriptedService()
-    async with site(service, Config(request_timeout=100)) as at:
+    config = Config(request_timeout=100)
+    service = ScriptedService(config=config)
+    async with site(service, config) as at:
         for path, body in (("/v1/chat/completions", chat()), ("/v1/completions", complete())):
             await post(at, body | {"timeout": 2.5, "first_token_timeout": 1, "priority": -7}, path)
             asked = service.streams[-1].request

@@ -303,7 +303,7 @@ def test_filters_compare_and_join() -> None:
 def test_what_a_server_did_not_finish_is_told_after_its_restart(tmp_path: Path) -> None:
     store = DocumentStore(tmp_path / "c.sqlite", lambda: 1.0)
     one = store.create("me", "c", 1000, 100, {})
-    Attachments(store.database, lambda: 1.0).begin(one, [vector_stores.Wanted("f")], "")
+    Attachments(store.database, lambda: 1.0).begin(one, [vector_stores.WantedFile("f")], "")
     store.close()
     store = DocumentStore(tmp_path / "c.sqlite", lambda: 1.0)
     found = Attachments(store.database, lambda: 1.0).get(store.collection("me", "c"), "f")
