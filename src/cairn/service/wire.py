@@ -181,7 +181,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
 
 
 class KVAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """What an `KVQuery` asked for."""
+    """What a `KVQuery` asked for."""
 
     id: int
     placed: Placed = Placed()
