@@ -1,26 +1,34 @@
-"""A real model answers with sense."""
+"""A real model answers with sense, whatever kernels compute it."""
 
 from __future__ import annotations
 
 import json
 
+import pytest
 from tests import real_models
 
 from cairn import LLM
+from cairn.kernels import native
+
+RUNNING = [name for name, runs in native.variants().items() if runs]
 
 
-def test_smollm2_knows_the_capital_of_france() -> None:
-    with LLM(str(real_models.smollm2()), kv_gb=0.1) as llm:
-        said = llm.chat([{"role": "user", "content": "What is the capital of France?"}], temperature=0, max_tokens=32)
-    assert "Paris" in said.text and said.finish_reason == "stop"
+@pytest.mark.parametrize("kernels", RUNNING or ["reference"])
+def test_smollm2_knows_the_capital_of_japan(kernels: str) -> None:
+    """It is sure of Japan's: the next best token is 0.8 nats behind or more. Of France's, asked like this, it is not:
+    "L" and "The" are 0.1 to 0.2 nats apart, and the kernels' rounding decides which one is ahead."""
+    asked = [{"role": "user", "content": "What is the capital of Japan?"}]
+    with LLM(str(real_models.smollm2()), kv_gb=0.1, kernels=kernels) as llm:
+        said = llm.chat(asked, temperature=0, max_tokens=32)
+    assert said.text == "The capital of Japan is Tokyo." and said.finish_reason == "stop"
 
 
 def test_smollm2_says_it_as_a_schema_wants_it() -> None:
     """Over a real vocabulary: sense, and the form."""
     schema = {"type": "object", "properties": {"capital": {"type": "string"}, "sure": {"type": "boolean"}}}
     schema |= {"required": ["capital", "sure"], "additionalProperties": False}
+    asked = [{"role": "user", "content": "Which city is the capital of France, and are you sure? Answer in JSON."}]
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    asked = [{"role": "user", "content": "What is the capital of France?"}]
     with LLM(str(real_models.smollm2()), kv_gb=0.1) as llm:
         said = llm.chat(asked, response_format=form, temperature=0, max_tokens=60)
         one = llm.chat(
