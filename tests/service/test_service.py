@@ -645,6 +645,7 @@ async def test_a_model_that_cannot_be_loaded_is_a_model_error(folder: Path, tmp_
         await Service.start(config(tmp_path), in_process=True)
 
 
+@pytest.mark.usefixtures("slow_engine")
 async def test_a_queued_request_is_cancelled_and_one_without_a_token_in_time_ends(folder: Path) -> None:
     async with serving(folder, max_running=1) as service:
         running = service.generate(request(service, "long", 1500))
@@ -669,6 +670,7 @@ async def test_a_queued_request_is_cancelled_and_one_without_a_token_in_time_end
         assert len(first.tokens) + len((await collect(flight)).tokens) == 40
 
 
+@pytest.mark.usefixtures("slow_engine")
 async def test_a_service_is_ready_once_it_has_loaded_and_while_the_pool_has_room(service: Service) -> None:
     """Known failure 46: health that always says yes."""
     assert service.unready() == []
