@@ -24,11 +24,11 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cairn.block_size import BLOCK_TOKENS
-from cairn.config import Config
+from cairn.config.config import Config
 from cairn.engine.memory import block_bytes, kv_dtype
-from cairn.models.hub import demo_folder
-from cairn.models.spec import load_spec
+from cairn.models.hub.hub import demo_folder
+from cairn.models.spec.config import load_spec
+from cairn.types.block_size import BLOCK_TOKENS
 from resume import Server
 
 CHUNK = 64
@@ -97,7 +97,7 @@ def processes(server: Server) -> dict[str, int]:
     found = {"front": server.process.pid}
     for child in Path(f"/proc/{server.process.pid}/task").glob("*/children"):
         for pid in child.read_text().split():
-            if "cairn.service.worker" in Path(f"/proc/{pid}/cmdline").read_text():
+            if "cairn.worker.worker" in Path(f"/proc/{pid}/cmdline").read_text():
                 found["worker"] = int(pid)
     return found
 

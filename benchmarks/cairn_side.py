@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from both_sides import STEP, Timed, answer_lines, peak, tokens_of
-from cairn.block_size import BLOCK_TOKENS
-from cairn.config import Config
-from cairn.engine.base import Row, RowResult
+from cairn.config.config import Config
 from cairn.engine.cpu import CpuEngine
 from cairn.kernels import roofline
 from cairn.kernels.choose import chosen
-from cairn.model_spec import ModelSpec
-from cairn.models.spec import load_spec
-from cairn.sampling_params import SamplingParams
-from cairn.system import SystemClock
+from cairn.models.spec.config import load_spec
+from cairn.system.posix import SystemClock
+from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.model_spec import ModelSpec
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.step import Row, RowResult
 
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0)
 

@@ -21,12 +21,12 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from cairn.block_size import BLOCK_TOKENS
-from cairn.config import Config
+from cairn.config.config import Config
 from cairn.engine.memory import block_bytes, kv_dtype, pool_blocks, weight_memory
-from cairn.models.spec import load_spec
-from cairn.models.weight_format import HeldWeights, form_of
-from cairn.models.weights import open_weights
+from cairn.models.packing.weight_format import HeldWeights, form_of
+from cairn.models.safetensors.weights import open_weights
+from cairn.models.spec.config import load_spec
+from cairn.types.block_size import BLOCK_TOKENS
 from report import footprint_text
 from serving import Server, end_when_told, letters, settle
 from side_by_side import load, machine, write_json

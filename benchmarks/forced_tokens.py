@@ -13,12 +13,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cairn.models.hub import locate
-from cairn.service.grammars import GrammarMatcher, Vocabulary, compile_grammar, read_vocabulary
-from cairn.service.masks import Masks
-from cairn.text.grammar import Shape, Structure, checked
-from cairn.text.templates import load_text
-from cairn.text.tokenizer import Tokenizer
+from cairn.models.hub.hub import locate
+from cairn.text.chat.templates import load_text
+from cairn.text.grammar.grammar import Shape, Structure, checked
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.worker.grammars import GrammarMatcher, Vocabulary, compile_grammar, read_vocabulary
+from cairn.worker.masks import Masks
 from mask_cost import called
 
 TEXT = {"type": "string"}

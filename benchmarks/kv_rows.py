@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from cairn.config import Config
+from cairn.config.config import Config
 from cairn.engine.bench import Bench, Workload, open_bench
 from cairn.engine.machine import cpu_count, cpu_name
 from cairn.kernels.choose import chosen
 from cairn.kernels.roofline import Roofline
-from cairn.models.random_weights import RandomWeights, shape_spec
-from cairn.system import SystemClock
+from cairn.models.packing.random_weights import RandomWeights, shape_spec
+from cairn.system.posix import SystemClock
 from vs_llama_cpp import ROWS, Row, numbers
 
 DTYPES = ("f16", "bf16", "bf16")

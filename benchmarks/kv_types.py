@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from cairn.block_size import BLOCK_TOKENS
 from cairn.engine.machine import cpu_name
 from cairn.kernels.choose import chosen
 from cairn.kernels.native import NativeKernels
+from cairn.types.block_size import BLOCK_TOKENS
 
 DTYPES = ("float16", "bfloat16", "bfloat16")
 LAYERS = 4

@@ -21,17 +21,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cairn.engine.base import Row
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.vocabulary import Line
-from cairn.models.hub import locate
-from cairn.sampling_params import SamplingParams
-from cairn.service.grammars import GrammarMatcher, Vocabulary, compile_grammar, read_vocabulary
-from cairn.service.masks import Masks
-from cairn.text.call_formats import BY_NAME
-from cairn.text.call_grammar import callable_tools, lark_of_calls
-from cairn.text.grammar import Shape, Structure, checked
-from cairn.text.templates import load_text
+from cairn.models.hub.hub import locate
+from cairn.text.chat.templates import load_text
+from cairn.text.grammar.grammar import Shape, Structure, checked
+from cairn.text.output.call_formats import BY_NAME
+from cairn.text.output.call_grammar import callable_tools, lark_of_calls
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.step import Row
+from cairn.worker.grammars import GrammarMatcher, Vocabulary, compile_grammar, read_vocabulary
+from cairn.worker.masks import Masks
 
 TEXT = {"type": "string"}
 EDIT = {"path": TEXT, "old": TEXT, "new": TEXT, "all": {"type": "boolean"}, "line": {"type": "integer"}}

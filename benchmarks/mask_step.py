@@ -17,16 +17,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from cairn.block_size import BLOCK_TOKENS
-from cairn.config import Config
-from cairn.engine.base import Row
+from cairn.config.config import Config
 from cairn.engine.cpu import CpuEngine
-from cairn.models.hub import locate
-from cairn.models.spec import check_decodes, load_spec
-from cairn.sampling_params import SamplingParams
-from cairn.service.grammars import GrammarMatcher, Vocabulary, compile_grammar, read_vocabulary
-from cairn.service.masks import Masks
-from cairn.text.templates import load_text
+from cairn.models.hub.hub import locate
+from cairn.models.spec.config import check_decodes, load_spec
+from cairn.text.chat.templates import load_text
+from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.step import Row
+from cairn.worker.grammars import GrammarMatcher, Vocabulary, compile_grammar, read_vocabulary
+from cairn.worker.masks import Masks
 from mask_cost import grammars
 
 PARAMS = SamplingParams(max_tokens=1 << 20, temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, seed=1)

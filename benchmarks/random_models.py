@@ -18,10 +18,10 @@ import gguf
 import ml_dtypes
 import numpy as np
 
-from cairn.model_spec import ModelSpec
-from cairn.models.gguf_weights import gguf_name
-from cairn.models.gguf_writer import metadata, put
-from cairn.models.weights import expected_tensors
+from cairn.models.gguf.weights import gguf_name
+from cairn.models.gguf.writer import metadata, put
+from cairn.models.safetensors.weights import expected_tensors
+from cairn.types.model_spec import ModelSpec
 
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
 PLAIN, CONTROL = 1, 3

@@ -46,11 +46,11 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from cairn.errors import ModelError
 from cairn.kernels.choose import chosen
-from cairn.models.hub import demo_folder
-from cairn.models.spec import load_spec
-from cairn.models.weights import expected_tensors
+from cairn.models.hub.hub import demo_folder
+from cairn.models.safetensors.weights import expected_tensors
+from cairn.models.spec.config import load_spec
+from cairn.types.errors import ModelError
 
 DEMO = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
 SHAPES: dict[str, dict[str, Any]] = {

@@ -10,12 +10,12 @@ import statistics
 import time
 
 from cairn.engine.fake import FakeEngine, fake_spec
-from cairn.kv.cache import Cache
-from cairn.plan import Limits
-from cairn.request import Request
-from cairn.sampling_params import SamplingParams
-from cairn.scheduler import Scheduler
-from cairn.system import SystemClock
+from cairn.kv.pool.cache import Cache
+from cairn.scheduler.plan import Limits
+from cairn.scheduler.scheduler import Scheduler
+from cairn.system.posix import SystemClock
+from cairn.types.request import Request
+from cairn.types.sampling_params import SamplingParams
 
 VOCAB = 3000
 

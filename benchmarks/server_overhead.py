@@ -192,8 +192,8 @@ def where(file: str) -> str:
 def launch(args: argparse.Namespace) -> None:
     """A server process whose worker is this script's `worker` role: a paced engine, or sampled, or both."""
     from cairn.api.server import serve
-    from cairn.config import Config
-    from cairn.service import launch as workers
+    from cairn.config.config import Config
+    from cairn.frontend import launch as workers
 
     workers.WORKER = (
         sys.executable,
@@ -211,7 +211,7 @@ def launch(args: argparse.Namespace) -> None:
 def worker(args: argparse.Namespace) -> None:
     """A worker whose steps take at least `pace` seconds."""
     from cairn.engine.fake import FakeEngine
-    from cairn.service import worker
+    from cairn.worker import worker
 
     prefill, last = FakeEngine.prefill, [time.monotonic()]
 
@@ -354,12 +354,12 @@ def _measure(cases: list[Case], servers: dict[float, Server], rounds: int, scale
 def scheduler() -> float:
     """Seconds of plan + commit at 32 decoding rows."""
     from cairn.engine.fake import FakeEngine, fake_spec
-    from cairn.kv.cache import Cache
-    from cairn.plan import Limits
-    from cairn.request import Request
-    from cairn.sampling_params import SamplingParams
-    from cairn.scheduler import Scheduler
-    from cairn.system import SystemClock
+    from cairn.kv.pool.cache import Cache
+    from cairn.scheduler.plan import Limits
+    from cairn.scheduler.scheduler import Scheduler
+    from cairn.system.posix import SystemClock
+    from cairn.types.request import Request
+    from cairn.types.sampling_params import SamplingParams
 
     engine = FakeEngine(fake_spec(context=4096), blocks=4096)
     steps = Scheduler(Cache(engine.info), Limits(max_running=32), SystemClock())

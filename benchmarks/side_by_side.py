@@ -93,7 +93,7 @@ def model_file(folder: Path, shape: str, kind: str, llama: str) -> Path:
     if shape in SHAPES:
         write_family(partial, shape)
     elif kind == "BF16":
-        from cairn.models.random_weights import shape_spec
+        from cairn.models.packing.random_weights import shape_spec
         from random_models import write_random
 
         write_random(partial, shape_spec(shape))

@@ -18,13 +18,13 @@ from tokenizers import Tokenizer as Library
 from tokenizers.decoders import DecodeStream
 
 import cairn
-from cairn.config import Config
-from cairn.outputs import FinishReason
-from cairn.request import OutputFormat, Request
-from cairn.sampling_params import SamplingParams
-from cairn.text.chat import Chat
-from cairn.text.stream import TextStream
-from cairn.text.tokenizer import Tokenizer
+from cairn.config.config import Config
+from cairn.text.chat.prompt import Chat
+from cairn.text.output.stream import TextStream
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.outputs import FinishReason
+from cairn.types.request import OutputFormat, Request
+from cairn.types.sampling_params import SamplingParams
 
 DEMO = Path(cairn.__file__).parent / "demo"
 TOKENS = 20_000

@@ -18,17 +18,17 @@ from typing import Any
 import jinja2
 from tokenizers import Tokenizer
 
-from cairn.block_size import BLOCK_TOKENS
-from cairn.config import Config
-from cairn.engine.base import Row
+from cairn.config.config import Config
 from cairn.engine.cpu import CpuEngine
 from cairn.engine.memory import weight_memory
-from cairn.models import hub
-from cairn.models.spec import load_spec
-from cairn.models.weight_format import HeldWeights, form_of
-from cairn.models.weights import open_weights
-from cairn.outputs import TokenLogprob
-from cairn.sampling_params import SamplingParams
+from cairn.models.hub import hub
+from cairn.models.packing.weight_format import HeldWeights, form_of
+from cairn.models.safetensors.weights import open_weights
+from cairn.models.spec.config import load_spec
+from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.outputs import TokenLogprob
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.step import Row
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 from demo_data import conversations

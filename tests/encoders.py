@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 from tests.tiny_models import write_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from cairn.config import Config
-from cairn.engine.base import Row
+from cairn.config.config import Config
 from cairn.engine.encoder import EncoderEngine
-from cairn.models.hub import demo_folder
-from cairn.models.spec import load_spec
-from cairn.sampling_params import SamplingParams
-from cairn.text.gguf import SPLITS
+from cairn.models.hub.hub import demo_folder
+from cairn.models.spec.config import load_spec
+from cairn.text.tokens.gguf import SPLITS
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.step import Row
 
 SIZES: dict[str, Any] = {
     "vocab_size": 120,

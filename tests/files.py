@@ -1,4 +1,4 @@
-"""A file system in memory that crashes, forgets and fails, behind the seam `cairn.seams.FileSystem`.
+"""A file system in memory that crashes, forgets and fails, behind the seam `cairn.system.interfaces.FileSystem`.
 
 Every write and every change of a name is pending until it is synced. `CrashFiles.crash(rng)` gives a file system as a
 power cut could leave it: of each file the unsynced writes are kept, lost, cut at any byte, zeroed or garbled one by
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cairn.seams import LOCK_FILE, FolderEntry
+from cairn.system.interfaces import LOCK_FILE, FolderEntry
 
 BLOCK = 4096
 SECTOR = 512

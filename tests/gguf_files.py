@@ -14,9 +14,9 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file
 from tests import gguf_recurrent, gguf_uneven
 
-from cairn.models.spec import load_spec
-from cairn.models.weights import open_weights
-from cairn.text.gguf import BYTE, CONTROL, UNKNOWN, UNUSED, USER
+from cairn.models.safetensors.weights import open_weights
+from cairn.models.spec.config import load_spec
+from cairn.text.tokens.gguf import BYTE, CONTROL, UNKNOWN, UNUSED, USER
 
 NAMES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
 NAMES |= {"Qwen3ForCausalLM": "qwen3", "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3"}

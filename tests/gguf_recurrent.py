@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cairn.layer_spec import Recurrence
-from cairn.model_spec import ModelSpec
+from cairn.types.layer_spec import Recurrence
+from cairn.types.model_spec import ModelSpec
 
 SCANS = {
     "in_proj_qkv.weight": "attn_qkv.weight",

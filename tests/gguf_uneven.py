@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from cairn.model_spec import ModelSpec
-from cairn.models.tensor_names import XIELU
+from cairn.models.safetensors.tensor_names import XIELU
+from cairn.types.model_spec import ModelSpec
 
 UNEVEN = ("gemma4", "gemma3n")
 OWN = (*UNEVEN, "llama4", "apertus")

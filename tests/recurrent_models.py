@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from cairn.layer_spec import Recurrence
-from cairn.model_spec import ModelSpec
+from cairn.types.layer_spec import Recurrence
+from cairn.types.model_spec import ModelSpec
 
 RECURRENT: dict[str, dict[str, Any]] = {
     "qwen 3.5": {

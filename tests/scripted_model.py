@@ -25,8 +25,8 @@ import gguf
 import numpy as np
 from tests.gguf_files import PLAIN, put
 
-from cairn.text.detokenizer import _BYTES
-from cairn.text.gguf import CONTROL
+from cairn.text.tokens.detokenizer import _BYTES
+from cairn.text.tokens.gguf import CONTROL
 
 HEADS, HEAD_DIM, WIDTH, BITS = 6, 64, 16, 13
 HIDDEN = WIDTH * (HEADS + 2)

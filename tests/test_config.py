@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cairn.config import Config, ModelOptions, Secret, TenantKeys, TenantLimits, TenantTurns, turns_of
-from cairn.errors import ConfigError
-from cairn.option import options
-from cairn.resolve import resolve
+from cairn.config.config import Config, ModelOptions, Secret, TenantKeys, TenantLimits, TenantTurns, turns_of
+from cairn.config.option import options
+from cairn.config.resolve import resolve
+from cairn.types.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -393,7 +393,7 @@ def test_config_never_changes():
 def test_import_is_cheap():
     """`import cairn` and reading options load neither numpy nor the server."""
     heavy = "('numpy', 'asyncio', 'httpx', 'typer')"
-    code = f"import sys, cairn, cairn.resolve; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, cairn, cairn.config.resolve; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import yaml
 
 from cairn.api.app import build_app
-from cairn.api.unserved import canonical
+from cairn.api.http.not_found import canonical
 from cairn.cli import app
-from cairn.config import Config
-from cairn.metrics import Metrics, ServerMetrics
-from cairn.option import options
-from cairn.service import model_health
-from cairn.service.models import Models
-from cairn.service.served_model import served_models
+from cairn.config.config import Config
+from cairn.config.option import options
+from cairn.router import model_health
+from cairn.router.models import Models
+from cairn.router.served_model import served_models
+from cairn.system.metrics import Metrics, ServerMetrics
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"

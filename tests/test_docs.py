@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from cairn.api.app import build_app
-from cairn.api.unserved import canonical
+from cairn.api.http.not_found import canonical
 from cairn.cli import app
-from cairn.config import Config
-from cairn.option import options
+from cairn.config.config import Config
+from cairn.config.option import options
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

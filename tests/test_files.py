@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tests.files import Crash, CrashFiles, Fault
 
-from cairn.seams import LOCK_FILE, FileSystem
-from cairn.system import SystemFiles
+from cairn.system.interfaces import LOCK_FILE, FileSystem
+from cairn.system.posix import SystemFiles
 
 SEEDS = 300
 
@@ -139,7 +139,7 @@ def test_a_link_is_never_followed(tmp_path: Path) -> None:
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     program = (
-        "import sys, pathlib, cairn.system as s; l = s.SystemFiles().lock(pathlib.Path(sys.argv[1])); "
+        "import sys, pathlib, cairn.system.posix as s; l = s.SystemFiles().lock(pathlib.Path(sys.argv[1])); "
         "print(l is not None, flush=True); sys.stdin.read()"
     )
     files = SystemFiles()
@@ -170,9 +170,9 @@ def test_a_drive_that_cannot_be_flushed_to_the_end_is_synced_as_far_as_it_can(
 
     file = SystemFiles().open(tmp_path / "x", "create")
     with monkeypatch.context() as patch:
-        patch.setattr("cairn.system.fcntl.F_FULLFSYNC", 51, raising=False)
-        patch.setattr("cairn.system.fcntl.fcntl", full)
-        patch.setattr("cairn.system.os.fsync", lambda handle: called.append("fsync"))
+        patch.setattr("cairn.system.posix.fcntl.F_FULLFSYNC", 51, raising=False)
+        patch.setattr("cairn.system.posix.fcntl.fcntl", full)
+        patch.setattr("cairn.system.posix.os.fsync", lambda handle: called.append("fsync"))
         if code == errno.EIO:
             with pytest.raises(OSError, match="no"):
                 file.sync()
@@ -190,7 +190,7 @@ def test_a_sync_that_failed_fails_for_ever(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.EIO, "no")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cairn.system._sync", fail)
+        patch.setattr("cairn.system.posix._sync", fail)
         with pytest.raises(OSError):
             file.sync()
     with pytest.raises(OSError, match="earlier"):

@@ -16,9 +16,11 @@ import pytest
 
 import cairn
 from cairn import LLM, AsyncLLM
-from cairn.answer import AsyncStream, ToolCall
-from cairn.config import Config
-from cairn.errors import (
+from cairn.config.config import Config
+from cairn.entrypoints.answer import AsyncStream, ToolCall
+from cairn.entrypoints.llm import _Loop
+from cairn.frontend.requests import SamplingOptions
+from cairn.types.errors import (
     Cancelled,
     ConfigError,
     ContextTooLong,
@@ -28,10 +30,8 @@ from cairn.errors import (
     ModelError,
     Unavailable,
 )
-from cairn.llm import _Loop
-from cairn.outputs import Delta, Done, FinishReason, ToolCallDelta, Usage
-from cairn.service.requests import SamplingOptions
-from cairn.stats import CacheReport
+from cairn.types.outputs import Delta, Done, FinishReason, ToolCallDelta, Usage
+from cairn.types.stats import CacheReport
 
 SMALL = {"engine": "cpu", "kv_gb": 0.1, "threads": 1}
 NINE = {"max_tokens": 9, "ignore_eos": True}
@@ -395,7 +395,7 @@ def test_a_forked_child_ends_and_is_told_that_the_model_is_not_its_own():
         """
         import multiprocessing
         from cairn import LLM
-        from cairn.errors import Unavailable
+        from cairn.types.errors import Unavailable
 
         def child(llm, stream):
             for call in (lambda: llm.generate("x", max_tokens=2), lambda: next(stream)):
@@ -428,7 +428,7 @@ def test_a_forked_child_is_told_at_once_though_a_thread_was_reading_the_stream()
         """
         import multiprocessing, threading
         from cairn import LLM
-        from cairn.errors import Unavailable
+        from cairn.types.errors import Unavailable
 
         def child(stream):
             try:

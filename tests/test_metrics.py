@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cairn.metrics import TURN_STATES, AgentFigures, Metrics, Tally
-from cairn.outputs import FinishReason, Timing
-from cairn.stats import KvStats, TierStats
+from cairn.system.metrics import TURN_STATES, AgentFigures, Metrics, Tally
+from cairn.types.outputs import FinishReason, Timing
+from cairn.types.stats import KvStats, TierStats
 
 VLLM = {
     "num_requests_running",

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from cairn.plan import PrefillPace
+from cairn.scheduler.plan import PrefillPace
 
 
 def steps(

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 from cairn.engine.fake import FakeEngine, fake_spec
-from cairn.kv.cache import Cache
-from cairn.plan import Limits
-from cairn.request import Request
-from cairn.round_robin import AGE_SECONDS, Classes, RoundRobin
-from cairn.sampling_params import SamplingParams
-from cairn.scheduler import Scheduler
-from cairn.system import SystemClock
+from cairn.kv.pool.cache import Cache
+from cairn.scheduler.fairness import AGE_SECONDS, Classes, RoundRobin
+from cairn.scheduler.plan import Limits
+from cairn.scheduler.scheduler import Scheduler
+from cairn.system.posix import SystemClock
+from cairn.types.request import Request
+from cairn.types.sampling_params import SamplingParams
 
 
 def test_each_tenant_has_one_then_a_second_and_whoever_was_served_steps_back() -> None:

@@ -9,12 +9,12 @@ import pytest
 from numpy.typing import NDArray
 from tests.laws import sampling as laws
 
-from cairn import sampling
-from cairn.engine.base import Row, RowResult
+from cairn.engine import sampling
+from cairn.engine.sampling import sample
 from cairn.kernels import vocabulary
 from cairn.kernels.vocabulary import ONE, random_bits, weigh
-from cairn.sampling import sample
-from cairn.sampling_params import SamplingParams
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.step import Row, RowResult
 
 VOCAB = 64
 

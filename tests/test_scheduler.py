@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from cairn.engine.base import RowResult
 from cairn.engine.fake import FakeEngine, fake_spec
-from cairn.errors import Conflict, ContextTooLong, InvalidRequest
-from cairn.kv.blocks import BlockPool
-from cairn.kv.cache import Cache
-from cairn.outputs import FinishReason, Output
-from cairn.plan import ENOUGH_TOKENS, Limits, Plan
-from cairn.request import Request
-from cairn.sampling_params import SamplingParams
-from cairn.scheduler import PATIENCE, Scheduler
-from cairn.sequence import AGE_SECONDS, Sequence
+from cairn.kv.pool.blocks import BlockPool
+from cairn.kv.pool.cache import Cache
+from cairn.scheduler.plan import ENOUGH_TOKENS, Limits, Plan
+from cairn.scheduler.scheduler import PATIENCE, Scheduler
+from cairn.scheduler.sequence import AGE_SECONDS, Sequence
+from cairn.types.errors import Conflict, ContextTooLong, InvalidRequest
+from cairn.types.outputs import FinishReason, Output
+from cairn.types.request import Request
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.step import RowResult
 
 VOCAB = 64
 PROMPT = tuple(range(3, 43))

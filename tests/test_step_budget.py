@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from cairn.plan import StepBudget
+from cairn.scheduler.plan import StepBudget
 
 
 def split(budget: StepBudget, prompts: tuple[int, ...], most: int = 1 << 20) -> list[int]:

@@ -6,7 +6,7 @@ import fcntl
 import logging
 import os
 
-from cairn.system import _Patient
+from cairn.system.posix import _Patient
 
 
 def test_a_pipe_that_nobody_reads_holds_up_no_request() -> None:

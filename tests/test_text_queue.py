@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from cairn.engine.base import EngineInfo, RowResult
-from cairn.errors import Conflict, ContextTooLong, InvalidRequest
-from cairn.outputs import FinishReason
-from cairn.plan import Limits, Plan
-from cairn.request import Request
-from cairn.sampling_params import SamplingParams
-from cairn.text_queue import TextQueue
+from cairn.scheduler.encoder_queue import TextQueue
+from cairn.scheduler.plan import Limits, Plan
+from cairn.types.errors import Conflict, ContextTooLong, InvalidRequest
+from cairn.types.outputs import FinishReason
+from cairn.types.request import Request
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.step import EngineInfo, RowResult
 
 INFO = EngineInfo(
     groups=(),

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 from cairn.engine.fake import FakeEngine, fake_spec
-from cairn.kv.cache import Cache
-from cairn.request import Request
-from cairn.sampling_params import SamplingParams
-from cairn.sequence import Sequence
-from cairn.waiting import WaitingQueue
+from cairn.kv.pool.cache import Cache
+from cairn.scheduler.queue import WaitingQueue
+from cairn.scheduler.sequence import Sequence
+from cairn.types.request import Request
+from cairn.types.sampling_params import SamplingParams
 
 
 def sequence(serial: int, tokens: int = 5, arrival: float = 0.0, priority: int = 0) -> Sequence:

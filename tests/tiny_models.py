@@ -16,16 +16,16 @@ from safetensors.numpy import save_file
 from tests.recurrent_models import RECURRENT, as_stored
 
 import cairn.engine.cpu
-from cairn.config import Config
-from cairn.engine.base import Row, RowResult
+from cairn.config.config import Config
 from cairn.engine.cpu import CpuEngine
 from cairn.kernels import native
 from cairn.kernels.vocabulary import Sampler
-from cairn.model_spec import ModelSpec
-from cairn.models.spec import load_spec
-from cairn.models.tensor_names import turn
-from cairn.models.weights import expected_tensors
-from cairn.sampling_params import SamplingParams
+from cairn.models.safetensors.tensor_names import turn
+from cairn.models.safetensors.weights import expected_tensors
+from cairn.models.spec.config import load_spec
+from cairn.types.model_spec import ModelSpec
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.step import Row, RowResult
 
 PLAIN: dict[str, Any] = {
     "hidden_size": 48,

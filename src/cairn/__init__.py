@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cairn.llm import LLM, Answer, AsyncLLM
+    from cairn.entrypoints.llm import LLM, Answer, AsyncLLM
 
     __version__: str
 
@@ -15,7 +15,7 @@ __all__ = ["LLM", "Answer", "AsyncLLM", "__version__"]
 def __getattr__(name: str) -> object:
     """Load the Python API, or look the version up, when it is first used: `import cairn` stays cheap."""
     if name in ("LLM", "Answer", "AsyncLLM"):
-        from cairn import llm
+        from cairn.entrypoints import llm
 
         return getattr(llm, name)
     if name == "__version__":

@@ -13,21 +13,21 @@ from tests.files import CrashFiles
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.agent_service import AgentService, create_agent
 from cairn.agents.archive import Archive
-from cairn.agents.index import RecordKind
 from cairn.agents.kv import AgentKv
-from cairn.agents.log import Log
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.log import Log
+from cairn.agents.log.records import EndRecord, TurnRecord
+from cairn.agents.log.writer import Writer
 from cairn.agents.maintenance import Maintenance
 from cairn.agents.pending_writes import PendingWrites
-from cairn.agents.records import EndRecord, TurnRecord
 from cairn.agents.replay_records import ReplayRecords
 from cairn.agents.running_turn import RunningTurn
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.agents.turns import Turns
-from cairn.agents.writer import Writer
-from cairn.request import Request
-from cairn.sampling_params import SamplingParams
-from cairn.text.chat import Sampled
-from cairn.text.replay import AnswerIdentity
+from cairn.text.chat.prompt import Sampled
+from cairn.text.chat.replay import AnswerIdentity
+from cairn.types.request import Request
+from cairn.types.sampling_params import SamplingParams
 
 FOLDER = Path("/agents")
 

@@ -15,13 +15,13 @@ from tests.text.text_models import QWEN_TEMPLATE
 
 from cairn.agents.agents import Agents
 from cairn.agents.running_turn import RunningTurn
-from cairn.config import Config
-from cairn.errors import CairnError
-from cairn.outputs import Delta, Done
-from cairn.service.requests import SamplingOptions
-from cairn.service.service import Service
-from cairn.system import SystemClock
-from cairn.text.replay import ReplayTable
+from cairn.config.config import Config
+from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.service import Service
+from cairn.system.posix import SystemClock
+from cairn.text.chat.replay import ReplayTable
+from cairn.types.errors import CairnError
+from cairn.types.outputs import Delta, Done
 
 FOLDER = Path("/agents")
 SALTS = {"default": b"default", "other": b"other"}

@@ -7,7 +7,7 @@ from desk import Desk, desk
 
 from cairn.agents.agents import list_agents
 from cairn.agents.replay_records import KEEP_SECONDS
-from cairn.errors import NotFound
+from cairn.types.errors import NotFound
 
 DAY = 86_400.0
 STEPS = pytest.mark.parametrize("step", [200 * DAY, -200 * DAY])

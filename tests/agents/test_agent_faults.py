@@ -22,17 +22,25 @@ from tests.files import CrashFiles, Fault
 from tests.service.tiny import collect, request
 
 from cairn.agents.agents import Agents
-from cairn.agents.index import RecordKind
-from cairn.agents.info import Savings, TurnInfo
-from cairn.agents.log import Log
-from cairn.agents.records import EndRecord, SavingsRecord, TokensRecord
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.log import Log
+from cairn.agents.log.records import EndRecord, SavingsRecord, TokensRecord
+from cairn.agents.log.segment import Record
 from cairn.agents.savings import LINES
-from cairn.agents.segment import Record
-from cairn.errors import CairnError, ConfigError, Conflict, GenerationFailed, InvalidRequest, NotFound, Unavailable
-from cairn.service.service import Service
-from cairn.text.chat import Sampled
-from cairn.text.message_builder import MessageBuilder
-from cairn.text.replay import AnswerIdentity
+from cairn.agents.types import Savings, TurnInfo
+from cairn.frontend.service import Service
+from cairn.text.chat.message_builder import MessageBuilder
+from cairn.text.chat.prompt import Sampled
+from cairn.text.chat.replay import AnswerIdentity
+from cairn.types.errors import (
+    CairnError,
+    ConfigError,
+    Conflict,
+    GenerationFailed,
+    InvalidRequest,
+    NotFound,
+    Unavailable,
+)
 
 Figure = Callable[[str, str], None]
 

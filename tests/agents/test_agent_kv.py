@@ -19,14 +19,14 @@ from tests.service.tiny import collect, request, until
 from cairn.agents import kv, request_contexts
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.content import Branch, Content
-from cairn.agents.records import AgentRecord, TurnRecord
+from cairn.agents.log.records import AgentRecord, TurnRecord
 from cairn.agents.request_contexts import RequestContexts
 from cairn.agents.turn_tree import Agent, Turn
-from cairn.errors import Conflict, Unavailable
-from cairn.kv.chunk_file import parse_name
-from cairn.stats import Placed
-from cairn.text.chat import Sampled
-from cairn.text.replay import AnswerIdentity
+from cairn.kv.disk.chunk_file import parse_name
+from cairn.text.chat.prompt import Sampled
+from cairn.text.chat.replay import AnswerIdentity
+from cairn.types.errors import Conflict, Unavailable
+from cairn.types.stats import Placed
 
 LONG = "A context that is long enough to fill some chunks of sixty-four tokens each. " * 4
 
@@ -51,7 +51,7 @@ async def test_kv_that_nobody_used_for_kv_ttl_goes_and_pinned_kv_stays(
 ) -> None:
     """From the option to the files."""
     clock, store = Clock(), tmp_path / "kv"
-    monkeypatch.setattr("cairn.service.worker.SystemClock", lambda: clock)
+    monkeypatch.setattr("cairn.worker.worker.SystemClock", lambda: clock)
 
     def chunks() -> int:
         return sum(parse_name(path.name) is not None for path in store.rglob("*"))

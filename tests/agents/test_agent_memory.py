@@ -15,14 +15,14 @@ from tests.files import CrashFiles
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.archive import Archive
 from cairn.agents.content import Content, Descent
-from cairn.agents.index import RecordKind
-from cairn.agents.log import Log
-from cairn.agents.records import AgentRecord, EndRecord, TurnRecord, pack
-from cairn.agents.segment import Record
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.log import Log
+from cairn.agents.log.records import AgentRecord, EndRecord, TurnRecord, pack
+from cairn.agents.log.segment import Record
 from cairn.agents.turn_tree import Agent, Turn
-from cairn.errors import Damaged, Unavailable
-from cairn.sampling_params import SamplingParams
-from cairn.system import SystemFiles, SystemRng
+from cairn.system.posix import SystemFiles, SystemRng
+from cairn.types.errors import Damaged, Unavailable
+from cairn.types.sampling_params import SamplingParams
 
 MOST = 600
 """Bytes of a turn."""

@@ -12,9 +12,9 @@ import pytest
 from house import house
 
 from cairn.agents import kv
-from cairn.errors import Unavailable
-from cairn.kv import disk_state
-from cairn.system import SystemFile, SystemFiles
+from cairn.kv.disk import state as disk_state
+from cairn.system.posix import SystemFile, SystemFiles
+from cairn.types.errors import Unavailable
 
 LONG = "A context that is long enough to fill some chunks of sixty-four tokens each. " * 4
 

@@ -19,16 +19,16 @@ from cairn.agents import portable
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.archive import Archive
 from cairn.agents.content import Branch, Content, digest
-from cairn.agents.index import RecordKind
-from cairn.agents.info import Savings
-from cairn.agents.log import Log
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.log import Log
+from cairn.agents.log.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, pack
+from cairn.agents.log.segment import Record, SegmentHeader, encode_header, encode_record
+from cairn.agents.log.writer import Writer
 from cairn.agents.portable import read
-from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, pack
-from cairn.agents.segment import Record, SegmentHeader, encode_header, encode_record
 from cairn.agents.turn_tree import Agent, Turn
-from cairn.agents.writer import Writer
-from cairn.errors import ContextTooLong, InvalidRequest
-from cairn.stats import Placed
+from cairn.agents.types import Savings
+from cairn.types.errors import ContextTooLong, InvalidRequest
+from cairn.types.stats import Placed
 
 TURNS = 300
 NOW = 1e9

@@ -12,20 +12,20 @@ from house import FOLDER, GREEDY, Draw, Heard, House, file_of, hear, house
 from tests.files import CrashFiles
 
 from cairn.agents.agent_service import check_id
-from cairn.agents.index import RecordKind
-from cairn.agents.log import Log
-from cairn.agents.records import EndRecord, TokensRecord, decode
-from cairn.errors import Conflict, ContextTooLong, Damaged, InvalidRequest, NotFound
-from cairn.service.requests import SamplingOptions
-from cairn.stats import Miss
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.log import Log
+from cairn.agents.log.records import EndRecord, TokensRecord, decode
+from cairn.frontend.requests import SamplingOptions
+from cairn.types.errors import Conflict, ContextTooLong, Damaged, InvalidRequest, NotFound
+from cairn.types.stats import Miss
 
 SYSTEM = [{"role": "system", "content": "You remember."}]
 
 
 async def stateless(at: House, messages: list[dict[str, Any]], options: SamplingOptions = GREEDY) -> Heard:
     """The answer to a client that resends its conversation."""
-    from cairn.outputs import Delta
-    from cairn.service.requests import requests
+    from cairn.frontend.requests import requests
+    from cairn.types.outputs import Delta
 
     service = at.service
     prompt = await service.chat.prompt(messages)

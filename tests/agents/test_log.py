@@ -13,12 +13,12 @@ from typing import Literal
 import pytest
 from tests.files import CrashFile, CrashFiles, Fault
 
-from cairn.agents import log as log_module
-from cairn.agents.folder import Folder
-from cairn.agents.index import TIDY, Index, OffsetTable, RecordKind, Segment, decode_keys, encode_keys
-from cairn.agents.log import Log
-from cairn.agents.recovery import look
-from cairn.agents.segment import (
+from cairn.agents.log import log as log_module
+from cairn.agents.log.folder import Folder
+from cairn.agents.log.index import TIDY, Index, OffsetTable, RecordKind, Segment, decode_keys, encode_keys
+from cairn.agents.log.log import Log
+from cairn.agents.log.recovery import look
+from cairn.agents.log.segment import (
     HEADER_BYTES,
     MAX_PAYLOAD,
     RECORD_BYTES,
@@ -30,8 +30,8 @@ from cairn.agents.segment import (
     encode_record,
     scan,
 )
-from cairn.errors import ConfigError
-from cairn.system import SystemFiles
+from cairn.system.posix import SystemFiles
+from cairn.types.errors import ConfigError
 
 FOLDER = Path("/agents")
 

@@ -13,9 +13,9 @@ from tests.files import Crash, CrashFiles, Fault
 from tests.laws import token_log
 from tests.laws.token_log import ERRORS, FOLDER, Draw, Model, Work, crash_everywhere, fault_at, reopen
 
-from cairn.agents.index import RecordKind
-from cairn.agents.log import Log
-from cairn.agents.segment import Record
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.log import Log
+from cairn.agents.log.segment import Record
 
 Figure = Callable[[str, str], None]
 

@@ -12,12 +12,12 @@ from desk import Desk, desk
 from tests.files import CrashFile, Fault
 
 from cairn.agents.agent_registry import AgentRegistry
+from cairn.agents.log.segment import Record
 from cairn.agents.pending_writes import PendingWrites
-from cairn.agents.segment import Record
 from cairn.agents.turn_tree import Agent
-from cairn.errors import Unavailable
-from cairn.outputs import Done, FinishReason, Usage
-from cairn.stats import CacheReport
+from cairn.types.errors import Unavailable
+from cairn.types.outputs import Done, FinishReason, Usage
+from cairn.types.stats import CacheReport
 
 MANY = 150
 DONE = Done(reason=FinishReason.STOP, usage=Usage(prompt_tokens=3, completion_tokens=1), cache=CacheReport())

@@ -13,15 +13,23 @@ from tests.agents.house import Draw, file_of, house
 from cairn.agents import portable
 from cairn.agents.archive import Archive
 from cairn.agents.content import Content
-from cairn.agents.index import RecordKind
-from cairn.agents.info import Savings
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, decode, pack
+from cairn.agents.log.segment import (
+    HEADER_BYTES,
+    Record,
+    SegmentHeader,
+    decode_header,
+    encode_header,
+    encode_record,
+    scan,
+)
 from cairn.agents.portable import count_values, read
-from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, decode, pack
-from cairn.agents.segment import HEADER_BYTES, Record, SegmentHeader, decode_header, encode_header, encode_record, scan
 from cairn.agents.turn_tree import Turn
-from cairn.errors import CairnError, Conflict, InvalidRequest
-from cairn.sampling_params import SamplingParams
-from cairn.stats import Miss
+from cairn.agents.types import Savings
+from cairn.types.errors import CairnError, Conflict, InvalidRequest
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.stats import Miss
 
 SYSTEM = [{"role": "system", "content": "You remember."}]
 

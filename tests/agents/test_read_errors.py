@@ -19,14 +19,14 @@ from tests.files import Fault
 
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.content import Content
-from cairn.agents.index import RecordKind
-from cairn.agents.records import TurnRecord, pack
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.records import TurnRecord, pack
+from cairn.agents.log.segment import Record
 from cairn.agents.running_turn import RunningTurn
-from cairn.agents.segment import Record
 from cairn.agents.turn_tree import Turn
-from cairn.errors import Conflict, Damaged, NotFound, Unavailable
-from cairn.outputs import Delta
-from cairn.service.requests import SamplingOptions
+from cairn.frontend.requests import SamplingOptions
+from cairn.types.errors import Conflict, Damaged, NotFound, Unavailable
+from cairn.types.outputs import Delta
 
 SYSTEM = [{"role": "system", "content": "You remember."}]
 TEXTS = ("the first message", "the second message", "the third message")

@@ -9,13 +9,13 @@ import pytest
 from house import GREEDY, House, house
 
 from cairn.agents import replay_records as replays_module
-from cairn.agents.index import RecordKind
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.segment import Record
 from cairn.agents.replay_records import KEEP_SECONDS, ReplayRecords
-from cairn.agents.segment import Record
-from cairn.outputs import Delta
-from cairn.service.requests import requests
-from cairn.text.chat import Sampled
-from cairn.text.replay import AnswerIdentity
+from cairn.frontend.requests import requests
+from cairn.text.chat.prompt import Sampled
+from cairn.text.chat.replay import AnswerIdentity
+from cairn.types.outputs import Delta
 
 SAMPLED = Sampled(b"b" * 32, AnswerIdentity(b"v" * 32, "because"), [1, 2, 3], 1)
 

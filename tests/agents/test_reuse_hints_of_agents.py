@@ -9,8 +9,8 @@ import pytest
 from house import GREEDY, House, house
 from tests.agents.test_agent_kv import LONG
 
-from cairn.outputs import Done, FinishReason
-from cairn.service.service import Service
+from cairn.frontend.service import Service
+from cairn.types.outputs import Done, FinishReason
 
 
 def listening(at: House, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
@@ -27,7 +27,7 @@ def listening(at: House, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int
 
 def calling(monkeypatch: pytest.MonkeyPatch, calls: bool) -> None:
     """Whether answers end in a call."""
-    from cairn.text import stream
+    from cairn.text.output import stream
 
     finish = stream.TextStream.finish
 

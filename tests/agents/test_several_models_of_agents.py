@@ -14,10 +14,10 @@ from tests.service.several import several
 from tests.service.tiny import until
 
 from cairn.agents.agents import Agents
-from cairn.config import Config
-from cairn.errors import NotLoaded, Unavailable
-from cairn.service.models import Models
-from cairn.system import SystemClock, SystemFiles, SystemRng
+from cairn.config.config import Config
+from cairn.router.models import Models
+from cairn.system.posix import SystemClock, SystemFiles, SystemRng
+from cairn.types.errors import NotLoaded, Unavailable
 
 LONG = "tell me of the sea " * 30
 SALTS = {"default": b""}

@@ -14,12 +14,12 @@ import msgspec
 import pytest
 from tests.files import CrashFiles, Fault
 
-from cairn.agents import writer as writer_module
-from cairn.agents.index import RecordKind
-from cairn.agents.log import Log
-from cairn.agents.writer import Writer
-from cairn.errors import Unavailable
-from cairn.system import SystemFiles, SystemRng
+from cairn.agents.log import writer as writer_module
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.log import Log
+from cairn.agents.log.writer import Writer
+from cairn.system.posix import SystemFiles, SystemRng
+from cairn.types.errors import Unavailable
 
 FOLDER = Path("/agents")
 

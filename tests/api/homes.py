@@ -11,8 +11,8 @@ import httpx
 from tests.agents.house import House, house
 from tests.api.sockets import events, site
 
-from cairn.api.auth import salts
-from cairn.config import Config
+from cairn.api.http.auth import salts
+from cairn.config.config import Config
 
 
 @contextlib.asynccontextmanager

@@ -32,9 +32,9 @@ import gc, json, sys
 gc.disable()  # until it serves, as the command does: modules are no garbage
 from pathlib import Path
 from cairn.api.server import serve
-from cairn.resolve import resolve
-from cairn.errors import CairnError
-from cairn.service import launch
+from cairn.config.resolve import resolve
+from cairn.types.errors import CairnError
+from cairn.frontend import launch
 try:
     options = json.loads(sys.argv[1])
     launch.WORKER = tuple(options.pop("worker", launch.WORKER))

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from cairn.config import Config
-from cairn.errors import CairnError, Cancelled
-from cairn.layer_spec import CacheGroup
-from cairn.metrics import Metrics
-from cairn.model_spec import ModelSpec
-from cairn.models.end_tokens import Middle
-from cairn.outputs import Delta, Done, Event, FinishReason, Usage
-from cairn.request import OutputFormat, Request
-from cairn.service.service import Service
-from cairn.stats import CacheReport
-from cairn.text.shared_time import LongTexts
+from cairn.config.config import Config
+from cairn.frontend.service import Service
+from cairn.models.spec.end_tokens import Middle
+from cairn.system.metrics import Metrics
+from cairn.text.render.fair_time import LongTexts
+from cairn.types.errors import CairnError, Cancelled
+from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import ModelSpec
+from cairn.types.outputs import Delta, Done, Event, FinishReason, Usage
+from cairn.types.request import OutputFormat, Request
+from cairn.types.stats import CacheReport
 
 SPEC = ModelSpec(
     name="scripted",

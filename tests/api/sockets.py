@@ -13,9 +13,9 @@ import httpx
 import openai
 
 from cairn.api.app import App, build_app
-from cairn.api.listener import Listener
+from cairn.api.http.listener import Listener
 from cairn.api.server import bind
-from cairn.config import Config
+from cairn.config.config import Config
 
 
 @dataclass

@@ -9,8 +9,8 @@ from typing import Any
 from scripted import ScriptedService
 from sockets import answer, request_bytes, site
 
-from cairn.config import Config
-from cairn.outputs import Delta
+from cairn.config.config import Config
+from cairn.types.outputs import Delta
 
 CHAT: dict[str, Any] = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}
 

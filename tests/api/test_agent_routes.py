@@ -25,13 +25,13 @@ from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.portable import MEDIA_TYPE
 from cairn.agents.request_contexts import MOST_CONTEXTS
 from cairn.agents.turn_tree import Agent
-from cairn.api.agent_attribution import ACCOUNT_TTL
-from cairn.api.auth import salts
-from cairn.config import Config, Secret, TenantKeys
+from cairn.api.chat.sessions import ACCOUNT_TTL
+from cairn.api.http.auth import salts
+from cairn.config.config import Config, Secret, TenantKeys
 from cairn.engine.fake import FakeEngine
-from cairn.kv.chunk_file import parse_name
-from cairn.service.requests import SamplingOptions
-from cairn.text.grammar import ToolChoice, Wanted
+from cairn.frontend.requests import SamplingOptions
+from cairn.kv.disk.chunk_file import parse_name
+from cairn.text.grammar.grammar import ToolChoice, Wanted
 
 TURN = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 

@@ -9,8 +9,8 @@ import pytest
 from tests.service.test_requests import SPEC
 
 from cairn.api.lifetime import _announce, elsewhere
-from cairn.config import Config
-from cairn.system import SystemNetwork
+from cairn.config.config import Config
+from cairn.system.posix import SystemNetwork
 
 
 class House:

@@ -15,13 +15,13 @@ from sockets import Site, answer, request_bytes, site
 from tests.scripted_model import CONTROLS, write_scripted
 from tests.service.tiny import TEMPLATE, make_model, serving
 
-from cairn.api.anthropic_schemas import MessagesBody, chat_of
-from cairn.api.parse import parse
-from cairn.config import Config, Secret
-from cairn.errors import CairnError, ContextTooLong, GenerationFailed, Overloaded
-from cairn.outputs import Delta, Done, FinishReason, ToolCallDelta, Usage
-from cairn.request import OutputFormat
-from cairn.stats import CacheReport
+from cairn.api.anthropic.schemas import MessagesBody, chat_of
+from cairn.api.chat.parse import parse
+from cairn.config.config import Config, Secret
+from cairn.types.errors import CairnError, ContextTooLong, GenerationFailed, Overloaded
+from cairn.types.outputs import Delta, Done, FinishReason, ToolCallDelta, Usage
+from cairn.types.request import OutputFormat
+from cairn.types.stats import CacheReport
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"name": "weather", "description": "of a place", "input_schema": {"type": "object", "properties": {}}}

@@ -9,13 +9,13 @@ from scripted import ScriptedService
 from sockets import Site, site
 
 from cairn.api.app import App
-from cairn.api.auth import OPEN, Access, _same_address, check_exposure, has_tenants
-from cairn.api.body_budget import BodyBudget
-from cairn.api.origins import Origins
-from cairn.api.reply import HTTPCall
+from cairn.api.http.auth import OPEN, Access, _same_address, check_exposure, has_tenants
+from cairn.api.http.body_budget import BodyBudget
+from cairn.api.http.call import HTTPCall
+from cairn.api.http.origins import Origins
 from cairn.api.server import serve
-from cairn.config import Config, Secret, TenantKeys
-from cairn.errors import ConfigError
+from cairn.config.config import Config, Secret, TenantKeys
+from cairn.types.errors import ConfigError
 
 CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}
 ONE = Config(api_key=(Secret("alpha"),), admin_key=Secret("root"))

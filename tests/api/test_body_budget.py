@@ -17,11 +17,11 @@ from sockets import Site, site
 from tests.agents.house import talking_model
 from tests.api.test_agent_routes import home
 
-from cairn.api.agents import MAX_IMPORTS
-from cairn.api.body_budget import BodyBudget
-from cairn.config import Config, Secret, TenantKeys
-from cairn.errors import Overloaded, Unavailable
-from cairn.outputs import Delta
+from cairn.api.http.body_budget import BodyBudget
+from cairn.api.native.agents import MAX_IMPORTS
+from cairn.config.config import Config, Secret, TenantKeys
+from cairn.types.errors import Overloaded, Unavailable
+from cairn.types.outputs import Delta
 
 TENANTS = tuple(TenantKeys(name, (Secret(name * 4),)) for name in ("ada", "bob", "eve"))
 OCTETS = {"content-type": "application/octet-stream"}

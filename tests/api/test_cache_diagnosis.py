@@ -6,9 +6,9 @@ from typing import Any, get_args
 
 import pytest
 
-from cairn.api.anthropic_schemas import MessagesBody
-from cairn.api.cache_diagnosis import RecentPrompts, message_diagnostics, response_diagnostics
-from cairn.api.responses_schemas import ResponseBody
+from cairn.api.anthropic.schemas import MessagesBody
+from cairn.api.chat.cache_diagnosis import RecentPrompts, message_diagnostics, response_diagnostics
+from cairn.api.openai.responses_schemas import ResponseBody
 
 BEFORE, OTHER = list(range(100)), [*range(40), *range(500, 560)]
 NEVER = {

@@ -1,7 +1,7 @@
 import pytest
 
-from cairn.api.call_table import KEEP_CALLS, KEEP_SECONDS, CallTable, parse_id
-from cairn.errors import Conflict
+from cairn.api.http.call_table import KEEP_CALLS, KEEP_SECONDS, CallTable, parse_id
+from cairn.types.errors import Conflict
 
 
 class Hands:

@@ -15,9 +15,9 @@ import pytest
 from sockets import Site, site
 from tests.agents.house import House, house, talking_model
 
-from cairn.api import changes
-from cairn.api.auth import salts
-from cairn.config import Config, Secret, TenantKeys
+from cairn.api.http.auth import salts
+from cairn.api.native import live_events as changes
+from cairn.config.config import Config, Secret, TenantKeys
 from cairn.engine.fake import FakeEngine
 
 TURN = {"temperature": 0, "max_tokens": 4, "ignore_eos": True, "messages": [{"role": "user", "content": "hi"}]}

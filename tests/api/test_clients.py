@@ -15,9 +15,9 @@ from tests.scripted_model import write_scripted
 from tests.service.tiny import make_model, serving
 from tests.text import text_models
 
-from cairn.config import Config
-from cairn.outputs import Delta
-from cairn.service.service import Service, names_of
+from cairn.config.config import Config
+from cairn.frontend.service import Service, names_of
+from cairn.types.outputs import Delta
 
 HI = [{"role": "user", "content": "hi"}]
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}

@@ -8,7 +8,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from cairn.api.fields import ACCEPTED
+from cairn.api.chat.fields import ACCEPTED
 
 PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 MARK = "<!-- accepted -->\n"

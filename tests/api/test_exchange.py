@@ -7,11 +7,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from cairn.api.exchange import Batches, ChoiceStream, Exchange
-from cairn.outputs import Delta, Done, FinishReason, Usage
-from cairn.request import Request
-from cairn.sampling_params import SamplingParams
-from cairn.stats import CacheReport
+from cairn.api.chat.exchange import Batches, ChoiceStream, Exchange
+from cairn.types.outputs import Delta, Done, FinishReason, Usage
+from cairn.types.request import Request
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.stats import CacheReport
 
 ENDED = Done(reason=FinishReason.STOP, usage=Usage(prompt_tokens=1, completion_tokens=1), cache=CacheReport())
 

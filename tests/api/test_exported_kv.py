@@ -15,10 +15,10 @@ from safetensors.numpy import save_file
 from tests.agents.house import house, talking_model
 from tests.api.sockets import site
 
-from cairn.api.auth import salts
-from cairn.config import Config, Secret, TenantKeys
-from cairn.kv.disk import DiskStore
-from cairn.kv.portable_kv import MAGIC
+from cairn.api.http.auth import salts
+from cairn.config.config import Config, Secret, TenantKeys
+from cairn.kv.disk.portable_kv import MAGIC
+from cairn.kv.disk.store import DiskStore
 
 OCTETS = {"content-type": "application/octet-stream"}
 KEY = {"authorization": "Bearer " + "eve" * 4}

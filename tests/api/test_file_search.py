@@ -11,9 +11,9 @@ from openai import AsyncOpenAI
 from tests.api.test_responses import keeping
 from tests.scripted_model import write_scripted
 
-from cairn.api.file_search import CitedFile, CitedText, wants_search
-from cairn.api.responses_items import SEARCHED
-from cairn.config import Config
+from cairn.api.openai.file_search import CitedFile, CitedText, wants_search
+from cairn.api.openai.responses_items import SEARCHED
+from cairn.config.config import Config
 
 CAIRNS = b"# Cairns\n\nA cairn is a heap of stones.\n\n# Bread\n\nBread is made of flour.\n"
 SAID = ["A heap [", "1][9", "], and flour", " [2].", " See [x]."]

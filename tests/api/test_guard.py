@@ -10,10 +10,10 @@ import pytest
 from scripted import ScriptedService, done
 from sockets import Site, answer, request_bytes, site
 
-from cairn.api.deadlines import Phase
-from cairn.api.guard import FIRST_LOOK, Guard
-from cairn.config import Config
-from cairn.outputs import Delta
+from cairn.api.http.connection import FIRST_LOOK, Guard
+from cairn.api.http.deadlines import Phase
+from cairn.config.config import Config
+from cairn.types.outputs import Delta
 
 CHAT = json.dumps({"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}).encode()
 

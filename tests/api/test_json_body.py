@@ -4,8 +4,8 @@ import tracemalloc
 
 import pytest
 
-from cairn.api.json_body import parse_json
-from cairn.errors import InvalidRequest
+from cairn.api.http.json_body import parse_json
+from cairn.types.errors import InvalidRequest
 
 
 def nested(depth: int) -> bytes:

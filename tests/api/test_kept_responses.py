@@ -11,8 +11,8 @@ from sockets import site
 from test_responses import keeping, kept, post
 from tests.service.tiny import make_model, serving
 
-from cairn.api.cache_diagnosis import Parting, response_diagnostics
-from cairn.api.responses_schemas import ResponseBody
+from cairn.api.chat.cache_diagnosis import Parting, response_diagnostics
+from cairn.api.openai.responses_schemas import ResponseBody
 from cairn.engine.fake import FakeEngine
 
 GRAMMAR = {"type": "grammar", "syntax": "regex", "definition": "[a-z]+"}

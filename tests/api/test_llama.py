@@ -11,11 +11,11 @@ from scripted import ScriptedService, done
 from sockets import Site, events, site
 from tests.service.tiny import make_model, serving
 
-from cairn.config import Config
-from cairn.errors import GenerationFailed
-from cairn.models.end_tokens import Middle
-from cairn.outputs import Delta, FinishReason, TokenLogprob
-from cairn.sampling_params import SamplingExtras
+from cairn.config.config import Config
+from cairn.models.spec.end_tokens import Middle
+from cairn.types.errors import GenerationFailed
+from cairn.types.outputs import Delta, FinishReason, TokenLogprob
+from cairn.types.sampling_params import SamplingExtras
 
 HI = [{"role": "user", "content": "hi"}]
 

@@ -15,16 +15,16 @@ from sockets import Site, site
 from tests.scripted_model import CONTROLS, write_scripted
 from tests.service.tiny import TEMPLATE, make_model, serving
 
-from cairn.api import ollama_models
-from cairn.api.ollama_schemas import OllamaChatBody, Options, chat_of
-from cairn.api.parse import parse
-from cairn.api.schemas import ChatBody
-from cairn.config import Config, Secret
-from cairn.errors import CairnError, GenerationFailed, ModelError
-from cairn.models.end_tokens import Middle
-from cairn.models.hub import Progress
-from cairn.outputs import Delta, FinishReason, TokenLogprob, ToolCallDelta
-from cairn.sampling_params import SamplingExtras
+from cairn.api.chat.parse import parse
+from cairn.api.chat.schemas import ChatBody
+from cairn.api.ollama import models as ollama_models
+from cairn.api.ollama.schemas import OllamaChatBody, Options, chat_of
+from cairn.config.config import Config, Secret
+from cairn.models.hub.hub import Progress
+from cairn.models.spec.end_tokens import Middle
+from cairn.types.errors import CairnError, GenerationFailed, ModelError
+from cairn.types.outputs import Delta, FinishReason, TokenLogprob, ToolCallDelta
+from cairn.types.sampling_params import SamplingExtras
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}

@@ -17,14 +17,14 @@ from scripted import SPEC, ScriptedService, done
 from sockets import Site, answer, events, request_bytes, site
 from tests.text import text_models
 
-from cairn.config import Config, Secret
-from cairn.errors import GenerationFailed, InvalidRequest, Overloaded, Unavailable
-from cairn.models.end_tokens import Middle
-from cairn.outputs import Delta, Done, FinishReason, TokenLogprob, ToolCallDelta, Usage
-from cairn.request import Request
-from cairn.stats import CacheReport, Miss
-from cairn.text.stream import TextStream
-from cairn.text.tokenizer import Tokenizer
+from cairn.config.config import Config, Secret
+from cairn.models.spec.end_tokens import Middle
+from cairn.text.output.stream import TextStream
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.errors import GenerationFailed, InvalidRequest, Overloaded, Unavailable
+from cairn.types.outputs import Delta, Done, FinishReason, TokenLogprob, ToolCallDelta, Usage
+from cairn.types.request import Request
+from cairn.types.stats import CacheReport, Miss
 
 HI = [{"role": "user", "content": "hi"}]
 

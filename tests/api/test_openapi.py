@@ -10,10 +10,10 @@ import openapi_spec_validator
 import pytest
 
 from cairn.api.app import App, build_app
+from cairn.api.chat.schemas import ChatBody
+from cairn.api.http.not_found import canonical
 from cairn.api.openapi import ROUTES, document
-from cairn.api.schemas import ChatBody
-from cairn.api.unserved import canonical
-from cairn.config import Config
+from cairn.config.config import Config
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,9 @@ def test_it_names_every_route_and_no_other(app: App, described: dict[str, Any]) 
 
 def test_it_names_every_route_that_a_module_says_it_has(described: dict[str, Any]) -> None:
     """Those with an id in their path stand in the docstrings of the modules that serve them."""
-    from cairn.api import agents, app, collections, conversations, responses, teams, workflows
+    from cairn.api import app
+    from cairn.api.native import agents, collections, teams, workflows
+    from cairn.api.openai import conversations, responses
 
     said = " ".join(
         str(module.__doc__) for module in (agents, app, collections, conversations, responses, teams, workflows)

@@ -11,8 +11,8 @@ from sockets import events, site
 from tests.scripted_model import write_scripted
 from tests.text.call_templates import FURTHER, template
 
-from cairn.config import Config
-from cairn.service.service import Service
+from cairn.config.config import Config
+from cairn.frontend.service import Service
 
 CONTROL = 3
 F = {

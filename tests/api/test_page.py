@@ -11,7 +11,7 @@ from sockets import site
 
 from cairn.api.app import build_app
 from cairn.api.page import FOLDER, KINDS
-from cairn.config import Config, Secret
+from cairn.config.config import Config, Secret
 
 FILES = sorted(path for path in FOLDER.iterdir() if path.is_file())
 TEXT = {path.name: path.read_text() for path in FILES}

@@ -12,10 +12,10 @@ import pytest
 from homes import home
 from tests.agents.house import talking_model
 
-from cairn.api import quotas
 from cairn.api.app import build_app
+from cairn.api.http import quotas
 from cairn.api.openapi import document
-from cairn.config import Config, Secret, TenantKeys, TenantLimits, limits_of
+from cairn.config.config import Config, Secret, TenantKeys, TenantLimits, limits_of
 
 TURN = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 4, "ignore_eos": True}
 LIMITS = {

@@ -13,9 +13,9 @@ import pytest
 from sockets import site
 from tests.service.tiny import make_model, serving
 
-from cairn.api.tls import tls_context
-from cairn.config import Config, Secret, TenantKeys, TenantLimits
-from cairn.errors import ConfigError
+from cairn.api.http.tls import tls_context
+from cairn.config.config import Config, Secret, TenantKeys, TenantLimits
+from cairn.types.errors import ConfigError
 
 
 class Time:

@@ -13,10 +13,10 @@ from sockets import Site, events, site
 from tests.scripted_model import write_scripted
 from tests.text.walks import accepts
 
-from cairn.config import Config
-from cairn.service.service import Service
-from cairn.text.chat import Chat
-from cairn.text.grammar import Shape, Structure, checked
+from cairn.config.config import Config
+from cairn.frontend.service import Service
+from cairn.text.chat.prompt import Chat
+from cairn.text.grammar.grammar import Shape, Structure, checked
 
 CONTROL = 3
 HARMONY = (

@@ -21,9 +21,9 @@ from tests.service.tiny import make_model, serving
 
 from cairn.api.lifetime import _reload
 from cairn.cli.client import connect
-from cairn.config import Config, ModelOptions, Secret, TenantKeys, TenantLimits
-from cairn.errors import ConfigError
-from cairn.resolve import Resolved, resolve
+from cairn.config.config import Config, ModelOptions, Secret, TenantKeys, TenantLimits
+from cairn.config.resolve import Resolved, resolve
+from cairn.types.errors import ConfigError
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 ADMIN = {"authorization": "Bearer the-owners"}
@@ -233,7 +233,7 @@ def test_options_can_be_resolved_again(tmp_path: Path) -> None:
 
 
 def test_an_owners_listener_that_others_reach_needs_a_key(folder: Path) -> None:
-    from cairn.api.auth import check_exposure
+    from cairn.api.http.auth import check_exposure
 
     with pytest.raises(ConfigError, match="set --admin-key"):
         check_exposure(Config(admin_port=1, admin_host="0.0.0.0"))

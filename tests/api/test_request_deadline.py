@@ -15,9 +15,9 @@ from sockets import Site, site
 from tests.service.several import several
 from tests.service.tiny import make_model, serving
 
-from cairn.config import Config
+from cairn.config.config import Config
 from cairn.engine.fake import FakeEngine
-from cairn.service.service import Service
+from cairn.frontend.service import Service
 
 ASKED = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1500, "temperature": 0}
 

@@ -26,14 +26,14 @@ from tests.scripted_model import CONTROLS, write_scripted
 from tests.service.tiny import TEMPLATE, make_model, serving
 
 from cairn.agents.agents import Agents
-from cairn.api.auth import salts
-from cairn.api.parse import parse
-from cairn.api.responses_schemas import ResponseBody, Tools, chat_of
-from cairn.config import Config
+from cairn.api.chat.parse import parse
+from cairn.api.http.auth import salts
+from cairn.api.openai.responses_schemas import ResponseBody, Tools, chat_of
+from cairn.config.config import Config
 from cairn.engine.fake import FakeEngine
-from cairn.errors import CairnError, ContextTooLong, GenerationFailed, Overloaded
-from cairn.outputs import Delta, FinishReason, ToolCallDelta
-from cairn.system import SystemClock, SystemFiles, SystemRng
+from cairn.system.posix import SystemClock, SystemFiles, SystemRng
+from cairn.types.errors import CairnError, ContextTooLong, GenerationFailed, Overloaded
+from cairn.types.outputs import Delta, FinishReason, ToolCallDelta
 
 TOOL = {"type": "function", "name": "weather", "description": "of a place", "parameters": {"type": "object"}}
 CALL = ToolCallDelta(index=0, id="call_1", name="weather", arguments='{"place": "Oslo"}')

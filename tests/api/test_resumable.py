@@ -19,15 +19,15 @@ from process import served
 from scripted import ScriptedService, ScriptedStream, done
 from sockets import Site, request_bytes, site
 
-from cairn.api.event_log import PAGE, EventLog
-from cairn.api.reply import HTTPCall
-from cairn.api.resumable import EventLogs
-from cairn.api.sse import HEARTBEAT, error_event
-from cairn.config import Config, Secret
-from cairn.errors import NotFound, Overloaded
-from cairn.outputs import Delta
-from cairn.request import Request
-from cairn.service.stream import Waker
+from cairn.api.chat.wire import HEARTBEAT, error_event
+from cairn.api.http.call import HTTPCall
+from cairn.api.http.event_log import PAGE, EventLog
+from cairn.api.http.resumable import EventLogs
+from cairn.config.config import Config, Secret
+from cairn.frontend.stream import Waker
+from cairn.types.errors import NotFound, Overloaded
+from cairn.types.outputs import Delta
+from cairn.types.request import Request
 
 MARK = {"X-Cairn-Resumable": "1"}
 GRACE = 0.15

@@ -14,18 +14,18 @@ from pydantic import ValidationError
 from scripted import SPEC, ScriptedService
 from sockets import site
 
-from cairn.api import agent_schemas
-from cairn.api.anthropic_schemas import MessagesBody
-from cairn.api.body import Body
-from cairn.api.checks import check_chat
-from cairn.api.embedding_schemas import EmbeddingBody, RerankBody
-from cairn.api.fields import ACCEPTED, ROWS, FieldRow
-from cairn.api.message_schemas import TextPart
-from cairn.api.parse import parse
-from cairn.api.responses_schemas import ResponseBody
-from cairn.api.schemas import ChatBody, CompletionBody, TokenizeBody
-from cairn.config import Config
-from cairn.errors import InvalidRequest, Unsupported
+from cairn.api.anthropic.schemas import MessagesBody
+from cairn.api.chat.checks import check_chat
+from cairn.api.chat.fields import ACCEPTED, ROWS, FieldRow
+from cairn.api.chat.message_schemas import TextPart
+from cairn.api.chat.parse import parse
+from cairn.api.chat.schemas import ChatBody, CompletionBody, TokenizeBody
+from cairn.api.http.body import Body
+from cairn.api.native import agent_schemas
+from cairn.api.openai.embedding_schemas import EmbeddingBody, RerankBody
+from cairn.api.openai.responses_schemas import ResponseBody
+from cairn.config.config import Config
+from cairn.types.errors import InvalidRequest, Unsupported
 
 USER = {"role": "user", "content": "hi"}
 IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}

@@ -25,19 +25,20 @@ from process import FOLDERS, Served, alive, free_port, served
 from scripted import ScriptedService, done
 from sockets import answer, events, request_bytes
 
-from cairn.agents.log import Log
-from cairn.api import folders, lifetime, server
+from cairn.agents.log.log import Log
+from cairn.api import lifetime, server
 from cairn.api.app import build_app
+from cairn.api.native import folders
 from cairn.cli import main
-from cairn.config import Config
-from cairn.errors import ConfigError, ModelFileError, Unavailable
-from cairn.outputs import Delta
-from cairn.paths import with_folder
-from cairn.service.launch import KILL_SECONDS
-from cairn.service.served_model import served_models
-from cairn.service.service import Service
-from cairn.service.supervisor import STORE_SECONDS
-from cairn.system import SystemFile, SystemFiles
+from cairn.config.config import Config
+from cairn.config.paths import with_folder
+from cairn.frontend.launch import KILL_SECONDS
+from cairn.frontend.service import Service
+from cairn.frontend.supervisor import STORE_SECONDS
+from cairn.router.served_model import served_models
+from cairn.system.posix import SystemFile, SystemFiles
+from cairn.types.errors import ConfigError, ModelFileError, Unavailable
+from cairn.types.outputs import Delta
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 FIRST: Any = object()
@@ -84,7 +85,7 @@ class Running:
     """A server in this process whose service is scripted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, service: SlowService, config: Config) -> None:
-        monkeypatch.setattr("cairn.service.model_loader.Service", service)
+        monkeypatch.setattr("cairn.router.loader.Service", service)
         monkeypatch.setenv("XDG_DATA_HOME", tempfile.mkdtemp(dir=FOLDERS))
         self.service = service
         self.sock = server.bind("127.0.0.1", 0)

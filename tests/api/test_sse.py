@@ -16,7 +16,7 @@ from scripted import Bytes, done
 from sockets import events
 from tests.text import text_models
 
-from cairn.api.sse import (
+from cairn.api.chat.wire import (
     DONE,
     HEARTBEAT,
     ChatChunks,
@@ -26,10 +26,10 @@ from cairn.api.sse import (
     error_event,
     usage_object,
 )
-from cairn.errors import InvalidRequest, Overloaded, Unauthorized
-from cairn.outputs import Delta, TokenLogprob, ToolCallDelta
-from cairn.stats import CacheReport, Differs, Miss
-from cairn.text.tokenizer import Tokenizer
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.errors import InvalidRequest, Overloaded, Unauthorized
+from cairn.types.outputs import Delta, TokenLogprob, ToolCallDelta
+from cairn.types.stats import CacheReport, Differs, Miss
 
 HEAD = {"id": 'a"b', "object": "chat.completion", "created": 1, "model": "m\u2028\n\n", "system_fingerprint": None}
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)

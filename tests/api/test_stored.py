@@ -11,10 +11,10 @@ from scripted import ScriptedService
 from sockets import site
 
 from cairn.cli import main
-from cairn.config import Config, Secret
-from cairn.errors import Unavailable
-from cairn.service.service import Service
-from cairn.stats import KvStats, Swept, TierStats
+from cairn.config.config import Config, Secret
+from cairn.frontend.service import Service
+from cairn.types.errors import Unavailable
+from cairn.types.stats import KvStats, Swept, TierStats
 
 PATHS = ("/v1/cache/flush", "/v1/cache/scrub", "/v1/cache/prune")
 

@@ -16,11 +16,11 @@ from process import KV_GB, Served, alive, served
 from sockets import events, request_bytes
 
 import cairn
-from cairn.config import Config
+from cairn.config.config import Config
 from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
-from cairn.sampling_params import SamplingParams
-from cairn.text.tokenizer import Tokenizer
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.sampling_params import SamplingParams
 
 DEMO = Path(cairn.__file__).parent / "demo"
 TOKENS = 64

@@ -200,7 +200,7 @@ def _worker(server: Served) -> int:
                     parent, command = int(stat.read().rpartition(")")[2].split()[1]), line.read()
             except OSError:
                 continue
-            if parent == server.process.pid and "cairn.service.worker" in command:
+            if parent == server.process.pid and "cairn.worker.worker" in command:
                 return pid
     raise AssertionError("there is no worker")
 

@@ -15,7 +15,7 @@ from process import served
 from tests.agents.house import talking_model
 from tests.api.homes import home, plain
 
-from cairn.config import Secret, TenantKeys
+from cairn.config.config import Secret, TenantKeys
 
 MEMBERS = [{"name": name, "role": f"The {name}.", "max_tokens": 8, "temperature": 0.8} for name in ("ada", "bob", "cy")]
 TEAM: dict[str, Any] = {

@@ -21,11 +21,11 @@ from tests.service.tiny import collect, make_model, request, serving
 
 from cairn.api.app import build_app
 from cairn.api.tracing import Tracing, endpoint_of, route_of
-from cairn.config import Config, Secret, TenantKeys
-from cairn.errors import ConfigError
-from cairn.service import service as service_module
-from cairn.spans import PRESENT, Spans
-from cairn.system import JsonLines
+from cairn.config.config import Config, Secret, TenantKeys
+from cairn.frontend import service as service_module
+from cairn.system.posix import JsonLines
+from cairn.system.spans import PRESENT, Spans
+from cairn.types.errors import ConfigError
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 PROMPT = "a prompt that nobody may log"

@@ -16,17 +16,17 @@ from tests.agents.house import talking_model
 from tests.api.homes import home
 from tests.rag.document_files import pdf
 
-from cairn.api import quotas
-from cairn.config import Secret, TenantKeys, TenantLimits
-from cairn.deadline import DEADLINE
-from cairn.errors import InvalidRequest
+from cairn.api.http import quotas
+from cairn.config.config import Secret, TenantKeys, TenantLimits
 from cairn.rag import vector_stores
 from cairn.rag.attachments import Attachments
 from cairn.rag.definition import NewDocument
 from cairn.rag.document_store import DocumentStore
 from cairn.rag.file_store import FileStore, StoredFile
 from cairn.rag.filters import filter_of
-from cairn.spans import PRESENT
+from cairn.system.deadline import DEADLINE
+from cairn.system.spans import PRESENT
+from cairn.types.errors import InvalidRequest
 
 CAIRNS = b"# Cairns\n\nA cairn is a heap of stones.\n\n# Bread\n\nBread is made of flour.\n"
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from tests.api.sockets import site
 
-from cairn.config import Config
-from cairn.service.service import Service
+from cairn.config.config import Config
+from cairn.frontend.service import Service
 
 AGENTS, TURNS = 3, 4
 TINY = (AGENTS, TURNS, 600, 50, 200)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cairn.config import Config
+from cairn.config.config import Config
 from cairn.engine.bench import Bench
 
 

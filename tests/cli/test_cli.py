@@ -22,16 +22,16 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from cairn.answer import Answer
 from cairn.cli import app, main
 from cairn.cli.chat import Conversation
 from cairn.cli.client import Client
 from cairn.cli.generate import write
-from cairn.config import Config
-from cairn.errors import CairnError, ConfigError, GenerationFailed, Unavailable
-from cairn.option import options
-from cairn.outputs import Delta, FinishReason, Usage
-from cairn.stats import CacheReport
+from cairn.config.config import Config
+from cairn.config.option import options
+from cairn.entrypoints.answer import Answer
+from cairn.types.errors import CairnError, ConfigError, GenerationFailed, Unavailable
+from cairn.types.outputs import Delta, FinishReason, Usage
+from cairn.types.stats import CacheReport
 
 MAIN = "from cairn.cli import main; main()"
 

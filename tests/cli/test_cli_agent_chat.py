@@ -19,7 +19,7 @@ from cairn.cli import agent_chat, main
 from cairn.cli.agent_chat import AgentConversation
 from cairn.cli.client import Client
 from cairn.cli.output import printable
-from cairn.errors import CairnError, Unavailable
+from cairn.types.errors import CairnError, Unavailable
 
 HALF = b'data: {"choices": [{"index": 0, "delta": {"content": "half"}}]}\n\n'
 REST = b'data: {"choices": [{"index": 0, "delta": {"content": " and half"}, "finish_reason": "stop"}]}\n\n'

@@ -23,7 +23,7 @@ from tests.api.process import Served, served
 from cairn.cli import main
 from cairn.cli.agents import tree
 from cairn.cli.client import Client
-from cairn.errors import CairnError
+from cairn.types.errors import CairnError
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cairn.cli import app
-from cairn.errors import ConfigError
+from cairn.types.errors import ConfigError
 
 SMALL = ("--prompt", "20", "--decode", "3", "--batch", "1,2", "--threads", "1")
 

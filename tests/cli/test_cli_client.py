@@ -14,12 +14,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cairn.api.sse import usage_object
+from cairn.api.chat.wire import usage_object
 from cairn.cli import client as client_module
 from cairn.cli import main
 from cairn.cli.client import Client, connect
 from cairn.cli.http_stream import HttpStream
-from cairn.errors import (
+from cairn.config.resolve import resolve
+from cairn.types.errors import (
     CairnError,
     ConfigError,
     Conflict,
@@ -29,9 +30,8 @@ from cairn.errors import (
     NotFound,
     Unavailable,
 )
-from cairn.outputs import Done, FinishReason, Usage
-from cairn.resolve import resolve
-from cairn.stats import CacheReport, Miss
+from cairn.types.outputs import Done, FinishReason, Usage
+from cairn.types.stats import CacheReport, Miss
 
 SAID = "one\u2028two\u2029three\u0085four \u4f60\U0001f600"
 

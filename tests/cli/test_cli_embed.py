@@ -14,7 +14,7 @@ from tests.encoders import write_encoder, write_tokenizer
 
 from cairn import LLM, AsyncLLM
 from cairn.cli import main
-from cairn.errors import ContextTooLong, InvalidRequest
+from cairn.types.errors import ContextTooLong, InvalidRequest
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import pytest
 
 from cairn.api import server
 from cairn.cli import main
-from cairn.config import Config
-from cairn.models import hub
-from cairn.models.addresses import KNOWN
+from cairn.config.config import Config
+from cairn.models.hub import hub
+from cairn.models.hub.addresses import KNOWN
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from tests.tiny_models import write_model
 
 from cairn import LLM
 from cairn.cli import quantize
-from cairn.errors import ConfigError, ModelError
-from cairn.models import gguf_writer
+from cairn.models.gguf import writer as gguf_writer
+from cairn.types.errors import ConfigError, ModelError
 
 HELLO = [{"role": "user", "content": "Hello, who are you?"}]
 

@@ -17,9 +17,9 @@ from tests.cli.test_cli import elsewhere, run, sentence, sse  # noqa: F401  (els
 
 from cairn import __version__
 from cairn.cli import answer_source
-from cairn.errors import ModelError
-from cairn.models import hub, removal
-from cairn.models.removal import plan, remove
+from cairn.models.hub import hub, removal
+from cairn.models.hub.removal import plan, remove
+from cairn.types.errors import ModelError
 
 ANSWER = sse(
     {"choices": [{"index": 0, "delta": {"content": "Hello you"}}]},

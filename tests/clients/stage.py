@@ -24,7 +24,7 @@ from tests.api.process import Served
 from tests.scripted_model import write_scripted
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from cairn.text.detokenizer import _BYTES
+from cairn.text.tokens.detokenizer import _BYTES
 
 PARTS = """\
 {%- set results = namespace(n=0) %}

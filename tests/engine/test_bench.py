@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from tests.tiny_models import write_model
 
-from cairn.config import Config
+from cairn.config.config import Config
 from cairn.engine.bench import Workload, open_bench
-from cairn.errors import ConfigError
 from cairn.kernels.roofline import Roofline
-from cairn.models.spec import load_spec
-from cairn.models.weights import open_weights
+from cairn.models.safetensors.weights import open_weights
+from cairn.models.spec.config import load_spec
+from cairn.types.errors import ConfigError
 
 
 def test_bytes_and_operations_are_those_of_the_shape(tmp_path: Path) -> None:

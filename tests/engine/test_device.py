@@ -6,12 +6,12 @@ import pytest
 from tests.gguf_files import write_gguf
 from tests.tiny_models import GREEDY, prompt, write_model
 
-from cairn.config import Config
-from cairn.engine.base import Row
+from cairn.config.config import Config
 from cairn.engine.cpu import CpuEngine
 from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
-from cairn.errors import ModelError
+from cairn.types.errors import ModelError
+from cairn.types.step import Row
 
 
 def test_auto_and_cpu_load_the_cpu_engine(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_model_that_is_too_large_is_refused_from_its_header(
     def read(path: Path) -> bytes:
         raise AssertionError(f"{path} was read")
 
-    monkeypatch.setattr("cairn.models.spec.file_digest", read)
+    monkeypatch.setattr("cairn.models.spec.config.file_digest", read)
     monkeypatch.setattr("cairn.engine.memory.memory_available", lambda: 100_000)
     with pytest.raises(ModelError, match=r"needs 0\.\d+ GB of memory .*, 0\.00 GB are free"):
         load_engine(Config(threads=1), place)
@@ -83,7 +83,7 @@ def test_a_file_that_is_replaced_while_its_identity_is_taken_is_not_loaded(
         fresh.replace(path)
         return b"same"
 
-    monkeypatch.setattr("cairn.models.spec.file_digest", replaced)
+    monkeypatch.setattr("cairn.models.spec.config.file_digest", replaced)
     with pytest.raises(ModelError, match="was changed while it was loaded; start again"):
         load_engine(Config(kv_gb=0.01, threads=1), path)
 

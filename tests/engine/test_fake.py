@@ -5,10 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from cairn.engine.base import NO_BLOCK, Row
 from cairn.engine.fake import STATE, FakeEngine, fake_spec
-from cairn.sampling import sample
-from cairn.sampling_params import SamplingParams
+from cairn.engine.sampling import sample
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.step import NO_BLOCK, Row
 
 PROMPT = list(range(7, 30))
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)

@@ -10,8 +10,8 @@ import torch
 import transformers
 from tests.tiny_models import GREEDY, KERNELS, MODELS, Driver, load, prompt, write_model
 
-from cairn.engine.base import Row
 from cairn.engine.fake import FakeEngine, fake_spec
+from cairn.types.step import Row
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

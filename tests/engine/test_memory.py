@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 from tests.gguf_files import write_gguf
 from tests.tiny_models import BFLOAT16, KERNELS, MODELS, random_tensors, write_config, write_model
 
-from cairn.config import Config
+from cairn.config.config import Config
 from cairn.engine import memory
 from cairn.engine.cpu import CpuEngine
 from cairn.engine.memory import (
@@ -25,16 +25,16 @@ from cairn.engine.memory import (
     weight_bytes,
     weight_memory,
 )
-from cairn.errors import ModelError
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.quantized import Segments
-from cairn.kv.attention_window import longest
-from cairn.layer_spec import CacheGroup
-from cairn.model_spec import ModelSpec
-from cairn.models.decoder import build
-from cairn.models.spec import load_spec
-from cairn.models.weight_format import HeldWeights, form_of
-from cairn.models.weights import open_weights, parameters
+from cairn.kv.pool.attention_window import longest
+from cairn.models.forward.decoder import build
+from cairn.models.packing.weight_format import HeldWeights, form_of
+from cairn.models.safetensors.weights import open_weights, parameters
+from cairn.models.spec.config import load_spec
+from cairn.types.errors import ModelError
+from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import ModelSpec
 
 
 @pytest.fixture
@@ -285,10 +285,10 @@ def test_what_passes_through_memory_counts_beside_the_weights_but_not_beside_an_
 _RESIDENT = """
 import msgspec
 from pathlib import Path
-from cairn.config import Config
+from cairn.config.config import Config
 from cairn.engine.cpu import CpuEngine
 from cairn.engine.memory import weight_memory
-from cairn.models.random_weights import RandomWeights, shape_spec
+from cairn.models.packing.random_weights import RandomWeights, shape_spec
 spec = msgspec.structs.replace(shape_spec("demo"), hidden=1024, ffn=4096, heads=16, kv_heads=8, vocab=8192)
 weights = RandomWeights(spec, "q8_0")
 held = weight_memory(spec, weights, "auto").held

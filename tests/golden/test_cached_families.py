@@ -10,7 +10,7 @@ from tests.text.text_models import write_model as write_text
 from tests.tiny_models import MODELS, write_model
 
 from cairn import LLM
-from cairn.text.tokenizer import Tokenizer
+from cairn.text.tokens.tokenizer import Tokenizer
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 30
 

@@ -10,7 +10,7 @@ import transformers
 from tests.tiny_models import GREEDY, Driver, load
 
 import cairn
-from cairn.engine.base import Row
+from cairn.types.step import Row
 
 DEMO = Path(cairn.__file__).parent / "demo"
 

@@ -16,14 +16,14 @@ from tests.tiny_models import GREEDY, KERNELS, MODELS, load, prompt, write_model
 from tokenizers import Tokenizer
 
 from cairn import LLM
-from cairn.config import Config
-from cairn.engine.base import Row
+from cairn.config.config import Config
 from cairn.engine.device import load_engine
 from cairn.engine.encoder import EncoderEngine
-from cairn.errors import ContextTooLong, InvalidRequest, ModelError
-from cairn.models.spec import load_spec
-from cairn.pooling_spec import JudgeSpec
-from cairn.text.reranker_prompt import INSTRUCTION
+from cairn.frontend.reranker_prompt import INSTRUCTION
+from cairn.models.spec.config import load_spec
+from cairn.types.errors import ContextTooLong, InvalidRequest, ModelError
+from cairn.types.pooling_spec import JudgeSpec
+from cairn.types.step import Row
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 65, 100, 130)
 CLOSE = 3e-5

@@ -17,7 +17,7 @@ from cairn.engine.cpu import CpuEngine
 from cairn.kernels import paged
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.reference import ReferenceKernels
-from cairn.models.spec import load_spec
+from cairn.models.spec.config import load_spec
 
 CLOSE = 1e-4
 STEPS = 64

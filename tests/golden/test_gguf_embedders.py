@@ -14,10 +14,10 @@ from tests.golden.test_embedders import dense, judge, said_yes, write_gemma
 from tests.tiny_models import GREEDY, load, prompt, write_model
 
 from cairn import LLM
-from cairn.engine.base import Row
-from cairn.errors import ModelError, ModelFileError
-from cairn.models.spec import load_spec
-from cairn.pooling_spec import JudgeSpec
+from cairn.models.spec.config import load_spec
+from cairn.types.errors import ModelError, ModelFileError
+from cairn.types.pooling_spec import JudgeSpec
+from cairn.types.step import Row
 
 __all__ = ["judge"]
 

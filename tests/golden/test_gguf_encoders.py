@@ -12,9 +12,9 @@ from tests.encoders import ENCODERS, load_encoder, text_row, write_encoder, writ
 from tests.gguf_files import write_encoder_gguf
 from tests.tiny_models import KERNELS, prompt
 
-from cairn.errors import ModelError, ModelFileError
-from cairn.models.spec import load_spec
-from cairn.text.tokenizer import Tokenizer
+from cairn.models.spec.config import load_spec
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.errors import ModelError, ModelFileError
 
 LENGTHS = (1, 16, 17, 70, 130)
 NAMES = ["bert", "bert, odd sizes", "modern bert", "modern bert, two of three", "nomic bert"]

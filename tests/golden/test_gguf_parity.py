@@ -20,8 +20,8 @@ from tests.text.text_models import write_model as write_text
 from tests.tiny_models import MODELS, Driver, load, prompt, write_model
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from cairn.models.spec import load_spec
-from cairn.text.tokenizer import Tokenizer
+from cairn.models.spec.config import load_spec
+from cairn.text.tokens.tokenizer import Tokenizer
 
 LENGTH = 70
 

@@ -11,7 +11,7 @@ from tests.text.text_models import write_model as write_text
 from tests.tiny_models import MODELS, prompt, write_model
 
 from cairn import LLM
-from cairn.text.tokenizer import Tokenizer
+from cairn.text.tokens.tokenizer import Tokenizer
 
 SMALL: dict[str, Any] = {"kv_gb": 0.05, "threads": 1, "step_tokens": 96, "max_running": 6}
 

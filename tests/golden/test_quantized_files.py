@@ -13,11 +13,11 @@ from tests.tiny_models import MODELS, Driver, load, prompt
 
 from cairn.kernels.base import Quantized
 from cairn.kernels.quantized import dequantized
-from cairn.models.coded_weights import CodedWeights
-from cairn.models.spec import load_spec
-from cairn.models.tensor_meta import outlines
-from cairn.models.weight_format import HeldWeights
-from cairn.models.weights import open_weights
+from cairn.models.packing.weight_format import HeldWeights
+from cairn.models.safetensors.coded_weights import CodedWeights
+from cairn.models.safetensors.tensor_meta import outlines
+from cairn.models.safetensors.weights import open_weights
+from cairn.models.spec.config import load_spec
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}

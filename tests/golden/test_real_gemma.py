@@ -14,11 +14,11 @@ from tests.api.process import served
 from tests.tiny_models import load
 from tools.make_gemma_figures import FILE, GENERATED
 
-from cairn.block_size import BLOCK_TOKENS
-from cairn.engine.base import Row
 from cairn.engine.cpu import CpuEngine
-from cairn.sampling_params import SamplingParams
-from cairn.text.tokenizer import Tokenizer
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.step import Row
 
 FIGURES: dict[str, Any] = json.loads(FILE.read_text("utf-8"))
 TYPICAL, LARGEST, CLEAR = 0.25, 1.2, 0.8

@@ -16,8 +16,8 @@ import pytest
 from tests.golden.test_same_answer import mixed_batch, same_bits
 from tests.tiny_models import KERNELS, MODELS, Driver, load, prompt, write_model
 
-from cairn.block_size import BLOCK_TOKENS
-from cairn.engine.base import NO_BLOCK
+from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.step import NO_BLOCK
 
 SHAPES = {
     "qwen 3.5": "gated delta net",

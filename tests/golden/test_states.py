@@ -14,8 +14,8 @@ from tests import tiny_models
 from tests.golden.test_same_answer import mixed_batch, same_bits
 from tests.tiny_models import GREEDY, KERNELS, MODELS, Driver, prompt, write_model
 
-from cairn.engine.base import NO_BLOCK, Row
-from cairn.models.spec import load_spec
+from cairn.models.spec.config import load_spec
+from cairn.types.step import NO_BLOCK, Row
 
 LENGTH = 150
 NAMES = ["qwen 3.5", "lfm 2", "granite 4 hybrid"]
@@ -153,7 +153,7 @@ def test_the_text_part_alone_is_loaded_and_what_guesses_ahead_is_left(
 
 def test_a_model_without_a_state_keeps_its_identity(tmp_path: Path) -> None:
     """Stored KV of other models is found again: a spec's new facts that change nothing are no part of its identity."""
-    from cairn.models.spec import _facts
+    from cairn.models.spec.config import _facts
 
     facts = _facts(load_spec(write_model(tmp_path)))
     assert not {"recurrence", "output_gate"} & set(facts)

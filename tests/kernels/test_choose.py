@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 from tests.tiny_models import KERNELS, load, write_model
 
-from cairn.errors import ModelError
 from cairn.kernels import choose, native
+from cairn.types.errors import ModelError
 
 
 def found(monkeypatch: pytest.MonkeyPatch, **variants: bool) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tests.tiny_models import KERNELS
 
-from cairn.block_size import BLOCK_TOKENS
 from cairn.kernels.choose import load_kernels
+from cairn.types.block_size import BLOCK_TOKENS
 
 HEADS, SIZE = 3, 20
 

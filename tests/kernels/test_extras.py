@@ -11,12 +11,12 @@ import pytest
 from tests.laws.sampling import line_of, lines_of_logits, random_row
 from tests.tiny_models import KERNELS
 
-from cairn.engine.base import Row
+from cairn.engine.sampling import sample
 from cairn.kernels.extras import choose, repeats
 from cairn.kernels.native import NativeKernels
 from cairn.kernels.vocabulary import NUMPY, Line
-from cairn.sampling import sample
-from cairn.sampling_params import SamplingExtras, SamplingParams
+from cairn.types.sampling_params import SamplingExtras, SamplingParams
+from cairn.types.step import Row
 
 
 def row(extras: SamplingExtras, tokens: Any = (0,), prompt: int = 1, seed: int = 1, **more: Any) -> Row:

@@ -16,11 +16,11 @@ import pytest
 from tests.kernels.test_paged import first_seen, naive_attention
 from tests.tiny_models import KERNELS
 
-from cairn.block_size import BLOCK_TOKENS
 from cairn.kernels.native import NativeKernels
 from cairn.kernels.program import KernelCall, Slot
 from cairn.kernels.reference import ACTIVATIONS, ReferenceKernels, rms_norm
-from cairn.layer_spec import RopeScaling
+from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.layer_spec import RopeScaling
 
 VARIANTS = [name for name in KERNELS if name != "reference"]
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]

@@ -20,7 +20,7 @@ from cairn.kernels.base import GROUP, Quantized
 from cairn.kernels.native import NativeKernels, form_of, packed_bytes
 from cairn.kernels.quantized import activation_codes
 from cairn.kernels.reference import ReferenceKernels
-from cairn.models.dequant import FP4, IQ4
+from cairn.models.packing.dequant import FP4, IQ4
 
 VARIANTS = [name for name in KERNELS if name != "reference"]
 

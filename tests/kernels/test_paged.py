@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cairn.block_size import BLOCK_TOKENS
 from cairn.kernels import paged
 from cairn.kernels.blas import TILE
 from cairn.kernels.paged import SPAN, attend
+from cairn.types.block_size import BLOCK_TOKENS
 
 
 def random(*shape: int, seed: int = 0) -> Any:

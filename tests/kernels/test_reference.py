@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cairn.block_size import BLOCK_TOKENS
 from cairn.kernels import reference
 from cairn.kernels.reference import ReferenceKernels, rms_norm
+from cairn.types.block_size import BLOCK_TOKENS
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from typing import Any
 
 from tests.files import CrashFiles
 
-from cairn.kv.codec import Raw
-from cairn.kv.disk import DiskStore
-from cairn.kv.store import Chunk
-from cairn.seams import FileSystem
+from cairn.kv.disk.codec import Raw
+from cairn.kv.disk.store import DiskStore
+from cairn.kv.tiers.store import Chunk
+from cairn.system.interfaces import FileSystem
 
 FOLDER = Path("/kv")
 SIZE = 400

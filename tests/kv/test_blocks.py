@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cairn.kv.blocks import BlockPool
+from cairn.kv.pool.blocks import BlockPool
 
 
 def add_up(pool: BlockPool) -> bool:

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from cairn.engine.base import NO_BLOCK, EngineInfo
-from cairn.kv import prefix
-from cairn.kv.blocks import Copy
-from cairn.kv.cache import Cache
-from cairn.kv.sequence_kv import SequenceKV
-from cairn.kv.waiters import Waiters
-from cairn.layer_spec import CacheGroup
+from cairn.kv.pool import prefix
+from cairn.kv.pool.blocks import Copy
+from cairn.kv.pool.cache import Cache
+from cairn.kv.pool.sequence_kv import SequenceKV
+from cairn.kv.pool.waiters import Waiters
+from cairn.types.layer_spec import CacheGroup
+from cairn.types.step import NO_BLOCK, EngineInfo
 
 SIZE = 4
 TOKENS = list(range(50, 90))

@@ -7,10 +7,10 @@ import random
 import pytest
 from tests.kv.stored import SIZE, chain
 
-from cairn.kv import chunk_file
-from cairn.kv.chunk_file import DamagedChunk, Name, parse_name
-from cairn.kv.codec import Raw
-from cairn.kv.store import Chunk
+from cairn.kv.disk import chunk_file
+from cairn.kv.disk.chunk_file import DamagedChunk, Name, parse_name
+from cairn.kv.disk.codec import Raw
+from cairn.kv.tiers.store import Chunk
 
 CODEC = Raw([SIZE // 4])
 

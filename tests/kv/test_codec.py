@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cairn.kv.codec import Q8, Raw, error_bound, open_codec
+from cairn.kv.disk.codec import Q8, Raw, error_bound, open_codec
 
 BLOCKS = (256, 512)
 """Bytes of a block of each group: 4 and 8 rows of 16 numbers."""

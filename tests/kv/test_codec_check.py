@@ -13,12 +13,12 @@ from tests.kv.stored import FOLDER, Time, open_store
 from tests.laws import codecs
 from tests.tiny_models import MODELS, load, prompt, write_model
 
-from cairn.engine.base import Row
 from cairn.engine.fake import STATE, FakeEngine, fake_spec
-from cairn.errors import ModelError
-from cairn.kv.codec import Q8, Raw, open_codec, state_groups
-from cairn.kv.codec_check import Comparison, compare, recall, remember
-from cairn.sampling_params import SamplingParams
+from cairn.kv.disk.codec import Q8, Raw, open_codec, state_groups
+from cairn.kv.disk.codec_check import Comparison, compare, recall, remember
+from cairn.types.errors import ModelError
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.step import Row
 
 FOUND = Comparison("q8", 2000, 1990, 8.0, 8.04, 0.001, 0.02)
 

@@ -16,13 +16,13 @@ import pytest
 from tests.files import CrashFile, CrashFiles, Fault
 from tests.kv.stored import FOLDER, SIZE, Time, chain, chunk_path, held, keys, on_disk, open_store
 
-from cairn.errors import ConfigError, Conflict
-from cairn.kv.codec import Raw
-from cairn.kv.disk_index import DiskIndex, IndexEntry
+from cairn.kv.disk.codec import Raw
+from cairn.kv.disk.index import DiskIndex, IndexEntry
 from cairn.kv.ram import RamStore
-from cairn.kv.store import OVERHEAD, Chunk
-from cairn.kv.store_writer import StoreWriter
-from cairn.system import SystemFiles
+from cairn.kv.tiers.store import OVERHEAD, Chunk
+from cairn.kv.tiers.store_writer import StoreWriter
+from cairn.system.posix import SystemFiles
+from cairn.types.errors import ConfigError, Conflict
 
 
 @pytest.fixture

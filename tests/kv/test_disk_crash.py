@@ -13,7 +13,7 @@ from tests.files import Crash, CrashFiles, Fault, corrupted
 from tests.kv.stored import FOLDER, Time, chain, keys, open_store
 from tests.laws import storage
 
-from cairn.kv.store import Chunk
+from cairn.kv.tiers.store import Chunk
 
 Figure = Callable[[str, str], None]
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from tests.kv.stored import Time, chain, keys, open_store
 
-from cairn.errors import Conflict
-from cairn.kv.disk import DiskStore
-from cairn.system import SystemFiles
+from cairn.kv.disk.store import DiskStore
+from cairn.system.posix import SystemFiles
+from cairn.types.errors import Conflict
 
 Figure = Callable[[str, str], None]
 ROOT = Path(__file__).parents[2]
@@ -123,7 +123,7 @@ FULL = """
 import sys
 from pathlib import Path
 from tests.kv.stored import Time, chain, keys, open_store
-from cairn.system import SystemFiles
+from cairn.system.posix import SystemFiles
 
 folder, wanted = Path(sys.argv[1]), int(sys.argv[2])
 others, refused = folder / "others", 0

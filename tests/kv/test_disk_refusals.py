@@ -14,11 +14,11 @@ import pytest
 from tests.files import CrashFile, CrashFiles, Fault
 from tests.kv.stored import FOLDER, Time, chain, chunk_path, held, keys, on_disk, open_store
 
-from cairn.kv.chunk_file import Name
-from cairn.kv.disk_index import DiskIndex, IndexEntry
-from cairn.kv.store_folder import MARKER
-from cairn.seams import LOCK_FILE
-from cairn.system import SystemFiles
+from cairn.kv.disk.chunk_file import Name
+from cairn.kv.disk.folder import MARKER
+from cairn.kv.disk.index import DiskIndex, IndexEntry
+from cairn.system.interfaces import LOCK_FILE
+from cairn.system.posix import SystemFiles
 
 DAY = 86_400.0
 

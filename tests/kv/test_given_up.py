@@ -9,11 +9,11 @@ import pytest
 from tiered import Between, Rig
 
 from cairn.kv.ram import RamStore
-from cairn.kv.tiers import Tiers
-from cairn.kv.write_behind import COPY_SECONDS, WAIT_SECONDS, Flushes, WriteLimits
-from cairn.outputs import FinishReason
-from cairn.plan import Limits
-from cairn.sampling_params import SamplingParams
+from cairn.kv.tiers.tiers import Tiers
+from cairn.kv.tiers.write_behind import COPY_SECONDS, WAIT_SECONDS, Flushes, WriteLimits
+from cairn.scheduler.plan import Limits
+from cairn.types.outputs import FinishReason
+from cairn.types.sampling_params import SamplingParams
 
 PROMPT = [(7 * n) % 61 for n in range(160)]
 CHUNK = 16

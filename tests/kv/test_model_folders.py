@@ -14,12 +14,12 @@ import pytest
 from tests.files import CrashFiles, Fault
 from tests.kv.stored import FOLDER, Time, chain, keys, open_store
 
-from cairn.errors import ConfigError, Conflict
-from cairn.kv.disk import DiskStore
-from cairn.kv.layout import Layout
-from cairn.kv.model_folders import places
-from cairn.kv.store import Chunk
-from cairn.layer_spec import CacheGroup
+from cairn.kv.disk.layout import Layout
+from cairn.kv.disk.model_folders import places
+from cairn.kv.disk.store import DiskStore
+from cairn.kv.tiers.store import Chunk
+from cairn.types.errors import ConfigError, Conflict
+from cairn.types.layer_spec import CacheGroup
 
 USUAL, TWIN, *_ = places(FOLDER, b"weights" * 4)
 OTHER, *_ = places(FOLDER, b"other" * 4)

@@ -13,10 +13,10 @@ from stored import chain, keys
 from tests.files import CrashFiles, Fault
 from tiered import Between, Rig
 
-from cairn.kv.codec import Raw
+from cairn.kv.disk.codec import Raw
 from cairn.kv.ram import RamStore
-from cairn.kv.store import Chunk, Store
-from cairn.plan import Limits
+from cairn.kv.tiers.store import Chunk, Store
+from cairn.scheduler.plan import Limits
 
 
 def tokens(rng: random.Random, count: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from cairn.kv.ram import RamStore
-from cairn.kv.store import Chunk
+from cairn.kv.tiers.store import Chunk
 
 SIZE = 1024 + 100
 """What one chunk of these tests counts for."""

@@ -9,8 +9,8 @@ from tests.files import CrashFiles
 from tests.kv.stored import SIZE, Time, chain, keys, open_store
 
 from cairn.kv.ram import RamStore
-from cairn.kv.reuse_hints import Standings
-from cairn.kv.store import Chunk, Store
+from cairn.kv.tiers.reuse_hints import Standings
+from cairn.kv.tiers.store import Chunk, Store
 
 ROOM = 6
 """Chunks that each of the stores has room for."""

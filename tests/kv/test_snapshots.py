@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from cairn.kv.snapshots import BOUNDARY, SPACING, Snapshots, keeps
+from cairn.kv.pool.snapshots import BOUNDARY, SPACING, Snapshots, keeps
 
 
 def wanted(snapshots: Snapshots, stop: int) -> list[int]:

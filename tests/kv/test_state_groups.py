@@ -12,16 +12,16 @@ from tests.files import CrashFiles
 from tiered import SIZE, Rig
 
 from cairn.engine.fake import STATE
-from cairn.kv.cache import Cache
-from cairn.kv.codec import Raw, state_groups
-from cairn.kv.disk import DiskStore
-from cairn.kv.disk_index import DOUBLE_SECONDS
+from cairn.kv.disk.codec import Raw, state_groups
+from cairn.kv.disk.index import DOUBLE_SECONDS
+from cairn.kv.disk.store import DiskStore
+from cairn.kv.pool.cache import Cache
 from cairn.kv.ram import RamStore
-from cairn.kv.write_behind import WriteLimits
-from cairn.outputs import FinishReason
-from cairn.plan import Limits
-from cairn.sampling_params import SamplingParams
-from cairn.stats import Miss
+from cairn.kv.tiers.write_behind import WriteLimits
+from cairn.scheduler.plan import Limits
+from cairn.types.outputs import FinishReason
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.stats import Miss
 
 CHUNK = 4 * SIZE
 HYBRID = (0, STATE)

@@ -12,10 +12,10 @@ from tests.files import CrashFiles
 from tests.kv.stored import Time, open_store
 from tests.tiny_models import MODELS, Driver, load, prompt, write_model
 
-from cairn.block_size import CHUNK_BLOCKS
-from cairn.kv.codec import open_codec
+from cairn.kv.disk.codec import open_codec
 from cairn.kv.ram import RamStore
-from cairn.kv.store import Chunk
+from cairn.kv.tiers.store import Chunk
+from cairn.types.block_size import CHUNK_BLOCKS
 
 CHUNKS, LENGTH = 2, 150
 

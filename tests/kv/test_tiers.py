@@ -14,21 +14,21 @@ from tests.files import CrashFiles
 from tests.laws.simulator import VirtualClock
 from tiered import SIZE, Between, Rig
 
-from cairn.kv.codec import Raw
-from cairn.kv.disk import DiskStore
-from cairn.kv.prefix import numerics
+from cairn.kv.disk.codec import Raw
+from cairn.kv.disk.store import DiskStore
+from cairn.kv.pool.prefix import numerics
+from cairn.kv.pool.sequence_kv import TierName
 from cairn.kv.ram import RamStore
-from cairn.kv.sequence_kv import TierName
-from cairn.kv.store import Chunk, Store
-from cairn.kv.store_reader import LoadPolicy
-from cairn.kv.write_behind import WriteLimits
-from cairn.layer_spec import CacheGroup
-from cairn.outputs import FinishReason
-from cairn.request import Request
-from cairn.sampling_params import SamplingParams
-from cairn.service import wire
-from cairn.service.worker import REST_SECONDS, WorkerLoop
-from cairn.stats import Miss, Placed, Swept
+from cairn.kv.tiers.reader import LoadPolicy
+from cairn.kv.tiers.store import Chunk, Store
+from cairn.kv.tiers.write_behind import WriteLimits
+from cairn.types.layer_spec import CacheGroup
+from cairn.types.outputs import FinishReason
+from cairn.types.request import Request
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.stats import Miss, Placed, Swept
+from cairn.worker import wire
+from cairn.worker.worker import REST_SECONDS, WorkerLoop
 
 PROMPT = [(7 * n) % 61 for n in range(100)]
 CHUNK = 16

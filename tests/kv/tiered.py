@@ -8,19 +8,19 @@ import msgspec
 from tests.laws.simulator import VirtualClock
 
 from cairn.engine.fake import FakeEngine, fake_spec
-from cairn.kv.cache import Cache
-from cairn.kv.reuse_hints import Standing
-from cairn.kv.sequence_kv import TierName
-from cairn.kv.store import Chunk, DurableStore, Store
-from cairn.kv.store_reader import LoadMode
-from cairn.kv.tiers import Tiers
-from cairn.kv.write_behind import WriteLimits
-from cairn.outputs import FinishReason, Output
-from cairn.plan import Limits
-from cairn.request import Request
-from cairn.sampling_params import SamplingParams
-from cairn.scheduler import Scheduler
-from cairn.stats import CacheReport, TierStats
+from cairn.kv.pool.cache import Cache
+from cairn.kv.pool.sequence_kv import TierName
+from cairn.kv.tiers.reader import LoadMode
+from cairn.kv.tiers.reuse_hints import Standing
+from cairn.kv.tiers.store import Chunk, DurableStore, Store
+from cairn.kv.tiers.tiers import Tiers
+from cairn.kv.tiers.write_behind import WriteLimits
+from cairn.scheduler.plan import Limits
+from cairn.scheduler.scheduler import Scheduler
+from cairn.types.outputs import FinishReason, Output
+from cairn.types.request import Request
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.stats import CacheReport, TierStats
 
 SIZE = 4
 """Tokens in a block; a chunk is 16."""

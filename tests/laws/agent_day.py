@@ -20,11 +20,11 @@ from typing import Protocol
 
 from tests.laws.storage_world import law
 
-from cairn.kv.chunk_file import Name
-from cairn.kv.disk_index import DiskIndex, IndexEntry
+from cairn.kv.disk.chunk_file import Name
+from cairn.kv.disk.index import DiskIndex, IndexEntry
 from cairn.kv.ram import RamStore
-from cairn.kv.reuse_hints import Standing
-from cairn.kv.store import Chunk
+from cairn.kv.tiers.reuse_hints import Standing
+from cairn.kv.tiers.store import Chunk
 
 TOKENS = 64
 PAGES = bytes(1024)

@@ -25,13 +25,13 @@ from tests.laws.storage_world import law
 from tests.service.tiny import collect, request
 
 from cairn.agents.content import shared
-from cairn.agents.index import RecordKind
-from cairn.block_size import CHUNK_TOKENS
-from cairn.errors import Unavailable
-from cairn.outputs import Delta
-from cairn.service.requests import SamplingOptions
-from cairn.text.chat import Sampled
-from cairn.text.replay import AnswerIdentity
+from cairn.agents.log.index import RecordKind
+from cairn.frontend.requests import SamplingOptions
+from cairn.text.chat.prompt import Sampled
+from cairn.text.chat.replay import AnswerIdentity
+from cairn.types.block_size import CHUNK_TOKENS
+from cairn.types.errors import Unavailable
+from cairn.types.outputs import Delta
 
 TENANTS = {"default": b"", "acme": b"acme"}
 """With their salts, as a server with keys has them."""

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from cairn.engine.base import Row
 from cairn.kernels.vocabulary import NUMPY, ONE, Line, TokenChoice
-from cairn.sampling_params import SamplingParams
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.step import Row
 
 CLOSE = 1e-5
 _MASK = (1 << 64) - 1

@@ -34,7 +34,7 @@ from tests.api.process import Served
 from tests.laws.soak_figures import JUDGED, Row, Sample, pace_row, sampled, use_rows
 
 from cairn.engine.machine import cpu_name
-from cairn.models.hub import locate
+from cairn.models.hub.hub import locate
 
 SAMPLE_SECONDS = 1.0
 CANARY_SECONDS = 3.0
@@ -255,7 +255,7 @@ class Soak:
         found = []
         for pid in self.server.family() - {self.server.pid}:
             with contextlib.suppress(OSError):
-                if b"cairn.service.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"cairn.worker.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(pid)
         return found
 

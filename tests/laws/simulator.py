@@ -18,22 +18,22 @@ import msgspec
 import numpy as np
 from tests.laws.storage_world import Broken, Storage, law
 
-from cairn.block_size import CHUNK_BLOCKS
-from cairn.engine.base import NO_BLOCK, Ready, Row, RowResult
 from cairn.engine.fake import STATE, FakeEngine, fake_spec
-from cairn.errors import ContextTooLong, InvalidRequest
-from cairn.kv import prefix
-from cairn.kv.attention_window import first_read, window_blocks
-from cairn.kv.blocks import BlockPool
-from cairn.kv.cache import Cache
-from cairn.kv.snapshots import SPACING
-from cairn.outputs import FinishReason, Output, TokenLogprob
-from cairn.plan import Limits, Plan, PrefillPace
-from cairn.request import Request
-from cairn.sampling import sample
-from cairn.sampling_params import SamplingExtras, SamplingParams
-from cairn.scheduler import Scheduler
-from cairn.sequence import AGE_SECONDS, Sequence, State
+from cairn.engine.sampling import sample
+from cairn.kv.pool import prefix
+from cairn.kv.pool.attention_window import first_read, window_blocks
+from cairn.kv.pool.blocks import BlockPool
+from cairn.kv.pool.cache import Cache
+from cairn.kv.pool.snapshots import SPACING
+from cairn.scheduler.plan import Limits, Plan, PrefillPace
+from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.sequence import AGE_SECONDS, Sequence, State
+from cairn.types.block_size import CHUNK_BLOCKS
+from cairn.types.errors import ContextTooLong, InvalidRequest
+from cairn.types.outputs import FinishReason, Output, TokenLogprob
+from cairn.types.request import Request
+from cairn.types.sampling_params import SamplingExtras, SamplingParams
+from cairn.types.step import NO_BLOCK, Ready, Row, RowResult
 
 VOCAB = 24
 WINDOWS = ((0,), (0,), (0,), (0, 5), (0, 8), (0, 3), (7, 0, 4), (6,))

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cairn.block_size import CHUNK_BLOCKS
-from cairn.kv.attention_window import lead
+from cairn.kv.pool.attention_window import lead
+from cairn.kv.pool.sequence_kv import SequenceKV, TierName
 from cairn.kv.ram import RamStore
-from cairn.kv.sequence_kv import SequenceKV, TierName
-from cairn.kv.store import Chunk, Store, chunk_pages
-from cairn.kv.tiers import Tiers
-from cairn.kv.write_behind import WriteLimits
+from cairn.kv.tiers.store import Chunk, Store, chunk_pages
+from cairn.kv.tiers.tiers import Tiers
+from cairn.kv.tiers.write_behind import WriteLimits
+from cairn.types.block_size import CHUNK_BLOCKS
 
 if TYPE_CHECKING:
     from tests.laws.simulator import World

@@ -16,14 +16,14 @@ from tests.laws.simulator import Broken, law
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
-from cairn.outputs import Delta, Done, FinishReason, Output, Timing, TokenLogprob
-from cairn.request import Request
-from cairn.sampling_params import SamplingParams
-from cairn.service.request_state import RequestState
-from cairn.service.worker import _columns
-from cairn.stats import CacheReport
-from cairn.text.stream import TextStream
-from cairn.text.tokenizer import Tokenizer
+from cairn.frontend.request_state import RequestState
+from cairn.text.output.stream import TextStream
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.outputs import Delta, Done, FinishReason, Output, Timing, TokenLogprob
+from cairn.types.request import Request
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.stats import CacheReport
+from cairn.worker.worker import _columns
 
 ALPHABET = "aab bnEND.é你😀\n"
 MERGES = [("a", "b"), ("ab", "a"), ("E", "N"), ("Ġ", "b")]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from tests.laws import agent_day
 from tests.laws.agent_day import Disk, Memory
 
-from cairn.kv.reuse_hints import Standing
+from cairn.kv.tiers.reuse_hints import Standing
 
 
 class LeastRecentlyUsed:

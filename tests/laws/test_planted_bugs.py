@@ -22,7 +22,7 @@ def test_every_planted_bug_still_fits_the_source() -> None:
 
 
 HARNESS = """
-from cairn.kv.blocks import BlockPool
+from cairn.kv.pool.blocks import BlockPool
 
 def run(seed):
     if ALWAYS or "with a bug" in BlockPool.take.__code__.co_filename:

@@ -8,36 +8,50 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "cairn"
-HEART = ["scheduler.py", "text_queue.py", "plan.py", "round_robin.py", "sequence.py", "waiting.py"]
-HEART += ["kv/blocks.py", "kv/prefix.py", "kv/attention_window.py", "kv/cache.py", "kv/sequence_kv.py", "kv/waiters.py"]
-HEART += ["kv/snapshots.py"]
+HEART = [
+    "scheduler/scheduler.py",
+    "scheduler/encoder_queue.py",
+    "scheduler/plan.py",
+    "scheduler/fairness.py",
+    "scheduler/sequence.py",
+    "scheduler/queue.py",
+]
+HEART += [
+    "kv/pool/blocks.py",
+    "kv/pool/prefix.py",
+    "kv/pool/attention_window.py",
+    "kv/pool/cache.py",
+    "kv/pool/sequence_kv.py",
+    "kv/pool/waiters.py",
+]
+HEART += ["kv/pool/snapshots.py"]
 OUTSIDE = {"asyncio", "datetime", "io", "os", "pathlib", "random", "secrets", "socket", "subprocess", "sys"}
 OUTSIDE |= {"tempfile", "threading", "time", "uuid", "numpy", "torch"}
 ALLOWED = {
-    "errors",
-    "block_size",
-    "layer_spec",
-    "outputs",
-    "request",
-    "sampling_params",
-    "stats",
-    "seams",
-    "engine.base",
-    "kv.blocks",
-    "kv.prefix",
-    "kv.attention_window",
-    "kv.cache",
+    "types.errors",
+    "types.block_size",
+    "types.layer_spec",
+    "types.outputs",
+    "types.request",
+    "types.sampling_params",
+    "types.stats",
+    "system.interfaces",
+    "types.step",
+    "kv.pool.blocks",
+    "kv.pool.prefix",
+    "kv.pool.attention_window",
+    "kv.pool.cache",
 }
 ALLOWED |= {
-    "kv.sequence_kv",
-    "kv.snapshots",
-    "kv.store",
-    "kv.waiters",
-    "plan",
-    "round_robin",
-    "sequence",
-    "text_queue",
-    "waiting",
+    "kv.pool.sequence_kv",
+    "kv.pool.snapshots",
+    "kv.tiers.store",
+    "kv.pool.waiters",
+    "scheduler.plan",
+    "scheduler.fairness",
+    "scheduler.sequence",
+    "scheduler.encoder_queue",
+    "scheduler.queue",
 }
 
 

@@ -21,7 +21,7 @@ def test_a_minute_of_mixed_load(tmp_path: Path, prove: bool, figure: Callable[[s
 
 LEAK = """
 import os, threading
-from cairn.service.request_table import RequestTable
+from cairn.frontend.request_table import RequestTable
 enter, kept = RequestTable.enter, []
 def leaking(self, flight):
     kept.append((b"x" * (1 << 20), os.open("/dev/null", os.O_RDONLY)))

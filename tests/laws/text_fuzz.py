@@ -20,14 +20,14 @@ from typing import Any
 from tests.laws.simulator import law
 from tests.text import text_models
 
-from cairn.config import Config
-from cairn.outputs import Delta, FinishReason
-from cairn.request import OutputFormat, Request
-from cairn.sampling_params import SamplingParams
-from cairn.text.chat import Chat
-from cairn.text.sampled import visible_ids
-from cairn.text.stream import TextStream
-from cairn.text.tokenizer import Tokenizer
+from cairn.config.config import Config
+from cairn.text.chat.prompt import Chat
+from cairn.text.chat.sampled import visible_ids
+from cairn.text.output.stream import TextStream
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.outputs import Delta, FinishReason
+from cairn.types.request import OutputFormat, Request
+from cairn.types.sampling_params import SamplingParams
 
 BOTH = OutputFormat(reasoning=True, tools=True)
 WORDS = [

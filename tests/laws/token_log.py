@@ -22,15 +22,15 @@ from pathlib import Path
 from tests.files import CrashFiles, Fault, corrupted
 from tests.laws.storage_world import law
 
-from cairn.agents import index as index_module
-from cairn.agents import log as log_module
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.content import Branch, Content
-from cairn.agents.index import FOUND, NEWEST, RecordKind
-from cairn.agents.log import Log
-from cairn.agents.records import EndRecord, TurnRecord, decode
+from cairn.agents.log import index as index_module
+from cairn.agents.log import log as log_module
+from cairn.agents.log.index import FOUND, NEWEST, RecordKind
+from cairn.agents.log.log import Log
+from cairn.agents.log.records import EndRecord, TurnRecord, decode
+from cairn.agents.log.segment import Record, decode_header, walk
 from cairn.agents.replay_records import ReplayRecords
-from cairn.agents.segment import Record, decode_header, walk
 
 FOLDER = Path("/agents")
 KINDS = (RecordKind.TURN, RecordKind.REPLAY, RecordKind.TOKENS, RecordKind.END, RecordKind.AGENT)

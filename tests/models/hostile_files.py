@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cairn.errors import ModelError
 from cairn.models.files import is_gguf
-from cairn.models.gguf import read_gguf
-from cairn.models.hub import demo_folder
-from cairn.models.spec import load_spec
-from cairn.models.weights import open_weights
-from cairn.text.templates import load_templates
-from cairn.text.tokenizer import Tokenizer
+from cairn.models.gguf.reader import read_gguf
+from cairn.models.hub.hub import demo_folder
+from cairn.models.safetensors.weights import open_weights
+from cairn.models.spec.config import load_spec
+from cairn.text.chat.templates import load_templates
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.errors import ModelError
 
 CPU_SECONDS = 60
 WALL_SECONDS = 100

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from cairn.errors import ModelError
-from cairn.models import hub
-from cairn.models.addresses import plain
+from cairn.models.hub import hub
+from cairn.models.hub.addresses import plain
+from cairn.types.errors import ModelError
 
 HUB = "https://huggingface.co/"
 

@@ -8,11 +8,11 @@ import pytest
 from tests.tiny_models import KERNELS, MODELS, load, write_model
 
 from cairn.kernels.program import Interpreted, Slot
-from cairn.models import buffers as step
-from cairn.models import decoder
-from cairn.models.decoder import Recorder
-from cairn.models.spec import load_spec
-from cairn.models.weights import open_weights
+from cairn.models.forward import buffers as step
+from cairn.models.forward import decoder
+from cairn.models.forward.decoder import Recorder
+from cairn.models.safetensors.weights import open_weights
+from cairn.models.spec.config import load_spec
 
 SIZES = [(256, 32), (1, 1), (13, 5), (255, 31), (8, 8), (90, 1)]
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from tests.tiny_models import write_model
 
-from cairn.config import Config
+from cairn.config.config import Config
 from cairn.engine.device import load_engine
-from cairn.errors import ModelFileError
-from cairn.models import digests
-from cairn.models.digests import file_digest, memory_path
-from cairn.models.packed_file import prune
+from cairn.models.hub import digests
+from cairn.models.hub.digests import file_digest, memory_path
+from cairn.models.packing.packed_file import prune
+from cairn.types.errors import ModelFileError
 
 
 @pytest.fixture

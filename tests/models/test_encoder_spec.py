@@ -13,12 +13,12 @@ from safetensors.numpy import load_file, save_file
 from tests.encoders import write_encoder, write_modules
 from tests.tiny_models import GREEDY, load, prompt, random_tensors, write_config
 
-from cairn.engine.base import Row
-from cairn.errors import ModelError, ModelFileError
-from cairn.models.projection import open_projection
-from cairn.models.spec import check_decodes, load_spec
-from cairn.models.weights import open_weights
-from cairn.pooling_spec import Embedding
+from cairn.models.forward.projection import open_projection
+from cairn.models.safetensors.weights import open_weights
+from cairn.models.spec.config import check_decodes, load_spec
+from cairn.types.errors import ModelError, ModelFileError
+from cairn.types.pooling_spec import Embedding
+from cairn.types.step import Row
 
 
 @pytest.fixture

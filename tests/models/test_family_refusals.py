@@ -10,9 +10,9 @@ import pytest
 from tests.gguf_files import write_gguf
 from tests.tiny_models import MODELS, write_config, write_model
 
-from cairn.errors import ModelError
-from cairn.models.spec import load_spec
-from cairn.models.weights import open_weights
+from cairn.models.safetensors.weights import open_weights
+from cairn.models.spec.config import load_spec
+from cairn.types.errors import ModelError
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "widths by layer": ("gemma 3n", {"intermediate_size": [80] * 5 + [96]}, "intermediate_size that differs by layer"),

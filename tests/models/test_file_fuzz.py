@@ -15,12 +15,12 @@ from safetensors.numpy import save_file
 from tests.models.test_weights import write_shards
 from tests.tiny_models import GREEDY, LLAMA3, random_tensors, write_config
 
-from cairn.config import Config
-from cairn.engine.base import Row
+from cairn.config.config import Config
 from cairn.engine.cpu import CpuEngine
-from cairn.errors import ModelError
 from cairn.models.files import WEIGHTS
-from cairn.models.spec import load_spec
+from cairn.models.spec.config import load_spec
+from cairn.types.errors import ModelError
+from cairn.types.step import Row
 
 NASTY: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 1, 2, 3, 7, 1 << 31, 1 << 62, 1 << 63, 1 << 70, 10**4000),
@@ -178,7 +178,7 @@ def test_bent_model_files(
 
 def test_the_harness_sees_a_reader_that_trusts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fuzz above has teeth: with one check removed it fails."""
-    monkeypatch.setattr("cairn.models.weights._counts", lambda value: True)
+    monkeypatch.setattr("cairn.models.safetensors.weights._counts", lambda value: True)
     rng = random.Random(1)
     write_config(tmp_path, **TINY)
     save_file(random_tensors(tmp_path), tmp_path / WEIGHTS)

@@ -13,14 +13,16 @@ from safetensors.numpy import save_file
 from tests.models import hostile_files
 from tests.tiny_models import write_model
 
-from cairn.errors import ModelFileError
-from cairn.models import files, gguf_header, weights
-from cairn.models.digests import file_digest
-from cairn.models.gguf import read_gguf
-from cairn.models.hub import demo_folder
-from cairn.models.spec import load_spec
-from cairn.text.templates import _templates_of
-from cairn.text.tokenizer import Tokenizer
+from cairn.models import files
+from cairn.models.gguf import gguf_header
+from cairn.models.gguf.reader import read_gguf
+from cairn.models.hub.digests import file_digest
+from cairn.models.hub.hub import demo_folder
+from cairn.models.safetensors import weights
+from cairn.models.spec.config import load_spec
+from cairn.text.chat.templates import _templates_of
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.errors import ModelFileError
 
 READERS = {
     "config.json": load_spec,

@@ -14,11 +14,11 @@ from gguf import GGMLQuantizationType as Type
 from tests.gguf_files import write_gguf
 from tests.tiny_models import write_model
 
-from cairn.errors import ModelError, ModelFileError
-from cairn.models import hub
-from cairn.models.gguf import read_gguf
-from cairn.models.spec import load_spec
-from cairn.models.weights import expected_tensors, open_weights
+from cairn.models.gguf.reader import read_gguf
+from cairn.models.hub import hub
+from cairn.models.safetensors.weights import expected_tensors, open_weights
+from cairn.models.spec.config import load_spec
+from cairn.types.errors import ModelError, ModelFileError
 
 U32, F32, BOOL, STRING, ARRAY, U64 = 4, 6, 7, 8, 9, 10
 

@@ -21,14 +21,14 @@ from tests.text.text_models import LLAMA2_CONFIG, QWEN_CONFIG, byte_level, sente
 from tests.text.text_models import write_model as write_text
 from tests.tiny_models import GREEDY, LLAMA3, write_model
 
-from cairn.config import Config
-from cairn.engine.base import Row
+from cairn.config.config import Config
 from cairn.engine.cpu import CpuEngine
-from cairn.errors import ModelError
-from cairn.models.gguf_weights import GgufWeights, _Part
-from cairn.models.spec import load_spec
-from cairn.text.templates import load_templates
-from cairn.text.tokenizer import Tokenizer
+from cairn.models.gguf.weights import GgufWeights, _Part
+from cairn.models.spec.config import load_spec
+from cairn.text.chat.templates import load_templates
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.errors import ModelError
+from cairn.types.step import Row
 
 NUMBERS = (0, 1, 2, 3, 7, 31, 32, 33, 255, 1 << 16, 1 << 24, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 64) - 1)
 TEXTS = (b"", b"x", b"llama", b"qwen3", b"gpt2", b"default", b"\xff\xfe", "é".encode() * 3000, b"\0", b"yarn", b"a b")

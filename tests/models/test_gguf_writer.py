@@ -15,13 +15,13 @@ from safetensors.numpy import load_file, save_file
 from tests import gguf_files
 from tests.tiny_models import Driver, load, prompt, write_model
 
-from cairn.errors import ModelError, ModelFileError
-from cairn.models import gguf_writer
-from cairn.models.gguf import read_gguf
-from cairn.models.gguf_weights import gguf_name, hub_name
-from cairn.models.gguf_writer import TYPES, check_written, write_gguf
-from cairn.models.spec import load_spec
-from cairn.models.weights import open_weights
+from cairn.models.gguf import writer as gguf_writer
+from cairn.models.gguf.reader import read_gguf
+from cairn.models.gguf.weights import gguf_name, hub_name
+from cairn.models.gguf.writer import TYPES, check_written, write_gguf
+from cairn.models.safetensors.weights import open_weights
+from cairn.models.spec.config import load_spec
+from cairn.types.errors import ModelError, ModelFileError
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -14,9 +14,10 @@ from urllib.parse import quote, unquote
 
 import pytest
 
-from cairn.errors import ModelError, ModelFileError
-from cairn.models import download, files, hub, install
+from cairn.models import files
 from cairn.models.files import shards
+from cairn.models.hub import download, hub, install
+from cairn.types.errors import ModelError, ModelFileError
 
 COMMIT = "a" * 40
 INDEX = json.dumps({"weight_map": {"x": "model-1-of-2.safetensors", "y": "model-2-of-2.safetensors"}}).encode()
@@ -811,7 +812,7 @@ def test_a_downloaded_model_is_called_by_its_hub_id(remote, env, tmp_path):
 def test_names_of_models(tmp_path, monkeypatch):
     env = {"HF_HOME": str(tmp_path)}
     monkeypatch.chdir(tmp_path)
-    assert hub.locate("demo", env) == Path(hub.__file__).parent.parent / "demo"
+    assert hub.locate("demo", env) == Path(hub.__file__).parent.parent.parent / "demo"
     (tmp_path / "here").mkdir()
     assert hub.locate(str(tmp_path / "here"), env) == tmp_path / "here"
     (tmp_path / "m.gguf").touch()

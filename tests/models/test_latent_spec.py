@@ -11,13 +11,13 @@ from safetensors.numpy import load_file, save_file
 from tests.gguf_files import write_gguf
 from tests.tiny_models import MODELS, load, write_config, write_model
 
-from cairn.config import Config
+from cairn.config.config import Config
 from cairn.engine.memory import block_bytes, pool_blocks
-from cairn.errors import ModelError, ModelFileError
-from cairn.kv.codec import Q8
-from cairn.models.spec import load_spec
-from cairn.models.value_range import reach
-from cairn.models.weights import open_weights
+from cairn.kv.disk.codec import Q8
+from cairn.models.safetensors.weights import open_weights
+from cairn.models.spec.config import load_spec
+from cairn.models.spec.value_range import reach
+from cairn.types.errors import ModelError, ModelFileError
 
 TINY = MODELS["deepseek 3"]
 
@@ -54,8 +54,8 @@ def test_nothing_that_is_kept_passes_its_reach(tmp_path: Path) -> None:
     spec = load_spec(write_model(tmp_path, **TINY))
     bound = reach(spec, open_weights(tmp_path, spec))
     engine = load(tmp_path, kernels="reference")
-    from cairn.engine.base import Row
-    from cairn.sampling_params import SamplingParams
+    from cairn.types.sampling_params import SamplingParams
+    from cairn.types.step import Row
 
     tokens = list(range(60))
     engine.prefill([Row(tokens, 0, 60, ([0, 1, 2, 3],), 59, 60, SamplingParams(max_tokens=1), 0)]).wait()

@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 from tests.tiny_models import BFLOAT16, KERNELS, MODELS, Driver, load, prompt, write_model
 
-from cairn.config import Config
+from cairn.config.config import Config
 from cairn.engine import memory
 from cairn.engine.memory import WeightMemory, beside_weights, check_memory, placed, pool_blocks, weight_memory
 from cairn.engine.needs import needs
-from cairn.errors import ModelError
 from cairn.kernels.native import NativeKernels
-from cairn.model_spec import ModelSpec
-from cairn.models import packed_file, packed_matrices
-from cairn.models.spec import load_spec
-from cairn.models.weight_format import HeldWeights
-from cairn.models.weights import open_weights
-from cairn.service.fit import fit
+from cairn.models.packing import packed_file, packed_matrices
+from cairn.models.packing.weight_format import HeldWeights
+from cairn.models.safetensors.weights import open_weights
+from cairn.models.spec.config import load_spec
+from cairn.router.fit import fit
+from cairn.types.errors import ModelError
+from cairn.types.model_spec import ModelSpec
 
 if KERNELS == ["reference"]:
     pytest.skip("the native kernels were not compiled", allow_module_level=True)
@@ -115,7 +115,7 @@ RESIDENT = """
 import re, sys
 from pathlib import Path
 from tests.tiny_models import GREEDY, load, prompt
-from cairn.engine.base import Row
+from cairn.types.step import Row
 
 def kilobytes(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])

@@ -15,17 +15,17 @@ from tests.golden.test_gguf_parity import random_blocks
 from tests.tiny_models import BFLOAT16, KERNELS, MODELS, Driver, load, prompt, write_config, write_model
 
 from cairn.engine.memory import weight_memory
-from cairn.errors import ModelError, ModelFileError
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.quantized import dequantized
 from cairn.kernels.reference import ReferenceKernels, gated
-from cairn.models import packed_file, packed_matrices
-from cairn.models.decoder import Attention, build
-from cairn.models.gguf_writer import write_gguf as write_again
-from cairn.models.moe import Mixture
-from cairn.models.spec import load_spec
-from cairn.models.weight_format import HeldWeights
-from cairn.models.weights import open_weights
+from cairn.models.forward.decoder import Attention, build
+from cairn.models.forward.moe import Mixture
+from cairn.models.gguf.writer import write_gguf as write_again
+from cairn.models.packing import packed_file, packed_matrices
+from cairn.models.packing.weight_format import HeldWeights
+from cairn.models.safetensors.weights import open_weights
+from cairn.models.spec.config import load_spec
+from cairn.types.errors import ModelError, ModelFileError
 
 QWEN = MODELS["qwen 3 moe"]
 GLM = MODELS["glm 4.5"]

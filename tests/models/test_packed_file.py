@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save_file
 from tests.models.test_weight_format import SIZES, packed_model
 from tests.tiny_models import KERNELS, MODELS, Driver, load, prompt, write_model
 
-from cairn.models import packed_file, packed_matrices
-from cairn.models.weight_format import HeldWeights
+from cairn.models.packing import packed_file, packed_matrices
+from cairn.models.packing.weight_format import HeldWeights
 
 if KERNELS == ["reference"]:
     pytest.skip("the native kernels were not compiled", allow_module_level=True)

@@ -10,9 +10,9 @@ import pytest
 from gguf import quants
 
 from cairn.kernels.quantized import dequantized
-from cairn.models import dequant, quantize
-from cairn.models.dequant import KINDS, BlockFormat
-from cairn.models.quantize import rounded, unpack
+from cairn.models.packing import dequant, quantize
+from cairn.models.packing.dequant import KINDS, BlockFormat
+from cairn.models.packing.quantize import rounded, unpack
 
 PACKED = {number: kind for number, kind in KINDS.items() if kind.dtype is None}
 EXACT = {number: kind for number, kind in PACKED.items() if kind.split is not None}

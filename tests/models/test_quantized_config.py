@@ -14,10 +14,10 @@ from tests.models.test_file_fuzz import bend
 from tests.quantized_models import awq, compressed, eight, float8, four, gptq, write_quantized
 from tests.tiny_models import write_config
 
-from cairn.errors import ModelError, ModelFileError
-from cairn.models.facts import bytes_by_format
-from cairn.models.spec import identity_of, load_spec
-from cairn.models.weights import open_tensors, open_weights
+from cairn.models.safetensors.weights import open_tensors, open_weights
+from cairn.models.spec.config import identity_of, load_spec
+from cairn.models.spec.facts import bytes_by_format
+from cairn.types.errors import ModelError, ModelFileError
 
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from cairn.kernels.quantized import dequantized
-from cairn.models.hub import demo_folder
-from cairn.models.random_weights import SHAPES, TYPES, RandomWeights, shape_spec
-from cairn.models.spec import load_spec
-from cairn.models.tensor_meta import outlines
-from cairn.models.weights import expected_tensors, parameters
+from cairn.models.hub.hub import demo_folder
+from cairn.models.packing.random_weights import SHAPES, TYPES, RandomWeights, shape_spec
+from cairn.models.safetensors.tensor_meta import outlines
+from cairn.models.safetensors.weights import expected_tensors, parameters
+from cairn.models.spec.config import load_spec
 
 MILLIONS = {"demo": 5.84, "qwen3-0.6b": 596, "llama-3.2-1b": 1236, "gemma3-270m": 268, "gemma3-1b": 1000}
 MILLIONS |= {"qwen3.5-0.8b": 752, "qwen3.5-4b": 4206}

@@ -14,11 +14,11 @@ from safetensors.numpy import load_file, save_file
 from tests.gguf_files import write_gguf
 from tests.tiny_models import BFLOAT16, MODELS, write_config, write_model
 
-from cairn.errors import ModelError, ModelFileError
-from cairn.models.gguf_writer import write_gguf as write_again
-from cairn.models.spec import load_spec
-from cairn.models.weight_format import HeldWeights
-from cairn.models.weights import expected_tensors, open_weights
+from cairn.models.gguf.writer import write_gguf as write_again
+from cairn.models.packing.weight_format import HeldWeights
+from cairn.models.safetensors.weights import expected_tensors, open_weights
+from cairn.models.spec.config import load_spec
+from cairn.types.errors import ModelError, ModelFileError
 
 QWEN = MODELS["qwen 3.5"]
 GRANITE = MODELS["granite 4 hybrid"]

@@ -14,12 +14,12 @@ from tests.gguf_files import write_gguf
 from tests.tiny_models import BFLOAT16, MODELS, load, write_model
 
 from cairn.engine.memory import weight_memory
-from cairn.errors import ModelFileError
-from cairn.models.row_table import open_table
-from cairn.models.spec import load_spec
-from cairn.models.uneven_spec import INPUTS
-from cairn.models.weight_format import HeldWeights
-from cairn.models.weights import open_weights
+from cairn.models.forward.row_table import open_table
+from cairn.models.packing.weight_format import HeldWeights
+from cairn.models.safetensors.weights import open_weights
+from cairn.models.spec.config import load_spec
+from cairn.models.spec.uneven_spec import INPUTS
+from cairn.types.errors import ModelFileError
 
 E = MODELS["gemma 4 e"] | {"hidden_size_per_layer_input": 32}
 

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from tests.tiny_models import MODELS, write_config, write_model
 
-from cairn.errors import ModelError, ModelFileError
-from cairn.layer_spec import CacheGroup, RopeScaling
-from cairn.models.families import ENCODERS, FAMILIES
-from cairn.models.spec import load_spec
+from cairn.models.spec.config import load_spec
+from cairn.models.spec.families import ENCODERS, FAMILIES
+from cairn.types.errors import ModelError, ModelFileError
+from cairn.types.layer_spec import CacheGroup, RopeScaling
 
 
 def put(folder: Path, name: str, value: Any) -> Path:

@@ -11,9 +11,9 @@ from safetensors.numpy import load_file, save_file
 from tests.tiny_models import MODELS, load, write_config, write_model
 
 from cairn.engine.memory import block_bytes
-from cairn.errors import ModelError
-from cairn.models.spec import load_spec
-from cairn.models.weights import open_weights
+from cairn.models.safetensors.weights import open_weights
+from cairn.models.spec.config import load_spec
+from cairn.types.errors import ModelError
 
 E = MODELS["gemma 4 e"]
 

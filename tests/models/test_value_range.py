@@ -11,12 +11,12 @@ from safetensors.numpy import save_file
 from tests.service.tiny import make_model
 from tests.tiny_models import KERNELS, MODELS, Driver, load, prompt, random_tensors, write_config, write_model
 
-from cairn.config import Config
+from cairn.config.config import Config
 from cairn.engine.cpu import CpuEngine
-from cairn.models.spec import load_spec
-from cairn.models.value_range import HALF, ROUNDING, fits_half, reach
-from cairn.models.weights import open_weights
-from cairn.service.service import Service
+from cairn.frontend.service import Service
+from cairn.models.safetensors.weights import open_weights
+from cairn.models.spec.config import load_spec
+from cairn.models.spec.value_range import HALF, ROUNDING, fits_half, reach
 
 
 def written(folder: Path, factors: dict[str, float], **fields: Any) -> Path:
@@ -89,7 +89,7 @@ async def test_the_start_says_that_kv_is_held_in_bf16(tmp_path: Path, caplog: py
     """Whoever asked for f16 by its word hears of it where the server says what it loads."""
     for factor, told in ((50_000.0, True), (1.0, False)):
         folder = written(make_model(tmp_path / str(factor)), {"v_proj.weight": factor})
-        with caplog.at_level("INFO", "cairn.service.service"):
+        with caplog.at_level("INFO", "cairn.frontend.service"):
             config = Config(model=str(folder), kv_dtype="f16", kv_gb=0.05, kv_disk=False, threads=1)
             service = await Service.start(config, in_process=True)
             await service.close()

@@ -1,6 +1,6 @@
 import pytest
 
-from cairn.models.variants import choose, tags, variants
+from cairn.models.hub.variants import choose, tags, variants
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from tests.tiny_models import BFLOAT16, write_model
 
 from cairn.kernels.base import Quantized
 from cairn.kernels.quantized import dequantized
-from cairn.models.dequant import KINDS, dequantize
-from cairn.models.random_weights import shape_spec
-from cairn.models.spec import load_spec
-from cairn.models.tensor_meta import outlines
-from cairn.models.weight_format import HeldWeights, error_line, form_of
-from cairn.models.weights import open_weights
+from cairn.models.packing.dequant import KINDS, dequantize
+from cairn.models.packing.random_weights import shape_spec
+from cairn.models.packing.weight_format import HeldWeights, error_line, form_of
+from cairn.models.safetensors.tensor_meta import outlines
+from cairn.models.safetensors.weights import open_weights
+from cairn.models.spec.config import load_spec
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 256}
 PACKED = [kind for kind in KINDS.values() if kind.dtype is None]
@@ -183,7 +183,7 @@ def test_what_rounding_cost_is_one_sentence() -> None:
 
 
 def test_every_form_has_a_name_that_options_know() -> None:
-    from cairn.option import options
+    from cairn.config.option import options
 
     (option,) = (one for one in options() if one.name == "weights")
     for name in option.choices:

@@ -10,11 +10,11 @@ import pytest
 from safetensors.numpy import save_file
 from tests.tiny_models import BFLOAT16, MODELS, load, random_tensors, write_config, write_model
 
-from cairn.errors import ModelFileError
 from cairn.models.files import INDEX, WEIGHTS
-from cairn.models.random_weights import shape_spec
-from cairn.models.spec import load_spec
-from cairn.models.weights import SMALL, expected_tensors, open_weights, parameters, small, weight_files
+from cairn.models.packing.random_weights import shape_spec
+from cairn.models.safetensors.weights import SMALL, expected_tensors, open_weights, parameters, small, weight_files
+from cairn.models.spec.config import load_spec
+from cairn.types.errors import ModelFileError
 
 Tensors = dict[str, np.ndarray]
 
@@ -233,7 +233,7 @@ def test_an_engine_is_loaded_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
     last = weight_files(folder)[-1]
     last.write_bytes(last.read_bytes()[:-1])
     built: list[str] = []
-    monkeypatch.setattr("cairn.models.decoder.build", lambda *arguments: built.append("decoder"))
+    monkeypatch.setattr("cairn.models.forward.decoder.build", lambda *arguments: built.append("decoder"))
     monkeypatch.setattr("cairn.engine.cpu.load_kernels", lambda *arguments: built.append("kernels"))
     with pytest.raises(ModelFileError, match="truncated"):
         load(folder)

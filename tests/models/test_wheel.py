@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from cairn.errors import ModelError, ModelFileError
-from cairn.models import addresses, hub, wheel
-from cairn.models.addresses import KNOWN, Known
+from cairn.models.hub import addresses, hub, wheel
+from cairn.models.hub.addresses import KNOWN, Known
+from cairn.types.errors import ModelError, ModelFileError
 
 DATA = bytes(range(256)) * 5000
 MODEL = Known(

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cairn.errors import Conflict, NotFound, Overloaded
 from cairn.rag import document_store
 from cairn.rag.attachments import Attachments, WantedFile
 from cairn.rag.chunking import Piece
 from cairn.rag.definition import Collection, NewDocument, Search
 from cairn.rag.document_store import DocumentStore
+from cairn.types.errors import Conflict, NotFound, Overloaded
 
 MODEL = ("m", b"1", 3)
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from tests.rag.document_files import STYLES, docx, paragraph, pdf
 
-from cairn.errors import InvalidRequest, Unavailable
 from cairn.rag import docx as docx_module
 from cairn.rag import extraction, extractor
 from cairn.rag import pdf as pdf_module
 from cairn.rag.definition import DocumentKind
 from cairn.rag.extractor import Extractor
 from cairn.rag.outline import Section
+from cairn.types.errors import InvalidRequest, Unavailable
 
 
 def read(kind: DocumentKind, data: bytes) -> list[Section]:

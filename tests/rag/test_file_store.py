@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cairn.errors import NotFound
 from cairn.rag.file_store import FileStore
+from cairn.types.errors import NotFound
 
 
 def test_a_file_that_is_deleted_while_it_is_read_does_not_become_anothers(tmp_path: Path) -> None:

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from tests.real_models import minilm, smollm2
 
-from cairn.config import Config
-from cairn.outputs import Delta
+from cairn.config.config import Config
+from cairn.frontend.embeddings import Asking
+from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.service import Service
 from cairn.rag.citations import CitationFilter
 from cairn.rag.collections import NO_ANSWER, Collections, Embedder
 from cairn.rag.definition import MIN_SCORE, NewDocument, Search
 from cairn.rag.document_store import DocumentStore
-from cairn.service.embeddings import Asking
-from cairn.service.requests import SamplingOptions
-from cairn.service.service import Service
-from cairn.text.grammar import Wanted
+from cairn.text.grammar.grammar import Wanted
+from cairn.types.outputs import Delta
 from cairn.workflows.answerer import Answered, Asker, Heard, ServiceAnswerer
 
 CITED = re.compile(r"\[([\d, ]+)\]")

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from cairn.deadline import DEADLINE
-from cairn.errors import DeadlineExceeded
 from cairn.rag.turns import TenantPlaces
+from cairn.system.deadline import DEADLINE
+from cairn.types.errors import DeadlineExceeded
 
 
 async def test_who_has_much_to_do_does_not_hold_up_others() -> None:

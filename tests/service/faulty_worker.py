@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cairn.config import Config
+from cairn.config.config import Config
 from cairn.engine import device, memory
-from cairn.engine.base import Row
 from cairn.engine.fake import FakeEngine
-from cairn.errors import ModelError
-from cairn.scheduler import Scheduler
-from cairn.service import worker
+from cairn.scheduler.scheduler import Scheduler
+from cairn.types.errors import ModelError
+from cairn.types.step import Row
+from cairn.worker import worker
 
 PREFILL = FakeEngine.prefill
 KILLER = 13
@@ -67,7 +67,7 @@ def held(rows: Sequence[Row]) -> None:
 
 def warns(rows: Sequence[Row]) -> None:
     """Every step warns of a store."""
-    logging.getLogger("cairn.kv.tiers").warning("a slow disk")
+    logging.getLogger("cairn.kv.tiers.tiers").warning("a slow disk")
 
 
 def short(rows: Sequence[Row]) -> None:

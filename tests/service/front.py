@@ -12,8 +12,8 @@ from pathlib import Path
 from faulty_worker import KILLER
 from tiny import config, request
 
-from cairn.service import launch
-from cairn.service.service import Service
+from cairn.frontend import launch
+from cairn.frontend.service import Service
 
 
 async def main() -> None:

@@ -11,8 +11,8 @@ import numpy as np
 from safetensors.numpy import save_file
 from tests.service.tiny import make_model
 
-from cairn.config import Config, ModelOptions
-from cairn.service.models import Models
+from cairn.config.config import Config, ModelOptions
+from cairn.router.models import Models
 
 
 def make_models(folder: Path, names: str) -> list[Path]:

@@ -8,12 +8,12 @@ import pytest
 from test_service import serving
 from tiny import collect, request
 
-from cairn.config import Config
-from cairn.errors import Overloaded
-from cairn.request import Request
-from cairn.sampling_params import SamplingParams
-from cairn.service import wire
-from cairn.service.admission import LONGEST_RETRY, Queue, QueuePace
+from cairn.config.config import Config
+from cairn.frontend.admission import LONGEST_RETRY, Queue, QueuePace
+from cairn.types.errors import Overloaded
+from cairn.types.request import Request
+from cairn.types.sampling_params import SamplingParams
+from cairn.worker import wire
 
 
 def of(share: str, tokens: int = 1) -> Request:

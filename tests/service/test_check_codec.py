@@ -17,17 +17,17 @@ from tiny import Answer, collect, config, make_model, request
 from typer.testing import CliRunner
 
 from cairn.cli import app, main
-from cairn.config import Config
-from cairn.errors import ConfigError, Conflict
+from cairn.config.config import Config
+from cairn.frontend.service import Service
 from cairn.kernels.choose import REFERENCE, chosen
-from cairn.kv import codec_check
-from cairn.kv.codec_check import recall, remember
-from cairn.kv.prefix import numerics
-from cairn.models.spec import load_spec
-from cairn.service.check_codec import Checked, check_codec
-from cairn.service.service import Service
-from cairn.service.stores import keyed, open_stores
-from cairn.system import SystemClock, SystemFiles
+from cairn.kv.disk import codec_check
+from cairn.kv.disk.codec_check import recall, remember
+from cairn.kv.pool.prefix import numerics
+from cairn.models.spec.config import load_spec
+from cairn.system.posix import SystemClock, SystemFiles
+from cairn.types.errors import ConfigError, Conflict
+from cairn.worker.check_codec import Checked, check_codec
+from cairn.worker.stores import keyed, open_stores
 
 PROMPT = "a context " * 30
 

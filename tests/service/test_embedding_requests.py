@@ -12,10 +12,10 @@ from tiny import collect, config, request, serving, until
 
 from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
-from cairn.errors import InvalidRequest, Overloaded
-from cairn.service import embeddings
-from cairn.service.embeddings import Asking, vectors
-from cairn.service.service import Service
+from cairn.frontend import embeddings
+from cairn.frontend.embeddings import Asking, vectors
+from cairn.frontend.service import Service
+from cairn.types.errors import InvalidRequest, Overloaded
 
 
 def oracle(service: Service) -> FakeEngine:

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from tests.test_scheduler import Rig
 
-from cairn.engine.base import Pending
-from cairn.errors import InvalidRequest
-from cairn.outputs import FinishReason
-from cairn.request import OutputFormat, Request
-from cairn.sampling_params import SamplingExtras, SamplingParams
-from cairn.sequence import MOST_FORCED, Matcher
-from cairn.service.grammars import GrammarMatcher, GrammarTokenizer, Vocabulary, compile_grammar
-from cairn.service.masks import Masks
-from cairn.service.reasoning_budget import BudgetMatcher
-from cairn.text.grammar import Shape, Structure, checked
+from cairn.scheduler.sequence import MOST_FORCED, Matcher
+from cairn.text.grammar.grammar import Shape, Structure, checked
+from cairn.types.errors import InvalidRequest
+from cairn.types.outputs import FinishReason
+from cairn.types.request import OutputFormat, Request
+from cairn.types.sampling_params import SamplingExtras, SamplingParams
+from cairn.types.step import Pending
+from cairn.worker.grammars import GrammarMatcher, GrammarTokenizer, Vocabulary, compile_grammar
+from cairn.worker.masks import Masks
+from cairn.worker.reasoning_budget import BudgetMatcher
 
 PIECES = (b"name", b"na", b"am", b"me", b'":', b'"', b"ab", b"abc", b"bc", b"the", b"th", b"he", b'{"', b'"}', b', "')
 END = 63

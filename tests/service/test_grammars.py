@@ -15,18 +15,18 @@ from tests.test_scheduler import Rig
 from tests.text import text_models
 from tests.text.walks import END, byte_vocabulary
 
-from cairn.errors import InvalidRequest
-from cairn.outputs import FinishReason
-from cairn.request import Request
-from cairn.sampling_params import SamplingParams
-from cairn.sequence import Matcher
-from cairn.service.grammars import GrammarMatcher, Grammars, Ready, Vocabulary, compile_grammar, read_vocabulary
-from cairn.service.masks import Masks
-from cairn.system import SystemClock
-from cairn.text.call_formats import BY_NAME
-from cairn.text.call_grammar import Offered, lark_of_calls
-from cairn.text.grammar import Shape, Structure, checked
-from cairn.text.tokenizer import Tokenizer
+from cairn.scheduler.sequence import Matcher
+from cairn.system.posix import SystemClock
+from cairn.text.grammar.grammar import Shape, Structure, checked
+from cairn.text.output.call_formats import BY_NAME
+from cairn.text.output.call_grammar import Offered, lark_of_calls
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.errors import InvalidRequest
+from cairn.types.outputs import FinishReason
+from cairn.types.request import Request
+from cairn.types.sampling_params import SamplingParams
+from cairn.worker.grammars import GrammarMatcher, Grammars, Ready, Vocabulary, compile_grammar, read_vocabulary
+from cairn.worker.masks import Masks
 
 
 def grammar(kind: Any, text: str, reasoning: Any = "") -> str:
@@ -156,7 +156,7 @@ def test_preemption_goes_on_within_the_grammar() -> None:
     text = grammar("regex", "([a-f]{2}-){4}[a-f]{9}")
 
     def matcher(made: Request) -> Matcher:
-        from cairn.service.grammars import compile_grammar
+        from cairn.worker.grammars import compile_grammar
 
         return GrammarMatcher(compile_grammar(vocabulary, text), vocabulary, (), masks)
 
@@ -181,7 +181,7 @@ def letters() -> Vocabulary:
     """64 tokens, as the rig's engine has: 1 is a dash, from 2 on come letters."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    from cairn.service.grammars import GrammarTokenizer
+    from cairn.worker.grammars import GrammarTokenizer
 
     tokens = [b"\xff<|0|>", b"-", *(bytes([97 + i]) for i in range(26))]
     tokens += [b"\xff<|%d|>" % i for i in range(len(tokens), 64)]

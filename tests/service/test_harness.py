@@ -18,11 +18,11 @@ from tiny import collect, config, request, until
 
 from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
-from cairn.errors import Overloaded
-from cairn.request import Request
-from cairn.service import launch
-from cairn.service.service import Service
-from cairn.service.watchdog import Patience
+from cairn.frontend import launch
+from cairn.frontend.service import Service
+from cairn.frontend.watchdog import Patience
+from cairn.types.errors import Overloaded
+from cairn.types.request import Request
 
 FAULTY = Path(__file__).parent / "faulty_worker.py"
 Figure = Callable[[str, str], None]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from cairn.service.request_state import RequestStatus
-from cairn.service.request_table import KEEP_CHARACTERS, KEEP_REQUESTS, KEEP_SECONDS, History
+from cairn.frontend.request_state import RequestStatus
+from cairn.frontend.request_table import KEEP_CHARACTERS, KEEP_REQUESTS, KEEP_SECONDS, History
 
 
 def ended(id: int, text: str = "") -> RequestStatus:

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from cairn.models.hub import DEMO
+from cairn.models.hub.hub import DEMO
 
 STARTS = """
 import sys, threading
-from cairn.service import launch
+from cairn.frontend import launch
 
 class Noted(threading.Thread):
     def start(self):
@@ -21,7 +21,7 @@ class Noted(threading.Thread):
 
 before = set()
 launch.threading = type("threading", (), {"Thread": Noted})
-from cairn.llm import LLM
+from cairn.entrypoints.llm import LLM
 with LLM(sys.argv[1], engine=sys.argv[2], threads=1, kv_gb=0.05, context=64) as model:
     model.generate("x", max_tokens=2)
 assert before

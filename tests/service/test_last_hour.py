@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cairn.metrics import Metrics
-from cairn.service.last_hour import MINUTES, LastHour
-from cairn.system import SystemClock
+from cairn.frontend.last_hour import MINUTES, LastHour
+from cairn.system.metrics import Metrics
+from cairn.system.posix import SystemClock
 
 
 class Clock(SystemClock):

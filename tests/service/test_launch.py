@@ -13,13 +13,13 @@ import pytest
 from tiny import collect, config, request
 
 from cairn.api import server
-from cairn.config import Config
-from cairn.errors import CairnError, ConfigError, ModelError
-from cairn.service import launch
-from cairn.service.service import Service
-from cairn.system import without_secrets
-from cairn.text import chat
-from cairn.text.chat import Chat
+from cairn.config.config import Config
+from cairn.frontend import launch
+from cairn.frontend.service import Service
+from cairn.system.posix import without_secrets
+from cairn.text.chat import prompt as chat
+from cairn.text.chat.prompt import Chat
+from cairn.types.errors import CairnError, ConfigError, ModelError
 
 START = (
     sys.executable,
@@ -75,7 +75,7 @@ def test_little_is_imported_before_the_first_worker_is_started() -> None:
     """Else the model would be loaded as much later."""
     script = """if True:
         import sys
-        from cairn.service import launch
+        from cairn.frontend import launch
         def launched(load, in_process=False):
             print([name for name in ("numpy", "tokenizers", "uvloop", "rich._emoji_codes") if name in sys.modules])
             raise SystemExit

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from tests.tiny_models import KERNELS, MODELS, load, write_model
 
-from cairn.models import digests, packed_file
-from cairn.models.digests import tell, watched
-from cairn.service import worker
-from cairn.service.progress import Shown
+from cairn.models.hub import digests
+from cairn.models.hub.digests import tell, watched
+from cairn.models.packing import packed_file
+from cairn.worker import worker
+from cairn.worker.progress import Shown
 
 
 class Screen(io.StringIO):

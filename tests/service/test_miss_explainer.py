@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tiny import Answer, collect, config, request
 
-from cairn.block_size import BLOCK_TOKENS, CHUNK_TOKENS
-from cairn.service.miss_explainer import CONTEXTS, SHOWN, TENANTS, TOKENS, PromptOrigin, RecentContexts, told_of
-from cairn.service.service import Service
-from cairn.stats import Differs, Miss, MissReason
+from cairn.frontend.miss_explainer import CONTEXTS, SHOWN, TENANTS, TOKENS, PromptOrigin, RecentContexts, told_of
+from cairn.frontend.service import Service
+from cairn.types.block_size import BLOCK_TOKENS, CHUNK_TOKENS
+from cairn.types.stats import Differs, Miss, MissReason
 
 MINE, THEIRS = b"mine", b"theirs"
 KNOWN = list(range(1000, 1200))

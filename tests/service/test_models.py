@@ -14,16 +14,17 @@ import pytest
 from several import make_models, several
 from tiny import collect, request, until
 
-from cairn.config import Config, ModelOptions
+from cairn.config.config import Config, ModelOptions
 from cairn.engine import device
-from cairn.errors import ConfigError, Conflict, InvalidRequest, ModelError, Unavailable, UnknownModel
-from cairn.service import fit as fitting
-from cairn.service import launch as launch_module
-from cairn.service import model_health, model_loader
-from cairn.service.fit import Fit
-from cairn.service.models import Models
-from cairn.service.served_model import served_models
-from cairn.service.service import Service
+from cairn.frontend import launch as launch_module
+from cairn.frontend.service import Service
+from cairn.router import fit as fitting
+from cairn.router import loader as model_loader
+from cairn.router import model_health
+from cairn.router.fit import Fit
+from cairn.router.models import Models
+from cairn.router.served_model import served_models
+from cairn.types.errors import ConfigError, Conflict, InvalidRequest, ModelError, Unavailable, UnknownModel
 
 
 def states(models: Models) -> str:

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cairn.outputs import TokenLogprob
-from cairn.service.request_state import PackedLogprobs
+from cairn.frontend.request_state import PackedLogprobs
+from cairn.types.outputs import TokenLogprob
 
 TOKENS = st.integers(0, (1 << 32) - 1)
 VALUES = st.floats(allow_nan=False)

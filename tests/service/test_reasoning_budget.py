@@ -16,17 +16,17 @@ from tests.test_scheduler import Rig
 from tests.text.text_models import QWEN_TEMPLATE
 from tests.text.walks import END, byte_vocabulary
 
-from cairn.errors import InvalidRequest
-from cairn.outputs import FinishReason
-from cairn.request import OutputFormat, Request
-from cairn.sampling_params import SamplingExtras, SamplingParams
-from cairn.sequence import Matcher
-from cairn.service.grammars import GrammarMatcher, Grammars, Ready, compile_grammar
-from cairn.service.masks import Masks
-from cairn.service.reasoning_budget import BudgetMatcher
-from cairn.service.requests import SamplingOptions, requests
-from cairn.system import SystemClock
-from cairn.text.grammar import Shape, Structure, checked
+from cairn.frontend.requests import SamplingOptions, requests
+from cairn.scheduler.sequence import Matcher
+from cairn.system.posix import SystemClock
+from cairn.text.grammar.grammar import Shape, Structure, checked
+from cairn.types.errors import InvalidRequest
+from cairn.types.outputs import FinishReason
+from cairn.types.request import OutputFormat, Request
+from cairn.types.sampling_params import SamplingExtras, SamplingParams
+from cairn.worker.grammars import GrammarMatcher, Grammars, Ready, compile_grammar
+from cairn.worker.masks import Masks
+from cairn.worker.reasoning_budget import BudgetMatcher
 
 TAG = b"</think>"
 THINKS = OutputFormat(reasoning=True, reasoning_open=True)

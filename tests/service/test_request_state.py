@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from tests.text import text_models
 
-from cairn.errors import GenerationFailed
-from cairn.outputs import FinishReason
-from cairn.request import OutputFormat, Request
-from cairn.sampling_params import SamplingParams
-from cairn.service.request_state import RequestState
-from cairn.text.stream import TextStream
-from cairn.text.tokenizer import Tokenizer
+from cairn.frontend.request_state import RequestState
+from cairn.text.output.stream import TextStream
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.errors import GenerationFailed
+from cairn.types.outputs import FinishReason
+from cairn.types.request import OutputFormat, Request
+from cairn.types.sampling_params import SamplingParams
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 

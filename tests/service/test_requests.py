@@ -3,13 +3,13 @@ import math
 import msgspec
 import pytest
 
-from cairn.errors import ContextTooLong, InvalidRequest
-from cairn.layer_spec import CacheGroup
-from cairn.model_spec import ModelSpec
-from cairn.request import OutputFormat
-from cairn.sampling_params import SAMPLING_RANGES
-from cairn.service.requests import SamplingOptions, requests, sampling_params
-from cairn.service.sampling_extras import BEYOND
+from cairn.frontend.requests import SamplingOptions, requests, sampling_params
+from cairn.frontend.sampling_extras import BEYOND
+from cairn.types.errors import ContextTooLong, InvalidRequest
+from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import ModelSpec
+from cairn.types.request import OutputFormat
+from cairn.types.sampling_params import SAMPLING_RANGES
 
 SPEC = ModelSpec(
     name="m",

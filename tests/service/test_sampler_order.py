@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from tests.api.scripted import SPEC
 
-from cairn.errors import InvalidRequest, Unsupported
-from cairn.sampling_params import SamplingParams
-from cairn.service.requests import SamplingOptions, sampling_params
-from cairn.service.sampler_order import ORDERS
+from cairn.frontend.requests import SamplingOptions, sampling_params
+from cairn.frontend.sampler_order import ORDERS
+from cairn.types.errors import InvalidRequest, Unsupported
+from cairn.types.sampling_params import SamplingParams
 
 LLAMA = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
 ALL = {"temperature": 0.6, "top_k": 40, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 from tests.service.test_requests import SPEC
 
-from cairn.sampling_params import SAMPLING_RANGES
-from cairn.service.requests import NEUTRAL, SamplingOptions, sampling_defaults, sampling_params, sentence
+from cairn.frontend.requests import NEUTRAL, SamplingOptions, sampling_defaults, sampling_params, sentence
+from cairn.types.sampling_params import SAMPLING_RANGES
 
 OURS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from tests.api.scripted import SPEC
 
-from cairn.errors import InvalidRequest
-from cairn.sampling_params import SamplingExtras, SamplingParams
-from cairn.service.requests import SamplingOptions, sampling_params
-from cairn.service.sampling_extras import BEYOND
+from cairn.frontend.requests import SamplingOptions, sampling_params
+from cairn.frontend.sampling_extras import BEYOND
+from cairn.types.errors import InvalidRequest
+from cairn.types.sampling_params import SamplingExtras, SamplingParams
 
 LLAMA = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
 ALL: dict[str, Any] = {

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tiny import config, until
 
-from cairn.service.sent_marks import Mark, SentMarks
-from cairn.service.service import Service
+from cairn.frontend.sent_marks import Mark, SentMarks
+from cairn.frontend.service import Service
 
 
 def mark(tokens: list[int], standing: Any = "waiting", keep: int = 0, salt: bytes = b"") -> Mark:

@@ -20,10 +20,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tiny import Answer, collect, config, request, until
 
-from cairn.config import Config
+from cairn.config.config import Config
 from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
-from cairn.errors import (
+from cairn.frontend import admission, request_table
+from cairn.frontend.launch import launch_first
+from cairn.frontend.service import Service
+from cairn.frontend.stream import Waker, merge
+from cairn.types.errors import (
     Cancelled,
     Conflict,
     ContextTooLong,
@@ -34,15 +38,12 @@ from cairn.errors import (
     Overloaded,
     Unavailable,
 )
-from cairn.outputs import Delta, Done, Event, FinishReason, Usage
-from cairn.request import OutputFormat, Request
-from cairn.sampling_params import SamplingParams
-from cairn.service import admission, request_table, wire
-from cairn.service.launch import launch_first
-from cairn.service.service import Service
-from cairn.service.stream import Waker, merge
-from cairn.service.worker import serve
-from cairn.stats import CacheReport
+from cairn.types.outputs import Delta, Done, Event, FinishReason, Usage
+from cairn.types.request import OutputFormat, Request
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.stats import CacheReport
+from cairn.worker import wire
+from cairn.worker.worker import serve
 
 
 @contextlib.asynccontextmanager
@@ -754,7 +755,7 @@ async def test_a_context_is_where_it_was_put_and_gone_when_evicted(service: Serv
 
 async def test_a_question_to_a_worker_that_ends_is_unavailable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(folder) as service:
-        monkeypatch.setattr("cairn.service.worker_connection.WorkerConnection.send", lambda *_: None)
+        monkeypatch.setattr("cairn.frontend.worker_connection.WorkerConnection.send", lambda *_: None)
         asked = asyncio.create_task(service.flush())
         await asyncio.sleep(0)
         await service.close()

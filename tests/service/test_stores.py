@@ -17,14 +17,14 @@ from safetensors.numpy import save_file
 from tests.tiny_models import random_tensors
 from tiny import collect, config, request, serving, until
 
+from cairn.config.paths import with_folder
 from cairn.engine.fake import FakeEngine, fake_spec
-from cairn.errors import ConfigError, Conflict
-from cairn.kv.disk import DiskStore
-from cairn.paths import with_folder
-from cairn.service.service import Service
-from cairn.service.stores import open_stores, stored_bytes
-from cairn.service.watchdog import Patience
-from cairn.system import SystemClock, SystemFiles
+from cairn.frontend.service import Service
+from cairn.frontend.watchdog import Patience
+from cairn.kv.disk.store import DiskStore
+from cairn.system.posix import SystemClock, SystemFiles
+from cairn.types.errors import ConfigError, Conflict
+from cairn.worker.stores import open_stores, stored_bytes
 
 
 async def test_kv_survives_the_service(folder: Path, tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ async def test_what_a_folder_has_to_bring_up_is_known_before_the_model(
     assert stored_bytes(stored, SystemFiles()) == chunks > 1000
     for off in ({"kv_disk": False}, {"kv_load": "never"}):
         assert stored_bytes(config(folder, kv_dir=str(tmp_path / "kv"), **off), SystemFiles()) == 0
-    monkeypatch.setattr("cairn.service.stores.MOST_AHEAD", 1000)
+    monkeypatch.setattr("cairn.worker.stores.MOST_AHEAD", 1000)
     assert stored_bytes(stored, SystemFiles()) == 1000
 
 
@@ -73,7 +73,7 @@ async def test_the_option_says_how_long_unused_kv_is_kept(
             made.append(how["ttl"])
             super().__init__(*args, **how)
 
-    monkeypatch.setattr("cairn.service.stores.DiskStore", Watched)
+    monkeypatch.setattr("cairn.worker.stores.DiskStore", Watched)
     async with serving(folder, kv_dir=str(tmp_path / "kv"), **given):
         assert made == [kept]
 
@@ -82,7 +82,7 @@ async def test_a_model_that_two_servers_have_is_stored_by_both_and_found_by_the_
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each has a folder of its own meanwhile; more than four are one too many."""
-    monkeypatch.setattr("cairn.service.stores.PATIENCE", 0.0)
+    monkeypatch.setattr("cairn.worker.stores.PATIENCE", 0.0)
     stored = {"kv_dir": str(tmp_path / "kv"), "kv_load": "always"}
     prompts = ["a context " * 30, "another one " * 30]
     async with contextlib.AsyncExitStack() as stack:
@@ -127,7 +127,7 @@ async def test_a_folder_that_cannot_be_used_is_logged_once_and_so_is_that_it_wor
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """From the start, before there was any request."""
-    caplog.set_level(logging.INFO, "cairn.service.service")
+    caplog.set_level(logging.INFO, "cairn.frontend.service")
     (tmp_path / "in the way").write_text("")
     async with serving(folder, kv_dir=str(tmp_path / "in the way" / "kv")) as service:
 

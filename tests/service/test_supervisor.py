@@ -26,16 +26,17 @@ from tiny import Answer, collect, config, request, until
 
 from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine, fake_spec
-from cairn.errors import GenerationFailed, ModelError, Unavailable
-from cairn.outputs import Event, FinishReason
-from cairn.request import Request
-from cairn.seams import Clock
-from cairn.service import launch, supervisor, wire
-from cairn.service import worker_connection as link_module
-from cairn.service.service import Service
-from cairn.service.stream import RequestStream
-from cairn.service.watchdog import Patience
-from cairn.system import SystemClock
+from cairn.frontend import launch, supervisor
+from cairn.frontend import worker_connection as link_module
+from cairn.frontend.service import Service
+from cairn.frontend.stream import RequestStream
+from cairn.frontend.watchdog import Patience
+from cairn.system.interfaces import Clock
+from cairn.system.posix import SystemClock
+from cairn.types.errors import GenerationFailed, ModelError, Unavailable
+from cairn.types.outputs import Event, FinishReason
+from cairn.types.request import Request
+from cairn.worker import wire
 
 FAULTY = Path(__file__).parent / "faulty_worker.py"
 FRONT = Path(__file__).parent / "front.py"
@@ -873,7 +874,9 @@ async def test_the_worker_logs_as_the_server_does(
     async with serving(folder, log_level=level) as service:
         await collect(service.generate(request(service)))
     seen = capfd.readouterr().err
-    assert bool(re.search(r"^\d{4}-\d\d-\d\d [\d:,]+ WARNING cairn\.kv\.tiers: a slow disk$", seen, re.M)) == told
+    assert (
+        bool(re.search(r"^\d{4}-\d\d-\d\d [\d:,]+ WARNING cairn\.kv\.tiers\.tiers: a slow disk$", seen, re.M)) == told
+    )
     assert ("a slow disk" in seen) == told
 
 

@@ -14,18 +14,19 @@ from tests.api.sockets import site
 from tests.laws.simulator import VirtualClock
 from tiny import collect, config, request, until
 
-from cairn.engine.base import Row, RowResult
 from cairn.engine.fake import FakeEngine, fake_spec
-from cairn.errors import GenerationFailed
-from cairn.kv.cache import Cache
-from cairn.plan import Limits
-from cairn.request import Request
-from cairn.sampling_params import SamplingParams
-from cairn.scheduler import Scheduler
-from cairn.service import launch, wire
-from cairn.service.service import Service
-from cairn.service.watchdog import Patience, Watchdog
-from cairn.service.worker import BEAT_SECONDS, WorkerLoop
+from cairn.frontend import launch
+from cairn.frontend.service import Service
+from cairn.frontend.watchdog import Patience, Watchdog
+from cairn.kv.pool.cache import Cache
+from cairn.scheduler.plan import Limits
+from cairn.scheduler.scheduler import Scheduler
+from cairn.types.errors import GenerationFailed
+from cairn.types.request import Request
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.step import Row, RowResult
+from cairn.worker import wire
+from cairn.worker.worker import BEAT_SECONDS, WorkerLoop
 
 FAULTY = Path(__file__).parent / "faulty_worker.py"
 KILLER = 13

@@ -10,13 +10,13 @@ import time
 import msgspec
 import pytest
 
-from cairn.config import Config, Secret
-from cairn.errors import CairnError, GenerationFailed, ModelFileError, Overloaded, by_code
-from cairn.outputs import FinishReason, Output, Timing, TokenLogprob
-from cairn.request import Request
-from cairn.sampling_params import SamplingParams
-from cairn.service import wire
-from cairn.stats import CacheReport
+from cairn.config.config import Config, Secret
+from cairn.types.errors import CairnError, GenerationFailed, ModelFileError, Overloaded, by_code
+from cairn.types.outputs import FinishReason, Output, Timing, TokenLogprob
+from cairn.types.request import Request
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.stats import CacheReport
+from cairn.worker import wire
 
 REQUEST = Request(
     id=(1 << 63) - 1,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cairn.service import wire
-from cairn.service.worker import BEAT_SECONDS, WorkerLoop
-from cairn.stats import KvStats, SchedulerStats, Swept
+from cairn.types.stats import KvStats, SchedulerStats, Swept
+from cairn.worker import wire
+from cairn.worker.worker import BEAT_SECONDS, WorkerLoop
 
 
 class World:

@@ -13,12 +13,12 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from cairn.config import Config
-from cairn.outputs import Delta, Done, Event
-from cairn.request import Request
-from cairn.sampling_params import SamplingParams
-from cairn.service.service import Service
-from cairn.stats import CacheReport
+from cairn.config.config import Config
+from cairn.frontend.service import Service
+from cairn.types.outputs import Delta, Done, Event
+from cairn.types.request import Request
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.stats import CacheReport
 
 VOCAB = 288
 CONTEXT = 2048

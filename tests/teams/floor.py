@@ -11,10 +11,10 @@ from tests.teams.scripted_voice import ScriptedVoice
 
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.journals import Journal, Journals
-from cairn.agents.log import Log
+from cairn.agents.log.log import Log
+from cairn.agents.log.writer import Writer
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.replay_records import ReplayRecords
-from cairn.agents.writer import Writer
 from cairn.teams.definition import Member, Team, Topology, check_team
 from cairn.teams.entries import Item, Poll, Posted, RoundDone
 from cairn.teams.team_round import TeamRound

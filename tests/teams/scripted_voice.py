@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cairn.agents.turns import Gate
-from cairn.outputs import Delta
-from cairn.service.requests import SamplingOptions
+from cairn.frontend.requests import SamplingOptions
 from cairn.teams.voice import Caller, Heard, Spoken
-from cairn.text.grammar import Wanted
+from cairn.text.grammar.grammar import Wanted
+from cairn.types.outputs import Delta
 
 Script = Callable[[str, str, Sequence[str]], str]
 """(member, what it was told, choices) -> what it says."""

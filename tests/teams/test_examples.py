@@ -18,9 +18,9 @@ from cairn.cli.client import Client
 from cairn.cli.team import ServerStage
 from cairn.cli.team_view import line_of
 from cairn.cli.yaml_files import load_yaml
-from cairn.errors import ConfigError
 from cairn.teams.scenario import Outcome, play, scenario_of
 from cairn.teams.teams import Teams
+from cairn.types.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCENARIOS = sorted(path.stem for path in (EXAMPLES / "teams").glob("*.yaml"))

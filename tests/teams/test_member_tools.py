@@ -15,12 +15,12 @@ from tests.teams.floor import Floor, team
 from tests.teams.scripted_voice import KilledError, ScriptedVoice
 
 from cairn.agents.journals import JournalEntry
-from cairn.errors import InvalidRequest
 from cairn.teams import prompts, transcript
 from cairn.teams.definition import MAX_CALLS, SPEAKS, MemberTool, Team, Topology, check_team
 from cairn.teams.entries import Item, RoundDone, Stated, ToolAnswered, ToolCalled
 from cairn.teams.scenario import play, scenario_of
 from cairn.teams.tool_calls import ToolsWaitError, open_calls
+from cairn.types.errors import InvalidRequest
 
 LOOK = MemberTool(name="look", description="Looks something up.", parameters='{"type": "object"}')
 ADD = MemberTool(name="add", parameters='{"type": "object", "properties": {"n": {"type": "integer"}}}')

@@ -13,11 +13,11 @@ import pytest
 from tests.agents.house import House, house, talking_model
 
 from cairn.engine.fake import FakeEngine
-from cairn.errors import Conflict, InvalidRequest, NotFound
 from cairn.teams.definition import Member, Team, TeamDocument, Topology
 from cairn.teams.entries import Poll, Posted, Stated
 from cairn.teams.teams import Teams
 from cairn.teams.voice import Caller
+from cairn.types.errors import Conflict, InvalidRequest, NotFound
 
 CALLER = Caller(tenant="default")
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "max_tokens": 8}

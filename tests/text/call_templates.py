@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cairn.text.call_formats import CallFormat
-from cairn.text.derived_call_format import derive_form
-from cairn.text.render import environment
-from cairn.text.template_traits import OFFERED, Message, find_traits
-from cairn.text.written_calls import CHECKS, written_by
+from cairn.text.chat.template_traits import OFFERED, Message, find_traits
+from cairn.text.output.call_formats import CallFormat
+from cairn.text.output.derived_call_format import derive_form
+from cairn.text.output.written_calls import CHECKS, written_by
+from cairn.text.render.process import environment
 
 EACH = "{% for call in m.tool_calls %}{% set c = call.function %}"
 _FIRST = "{% set c = m.tool_calls[0].function %}"

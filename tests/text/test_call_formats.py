@@ -13,15 +13,15 @@ from tests.text.call_templates import FURTHER, derived
 from tests.text.test_declared_call_format import DECLARED
 from tests.text.walks import accepts, walk
 
-from cairn.outputs import ToolCallDelta
-from cairn.request import OutputFormat
-from cairn.text import python_calls
-from cairn.text.call_formats import BY_NAME, FORMATS, CallFormat, format_of, name_of
-from cairn.text.call_grammar import callable_tools, lark_of_calls
-from cairn.text.declared_call_format import declared_form
-from cairn.text.grammar import GrammarError, Shape, checked
-from cairn.text.output_parser import splitter
-from cairn.text.tool_parser import offered_tools
+from cairn.text.grammar.grammar import GrammarError, Shape, checked
+from cairn.text.output import python_calls
+from cairn.text.output.call_formats import BY_NAME, FORMATS, CallFormat, format_of, name_of
+from cairn.text.output.call_grammar import callable_tools, lark_of_calls
+from cairn.text.output.declared_call_format import declared_form
+from cairn.text.output.output_parser import splitter
+from cairn.text.output.tool_parser import offered_tools
+from cairn.types.outputs import ToolCallDelta
+from cairn.types.request import OutputFormat
 
 
 def output_of(form: CallFormat, tools: list[dict[str, Any]]) -> OutputFormat:

@@ -13,21 +13,21 @@ import pytest
 from tests.text import text_models
 
 import cairn
-from cairn.config import Config
-from cairn.errors import ConfigError, ContextTooLong, InvalidRequest, ModelFileError, Overloaded, Unsupported
-from cairn.outputs import FinishReason
-from cairn.request import OfferedTool, OutputFormat, Request
-from cairn.sampling_params import SamplingParams
-from cairn.text import length
-from cairn.text import messages as plain
-from cairn.text.chat import Chat
-from cairn.text.json_scan import MAX_DEPTH
-from cairn.text.messages import plain_message, unused_marks
-from cairn.text.named_templates import NAMED
-from cairn.text.shared_time import LongTexts
-from cairn.text.stream import TextStream
-from cairn.text.templates import load_templates
-from cairn.text.tokenizer import INLINE
+from cairn.config.config import Config
+from cairn.text.chat import messages as plain
+from cairn.text.chat.messages import plain_message, unused_marks
+from cairn.text.chat.named_templates import NAMED
+from cairn.text.chat.prompt import Chat
+from cairn.text.chat.templates import load_templates
+from cairn.text.output.json_scan import MAX_DEPTH
+from cairn.text.output.stream import TextStream
+from cairn.text.render.fair_time import LongTexts
+from cairn.text.tokens import length
+from cairn.text.tokens.tokenizer import INLINE
+from cairn.types.errors import ConfigError, ContextTooLong, InvalidRequest, ModelFileError, Overloaded, Unsupported
+from cairn.types.outputs import FinishReason
+from cairn.types.request import OfferedTool, OutputFormat, Request
+from cairn.types.sampling_params import SamplingParams
 
 TOOLS = [
     {

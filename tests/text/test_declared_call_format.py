@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from transformers.utils.chat_parsing import parse_response
 
-from cairn.outputs import ToolCallDelta
-from cairn.request import OfferedTool, OutputFormat
-from cairn.text.call_formats import BY_NAME, CallFormat, name_of
-from cairn.text.declared_call_format import declared_form
-from cairn.text.derived_call_format import known_form, sound
-from cairn.text.output_parser import splitter
+from cairn.text.output.call_formats import BY_NAME, CallFormat, name_of
+from cairn.text.output.declared_call_format import declared_form
+from cairn.text.output.derived_call_format import known_form, sound
+from cairn.text.output.output_parser import splitter
+from cairn.types.outputs import ToolCallDelta
+from cairn.types.request import OfferedTool, OutputFormat
 
 FUNCTION = {"type": "function", "function": "{content}"}
 NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}

@@ -13,17 +13,17 @@ from tests.text.test_declared_call_format import DECLARED
 from tests.text.text_models import QWEN_CONFIG, byte_level, write_model
 from tests.text.walks import walk
 
-from cairn.config import Config
-from cairn.outputs import ToolCallDelta
-from cairn.request import OutputFormat
-from cairn.text.call_formats import BY_NAME, FORMATS, form_by, name_of
-from cairn.text.call_grammar import callable_tools, lark_of_calls
-from cairn.text.chat import Chat
-from cairn.text.derived_call_format import known_form, reads
-from cairn.text.grammar import Shape, checked
-from cairn.text.output_parser import splitter
-from cairn.text.tool_parser import offered_tools
-from cairn.text.written_calls import CHECKS
+from cairn.config.config import Config
+from cairn.text.chat.prompt import Chat
+from cairn.text.grammar.grammar import Shape, checked
+from cairn.text.output.call_formats import BY_NAME, FORMATS, form_by, name_of
+from cairn.text.output.call_grammar import callable_tools, lark_of_calls
+from cairn.text.output.derived_call_format import known_form, reads
+from cairn.text.output.output_parser import splitter
+from cairn.text.output.tool_parser import offered_tools
+from cairn.text.output.written_calls import CHECKS
+from cairn.types.outputs import ToolCallDelta
+from cairn.types.request import OutputFormat
 
 WORDS = {"type": "string", "enum": ["x", "y z"]}  # free texts in tags of nobody's would not end by chance
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}, "s": WORDS}, "required": ["n", "s"]}

@@ -9,8 +9,8 @@ import pytest
 from tests.text import text_models
 from tokenizers import Tokenizer as Library
 
-from cairn.text.detokenizer import Detokenizer, _WindowDetokenizer
-from cairn.text.tokenizer import Tokenizer
+from cairn.text.tokens.detokenizer import Detokenizer, _WindowDetokenizer
+from cairn.text.tokens.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module", params=text_models.KINDS)

@@ -13,15 +13,15 @@ from tests.scripted_model import CHATML, write_scripted
 from tests.text import text_models
 
 from cairn import LLM
-from cairn.config import Config
-from cairn.errors import InvalidRequest, ModelError
-from cairn.models.end_tokens import FIM, UNMISTAKABLE, known_ends, known_middle
-from cairn.models.gguf import read_gguf
-from cairn.models.gguf_spec import _ends, gguf_spec
-from cairn.text.chat import Chat
-from cairn.text.gguf import CONTROL, PLAIN, UNUSED, USER
-from cairn.text.templates import _SAID, load_text, turn_ends
-from cairn.text.tokenizer import Tokenizer
+from cairn.config.config import Config
+from cairn.models.gguf.reader import read_gguf
+from cairn.models.gguf.spec import _ends, gguf_spec
+from cairn.models.spec.end_tokens import FIM, UNMISTAKABLE, known_ends, known_middle
+from cairn.text.chat.prompt import Chat
+from cairn.text.chat.templates import _SAID, load_text, turn_ends
+from cairn.text.tokens.gguf import CONTROL, PLAIN, UNUSED, USER
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.errors import InvalidRequest, ModelError
 
 HI = [{"role": "user", "content": "Say it."}]
 BOS = "<|begin|>"

@@ -12,12 +12,12 @@ from tests import gguf_files
 from tests.text import text_models
 from tests.text.test_gguf_text import published, rescored, strings
 
-from cairn.errors import ModelError, ModelFileError
-from cairn.models.hub import demo_folder
-from cairn.text.gguf import SPLITS
-from cairn.text.gguf_vocab import check_same, texts_of
-from cairn.text.templates import load_templates
-from cairn.text.tokenizer import Tokenizer
+from cairn.models.hub.hub import demo_folder
+from cairn.text.chat.templates import load_templates
+from cairn.text.tokens.gguf import SPLITS
+from cairn.text.tokens.gguf_vocab import check_same, texts_of
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.errors import ModelError, ModelFileError
 
 VOCAB = 1000
 

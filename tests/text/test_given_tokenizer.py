@@ -11,11 +11,11 @@ from tests.scripted_model import write_scripted
 from tokenizers import Tokenizer as Library
 
 from cairn import LLM
-from cairn.errors import ModelError, ModelFileError
-from cairn.models.spec import load_spec
-from cairn.models.tokenizer_files import with_tokenizer
-from cairn.text.templates import load_text
-from cairn.text.tokenizer import Tokenizer
+from cairn.models.spec.config import load_spec
+from cairn.models.spec.tokenizer_files import with_tokenizer
+from cairn.text.chat.templates import load_text
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.errors import ModelError, ModelFileError
 
 PIECES = ["Hel", "lo", " wor", "ld", "!"]
 BARE = ("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type")
@@ -56,7 +56,7 @@ def test_the_models_own_names_of_special_tokens_hold_and_what_lies_beside_the_fi
 
 
 def test_it_comes_before_the_tokenizer_of_a_folder(tmp_path: Path) -> None:
-    from cairn.models.hub import demo_folder
+    from cairn.models.hub.hub import demo_folder
 
     library = Library.from_file(str(demo_folder() / "tokenizer.json"))
     library.add_special_tokens(["<|another|>"])

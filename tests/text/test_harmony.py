@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from tests.text.walks import accepts
 
-from cairn.outputs import ToolCallDelta
-from cairn.request import OutputFormat
-from cairn.text.call_formats import BY_NAME
-from cairn.text.call_grammar import callable_tools, lark_of_calls
-from cairn.text.grammar import Shape, Structure, checked
-from cairn.text.output_parser import splitter
-from cairn.text.tool_parser import offered_tools
+from cairn.text.grammar.grammar import Shape, Structure, checked
+from cairn.text.output.call_formats import BY_NAME
+from cairn.text.output.call_grammar import callable_tools, lark_of_calls
+from cairn.text.output.output_parser import splitter
+from cairn.text.output.tool_parser import offered_tools
+from cairn.types.outputs import ToolCallDelta
+from cairn.types.request import OutputFormat
 
 F = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}]
 OUTPUT = OutputFormat(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cairn.text.json_scan import MAX_DEPTH, MAX_SCALAR, JsonScanner
+from cairn.text.output.json_scan import MAX_DEPTH, MAX_SCALAR, JsonScanner
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

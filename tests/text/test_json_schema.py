@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.text.walks import accepts, walk
 
-from cairn.text.grammar import GrammarError, Shape, Structure, checked
+from cairn.text.grammar.grammar import GrammarError, Shape, Structure, checked
 
 Schema = Any
 _TYPES: dict[str, Callable[[Any], bool]] = {

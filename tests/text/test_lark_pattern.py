@@ -8,10 +8,10 @@ import re
 import pytest
 from tests.text.walks import accepts
 
-from cairn.text.call_formats import FORMATS, CallFormat
-from cairn.text.call_grammar import Offered, lark_of_calls
-from cairn.text.grammar import Shape, checked
-from cairn.text.lark_pattern import NotRegular, pattern_of
+from cairn.text.grammar.grammar import Shape, checked
+from cairn.text.grammar.lark_pattern import NotRegular, pattern_of
+from cairn.text.output.call_formats import FORMATS, CallFormat
+from cairn.text.output.call_grammar import Offered, lark_of_calls
 
 PATCH = r"""
 start: begin_patch hunk+ end_patch

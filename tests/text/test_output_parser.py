@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from cairn.outputs import ToolCallDelta
-from cairn.request import OfferedTool, OutputFormat
-from cairn.text.output_parser import MOST_LEAD, Splitter
-from cairn.text.pieces import Piece
+from cairn.text.output.output_parser import MOST_LEAD, Splitter
+from cairn.text.output.pieces import Piece
+from cairn.types.outputs import ToolCallDelta
+from cairn.types.request import OfferedTool, OutputFormat
 
 BOTH = OutputFormat(reasoning=True, tools=True, offered=(OfferedTool("f"), OfferedTool("g")))
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "a"]}}\n</tool_call>'

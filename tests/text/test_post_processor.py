@@ -11,7 +11,7 @@ from tests.service.tiny import make_model
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from cairn.text.tokenizer import Tokenizer
+from cairn.text.tokens.tokenizer import Tokenizer
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cairn.errors import CairnError, InvalidRequest, ModelFileError, Unavailable
-from cairn.text.render_wire import MAX_FRAME, Job, Setup, frame
-from cairn.text.renderer import Renderer, launch
+from cairn.text.render.parent import Renderer, launch
+from cairn.text.render.render_wire import MAX_FRAME, Job, Setup, frame
+from cairn.types.errors import CairnError, InvalidRequest, ModelFileError, Unavailable
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 NOON = 1_000_000_000.0 + 12 * 3600
@@ -27,7 +27,7 @@ NOON = 1_000_000_000.0 + 12 * 3600
 @pytest.fixture(autouse=True)
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests are about processor time: a machine that has none for them for long is no fault of theirs."""
-    monkeypatch.setattr("cairn.text.renderer.STALLED", 300.0)
+    monkeypatch.setattr("cairn.text.render.parent.STALLED", 300.0)
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ async def test_a_process_that_is_stuck_is_a_503_and_is_replaced(
     assert first is not None
     os.kill(first, signal.SIGSTOP)
     with monkeypatch.context() as patched:
-        patched.setattr("cairn.text.renderer.STALLED", 0.1)
+        patched.setattr("cairn.text.render.parent.STALLED", 0.1)
         errors = await asyncio.gather(*(renderer.render(job("content")) for _ in range(3)), return_exceptions=True)
     assert all(isinstance(error, Unavailable) and error.status == 503 and error.retry_after for error in errors)
     assert await renderer.render(job("content", "well")) == ["well"]
@@ -324,8 +324,8 @@ async def test_what_hub_templates_rely_on() -> None:
 
 PARENT = """
 import asyncio, os, sys
-from cairn.text.render_wire import Job, Setup
-from cairn.text.renderer import Renderer
+from cairn.text.render.render_wire import Job, Setup
+from cairn.text.render.parent import Renderer
 
 async def main():
     renderer = Renderer(Setup(templates={"default": sys.argv[1]}, variables={}, timeout=0.5))
@@ -376,7 +376,7 @@ async def test_a_process_that_cannot_be_started_is_not_the_messages_fault(
     def none() -> None:
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("cairn.text.renderer.launch", none)
+    monkeypatch.setattr("cairn.text.render.parent.launch", none)
     renderer._end()
     with pytest.raises(CairnError, match="did not start") as caught:
         await renderer.render(job("content"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cairn.text.replay import ENTRY_COST, MAX_MISSES, AnswerIdentity, Prefix, ReplayTable, answer_of, assemble
+from cairn.text.chat.replay import ENTRY_COST, MAX_MISSES, AnswerIdentity, Prefix, ReplayTable, answer_of, assemble
 
 
 def said(content: str = "hi", **fields: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 from tests.scripted_model import CHATML, write_scripted
 
 from cairn import LLM
-from cairn.text.gguf import CONTROL, USER
+from cairn.text.tokens.gguf import CONTROL, USER
 
 TOOLS = [
     {

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from tests.text import text_models
 
-from cairn.outputs import FinishReason
-from cairn.request import OutputFormat, Request
-from cairn.sampling_params import SamplingParams
-from cairn.text.reasoning_formats import THINK
-from cairn.text.sampled import opener, visible_ids
-from cairn.text.stream import TextStream
-from cairn.text.tokenizer import Tokenizer
+from cairn.text.chat.sampled import opener, visible_ids
+from cairn.text.output.reasoning_formats import THINK
+from cairn.text.output.stream import TextStream
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.outputs import FinishReason
+from cairn.types.request import OutputFormat, Request
+from cairn.types.sampling_params import SamplingParams
 
 BOTH = OutputFormat(reasoning=True, tools=True)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x":   1}}\n</tool_call>'
@@ -79,7 +79,7 @@ def test_ids_beyond_a_stop_string_are_never_replayed(
     tokenizer: Tokenizer, tail: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Known failure 22."""
-    monkeypatch.setattr("cairn.text.sampled._TAIL", tail)
+    monkeypatch.setattr("cairn.text.chat.sampled._TAIL", tail)
     rng = random.Random(1)
     checked = 0
     for _ in range(200):

@@ -8,11 +8,11 @@ import time
 import msgspec
 import pytest
 
-from cairn.errors import Overloaded
-from cairn.text.render import cpu_seconds
-from cairn.text.render_wire import Job, Setup
-from cairn.text.renderer import Renderer
-from cairn.text.shared_time import AT_ONCE, LongTexts, SharedTurns
+from cairn.text.render.fair_time import AT_ONCE, LongTexts, SharedTurns
+from cairn.text.render.parent import Renderer
+from cairn.text.render.process import cpu_seconds
+from cairn.text.render.render_wire import Job, Setup
+from cairn.types.errors import Overloaded
 
 
 async def settle() -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cairn.text.stream import StopScanner
+from cairn.text.output.stream import StopScanner
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, bool]:

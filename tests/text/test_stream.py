@@ -12,11 +12,11 @@ from tests.text import text_models
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-from cairn.outputs import Delta, FinishReason
-from cairn.request import OfferedTool, OutputFormat, Request
-from cairn.sampling_params import SamplingParams
-from cairn.text.stream import TextStream
-from cairn.text.tokenizer import Tokenizer
+from cairn.text.output.stream import TextStream
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.outputs import Delta, FinishReason
+from cairn.types.request import OfferedTool, OutputFormat, Request
+from cairn.types.sampling_params import SamplingParams
 
 BOTH = OutputFormat(reasoning=True, tools=True)
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Århus", "days": [1, 2]}}\n</tool_call>'

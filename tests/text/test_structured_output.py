@@ -12,11 +12,11 @@ import pytest
 from tests.text import text_models
 from tests.text.walks import accepts
 
-from cairn.config import Config
-from cairn.errors import InvalidRequest, Unsupported
-from cairn.request import OutputFormat
-from cairn.text.chat import Chat
-from cairn.text.grammar import Structure, ToolChoice, Wanted
+from cairn.config.config import Config
+from cairn.text.chat.prompt import Chat
+from cairn.text.grammar.grammar import Structure, ToolChoice, Wanted
+from cairn.types.errors import InvalidRequest, Unsupported
+from cairn.types.request import OutputFormat
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 ASKED = [{"role": "user", "content": "What is the weather?"}]

@@ -11,9 +11,9 @@ from tests.text import text_models
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from cairn.errors import ModelFileError
-from cairn.text.control_tokens import Controls, is_control
-from cairn.text.tokenizer import Tokenizer
+from cairn.text.tokens.control_tokens import Controls, is_control
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.errors import ModelFileError
 
 MARK = "\ufde0"
 

@@ -14,11 +14,11 @@ import text_models
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from cairn.errors import InvalidRequest, ModelFileError
-from cairn.text import tokenizer, tokenizer_checks
-from cairn.text.gguf import SPLITS
-from cairn.text.tokenizer import Tokenizer, _ids
-from cairn.text.tokenizer_checks import CPU_SECONDS, MAX_GROWTH, MAX_STEPS, MEMORY, fault, growth
+from cairn.text.tokens import tokenizer, tokenizer_checks
+from cairn.text.tokens.gguf import SPLITS
+from cairn.text.tokens.tokenizer import Tokenizer, _ids
+from cairn.text.tokens.tokenizer_checks import CPU_SECONDS, MAX_GROWTH, MAX_STEPS, MEMORY, fault, growth
+from cairn.types.errors import InvalidRequest, ModelFileError
 
 
 def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def test_a_table_that_fails_on_text_is_refused() -> None:
 def test_what_tries_a_tokenizer_has_limits_of_time_and_memory() -> None:
     """Told by the process itself, in the place of the first text that it would try."""
     told = (
-        "import resource; from cairn.text import tokenizer_checks as checks; "
+        "import resource; from cairn.text.tokens import tokenizer_checks as checks; "
         "checks.probes = lambda _: [print(*(resource.getrlimit(kind)[0] for kind in "
         "(resource.RLIMIT_CPU, resource.RLIMIT_AS)))] and (); checks.main()"
     )

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from cairn.request import OutputFormat
-from cairn.text.tool_parser import CLOSE, OPEN, CallReader, ParsedCall, call_id
+from cairn.text.output.tool_parser import CLOSE, OPEN, CallReader, ParsedCall, call_id
+from cairn.types.request import OutputFormat
 
 GOOD = [
     ('{"name": "f", "arguments": {"x": 1}}', "f", '{"x": 1}'),

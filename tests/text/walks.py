@@ -6,7 +6,7 @@ import functools
 import random
 from typing import Any
 
-from cairn.service.grammars import GrammarTokenizer, Vocabulary, compile_grammar
+from cairn.worker.grammars import GrammarTokenizer, Vocabulary, compile_grammar
 
 END = 256
 _ENDS = b'"}])>,'

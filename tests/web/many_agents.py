@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from cairn.agents.index import RecordKind
-from cairn.agents.info import Savings
-from cairn.agents.log import Log
-from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, pack
-from cairn.agents.segment import Record
-from cairn.system import SystemFiles, SystemRng
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.log import Log
+from cairn.agents.log.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, pack
+from cairn.agents.log.segment import Record
+from cairn.agents.types import Savings
+from cairn.system.posix import SystemFiles, SystemRng
 
 import msgspec  # isort: skip
 

@@ -13,13 +13,13 @@ from tests.files import CrashFiles
 
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.journals import Journals
-from cairn.agents.log import Log
+from cairn.agents.log.log import Log
+from cairn.agents.log.writer import Writer
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.replay_records import ReplayRecords
-from cairn.agents.writer import Writer
-from cairn.outputs import Delta
-from cairn.service.requests import SamplingOptions
-from cairn.text.grammar import Wanted
+from cairn.frontend.requests import SamplingOptions
+from cairn.text.grammar.grammar import Wanted
+from cairn.types.outputs import Delta
 from cairn.workflows.answerer import Answered, Asker, Heard
 from cairn.workflows.definition import workflow_of
 from cairn.workflows.records import RunEnded

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cairn.errors import InvalidRequest
+from cairn.types.errors import InvalidRequest
 from cairn.workflows import checks
 from cairn.workflows.checks import check_workflow
 from cairn.workflows.definition import workflow_of

@@ -12,7 +12,7 @@ from tests.workflows.scripted_answerer import run
 from tests.workflows.test_checks import node
 from tests.workflows.test_runs import REPAIR, answers
 
-from cairn.errors import Unsupported
+from cairn.types.errors import Unsupported
 from cairn.workflows.definition import workflow_of
 from cairn.workflows.drawing import COLOURS, mermaid, png, states_of, svg
 

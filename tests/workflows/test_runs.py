@@ -10,7 +10,7 @@ import pytest
 from tests.workflows.scripted_answerer import Bench, KilledError, run
 from tests.workflows.test_checks import PLAN, node
 
-from cairn.errors import Conflict, InvalidRequest, NotFound
+from cairn.types.errors import Conflict, InvalidRequest, NotFound
 from cairn.workflows import merging, runner
 from cairn.workflows.merging import Merged, merge
 

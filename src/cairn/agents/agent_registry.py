@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 import msgspec
 
-from cairn.agents.index import RecordKind
-from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TokensRecord, TurnRecord, decode
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.records import AgentRecord, EndRecord, SavingsRecord, TokensRecord, TurnRecord, decode
+from cairn.agents.log.segment import Record
 from cairn.agents.savings import BYTES_KEY, LINES, SavingsTotals
-from cairn.agents.segment import Record
 from cairn.agents.turn_tree import NOBODY, Agent, Turn, reach
-from cairn.metrics import AgentFigures
+from cairn.system.metrics import AgentFigures
 
 log = logging.getLogger(__name__)
 

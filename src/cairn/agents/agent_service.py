@@ -19,18 +19,18 @@ import msgspec
 from cairn.agents import portable
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.archive import typed_read_errors
-from cairn.agents.index import RecordKind
 from cairn.agents.kv import AgentKv, owners
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.records import AgentRecord, SavingsRecord, TurnRecord, UnpinRecord, check, decode
+from cairn.agents.log.segment import Record
+from cairn.agents.log.writer import Writer
 from cairn.agents.pending_writes import PendingWrites
-from cairn.agents.records import AgentRecord, SavingsRecord, TurnRecord, UnpinRecord, check, decode
 from cairn.agents.replay_records import ReplayRecords
-from cairn.agents.segment import Record
 from cairn.agents.turn_tree import NOBODY, Agent, Turn
-from cairn.agents.writer import Writer
-from cairn.config import TenantLimits
-from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, QuotaExceeded, Unavailable
-from cairn.model_spec import ModelSpec
-from cairn.seams import Rng
+from cairn.config.config import TenantLimits
+from cairn.system.interfaces import Rng
+from cairn.types.errors import Conflict, InvalidRequest, NotFound, Overloaded, QuotaExceeded, Unavailable
+from cairn.types.model_spec import ModelSpec
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RESERVED = frozenset({"import"})

@@ -21,13 +21,13 @@ from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.agent_service import AgentService, conflict, create_agent, import_agent
 from cairn.agents.archive import Archive, Unreadable
 from cairn.agents.content import Content
-from cairn.agents.disk_threads import on_disk_thread
 from cairn.agents.export_kv import take_in, with_kv
-from cairn.agents.index import RecordKind
-from cairn.agents.info import AgentInfo, AgentPage, Savings, TurnInfo
 from cairn.agents.journals import Journals
 from cairn.agents.kv import AgentKv
-from cairn.agents.log import Log
+from cairn.agents.log.disk_threads import on_disk_thread
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.log import Log
+from cairn.agents.log.writer import Writer
 from cairn.agents.maintenance import Maintenance
 from cairn.agents.overview import Overview
 from cairn.agents.pending_writes import PendingWrites
@@ -35,19 +35,19 @@ from cairn.agents.replay_records import ReplayRecords, newest
 from cairn.agents.running_turn import RunningTurn
 from cairn.agents.turn_tree import Agent
 from cairn.agents.turns import Gate, Turns
-from cairn.agents.writer import Writer
-from cairn.config import Config, TenantLimits, limits_of
-from cairn.errors import ConfigError, Conflict, InvalidRequest, NotFound, Unavailable
-from cairn.metrics import AgentFigures
-from cairn.outputs import Done, FinishReason
-from cairn.seams import Clock, FileSystem, Rng
-from cairn.service.requests import PLAIN, SamplingOptions
-from cairn.service.service import Service
-from cairn.service.services import Services
-from cairn.service.stream import RequestStream
-from cairn.stats import Placed, TakenIn
-from cairn.text.chat import Sampled
-from cairn.text.grammar import ANYTHING, Wanted
+from cairn.agents.types import AgentInfo, AgentPage, Savings, TurnInfo
+from cairn.config.config import Config, TenantLimits, limits_of
+from cairn.frontend.requests import PLAIN, SamplingOptions
+from cairn.frontend.service import Service
+from cairn.frontend.stream import RequestStream
+from cairn.router.services import Services
+from cairn.system.interfaces import Clock, FileSystem, Rng
+from cairn.system.metrics import AgentFigures
+from cairn.text.chat.prompt import Sampled
+from cairn.text.grammar.grammar import ANYTHING, Wanted
+from cairn.types.errors import ConfigError, Conflict, InvalidRequest, NotFound, Unavailable
+from cairn.types.outputs import Done, FinishReason
+from cairn.types.stats import Placed, TakenIn
 
 KEPT_SECONDS = 0.25
 """How long the end of an answer waits for a disk to take what was sampled for it."""

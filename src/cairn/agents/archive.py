@@ -14,12 +14,12 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.content import Branch, Content, Descent
-from cairn.agents.disk_threads import on_disk_thread
-from cairn.agents.index import RecordKind
-from cairn.agents.log import Log
-from cairn.agents.records import EndRecord, TurnRecord, decode
+from cairn.agents.log.disk_threads import on_disk_thread
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.log import Log
+from cairn.agents.log.records import EndRecord, TurnRecord, decode
 from cairn.agents.turn_tree import Agent, Turn
-from cairn.errors import Damaged, NotFound, Unavailable
+from cairn.types.errors import Damaged, NotFound, Unavailable
 
 SOME = 32
 """Contexts that are held at once, and turns that are put together before others get their turn on the event loop."""

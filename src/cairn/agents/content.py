@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from cairn.agents.records import EndRecord, TokensRecord, TurnRecord, pack, unpack
+from cairn.agents.log.records import EndRecord, TokensRecord, TurnRecord, pack, unpack
 
 
 class Content:

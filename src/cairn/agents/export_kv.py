@@ -11,9 +11,9 @@ from typing import BinaryIO
 
 from cairn.agents.kv import AgentKv
 from cairn.agents.turn_tree import Agent
-from cairn.errors import InvalidRequest, Unavailable
-from cairn.kv import portable_kv
-from cairn.stats import TakenIn
+from cairn.kv.disk import portable_kv
+from cairn.types.errors import InvalidRequest, Unavailable
+from cairn.types.stats import TakenIn
 
 COPY_BYTES = 1 << 20
 
@@ -53,7 +53,7 @@ def _read(path: Path) -> bytes:
 
 
 class _Readable:
-    """A file that was sent, as `seams.File` has those that are read."""
+    """A file that was sent, as `interfaces.File` has those that are read."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cairn.agents.index import RecordKind
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.records import EntryRecord, JournalRecord, check, decode
+from cairn.agents.log.segment import Record
+from cairn.agents.log.writer import Writer
 from cairn.agents.pending_writes import PendingWrites
-from cairn.agents.records import EntryRecord, JournalRecord, check, decode
-from cairn.agents.segment import Record
-from cairn.agents.writer import Writer
-from cairn.errors import Conflict, NotFound, Overloaded
-from cairn.seams import Rng
+from cairn.system.interfaces import Rng
+from cairn.types.errors import Conflict, NotFound, Overloaded
 
 MAX_JOURNALS = 1_000
 """How many of one room a tenant may have."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.archive import Archive, Unreadable
-from cairn.agents.records import pack
+from cairn.agents.log.records import pack
 from cairn.agents.request_contexts import (
     DIGEST_BYTES,
     HeadDigests,
@@ -22,12 +22,12 @@ from cairn.agents.request_contexts import (
     prefix_digests,
 )
 from cairn.agents.turn_tree import NOBODY, Agent, Turn
-from cairn.block_size import CHUNK_TOKENS
-from cairn.errors import Conflict, Unavailable
-from cairn.kv.reuse_hints import Standing
-from cairn.service.service import Service
-from cairn.service.services import Services
-from cairn.stats import KvStats, Placed, TakenIn
+from cairn.frontend.service import Service
+from cairn.kv.tiers.reuse_hints import Standing
+from cairn.router.services import Services
+from cairn.types.block_size import CHUNK_TOKENS
+from cairn.types.errors import Conflict, Unavailable
+from cairn.types.stats import KvStats, Placed, TakenIn
 
 
 class Context(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from cairn.agents.agent_service import AgentService
 from cairn.agents.kv import BATCH
 from cairn.agents.replay_records import ReplayRecords
-from cairn.errors import Unavailable, trace
+from cairn.types.errors import Unavailable, trace
 
 log = logging.getLogger(__name__)
 

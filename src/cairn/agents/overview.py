@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from cairn.agents.agent_registry import AgentRegistry
-from cairn.agents.info import AgentInfo
+from cairn.agents.log.writer import Writer
 from cairn.agents.turn_tree import Agent
-from cairn.agents.writer import Writer
+from cairn.agents.types import AgentInfo
 
 
 class Changes(NamedTuple):

@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from cairn.agents.agent_registry import AgentRegistry
-from cairn.agents.index import RecordKind
-from cairn.agents.info import Savings
 from cairn.agents.kv import BATCH
-from cairn.agents.records import SavingsRecord
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.records import SavingsRecord
+from cairn.agents.log.segment import Record
+from cairn.agents.log.writer import Writer
 from cairn.agents.replay_records import ReplayRecords
 from cairn.agents.savings import BYTES_KEY, LINES, counted, day_key, total_key
-from cairn.agents.segment import Record
 from cairn.agents.turn_tree import Agent
-from cairn.agents.writer import Writer
-from cairn.outputs import Done
-from cairn.seams import Clock
+from cairn.agents.types import Savings
+from cairn.system.interfaces import Clock
+from cairn.types.outputs import Done
 
 STEP_SECONDS = 10.0
 """How far the wall clock may run away from the other one by itself: it was set, or the machine slept."""

@@ -22,9 +22,9 @@ import msgspec
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.archive import Archive, Unreadable, typed_read_errors
 from cairn.agents.content import Content
-from cairn.agents.index import RecordKind
-from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, decode, pack, unpack
-from cairn.agents.segment import (
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, decode, pack, unpack
+from cairn.agents.log.segment import (
     HEADER_BYTES,
     VERSION,
     Record,
@@ -35,10 +35,10 @@ from cairn.agents.segment import (
     scan,
 )
 from cairn.agents.turn_tree import Agent, Turn
-from cairn.errors import InvalidRequest
-from cairn.request import OutputFormat
-from cairn.seams import Rng
-from cairn.text.messages import plain_message
+from cairn.system.interfaces import Rng
+from cairn.text.chat.messages import plain_message
+from cairn.types.errors import InvalidRequest
+from cairn.types.request import OutputFormat
 
 MEDIA_TYPE = "application/vnd.cairn.agent"
 MAX_NUMBER = 2**31 - 1

@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from cairn.agents.index import RecordKind
-from cairn.agents.records import ReplayRecord, decode, pack, unpack
-from cairn.agents.segment import Record
-from cairn.text.chat import Sampled
-from cairn.text.replay import AnswerIdentity
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.records import ReplayRecord, decode, pack, unpack
+from cairn.agents.log.segment import Record
+from cairn.text.chat.prompt import Sampled
+from cairn.text.chat.replay import AnswerIdentity
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cairn.agents.records import pack
+from cairn.agents.log.records import pack
 from cairn.agents.turn_tree import Agent, Turn
-from cairn.block_size import CHUNK_TOKENS
+from cairn.types.block_size import CHUNK_TOKENS
 
 DIGEST_BYTES = 8
 """Bytes of one digest."""

@@ -10,20 +10,20 @@ from typing import Any, Protocol
 import msgspec
 
 from cairn.agents.content import shared
-from cairn.agents.index import RecordKind
-from cairn.agents.records import EndRecord, Failure, TokensRecord, pack
-from cairn.agents.segment import Record
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.records import EndRecord, Failure, TokensRecord, pack
+from cairn.agents.log.segment import Record
+from cairn.agents.log.writer import Writer
 from cairn.agents.turn_tree import Agent, Turn
-from cairn.agents.writer import Writer
-from cairn.errors import CairnError, Cancelled, GenerationFailed, Unavailable
-from cairn.outputs import Delta, Done, Event, FinishReason, Usage
-from cairn.request import Request
-from cairn.seams import Clock
-from cairn.service.service import Service
-from cairn.service.stream import RequestStream, merge
-from cairn.stats import CacheReport
-from cairn.text.message_builder import MessageBuilder, ReasoningCount
-from cairn.text.stream import TextStream
+from cairn.frontend.service import Service
+from cairn.frontend.stream import RequestStream, merge
+from cairn.system.interfaces import Clock
+from cairn.text.chat.message_builder import MessageBuilder, ReasoningCount
+from cairn.text.output.stream import TextStream
+from cairn.types.errors import CairnError, Cancelled, GenerationFailed, Unavailable
+from cairn.types.outputs import Delta, Done, Event, FinishReason, Usage
+from cairn.types.request import Request
+from cairn.types.stats import CacheReport
 
 PIECE_TOKENS = 16
 PIECE_SECONDS = 0.25

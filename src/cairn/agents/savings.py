@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from cairn.agents.info import Savings
-from cairn.outputs import Done
+from cairn.agents.types import Savings
+from cairn.types.outputs import Done
 
 
 def counted(savings: Savings, done: Done, speed: float) -> Savings:

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from cairn.agents.content import Content
-from cairn.agents.info import AgentInfo, Savings, TurnInfo, TurnState
-from cairn.agents.records import AgentRecord, EndRecord, TokensRecord, TurnRecord
-from cairn.block_size import CHUNK_TOKENS
-from cairn.stats import CacheReport
+from cairn.agents.log.records import AgentRecord, EndRecord, TokensRecord, TurnRecord
+from cairn.agents.types import AgentInfo, Savings, TurnInfo, TurnState
+from cairn.types.block_size import CHUNK_TOKENS
+from cairn.types.stats import CacheReport
 
 if TYPE_CHECKING:
     from cairn.agents.running_turn import RunningTurn

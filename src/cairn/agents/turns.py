@@ -12,23 +12,23 @@ import msgspec
 from cairn.agents.agent_service import AgentService, conflict
 from cairn.agents.archive import Archive, Unreadable, answerable
 from cairn.agents.content import Branch, Content, digest
-from cairn.agents.index import RecordKind
 from cairn.agents.kv import BATCH
-from cairn.agents.records import EndRecord, TurnRecord, check, pack
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.records import EndRecord, TurnRecord, check, pack
+from cairn.agents.log.segment import Record
 from cairn.agents.running_turn import RunningTurn, said_before
-from cairn.agents.segment import Record
 from cairn.agents.turn_tree import Agent, Turn
-from cairn.errors import Conflict, Unavailable
-from cairn.outputs import Done, Event, FinishReason
-from cairn.request import Request
-from cairn.seams import Clock
-from cairn.service.miss_explainer import PromptOrigin, told_of
-from cairn.service.requests import SamplingOptions
-from cairn.service.service import Service
-from cairn.service.services import Services
-from cairn.service.stream import RequestStream
-from cairn.text.chat import Prompt
-from cairn.text.grammar import ANYTHING, Wanted
+from cairn.frontend.miss_explainer import PromptOrigin, told_of
+from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.service import Service
+from cairn.frontend.stream import RequestStream
+from cairn.router.services import Services
+from cairn.system.interfaces import Clock
+from cairn.text.chat.prompt import Prompt
+from cairn.text.grammar.grammar import ANYTHING, Wanted
+from cairn.types.errors import Conflict, Unavailable
+from cairn.types.outputs import Done, Event, FinishReason
+from cairn.types.request import Request
 
 Gate = Callable[[], Awaitable[None]]
 """What is waited for between a prompt and its answer, so that several begin in one step."""

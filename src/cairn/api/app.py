@@ -2,34 +2,35 @@
 
 Routes (POST bodies are JSON):
 
-    POST /v1/chat/completions   POST /v1/completions         openai.py; these and models also without /v1
-    POST /v1/messages           POST /v1/messages/count_tokens    anthropic.py
-    /v1/responses, /v1/conversations and below               responses.py, conversations.py
-    POST /api/chat              POST /api/generate           ollama.py
-    POST /api/embed             POST /api/embeddings         ollama_embeddings.py
-    /api/tags, show, ps, version, pull, delete, copy         ollama_models.py
-    GET  /v1/models             GET  /v1/models/{id}         admin.py
-    /v1/admin and below, POST /v1/models/load, unload        model_admin.py; where admin_port says so only there
-    POST /v1/embeddings|rerank|score    POST /embed          embeddings.py; the first three also without /v1
-    POST /tokenize              POST /detokenize             tokens.py
-    POST /completion, /infill, /apply-template, GET /slots, /lora-adapters   llama.py; and a chat's input_tokens
+    POST /v1/chat/completions   POST /v1/completions         openai/chat.py; these and models also without /v1
+    POST /v1/messages           POST /v1/messages/count_tokens    anthropic/messages.py
+    /v1/responses, /v1/conversations and below               openai/responses.py, openai/conversations.py
+    POST /api/chat              POST /api/generate           ollama/chat.py
+    POST /api/embed             POST /api/embeddings         ollama/ollama_embeddings.py
+    /api/tags, show, ps, version, pull, delete, copy         ollama/models.py
+    GET  /v1/models             GET  /v1/models/{id}         admin/requests.py
+    /v1/admin and below, POST /v1/models/load, unload        admin/models.py; where admin_port says so only there
+    POST /v1/embeddings|rerank|score    POST /embed          openai/embeddings.py; the first three also without /v1
+    POST /tokenize              POST /detokenize             openai/tokenize.py
+    POST /completion, /infill, /apply-template, GET /slots, /lora-adapters   llamacpp/completion.py; also input_tokens
     GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel
-    GET  /v1/requests/{id}/events                            resumable.py
-    /v1/agents and below                                     agents.py
-    /v1/teams and below, /v1/workflows and below             teams.py, workflows.py
-    /v1/collections and below                                collections.py
-    /v1/files, /v1/vector_stores and below                   files.py, vector_stores.py
-    GET  /v1/cache              POST /v1/cache/flush|scrub|prune    admin.py
-    GET  /health and below      GET  /version                health.py
+    GET  /v1/requests/{id}/events                            http/resumable.py
+    /v1/agents and below                                     native/agents.py
+    /v1/teams and below, /v1/workflows and below             native/teams.py, native/workflows.py
+    /v1/collections and below                                native/collections.py
+    /v1/files, /v1/vector_stores and below                   openai/files.py, openai/vector_stores.py
+    GET  /v1/cache              POST /v1/cache/flush|scrub|prune    admin/requests.py
+    GET  /health and below      GET  /version                admin/health.py
     GET  /  GET /web/{file}     GET  /docs  /openapi.json    page.py, openapi.py
-    GET  /v1/events             GET  /v1/savings             changes.py
-    GET  /props                                              admin.py
+    GET  /v1/events             GET  /v1/savings             native/live_events.py
+    GET  /props                                              admin/requests.py
     GET  /metrics
 
-Of several models `routing.py` chooses the one that answers a call, before its route sees it; `rate_limits.py` says
-whether the tenant may ask at all.
+Of several models `chat/model_choice.py` chooses the one that answers a call, before its route sees it; `http/limits.py`
+says whether the tenant may ask at all.
 
-Whether a path is a route is told before a key is asked for, and by its form alone; any other is a 404 (unserved.py).
+Whether a path is a route is told before a key is asked for, and by its form alone; any other is a 404
+(http/not_found.py).
 """
 
 from __future__ import annotations
@@ -40,50 +41,50 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cairn.api import health
-from cairn.api.admin import Admin, Props, StoredRoutes
-from cairn.api.agent_attribution import AgentAttribution
-from cairn.api.agents import AgentRoutes
-from cairn.api.anthropic import Anthropic
-from cairn.api.auth import Access, has_tenants, is_admin, preflight, salts
-from cairn.api.body_budget import BodyBudget
-from cairn.api.call_table import CallTable
-from cairn.api.changes import ChangeFeeds, SavingsRoutes
-from cairn.api.collections import CollectionRoutes
-from cairn.api.embeddings import Embeddings
-from cairn.api.exchange import Exchanges
-from cairn.api.files import FileRoutes
-from cairn.api.folders import agents_folder, named
-from cairn.api.library import Library
-from cairn.api.llama import Llama
-from cairn.api.model_admin import ModelAdmin
-from cairn.api.ollama import Ollama
-from cairn.api.ollama_embeddings import OllamaEmbeddings
-from cairn.api.ollama_models import OllamaModels
-from cairn.api.openai import OpenAI
+from cairn.api.admin import health
+from cairn.api.admin.models import ModelAdmin
+from cairn.api.admin.reload import Reload
+from cairn.api.admin.requests import Admin, Props, StoredRoutes
+from cairn.api.anthropic.messages import Anthropic
+from cairn.api.chat.exchange import Exchanges
+from cairn.api.chat.model_choice import ModelRouter
+from cairn.api.chat.sessions import AgentAttribution
+from cairn.api.http.auth import Access, has_tenants, is_admin, preflight, salts
+from cairn.api.http.body_budget import BodyBudget
+from cairn.api.http.call import Disconnected, HTTPCall, Receive, Scope, Send, shown, unforeseen
+from cairn.api.http.call_table import CallTable
+from cairn.api.http.limits import RateLimits
+from cairn.api.http.not_found import body_of, canonical, no_route
+from cairn.api.http.quotas import Quotas
+from cairn.api.http.request_deadline import deadline_of
+from cairn.api.http.resumable import EventLogs
+from cairn.api.llamacpp.completion import Llama
+from cairn.api.native.agents import AgentRoutes
+from cairn.api.native.collections import CollectionRoutes
+from cairn.api.native.folders import agents_folder, named
+from cairn.api.native.library import Library
+from cairn.api.native.live_events import ChangeFeeds, SavingsRoutes
+from cairn.api.native.teams import TeamRoutes
+from cairn.api.native.workflows import WorkflowRoutes
+from cairn.api.ollama.chat import Ollama
+from cairn.api.ollama.models import OllamaModels
+from cairn.api.ollama.ollama_embeddings import OllamaEmbeddings
+from cairn.api.openai.chat import OpenAI
+from cairn.api.openai.embeddings import Embeddings
+from cairn.api.openai.files import FileRoutes
+from cairn.api.openai.responses import Responses
+from cairn.api.openai.tokenize import TokenRoutes
+from cairn.api.openai.vector_stores import VectorStoreRoutes
 from cairn.api.page import Page
-from cairn.api.quotas import Quotas
-from cairn.api.rate_limits import RateLimits
-from cairn.api.reload import Reload
-from cairn.api.reply import Disconnected, HTTPCall, Receive, Scope, Send, shown, unforeseen
-from cairn.api.request_deadline import deadline_of
-from cairn.api.responses import Responses
-from cairn.api.resumable import EventLogs
-from cairn.api.routing import ModelRouter
-from cairn.api.teams import TeamRoutes
-from cairn.api.tokens import TokenRoutes
 from cairn.api.tracing import Tracing
-from cairn.api.unserved import body_of, canonical, no_route
-from cairn.api.vector_stores import VectorStoreRoutes
-from cairn.api.workflows import WorkflowRoutes
-from cairn.config import Config, limits_of
-from cairn.deadline import DEADLINE
-from cairn.errors import CairnError, MethodNotAllowed, Unavailable, trace
-from cairn.seams import Rng
-from cairn.service.models import Models
-from cairn.service.service import Service
-from cairn.spans import PRESENT, Spans
-from cairn.system import FACTS, SystemClock, SystemRng
+from cairn.config.config import Config, limits_of
+from cairn.frontend.service import Service
+from cairn.router.models import Models
+from cairn.system.deadline import DEADLINE
+from cairn.system.interfaces import Rng
+from cairn.system.posix import FACTS, SystemClock, SystemRng
+from cairn.system.spans import PRESENT, Spans
+from cairn.types.errors import CairnError, MethodNotAllowed, Unavailable, trace
 
 log = logging.getLogger("cairn.api")
 access = logging.getLogger("cairn.access")

@@ -20,20 +20,20 @@ from rich.text import Text
 
 from cairn.agents.agents import Agents
 from cairn.api.app import AdminSide, App, build_app
-from cairn.api.auth import has_keys, is_local, salts
-from cairn.api.folders import agents_folder
-from cairn.api.listener import Listener
-from cairn.config import Config, turns_of
-from cairn.errors import CairnError, ConfigError
-from cairn.model_spec import Kind
-from cairn.seams import Network
-from cairn.service.launch import ENDING, KILL_SECONDS, First
-from cairn.service.models import Models
-from cairn.service.requests import sampling_defaults, sentence
-from cairn.service.served_model import ServedModel
-from cairn.service.service import Service
-from cairn.service.supervisor import STORE_SECONDS
-from cairn.system import SystemClock, SystemFiles, SystemNetwork, SystemRng
+from cairn.api.http.auth import has_keys, is_local, salts
+from cairn.api.http.listener import Listener
+from cairn.api.native.folders import agents_folder
+from cairn.config.config import Config, turns_of
+from cairn.frontend.launch import ENDING, KILL_SECONDS, First
+from cairn.frontend.requests import sampling_defaults, sentence
+from cairn.frontend.service import Service
+from cairn.frontend.supervisor import STORE_SECONDS
+from cairn.router.models import Models
+from cairn.router.served_model import ServedModel
+from cairn.system.interfaces import Network
+from cairn.system.posix import SystemClock, SystemFiles, SystemNetwork, SystemRng
+from cairn.types.errors import CairnError, ConfigError
+from cairn.types.model_spec import Kind
 
 log = logging.getLogger("cairn.api")
 

@@ -1,7 +1,7 @@
 """/openapi.json: the routes by OpenAPI 3.1, with bodies from the very types that check them.
 
-What a method does is its endpoint's docstring. Fields that are accepted and have no effect (`fields.py`) are not among
-those of a body; docs/clients.md lists them.
+What a method does is its endpoint's docstring. Fields that are accepted and have no effect (`chat/fields.py`) are not
+among those of a body; docs/clients.md lists them.
 """
 
 from __future__ import annotations
@@ -14,27 +14,15 @@ import msgspec
 from pydantic.json_schema import models_json_schema
 
 from cairn import __version__
-from cairn.api.agent_schemas import CreateBody, EvictBody, ForkBody, NoBody, ResumeBody, RollbackBody, TurnBody
-from cairn.api.anthropic_schemas import MessagesBody
-from cairn.api.auth import ADMIN, OPEN
-from cairn.api.body import Body
-from cairn.api.collection_schemas import AskCollectionBody, CollectionBody, CollectionDocumentBody, SearchBody
-from cairn.api.conversations import ConversationBody, ItemsBody
-from cairn.api.embedding_schemas import EmbeddingBody, RerankBody, ScoreBody, TextsBody
-from cairn.api.llama_schemas import InfillBody, LlamaCompletionBody
-from cairn.api.model_admin import DrainBody, LoadBody, SwapBody, UnloadBody
-from cairn.api.ollama_schemas import (
-    CopyBody,
-    NameBody,
-    OllamaChatBody,
-    OllamaEmbedBody,
-    OllamaEmbeddingsBody,
-    OllamaGenerateBody,
-)
-from cairn.api.openapi_answers import ERRORS, REF, responses
-from cairn.api.responses_schemas import ResponseBody
-from cairn.api.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from cairn.api.team_schemas import (
+from cairn.api.admin.models import DrainBody, LoadBody, SwapBody, UnloadBody
+from cairn.api.anthropic.schemas import MessagesBody
+from cairn.api.chat.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from cairn.api.http.auth import ADMIN, OPEN
+from cairn.api.http.body import Body
+from cairn.api.llamacpp.schemas import InfillBody, LlamaCompletionBody
+from cairn.api.native.agent_schemas import CreateBody, EvictBody, ForkBody, NoBody, ResumeBody, RollbackBody, TurnBody
+from cairn.api.native.collection_schemas import AskCollectionBody, CollectionBody, CollectionDocumentBody, SearchBody
+from cairn.api.native.team_schemas import (
     PostBody,
     RoundsBody,
     TeamBody,
@@ -43,7 +31,19 @@ from cairn.api.team_schemas import (
     ToolResultsBody,
     VoteBody,
 )
-from cairn.api.vector_store_schemas import (
+from cairn.api.native.workflow_schemas import RunResumeBody, WorkflowBody, WorkflowRunBody
+from cairn.api.ollama.schemas import (
+    CopyBody,
+    NameBody,
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+)
+from cairn.api.openai.conversations import ConversationBody, ItemsBody
+from cairn.api.openai.embedding_schemas import EmbeddingBody, RerankBody, ScoreBody, TextsBody
+from cairn.api.openai.responses_schemas import ResponseBody
+from cairn.api.openai.vector_store_schemas import (
     AttachBody,
     AttributesBody,
     BatchBody,
@@ -51,7 +51,7 @@ from cairn.api.vector_store_schemas import (
     VectorStoreBody,
     VectorStoreChangeBody,
 )
-from cairn.api.workflow_schemas import RunResumeBody, WorkflowBody, WorkflowRunBody
+from cairn.api.openapi_answers import ERRORS, REF, responses
 
 FILE = "application/octet-stream"
 FORMS: Mapping[str, Mapping[str, Any]] = {

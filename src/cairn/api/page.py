@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from cairn.api import health
-from cairn.api.health import Answering, ServerHealth
-from cairn.api.reply import Headers, HTTPCall
-from cairn.config import Config
+from cairn.api.admin import health
+from cairn.api.admin.health import Answering, ServerHealth
+from cairn.api.http.call import Headers, HTTPCall
+from cairn.config.config import Config
 
 FOLDER = Path(__file__).parent.parent / "web"
 KINDS = {

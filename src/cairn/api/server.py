@@ -17,16 +17,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from cairn.api.auth import check_exposure
-from cairn.api.folders import check_folders, usual_held
-from cairn.api.origins import Origins
-from cairn.api.tls import check_tls
+from cairn.api.http.auth import check_exposure
+from cairn.api.http.origins import Origins
+from cairn.api.http.tls import check_tls
+from cairn.api.native.folders import check_folders, usual_held
 from cairn.api.tracing import endpoint_of
-from cairn.config import Config
-from cairn.errors import ConfigError
-from cairn.service.launch import ENDING
-from cairn.service.served_model import first_worker, served_models
-from cairn.system import SystemClock, SystemFiles, log_to_stderr
+from cairn.config.config import Config
+from cairn.frontend.launch import ENDING
+from cairn.router.served_model import first_worker, served_models
+from cairn.system.posix import SystemClock, SystemFiles, log_to_stderr
+from cairn.types.errors import ConfigError
 
 log = logging.getLogger("cairn.api")
 

@@ -1,4 +1,4 @@
-"""Traces by OpenTelemetry: a span a call, and below it what its time went to (`cairn.spans`).
+"""Traces by OpenTelemetry: a span a call, and below it what its time went to (`cairn.system.spans`).
 
 The names are those of OpenTelemetry's conventions for HTTP servers and generative models
 (opentelemetry.io/docs/specs/semconv), and `cairn.*` where these have none. A call that carries W3C's `traceparent` goes
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from cairn import __version__
-from cairn.api.reply import HTTPCall
-from cairn.config import Config
-from cairn.errors import ConfigError
-from cairn.seams import Clock
-from cairn.spans import Span, Spans
+from cairn.api.http.call import HTTPCall
+from cairn.config.config import Config
+from cairn.system.interfaces import Clock
+from cairn.system.spans import Span, Spans
+from cairn.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider

@@ -33,7 +33,7 @@ from cairn.cli import (
     workflow,
 )
 from cairn.cli.output import printable
-from cairn.errors import CairnError, ConfigError
+from cairn.types.errors import CairnError, ConfigError
 
 app = typer.Typer(
     name="cairn",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cairn.cli.agents import path
 from cairn.cli.chat import Conversation
-from cairn.errors import CairnError, Conflict, NotFound
+from cairn.types.errors import CairnError, Conflict, NotFound
 
 if TYPE_CHECKING:
     from cairn.cli.client import Client

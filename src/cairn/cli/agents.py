@@ -12,8 +12,8 @@ from urllib.parse import quote
 import typer
 
 from cairn.cli.options import Host, configured, server
-from cairn.errors import ConfigError, InvalidRequest
-from cairn.resolve import Resolved
+from cairn.config.resolve import Resolved
+from cairn.types.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from cairn.cli.options import server
 from cairn.cli.output import talk
 from cairn.cli.sampling import AnswerSource, source
-from cairn.errors import CairnError, ConfigError
-from cairn.option import local_options, options
-from cairn.resolve import Resolved
+from cairn.config.option import local_options, options
+from cairn.config.resolve import Resolved
+from cairn.types.errors import CairnError, ConfigError
 
 if TYPE_CHECKING:
     from cairn.cli.client import Client
@@ -129,7 +129,7 @@ def _meant(resolved: Resolved, names: list[str]) -> str | None:
     """The server's name of the model that was asked for; where none was, of its first."""
     if resolved.source("model") == "default":
         return names[0] if names else None
-    from cairn.models import hub
+    from cairn.models.hub import hub
 
     wanted = [resolved.config.model, resolved.config.served_name]
     with suppress(CairnError):

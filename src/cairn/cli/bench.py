@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cairn.cli.options import configured
-from cairn.errors import ConfigError
-from cairn.resolve import Resolved
+from cairn.config.resolve import Resolved
+from cairn.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cairn.config import Config
+    from cairn.config.config import Config
     from cairn.engine.bench import Figure, Workload
     from cairn.kernels.roofline import Roofline
-    from cairn.model_spec import ModelSpec
-    from cairn.models.random_weights import RandomWeights
-    from cairn.models.weight_format import HeldWeights
+    from cairn.models.packing.random_weights import RandomWeights
+    from cairn.models.packing.weight_format import HeldWeights
+    from cairn.types.model_spec import ModelSpec
 
     Weights = HeldWeights | RandomWeights
 
@@ -85,10 +85,10 @@ def _numbers(flag: str, text: str, least: int, most: int) -> tuple[int, ...]:
 
 def _model(config: Config) -> tuple[ModelSpec, Weights]:
     """A model's spec, and its weights before they are packed."""
-    from cairn.models import hub
-    from cairn.models.spec import check_decodes, load_spec
-    from cairn.models.weight_format import HeldWeights, form_of
-    from cairn.models.weights import open_weights
+    from cairn.models.hub import hub
+    from cairn.models.packing.weight_format import HeldWeights, form_of
+    from cairn.models.safetensors.weights import open_weights
+    from cairn.models.spec.config import check_decodes, load_spec
 
     folder = hub.locate(config.model)
     spec = check_decodes(load_spec(folder, identify=False))
@@ -97,7 +97,7 @@ def _model(config: Config) -> tuple[ModelSpec, Weights]:
 
 def _random(shape: str, kind: str) -> tuple[ModelSpec, Weights]:
     """A shape's spec and random weights."""
-    from cairn.models import random_weights as shapes
+    from cairn.models.packing import random_weights as shapes
 
     if shape not in shapes.SHAPES:
         raise ConfigError(f"--shape is {shape!r:.40}, expected one of {', '.join(shapes.SHAPES)}")
@@ -113,7 +113,7 @@ def _measure(spec: ModelSpec, weights: Weights, config: Config, load: Workload) 
     from cairn.engine.machine import cpu_count
     from cairn.kernels import roofline
     from cairn.kernels.choose import chosen
-    from cairn.system import SystemClock
+    from cairn.system.posix import SystemClock
 
     console, now = talk(), SystemClock().now
     console.print("measuring the machine ...")
@@ -139,7 +139,7 @@ def _print(spec: ModelSpec, weights: Weights, config: Config, measured: Measured
     from cairn.cli.output import amount, table, talk
     from cairn.engine.machine import cpu_count, cpu_name, peak_memory
     from cairn.kernels.choose import chosen
-    from cairn.models.weight_format import error_line
+    from cairn.models.packing.weight_format import error_line
 
     load, roofline, figures = measured.load, measured.roofline, measured.figures
     threads, kernels, peak = config.threads or cpu_count(), chosen(config.kernels), peak_memory()

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cairn.cli.options import Host, configured, server
-from cairn.resolve import Resolved
+from cairn.config.resolve import Resolved
 
 if TYPE_CHECKING:
-    from cairn.service.check_codec import Checked
+    from cairn.worker.check_codec import Checked
 
 _CHECK = ("tokenizer", "engine", "kernels", "weights", "threads", "context", "kv_dtype", "kv_dir", "kv_fresh")
 _SERVER = ("api_key", "admin_key")
@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
         """Show what is stored, where, and what became of it since the server's worker started; and what packed weights
         take on this machine."""
         from cairn.cli.output import amount
-        from cairn.models.packed_file import usage
+        from cairn.models.packing.packed_file import usage
 
         rows = _call(resolved, host, "GET", "", _stats)
         most = resolved.config.keep_packed_gb
@@ -57,7 +57,7 @@ def register(app: typer.Typer) -> None:
         """Remove stored chunks that nobody has used for --kv-ttl; pinned ones stay. On this machine also packed
         weights that no start has used for thirty days."""
         from cairn.cli.output import amount
-        from cairn.models.packed_file import prune as prune_packed
+        from cairn.models.packing.packed_file import prune as prune_packed
 
         files, size = prune_packed()
         # Told first: there may be no server, and they are gone all the same.
@@ -76,8 +76,8 @@ def register(app: typer.Typer) -> None:
 
         Loads the model here. It reads 2,000 tokens both ways; stop a server that has the same --kv-dir open.
         """
-        from cairn.service.check_codec import check_codec as check
-        from cairn.system import SystemClock, SystemFiles
+        from cairn.system.posix import SystemClock, SystemFiles
+        from cairn.worker.check_codec import check_codec as check
 
         _print(_checked(check(resolved.config, SystemFiles(), SystemClock(), os.environ, text)))
 
@@ -138,7 +138,7 @@ def _swept(found: dict[str, Any]) -> Rows:
 
 
 def _checked(checked: Checked) -> Rows:
-    from cairn.kv.codec_check import MOST_AT_A_PLACE, MOST_DIFFERENCE, MOST_DIVERGENCE
+    from cairn.kv.disk.codec_check import MOST_AT_A_PLACE, MOST_DIFFERENCE, MOST_DIVERGENCE
 
     found = checked.found
     return [

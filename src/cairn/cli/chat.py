@@ -16,14 +16,14 @@ from cairn.cli.answer_source import Reached, answers
 from cairn.cli.options import LOCAL, configured, server
 from cairn.cli.output import printable, talk
 from cairn.cli.sampling import Answering, AnswerSource, refuse_local, sampling_parameters
-from cairn.errors import CairnError, ConfigError
-from cairn.models.hub import DEMO
-from cairn.option import closest
-from cairn.paths import expanded
-from cairn.resolve import Resolved
+from cairn.config.option import closest
+from cairn.config.paths import expanded
+from cairn.config.resolve import Resolved
+from cairn.models.hub.hub import DEMO
+from cairn.types.errors import CairnError, ConfigError
 
 if TYPE_CHECKING:
-    from cairn.answer import Answer
+    from cairn.entrypoints.answer import Answer
 
 BUNDLED = """\
 It is the small model that comes with Cairn: ask it what Cairn is, or tell it your name.

@@ -12,9 +12,9 @@ from urllib.parse import quote
 import httpx
 
 from cairn.cli.http_stream import HttpStream, read_events, why
-from cairn.config import Config
-from cairn.errors import CairnError, ConfigError, InvalidRequest, Unavailable, by_code
-from cairn.resolve import Resolved
+from cairn.config.config import Config
+from cairn.config.resolve import Resolved
+from cairn.types.errors import CairnError, ConfigError, InvalidRequest, Unavailable, by_code
 
 _TIMEOUT = httpx.Timeout(10, read=600)
 _PATIENT = httpx.Timeout(10, read=None)

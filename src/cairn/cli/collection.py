@@ -11,8 +11,8 @@ from urllib.parse import quote
 import typer
 
 from cairn.cli.options import Host, configured, server
-from cairn.errors import CairnError, ConfigError
-from cairn.resolve import Resolved
+from cairn.config.resolve import Resolved
+from cairn.types.errors import CairnError, ConfigError
 
 if TYPE_CHECKING:
     from cairn.cli.client import Client

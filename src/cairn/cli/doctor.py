@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from cairn.block_size import BLOCK_TOKENS
 from cairn.cli.options import configured
-from cairn.config import Config
-from cairn.errors import CairnError
-from cairn.resolve import Resolved
+from cairn.config.config import Config
+from cairn.config.resolve import Resolved
+from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.errors import CairnError
 
 if TYPE_CHECKING:
     from cairn.engine.memory import WeightMemory
@@ -97,7 +97,7 @@ def _kernels(config: Config) -> str:
 
 def _models(config: Config) -> Rows:
     """The chosen model, the bundled one and those downloaded: what each needs, and whether that fits."""
-    from cairn.models import hub
+    from cairn.models.hub import hub
 
     names = [config.model, hub.DEMO, *(model.name for model in hub.downloaded())]
     rate = _read_rate(config)
@@ -110,7 +110,7 @@ def _read_rate(config: Config) -> float:
     from cairn.engine import machine
     from cairn.kernels import roofline
     from cairn.kernels.choose import chosen
-    from cairn.system import SystemClock
+    from cairn.system.posix import SystemClock
 
     if config.engine == "fake":
         return 0.0
@@ -125,11 +125,11 @@ def _fit(name: str, config: Config, rate: float = 0.0) -> str:
     from cairn.cli.output import amount
     from cairn.engine import machine, memory
     from cairn.engine.device import check_context
-    from cairn.kv.attention_window import ANY, longest
-    from cairn.models import hub
-    from cairn.models.spec import load_spec
-    from cairn.models.weight_format import HeldWeights, form_of
-    from cairn.models.weights import open_weights
+    from cairn.kv.pool.attention_window import ANY, longest
+    from cairn.models.hub import hub
+    from cairn.models.packing.weight_format import HeldWeights, form_of
+    from cairn.models.safetensors.weights import open_weights
+    from cairn.models.spec.config import load_spec
 
     try:
         folder = hub.locate(name)
@@ -165,10 +165,10 @@ def _speed(weights: WeightMemory, rate: float) -> str:
 
 def _agents(config: Config) -> Rows:
     """Where agents are kept, and what the disk lost of them."""
-    from cairn.agents.folder import Folder
-    from cairn.agents.recovery import look
-    from cairn.api.folders import agents_folder
-    from cairn.system import SystemFiles
+    from cairn.agents.log.folder import Folder
+    from cairn.agents.log.recovery import look
+    from cairn.api.native.folders import agents_folder
+    from cairn.system.posix import SystemFiles
 
     place = agents_folder(config, os.environ)
     try:

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from cairn.cli.options import LOCAL, configured
-from cairn.errors import InvalidRequest
-from cairn.resolve import Resolved
+from cairn.config.resolve import Resolved
+from cairn.types.errors import InvalidRequest
 
 TOGETHER = 256
 """Texts that are computed before the first of them is written."""
@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
         ] = None,
     ) -> None:
         """Write the embedding of each text, or of each line of stdin, as a line of JSON: {"text", "embedding"}."""
-        from cairn.llm import LLM
+        from cairn.entrypoints.llm import LLM
 
         with LLM(config=resolved.config) as model:
             texts = iter(text or _lines())

@@ -11,9 +11,9 @@ import typer
 
 from cairn.cli.options import LOCAL, configured
 from cairn.cli.sampling import Answering, AnswerSource, sampling_parameters, source
-from cairn.errors import CairnError, InvalidRequest
-from cairn.outputs import FinishReason
-from cairn.resolve import Resolved
+from cairn.config.resolve import Resolved
+from cairn.types.errors import CairnError, InvalidRequest
+from cairn.types.outputs import FinishReason
 
 
 def register(app: typer.Typer) -> None:

@@ -9,16 +9,16 @@ from typing import Any
 import httpx
 import msgspec
 
-from cairn.answer import Answer, ToolCall
-from cairn.errors import GenerationFailed
-from cairn.outputs import Delta, FinishReason, Usage
-from cairn.stats import CacheReport, Miss
+from cairn.entrypoints.answer import Answer, ToolCall
+from cairn.types.errors import GenerationFailed
+from cairn.types.outputs import Delta, FinishReason, Usage
+from cairn.types.stats import CacheReport, Miss
 
 _REASONS = {reason.value: reason for reason in FinishReason}
 
 
 class HttpStream:
-    """The pieces of one answer over server-sent events; the twin of `cairn.llm.Stream`."""
+    """The pieces of one answer over server-sent events; the twin of `cairn.entrypoints.llm.Stream`."""
 
     def __init__(self, response: httpx.Response, url: str) -> None:
         self._response = response

@@ -20,8 +20,8 @@ import typer
 from cairn.cli.launch_table import AGENTS, AgentProgram
 from cairn.cli.options import Host, configured, server
 from cairn.cli.output import talk
-from cairn.errors import CairnError, ConfigError, Unavailable
-from cairn.resolve import Resolved
+from cairn.config.resolve import Resolved
+from cairn.types.errors import CairnError, ConfigError, Unavailable
 
 _OPTIONS = ("api_key", "port", "context")
 _LOOK = 0.3
@@ -122,7 +122,7 @@ def filled(value: Any, values: Mapping[str, str | int]) -> Any:
 
 def folder(agent: str, env: Mapping[str, str] | None = None) -> Path:
     """Where files for an agent are kept: none of its own folders."""
-    from cairn.paths import users_folder
+    from cairn.config.paths import users_folder
 
     return users_folder(os.environ if env is None else env).parent / "launch" / agent
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cairn.cli.output import amount
-from cairn.errors import CairnError, ConfigError, ModelError
+from cairn.types.errors import CairnError, ConfigError, ModelError
 
 if TYPE_CHECKING:
-    from cairn.model_spec import ModelSpec
+    from cairn.types.model_spec import ModelSpec
 
 
 def register(app: typer.Typer) -> None:
@@ -65,7 +65,7 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Remove a model from the download cache, and nothing that is not in it."""
         from cairn.cli.output import amount, talk
-        from cairn.models.removal import plan, remove
+        from cairn.models.hub.removal import plan, remove
 
         removal = plan(model)
         what = f"{removal.name} ({amount(removal.bytes)} in {removal.repository})"
@@ -79,7 +79,7 @@ def register(app: typer.Typer) -> None:
 
 def _list() -> None:
     from cairn.cli.output import amount, table
-    from cairn.models import hub
+    from cairn.models.hub import hub
 
     demo = hub.demo_folder()
     size = sum(file.stat().st_size for file in demo.glob("*") if file.is_file())
@@ -90,7 +90,7 @@ def _list() -> None:
 
 def pull_missing(model: str) -> None:
     """Have a model on this machine that the hub has. Raises CairnError where there is none of that name."""
-    from cairn.models import hub
+    from cairn.models.hub import hub
 
     try:
         hub.locate(model)
@@ -103,7 +103,7 @@ def pull_missing(model: str) -> None:
 
 def fetched(model: str) -> None:
     """Pull a model with a short name that is not here yet; other names are left as they are."""
-    from cairn.models.addresses import KNOWN
+    from cairn.models.hub.addresses import KNOWN
 
     if model in KNOWN and KNOWN[model].here() is None:
         pulled(model)
@@ -115,8 +115,8 @@ def pulled(model: str) -> Path:
     from rich.progress import Progress as Bar
 
     from cairn.cli.output import amount, talk
-    from cairn.models import hub
-    from cairn.models.addresses import KNOWN
+    from cairn.models.hub import hub
+    from cairn.models.hub.addresses import KNOWN
 
     def say(sentence: str) -> None:
         talk().print(sentence, style="dim", markup=False, soft_wrap=True)
@@ -141,12 +141,12 @@ def pulled(model: str) -> Path:
 
 def facts(model: str) -> list[tuple[str, str]]:
     """Names and values. Raises CairnError where it cannot be read."""
-    from cairn.models import hub
-    from cairn.models.facts import bytes_by_format
-    from cairn.models.spec import load_spec
-    from cairn.models.weights import parameters
-    from cairn.service.requests import sampling_defaults, sentence
-    from cairn.text.templates import load_text
+    from cairn.frontend.requests import sampling_defaults, sentence
+    from cairn.models.hub import hub
+    from cairn.models.safetensors.weights import parameters
+    from cairn.models.spec.config import load_spec
+    from cairn.models.spec.facts import bytes_by_format
+    from cairn.text.chat.templates import load_text
 
     place = hub.locate(model)
     spec = load_spec(place, identify=False)
@@ -188,8 +188,8 @@ def _purpose(spec: ModelSpec) -> list[tuple[str, str]]:
 
 def template_of(model: str) -> str:
     """The chat template of a model. Raises ModelError where it has none."""
-    from cairn.models import hub
-    from cairn.text.templates import load_templates
+    from cairn.models.hub import hub
+    from cairn.text.chat.templates import load_templates
 
     templates = load_templates(hub.locate(model))
     if not templates:

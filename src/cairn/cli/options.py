@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cairn.errors import CairnError
-from cairn.option import Option, local_options, options
-from cairn.resolve import Resolved, resolve
+from cairn.config.option import Option, local_options, options
+from cairn.config.resolve import Resolved, resolve
+from cairn.types.errors import CairnError
 
 if TYPE_CHECKING:
     from cairn.cli.client import Client
@@ -153,10 +153,10 @@ def register(app: typer.Typer) -> None:
 
 def _sampling(model: str) -> list[tuple[str, str, str]]:
     """What applies where a request says nothing, as rows; one that says why where the model cannot be read."""
-    from cairn.models import hub
+    from cairn.frontend.requests import sampling_defaults
     from cairn.models.files import is_gguf
-    from cairn.models.spec import load_spec
-    from cairn.service.requests import sampling_defaults
+    from cairn.models.hub import hub
+    from cairn.models.spec.config import load_spec
 
     try:
         place = hub.locate(model)

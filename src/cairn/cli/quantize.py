@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cairn.errors import ConfigError, ModelError
+from cairn.types.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
-    from cairn.models.gguf_writer import Loss
+    from cairn.models.gguf.writer import Loss
 
 
 def register(app: typer.Typer) -> None:
@@ -70,11 +70,11 @@ def write(
     Raises `ConfigError` for a type or a place that cannot be written, `ModelError` or `ModelFileError` for a source
     that cannot be read or expressed in GGUF.
     """
-    from cairn.models import hub
     from cairn.models.files import is_gguf, parts
-    from cairn.models.gguf_writer import TYPES, check_written, package, write_gguf
-    from cairn.models.spec import check_decodes, load_spec
-    from cairn.text.gguf_vocab import check_same, texts_of
+    from cairn.models.gguf.writer import TYPES, check_written, package, write_gguf
+    from cairn.models.hub import hub
+    from cairn.models.spec.config import check_decodes, load_spec
+    from cairn.text.tokens.gguf_vocab import check_same, texts_of
 
     kind = kind.upper()
     if kind not in TYPES:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from cairn.cli.options import server
-from cairn.errors import ConfigError
-from cairn.option import local_options, options
-from cairn.outputs import Delta
-from cairn.resolve import Resolved
+from cairn.config.option import local_options, options
+from cairn.config.resolve import Resolved
+from cairn.types.errors import ConfigError
+from cairn.types.outputs import Delta
 
 if TYPE_CHECKING:
-    from cairn.answer import Answer
+    from cairn.entrypoints.answer import Answer
 
 _PANEL = "Sampling (default: what the model's makers recommend, else what cairn config shows)"
 _FLAGS: dict[str, tuple[Any, str, str]] = {
@@ -76,7 +76,7 @@ class _Local:
     """A model in this process."""
 
     def __init__(self, resolved: Resolved) -> None:
-        from cairn.llm import LLM
+        from cairn.entrypoints.llm import LLM
 
         self.llm = LLM(config=resolved.config)
 

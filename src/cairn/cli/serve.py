@@ -8,7 +8,7 @@ import os
 import typer
 
 from cairn.cli.options import ALL, configured
-from cairn.resolve import Resolved
+from cairn.config.resolve import Resolved
 
 
 def register(app: typer.Typer) -> None:
@@ -24,7 +24,7 @@ def register(app: typer.Typer) -> None:
         try:
             from cairn.api.server import serve as serve_http
             from cairn.cli.models import fetched
-            from cairn.paths import with_folder
+            from cairn.config.paths import with_folder
 
             for model in [one.model for one in resolved.config.models] or [resolved.config.model]:
                 fetched(model)

@@ -11,8 +11,8 @@ from urllib.parse import quote
 import typer
 
 from cairn.cli.options import Host, configured, server
-from cairn.errors import CairnError, ConfigError
-from cairn.resolve import Resolved
+from cairn.config.resolve import Resolved
+from cairn.types.errors import CairnError, ConfigError
 
 _SERVER = ("api_key",)
 _Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it into this file.")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cairn.errors import ConfigError
+from cairn.types.errors import ConfigError
 
 MAX_YAML = 1 << 22
 """Bytes of a file."""

@@ -14,16 +14,16 @@ from typing import Any
 
 import msgspec
 
-from cairn.block_size import BLOCK_TOKENS
-from cairn.config import Config
-from cairn.engine.base import Row
+from cairn.config.config import Config
 from cairn.engine.cpu import CpuEngine
 from cairn.engine.memory import WeightMemory, check_memory, weight_memory
-from cairn.errors import ConfigError
 from cairn.kernels.roofline import Roofline
-from cairn.model_spec import ModelSpec
-from cairn.models.weights import parameters
-from cairn.sampling_params import SamplingParams
+from cairn.models.safetensors.weights import parameters
+from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.errors import ConfigError
+from cairn.types.model_spec import ModelSpec
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.step import Row
 
 STEP_TOKENS = 512
 """Most tokens of a prompt in one step."""

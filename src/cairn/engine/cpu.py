@@ -21,9 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.block_size import BLOCK_TOKENS
-from cairn.config import Config
-from cairn.engine.base import NO_BLOCK, NOT_FINITE, EngineInfo, Ready, Row, RowResult
+from cairn.config.config import Config
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import (
     WeightMemory,
@@ -35,21 +33,24 @@ from cairn.engine.memory import (
     running_rows,
     weight_memory,
 )
+from cairn.engine.sampling import sample
 from cairn.kernels.base import Kernels
 from cairn.kernels.choose import REFERENCE, chosen, described, load_kernels
 from cairn.kernels.program import Interpreted, Program
 from cairn.kernels.vocabulary import NUMPY, Sampler
-from cairn.layer_spec import CacheGroup
-from cairn.model_spec import ModelSpec
-from cairn.models import decoder, packed_file, quantize
-from cairn.models.buffers import LOGITS_ROWS, allocate
-from cairn.models.families import FAMILIES
-from cairn.models.projection import Projection, ProjectionStep, open_projection
-from cairn.models.row_table import RowTable, open_table
-from cairn.models.value_range import fits_half, reach
-from cairn.models.weight_format import HeldWeights, error_line, form_of
-from cairn.models.weights import open_weights
-from cairn.sampling import sample
+from cairn.models.forward import decoder
+from cairn.models.forward.buffers import LOGITS_ROWS, allocate
+from cairn.models.forward.projection import Projection, ProjectionStep, open_projection
+from cairn.models.forward.row_table import RowTable, open_table
+from cairn.models.packing import packed_file, quantize
+from cairn.models.packing.weight_format import HeldWeights, error_line, form_of
+from cairn.models.safetensors.weights import open_weights
+from cairn.models.spec.families import FAMILIES
+from cairn.models.spec.value_range import fits_half, reach
+from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import ModelSpec
+from cairn.types.step import NO_BLOCK, NOT_FINITE, EngineInfo, Ready, Row, RowResult
 
 LAYOUT = "blocks-2"
 """Version of the KV layout above."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from cairn.config import Config
-from cairn.engine.base import Engine
+from cairn.config.config import Config
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import pool_blocks
-from cairn.errors import ModelError
-from cairn.model_spec import ModelSpec
 from cairn.models.files import is_gguf, reading
-from cairn.models.judge import with_judge
-from cairn.models.spec import identified, identity_of, load_spec
-from cairn.models.weights import weight_files
+from cairn.models.safetensors.weights import weight_files
+from cairn.models.spec.config import identified, identity_of, load_spec
+from cairn.models.spec.judge import with_judge
+from cairn.types.errors import ModelError
+from cairn.types.model_spec import ModelSpec
+from cairn.types.step import Engine
 
 
 def check_context(spec: ModelSpec, config: Config) -> None:

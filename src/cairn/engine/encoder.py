@@ -15,20 +15,20 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.block_size import BLOCK_TOKENS
-from cairn.config import Config
-from cairn.engine.base import NO_BLOCK, NOT_FINITE, EngineInfo, Ready, Row, RowResult
+from cairn.config.config import Config
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import check_memory, weight_memory, whole_context
 from cairn.kernels.choose import REFERENCE, chosen, described, load_kernels
 from cairn.kernels.program import Interpreted, Program
-from cairn.model_spec import ModelSpec
-from cairn.models import decoder, encoder
-from cairn.models.buffers import allocate
-from cairn.models.projection import Projection, ProjectionStep, open_projection
-from cairn.models.weight_format import HeldWeights, error_line, form_of
-from cairn.models.weights import open_weights
-from cairn.pooling_spec import EncoderSpec
+from cairn.models.forward import decoder, encoder
+from cairn.models.forward.buffers import allocate
+from cairn.models.forward.projection import Projection, ProjectionStep, open_projection
+from cairn.models.packing.weight_format import HeldWeights, error_line, form_of
+from cairn.models.safetensors.weights import open_weights
+from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.model_spec import ModelSpec
+from cairn.types.pooling_spec import EncoderSpec
+from cairn.types.step import NO_BLOCK, NOT_FINITE, EngineInfo, Ready, Row, RowResult
 
 Floats = NDArray[np.float32]
 

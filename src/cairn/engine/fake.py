@@ -24,13 +24,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.block_size import BLOCK_TOKENS
-from cairn.engine.base import NO_BLOCK, EngineInfo, Pending, Ready, Row, RowResult
+from cairn.engine.sampling import sample
 from cairn.kernels.vocabulary import NUMPY, Sampler
-from cairn.layer_spec import CacheGroup
-from cairn.model_spec import ModelSpec
-from cairn.sampling import sample
-from cairn.sampling_params import SamplingParams
+from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import ModelSpec
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.step import NO_BLOCK, EngineInfo, Pending, Ready, Row, RowResult
 
 _MULTIPLIER = 0xD1342543DE82EF95
 _GOLDEN = 0x9E3779B97F4A7C15

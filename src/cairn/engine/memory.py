@@ -8,21 +8,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cairn.block_size import BLOCK_TOKENS
-from cairn.config import Config
+from cairn.config.config import Config
 from cairn.engine.machine import memory_available
-from cairn.errors import ModelError
 from cairn.kernels import native
 from cairn.kernels.choose import REFERENCE, chosen
-from cairn.layer_spec import CacheGroup, RopeScaling
-from cairn.model_spec import ModelSpec
-from cairn.models import encoder
-from cairn.models.buffers import buffer_bytes
-from cairn.models.decoder import build
-from cairn.models.moe import Mixture
-from cairn.models.projection import projection_bytes
-from cairn.models.tensor_meta import TensorMeta, outlines
-from cairn.models.weights import parameters, small
+from cairn.models.forward import encoder
+from cairn.models.forward.buffers import buffer_bytes
+from cairn.models.forward.decoder import build
+from cairn.models.forward.moe import Mixture
+from cairn.models.forward.projection import projection_bytes
+from cairn.models.safetensors.tensor_meta import TensorMeta, outlines
+from cairn.models.safetensors.weights import parameters, small
+from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.errors import ModelError
+from cairn.types.layer_spec import CacheGroup, RopeScaling
+from cairn.types.model_spec import ModelSpec
 
 GB = 10**9
 

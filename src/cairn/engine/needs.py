@@ -6,12 +6,12 @@ from pathlib import Path
 
 import msgspec
 
-from cairn.config import Config
+from cairn.config.config import Config
 from cairn.engine import memory
-from cairn.models.judge import with_judge
-from cairn.models.spec import load_spec
-from cairn.models.weight_format import HeldWeights, form_of
-from cairn.models.weights import open_weights
+from cairn.models.packing.weight_format import HeldWeights, form_of
+from cairn.models.safetensors.weights import open_weights
+from cairn.models.spec.config import load_spec
+from cairn.models.spec.judge import with_judge
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True):

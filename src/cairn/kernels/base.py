@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from cairn.kernels.program import KernelCall, Program
 from cairn.kernels.vocabulary import Sampler
-from cairn.layer_spec import RopeScaling
+from cairn.types.layer_spec import RopeScaling
 
 Array = Any
 Matrix = Any

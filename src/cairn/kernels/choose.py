@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cairn.errors import ModelError
 from cairn.kernels import native
 from cairn.kernels.base import Kernels
 from cairn.kernels.vocabulary import NUMPY, Sampler
+from cairn.types.errors import ModelError
 
 REFERENCE = "reference"
 

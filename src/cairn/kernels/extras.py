@@ -23,7 +23,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.engine.base import Row
 from cairn.kernels.vocabulary import (
     GREEDY_BELOW,
     Floats,
@@ -41,7 +40,8 @@ from cairn.kernels.vocabulary import (
     ranked,
     weigh,
 )
-from cairn.sampling_params import SamplingExtras, SamplingParams
+from cairn.types.sampling_params import SamplingExtras, SamplingParams
+from cairn.types.step import Row
 
 ZIPF_TOKENS = 100
 """Of the likeliest ones, that mirostat 1 fits a law to."""

@@ -20,13 +20,13 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.errors import ModelError
 from cairn.kernels.base import BLOCK, GROUP, Quantized
 from cairn.kernels.fusion import fuse
 from cairn.kernels.program import KernelCall, Size, Slot, slots
 from cairn.kernels.rope import Rope, frequencies
 from cairn.kernels.sampler import NativeSampler
-from cairn.layer_spec import RopeScaling
+from cairn.types.errors import ModelError
+from cairn.types.layer_spec import RopeScaling
 
 VERSION = "native-5"
 """Version of the order of operations, of the KV layout and of packed matrices; a change that can move a bit gets a new

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.blas import TILE, tile_rows
-from cairn.model_spec import MAX_CONTEXT
+from cairn.types.model_spec import MAX_CONTEXT
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.block_size import BLOCK_TOKENS
+from cairn.types.block_size import BLOCK_TOKENS
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]

@@ -33,7 +33,7 @@ from cairn.kernels.program import Interpreted, KernelCall
 from cairn.kernels.quantized import Segments, rounded, segments
 from cairn.kernels.rope import Rope, frequencies
 from cairn.kernels.vocabulary import NUMPY, Sampler
-from cairn.layer_spec import RopeScaling
+from cairn.types.layer_spec import RopeScaling
 
 VERSION = "reference-1"
 """Version of the order of operations and of the KV layout; a change that can move a bit gets a new one."""

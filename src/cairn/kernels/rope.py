@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.layer_spec import RopeScaling
+from cairn.types.layer_spec import RopeScaling
 
 Floats = NDArray[np.float32]
 

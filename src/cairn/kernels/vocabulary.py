@@ -28,8 +28,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.engine.base import Row
-from cairn.sampling_params import SamplingParams
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.step import Row
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing float32 logits by them leaves nothing but the maximum anyway."""

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from cairn.kv.reuse_hints import Standing, Standings, later
-from cairn.kv.store import Chunk, spared
-from cairn.stats import TierStats
+from cairn.kv.tiers.reuse_hints import Standing, Standings, later
+from cairn.kv.tiers.store import Chunk, spared
+from cairn.types.stats import TierStats
 
 _CHUNK_OVERHEAD = 1024
 """Bytes that a chunk takes beside its pages, about: 64 tokens, keys and the index."""

@@ -16,7 +16,7 @@ from io import BufferedReader
 from pathlib import Path, PurePath
 from typing import Any
 
-from cairn.errors import ModelFileError
+from cairn.types.errors import ModelFileError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

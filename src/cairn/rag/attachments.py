@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from cairn.errors import Conflict, NotFound
 from cairn.rag.database import Database
 from cairn.rag.definition import MAX_DOCUMENTS, Attribute, Collection
+from cairn.types.errors import Conflict, NotFound
 
 State = Literal["in_progress", "completed", "failed", "cancelled"]
 

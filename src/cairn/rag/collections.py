@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from cairn.errors import Conflict, InvalidRequest, TooLarge
-from cairn.outputs import Delta
+from cairn.frontend.embeddings import Asking, finished, scores, vectors
+from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.service import Service
 from cairn.rag.chunking import chunks
 from cairn.rag.citations import CitationFilter
 from cairn.rag.definition import (
@@ -27,14 +28,13 @@ from cairn.rag.document_store import DocumentStore
 from cairn.rag.extractor import Extractor, aside
 from cairn.rag.outline import Section, UnreadableDocument
 from cairn.rag.reading import sections
-from cairn.service.embeddings import Asking, finished, scores, vectors
-from cairn.service.requests import SamplingOptions
-from cairn.service.service import Service
-from cairn.text.grammar import ANYTHING
+from cairn.text.grammar.grammar import ANYTHING
+from cairn.types.errors import Conflict, InvalidRequest, TooLarge
+from cairn.types.outputs import Delta
 from cairn.workflows.answerer import Answerer, Asker
 
 if TYPE_CHECKING:
-    from cairn.service.embeddings import Vector
+    from cairn.frontend.embeddings import Vector
 
 AT_ONCE = 64
 """Chunks that are embedded in one go."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from cairn.errors import Unavailable
+from cairn.types.errors import Unavailable
 
 
 class Database:

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
 
-from cairn.errors import InvalidRequest
+from cairn.types.errors import InvalidRequest
 
 Attribute = str | float | bool
 """What is noted of a document under a name."""

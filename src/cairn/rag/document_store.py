@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cairn.errors import Conflict, NotFound, Overloaded
 from cairn.rag.chunking import Piece
 from cairn.rag.database import Database
 from cairn.rag.definition import (
@@ -30,6 +29,7 @@ from cairn.rag.definition import (
     SearchHit,
     StoredDocument,
 )
+from cairn.types.errors import Conflict, NotFound, Overloaded
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,12 +10,12 @@ from typing import BinaryIO, cast
 
 import msgspec
 
-from cairn.errors import InvalidRequest, Unavailable
 from cairn.rag.definition import MAX_BYTES, DocumentKind
 from cairn.rag.extraction import MEMORY, SECONDS, Extracted
 from cairn.rag.outline import Section
 from cairn.rag.turns import TenantPlaces
-from cairn.system import without_secrets
+from cairn.system.posix import without_secrets
+from cairn.types.errors import InvalidRequest, Unavailable
 
 AT_ONCE = 2
 """Documents that are read at once: each may take a core and a gigabyte."""

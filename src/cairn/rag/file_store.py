@@ -9,8 +9,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from cairn.errors import NotFound, Overloaded
 from cairn.rag.database import Database
+from cairn.types.errors import NotFound, Overloaded
 
 MAX_FILES = 10_000
 """Files of one tenant."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cairn.errors import InvalidRequest
 from cairn.rag.definition import Attribute
+from cairn.types.errors import InvalidRequest
 
 Filter = Callable[[Mapping[str, Attribute]], bool]
 

@@ -7,8 +7,8 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 
-from cairn.deadline import DEADLINE
-from cairn.errors import DeadlineExceeded
+from cairn.system.deadline import DEADLINE
+from cairn.types.errors import DeadlineExceeded
 
 
 class TenantPlaces:

@@ -9,14 +9,14 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
-from cairn.deadline import DEADLINE
-from cairn.errors import CairnError, NotFound, trace
 from cairn.rag.attachments import Attachment, Attachments, WantedFile
 from cairn.rag.collections import Collections, Embedder
 from cairn.rag.definition import Attribute, Collection, NewDocument, kind_of
 from cairn.rag.file_store import FileStore, StoredFile
 from cairn.rag.turns import TenantPlaces
-from cairn.spans import PRESENT
+from cairn.system.deadline import DEADLINE
+from cairn.system.spans import PRESENT
+from cairn.types.errors import CairnError, NotFound, trace
 
 log = logging.getLogger("cairn.api")
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cairn.errors import InvalidRequest
+from cairn.types.errors import InvalidRequest
 
 TopologyKind = Literal["round_robin", "turn_by_turn", "broadcast", "coordinator", "free", "debate", "parliamentary"]
 Rule = Literal["majority", "ranked", "unanimous", "weighted", "coordinator"]

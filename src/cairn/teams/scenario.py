@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from cairn.errors import ConfigError
+from cairn.types.errors import ConfigError
 
 MAX_FILE = 1 << 22
 """Bytes of a text that a scenario names."""

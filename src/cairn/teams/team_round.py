@@ -18,9 +18,7 @@ import msgspec
 
 from cairn.agents.at_once import Runner, in_step
 from cairn.agents.journals import Journal, JournalEntry, Journals
-from cairn.errors import GenerationFailed
-from cairn.outputs import Delta
-from cairn.service.requests import SamplingOptions
+from cairn.frontend.requests import SamplingOptions
 from cairn.teams import prompts
 from cairn.teams.ballots import count
 from cairn.teams.definition import SPEAKS, STATEMENT_TOKENS, Rule, Team
@@ -40,7 +38,9 @@ from cairn.teams.entries import (
 from cairn.teams.tool_calls import ARGUMENT_TOKENS, CALL, WITH, ToolCalls, ToolsWaitError, whole_json
 from cairn.teams.topologies import CHOOSE, TOPOLOGIES
 from cairn.teams.voice import Caller, Spoken, Voice
-from cairn.text.grammar import ANYTHING, Structure, Wanted
+from cairn.text.grammar.grammar import ANYTHING, Structure, Wanted
+from cairn.types.errors import GenerationFailed
+from cairn.types.outputs import Delta
 
 Emit = Callable[[dict[str, Any]], object]
 T = TypeVar("T")

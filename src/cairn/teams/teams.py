@@ -15,8 +15,7 @@ import msgspec
 
 from cairn.agents.agents import Agents
 from cairn.agents.journals import Journal, JournalEntry
-from cairn.agents.records import check
-from cairn.errors import CairnError, Conflict, InvalidRequest, NotFound
+from cairn.agents.log.records import check
 from cairn.teams import prompts
 from cairn.teams.definition import (
     MAX_OPTIONS,
@@ -33,6 +32,7 @@ from cairn.teams.entries import Item, Poll, Posted, RoundBegan, RoundDone, ToolA
 from cairn.teams.team_round import Emit, TeamRound, last_turn
 from cairn.teams.tool_calls import ToolsWaitError, open_calls
 from cairn.teams.voice import AgentVoice, Caller, Voice
+from cairn.types.errors import CairnError, Conflict, InvalidRequest, NotFound
 
 ROOM = "team"
 KIND = "team.member"

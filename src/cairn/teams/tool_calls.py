@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from cairn.agents.journals import JournalEntry
 from cairn.teams.definition import MAX_CALLS, SPEAKS, Member
 from cairn.teams.entries import ToolAnswered, ToolCalled
-from cairn.text.grammar import Structure, Wanted
+from cairn.text.grammar.grammar import Structure, Wanted
 
 CALL = f"Do you call a tool before you speak? Answer {SPEAKS} if you need none."
 WITH = "You call {tool}. Answer with its arguments as JSON, and with nothing else."

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from cairn.agents.agents import Agents
-from cairn.agents.info import TurnInfo
 from cairn.agents.running_turn import RunningTurn
 from cairn.agents.turns import Gate
-from cairn.errors import Conflict, GenerationFailed, NotFound, NotLoaded, Overloaded
-from cairn.outputs import Delta, Done
-from cairn.service.requests import SamplingOptions
-from cairn.service.service import Service
-from cairn.text.grammar import Wanted
-from cairn.text.message_builder import MessageBuilder
+from cairn.agents.types import TurnInfo
+from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.service import Service
+from cairn.text.chat.message_builder import MessageBuilder
+from cairn.text.grammar.grammar import Wanted
+from cairn.types.errors import Conflict, GenerationFailed, NotFound, NotLoaded, Overloaded
+from cairn.types.outputs import Delta, Done
 
 PATIENCE = 60
 """How often a turn that found the queue full is tried."""

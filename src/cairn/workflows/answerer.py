@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from cairn.errors import GenerationFailed, Overloaded
-from cairn.outputs import Delta, Done
-from cairn.service.miss_explainer import told_of
-from cairn.service.requests import SamplingOptions
-from cairn.service.service import Service
-from cairn.text.grammar import Wanted
-from cairn.text.message_builder import MessageBuilder
+from cairn.frontend.miss_explainer import told_of
+from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.service import Service
+from cairn.text.chat.message_builder import MessageBuilder
+from cairn.text.grammar.grammar import Wanted
+from cairn.types.errors import GenerationFailed, Overloaded
+from cairn.types.outputs import Delta, Done
 
 PATIENCE = 60
 """How often a node that found the queue full is tried."""

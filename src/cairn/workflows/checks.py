@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from cairn.errors import InvalidRequest
-from cairn.option import closest
+from cairn.config.option import closest
+from cairn.types.errors import InvalidRequest
 from cairn.workflows.contracts import TEXT, TYPES, Breach, at, check_contract, check_value, kind_of
 from cairn.workflows.definition import (
     MAX_ITEMS,

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cairn.errors import InvalidRequest
+from cairn.types.errors import InvalidRequest
 from cairn.workflows.paths import same
 
 TYPES: Mapping[str, Callable[[Any], bool]] = {

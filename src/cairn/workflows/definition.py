@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from cairn.errors import InvalidRequest
+from cairn.types.errors import InvalidRequest
 
 MAX_NODES = 256
 """Nodes of one workflow, those of loops included."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import NamedTuple
 
-from cairn.errors import Unsupported
+from cairn.types.errors import Unsupported
 from cairn.workflows.checks import Graph, check_workflow
 from cairn.workflows.definition import Node, Workflow
 from cairn.workflows.records import NodeEnded

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from cairn.errors import InvalidRequest
+from cairn.types.errors import InvalidRequest
 from cairn.workflows.definition import Condition, Node
 
 MISSING = msgspec.UNSET

@@ -16,10 +16,10 @@ import msgspec
 
 from cairn.agents.at_once import together
 from cairn.agents.journals import Journal, Journals
-from cairn.errors import CairnError, Cancelled, Unavailable
-from cairn.outputs import Delta
-from cairn.service.requests import SamplingOptions
-from cairn.text.grammar import ANYTHING, Structure, Wanted
+from cairn.frontend.requests import SamplingOptions
+from cairn.text.grammar.grammar import ANYTHING, Structure, Wanted
+from cairn.types.errors import CairnError, Cancelled, Unavailable
+from cairn.types.outputs import Delta
 from cairn.workflows.answerer import Answered, Answerer, Asker
 from cairn.workflows.checks import Graph, check_workflow
 from cairn.workflows.contracts import Breach, grammar_schema, read_answer

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from cairn.agents.journals import Journal, Journals
-from cairn.errors import Conflict, InvalidRequest
+from cairn.types.errors import Conflict, InvalidRequest
 from cairn.workflows.answerer import Answerer, Asker
 from cairn.workflows.checks import check_workflow
 from cairn.workflows.definition import Workflow

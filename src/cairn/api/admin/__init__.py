@@ -1,0 +1,1 @@
+"""Routes for operators: models, cache, running requests, reload and health."""

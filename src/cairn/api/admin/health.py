@@ -1,0 +1,110 @@
+"""How the server is: routes that answer at any time, also while the model loads.
+
+All but /version need no key, so nothing there names a folder or what anybody asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from cairn import __version__
+from cairn.api.http.call import JSON, HTTPCall, encode
+from cairn.api.http.not_found import no_route
+from cairn.frontend.service import SHUTTING_DOWN
+from cairn.router import model_health
+from cairn.router.models import Models
+
+LOADING = "the model is still being loaded"
+LOADING_RETRY = 2
+"""Seconds after which to ask again while the model loads."""
+
+Answering = Callable[[HTTPCall, "ServerHealth"], Awaitable[None]]
+
+
+class ServerHealth:
+    """What is known of the server when it is asked."""
+
+    def __init__(self, models: Models | None, draining: bool, more: Sequence[str], folders: Sequence[str]) -> None:
+        """`more`: troubles beside the models' own. `folders`: not to be named; the log names them."""
+        self.loading = models is None
+        reasons = [LOADING] if models is None else model_health.unready(models)
+        if draining and SHUTTING_DOWN not in reasons:
+            reasons = [*reasons, SHUTTING_DOWN]
+        troubles = [*(model_health.troubles(models) if models is not None else ()), *more]
+        for folder in folders:
+            troubles = [trouble.replace(folder, "its folder") for trouble in troubles]
+        self.reasons = reasons
+        """Why new requests would not be served well now."""
+        self.troubles = troubles
+        """What does not work although they are."""
+        self.stalled = models is not None and model_health.stalled(models)
+        """Whether there is work and nothing of it gets further."""
+        self.partly = models is not None and models.several and bool(model_health.troubles(models))
+        """Whether one of several models is not as it should be."""
+
+
+def routes() -> dict[str, Answering]:
+    """Every route, by path; all are for GET and HEAD."""
+    return {
+        "/": root,
+        "/health": health,
+        "/v1/health": health,
+        "/health/live": live,
+        "/health/ready": ready,
+        "/health/startup": startup,
+        "/version": version,
+    }
+
+
+async def root(call: HTTPCall, state: ServerHealth) -> None:
+    """GET /: what clients of Ollama know a server by. A browser finds nothing: the page is switched off."""
+    if b"text/html" in (call.header(b"accept") or b""):
+        host = (call.header(b"host") or b"").decode("latin-1")
+        raise no_route(call.path, host, lambda path: False)
+    await call.respond(200, b"Ollama is running", [(b"content-type", b"text/plain; charset=utf-8")])
+
+
+async def health(call: HTTPCall, state: ServerHealth) -> None:
+    """GET /health: 200 with status ok, or 503 while the model loads or new requests would not be served well.
+
+    `degraded` says that they would be served badly, `stalled` that a worker has work and does not get on; `reasons`
+    say why.
+    Of several models some may not be well: then the status is `degraded`, the code still 200, and `troubles` say which.
+
+    `status`, and `error` beside it, are what clients of llama-server look for.
+    """
+    if not state.reasons:
+        await call.json({"status": "degraded" if state.partly else "ok", "reasons": [], "troubles": state.troubles})
+        return
+    message = "Loading model" if state.loading else "; ".join(state.reasons)
+    error = {"code": 503, "message": message, "type": "unavailable_error"}
+    status = "loading model" if state.loading else "stalled" if state.stalled else "degraded"
+    await _unavailable(call, {"status": status, "reasons": state.reasons, "troubles": state.troubles, "error": error})
+
+
+async def live(call: HTTPCall, state: ServerHealth) -> None:
+    """GET /health/live: the process answers."""
+    await call.json({"status": "live"})
+
+
+async def ready(call: HTTPCall, state: ServerHealth) -> None:
+    """GET /health/ready: 200, or 503 with the reasons; `troubles` fail no requests."""
+    body = {"status": "not ready" if state.reasons else "ready", "reasons": state.reasons, "troubles": state.troubles}
+    await (_unavailable(call, body) if state.reasons else call.json(body))
+
+
+async def startup(call: HTTPCall, state: ServerHealth) -> None:
+    """GET /health/startup: 503 until the model is loaded for the first time, 200 ever after."""
+    if state.loading:
+        await _unavailable(call, {"status": "starting", "reasons": [LOADING]})
+    else:
+        await call.json({"status": "started"})
+
+
+async def version(call: HTTPCall, state: ServerHealth) -> None:
+    """GET /version."""
+    await call.json({"version": __version__})
+
+
+async def _unavailable(call: HTTPCall, body: Mapping[str, object]) -> None:
+    await call.respond(503, encode(body), [JSON, (b"retry-after", b"%d" % LOADING_RETRY)])

@@ -1,0 +1,194 @@
+"""Loading, unloading and swapping models of a running server: for its owner (`auth.ADMIN`).
+
+GET  /v1/admin/models                            all models, what they take and what is left
+POST /v1/admin/models/load    {"model"}          answered when it is loaded; also /v1/models/load (llama-server)
+POST /v1/admin/models/unload  {"model", "grace"}     also /v1/models/unload
+POST /v1/admin/models/swap    {"model", "to", "grace"}
+POST /v1/admin/reload                            options that can change, read again
+POST /v1/admin/drain          {"grace"}          no new requests from now on; the process stays, and is not ready
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from cairn.api.admin.reload import Reload
+from cairn.api.chat.parse import parse
+from cairn.api.http.auth import has_keys, is_local
+from cairn.api.http.body import Body, Number
+from cairn.api.http.call import HTTPCall
+from cairn.api.http.json_body import read_json, read_nothing
+from cairn.api.native.agent_schemas import NoBody
+from cairn.config.config import Config
+from cairn.frontend.service import Service
+from cairn.router.models import Models
+from cairn.router.served_model import ServedModel
+from cairn.types.errors import Forbidden, InvalidRequest
+
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
+MOST_GRACE = 3600.0
+"""Seconds that requests may be waited for."""
+
+
+class LoadBody(Body):
+    """Which model."""
+
+    model: str
+
+
+class UnloadBody(Body):
+    """Which model, and how many seconds its requests may go on."""
+
+    model: str
+    grace: Number = None
+
+
+class SwapBody(Body):
+    """Whose names move, and to what: a place, a hub id, or a model of the server that is not loaded."""
+
+    model: str
+    to: str
+    grace: Number = None
+
+
+class DrainBody(Body):
+    """How many seconds requests may go on."""
+
+    grace: Number = None
+
+
+class ModelAdmin:
+    """The routes."""
+
+    def __init__(self, options: Reload) -> None:
+        self._options = options
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.registry: Models
+        """Set before the first call."""
+
+    @property
+    def _config(self) -> Config:
+        """As the options are now."""
+        return self._options.config
+
+    def routes(self) -> dict[str, dict[str, Endpoint]]:
+        """Every route, by path and method."""
+        return {
+            "/v1/admin/models": {"GET": self.list},
+            "/v1/admin/models/load": {"POST": self.load},
+            "/v1/admin/models/unload": {"POST": self.unload},
+            "/v1/admin/models/swap": {"POST": self.swap},
+            "/v1/admin/drain": {"POST": self.drain},
+            "/v1/admin/reload": {"POST": self.reload},
+            "/v1/models/load": {"POST": self.load},
+            "/v1/models/unload": {"POST": self.unload},
+        }
+
+    async def list(self, call: HTTPCall, service: Service) -> None:
+        """GET /v1/admin/models."""
+        models = self.registry
+        left = await asyncio.to_thread(models.loader.left)
+        await call.json(
+            {
+                "object": "list",
+                "data": [self._shown(model) for model in models.models],
+                "memory_bytes": models.loader.budget,
+                "memory_left_bytes": max(0, left),
+                "max_loaded": self._config.max_loaded,
+                "draining": models.draining,
+            }
+        )
+
+    async def load(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/admin/models/load."""
+        body = parse(LoadBody, await self._read(call), self._config, call)
+        model = self._find(body.model)
+        await self.registry.load(model)
+        await self._done(call, model)
+
+    async def unload(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/admin/models/unload: requests that it has go on for `grace` seconds, by default shutdown_grace."""
+        body = parse(UnloadBody, await self._read(call), self._config, call)
+        model = self._find(body.model)
+        await self.registry.unload(model, self._grace(body.grace))
+        await self._done(call, model)
+
+    async def swap(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/admin/models/swap: answered when the new model answers, or, with why not, when the old one does."""
+        body = parse(SwapBody, await self._read(call), self._config, call)
+        model = self._find(body.model)
+        await self.registry.swap(model, body.to, self._grace(body.grace))
+        await self._done(call, model)
+
+    async def drain(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/admin/drain."""
+        self._check_owner()
+        body = parse(DrainBody, await read_nothing(call, self._config), self._config, call)
+        requests = self.registry.requests
+        self.registry.draining = True
+        task = asyncio.create_task(self.registry.drain(self._grace(body.grace)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await call.json({"object": "drain", "draining": True, "requests": requests})
+
+    async def reload(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/admin/reload: the options are read again; which hold now, and which it takes a restart for."""
+        self._check_owner()
+        parse(NoBody, await read_nothing(call, self._config), self._config)
+        found = self._options(self.registry)
+        unchanged = [{"option": name, "why": why} for name, why in found.unchanged.items()]
+        await call.json({"object": "reload", "changed": found.changed, "unchanged": unchanged})
+
+    async def _done(self, call: HTTPCall, model: ServedModel) -> None:
+        await call.json(self._shown(model) | {"success": True})
+
+    async def _read(self, call: HTTPCall) -> dict[str, Any]:
+        self._check_owner()
+        return await read_json(call, self._config)
+
+    def _find(self, name: str) -> ServedModel:
+        """The model of that name, also where any other name would do for an answer."""
+        if not self.registry.has(name):
+            raise self.registry.unknown(name)
+        return self.registry.find(name)
+
+    def _grace(self, seconds: float | None) -> float:
+        if seconds is None:
+            return self._config.shutdown_grace
+        if not 0 <= seconds <= MOST_GRACE:
+            raise InvalidRequest(f"grace must be 0 to {MOST_GRACE:g} seconds", field="grace")
+        return float(seconds)
+
+    def _check_owner(self) -> None:
+        """Forbidden where anybody from elsewhere could do it."""
+        config = self._config
+        host = config.host if config.admin_port is None else config.admin_host
+        if not has_keys(config) and not is_local(host) and config.admin_key is None:
+            raise Forbidden("models are changed over HTTP only with the admin key, or on this machine alone")
+
+    def _shown(self, model: ServedModel) -> dict[str, Any]:
+        loaded, expires = model.loaded, self.registry.expires_in(model)
+        stats = loaded.service.stats() if loaded is not None else None
+        return {
+            "id": model.name,
+            "object": "model",
+            "state": model.state,
+            "kind": model.kind or None,
+            "model": model.reference,
+            "names": sorted(model.names),
+            "pinned": model.pinned,
+            "memory_bytes": model.held or None,
+            "context": loaded.service.info.context if loaded is not None else None,
+            "running": stats.running if stats is not None else 0,
+            "waiting": (stats.waiting if stats is not None else 0) + model.waiting,
+            "expires_in": None if expires == math.inf else round(expires, 1),
+            "load_seconds": round(model.load_seconds, 2),
+            "loads": model.loads,
+            "failures": model.failures,
+            "swaps": model.swaps,
+            "error": model.failure or None,
+            "troubles": loaded.service.troubles() if loaded is not None else [],
+        }

@@ -1,0 +1,90 @@
+"""Options that a running server takes anew: on SIGHUP, and at POST /v1/admin/reload.
+
+They are read again from where they were read first: flags and the environment are what they were, files may have
+changed, the one of options as well as those of keys and certificates. What can change is listed in `CHANGED`; any other
+option that is another one now is named with what it needs. Where the new options cannot be used, nothing changes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from cairn.api.http.auth import Access, check_exposure
+from cairn.api.http.tls import check_tls
+from cairn.config.config import LIMITS, Config, TenantLimits
+from cairn.router.models import Models
+from cairn.types.errors import ConfigError, InvalidRequest
+
+log = logging.getLogger("cairn.api")
+
+CHANGED = frozenset(
+    {"api_key", "tenants", "admin_key", "allowed_hosts", "cors_origins", "log_level", "alias", *LIMITS}
+    | {"max_loaded", "memory_gb", "load_timeout", "model_ttl", "shutdown_grace", "models"}
+)
+"""The options that a running server takes anew."""
+RESTART = "it takes a restart of the server"
+
+
+class Reloaded(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reload has done."""
+
+    changed: tuple[str, ...]
+    """Options that hold from now on."""
+    unchanged: dict[str, str]
+    """Options that are others now and hold as before, and what they need."""
+
+
+class Reload:
+    """The options of one server, as they hold now. Whoever uses one that can change gives `watch` a function."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.again: Callable[[], Config] | None = None
+        """Reads all options; None where nobody can say where they came from."""
+        self._watchers: list[Callable[[Config], None]] = []
+
+    def watch(self, watcher: Callable[[Config], None]) -> None:
+        """Call this with the options whenever they are others."""
+        self._watchers.append(watcher)
+
+    def __call__(self, models: Models | None) -> Reloaded:
+        """Read them, and let hold what can. InvalidRequest where they cannot be used: then nothing has changed."""
+        if self.again is None:
+            raise InvalidRequest("this server's options came from no file, flag or variable that could be read again")
+        try:
+            read = self.again()
+            wanted, unchanged = _possible(self.config, read)
+            check_exposure(wanted)
+            Access(wanted)  # whatever refuses is asked before anything is replaced
+            check_tls(wanted)
+            if models is not None:
+                unchanged |= models.configure(wanted)
+        except ConfigError as error:
+            why = f"the options cannot be used, and nothing is changed: {error}"
+            raise InvalidRequest(why, field=error.field) from None
+        changed = tuple(name for name in sorted(CHANGED) if getattr(wanted, name) != getattr(self.config, name))
+        self.config = wanted
+        logging.getLogger("cairn").setLevel(wanted.log_level.upper())
+        for watcher in self._watchers:
+            watcher(wanted)
+        log.info("the options were read again; changed: %s", ", ".join(changed) or "none")
+        for name, why in unchanged.items():
+            log.warning("%s is another one now, and %s", name, why)
+        return Reloaded(changed=changed, unchanged=unchanged)
+
+
+def _possible(now: Config, read: Config) -> tuple[Config, dict[str, str]]:
+    """The options that can hold from now on, and those that are others and cannot."""
+    differing = {name for name in Config.__struct_fields__ if getattr(now, name) != getattr(read, name)}
+    unchanged = dict.fromkeys(sorted(differing - CHANGED), RESTART)
+    taken: dict[str, Any] = {name: getattr(read, name) for name in differing & CHANGED}
+    before = {one.name: one.limits for one in now.tenants}
+    for one in read.tenants:
+        for name in ("weight", "priority"):
+            if getattr(one.limits, name) != getattr(before.get(one.name, TenantLimits()), name):
+                unchanged[f"tenants.{one.name}.{name}"] = RESTART
+    return msgspec.structs.replace(now, **taken), unchanged

@@ -1,0 +1,1 @@
+"""The Anthropic dialect: /v1/messages."""

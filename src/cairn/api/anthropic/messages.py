@@ -1,0 +1,257 @@
+"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's API has them.
+
+Events: docs.anthropic.com/en/docs/build-with-claude/streaming, as anthropic-python's `types.RawMessageStreamEvent`
+states them. `input_tokens` are those that neither came from the cache nor went to it; the three together are the
+prompt. What is computed of a prompt stays in whole blocks, so that is what was written to the cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from cairn.api.anthropic.schemas import NAMES, MessagesBody, chat_of
+from cairn.api.chat.cache_diagnosis import RecentPrompts, message_diagnostics
+from cairn.api.chat.exchange import ChoiceStream, Exchanges, spelled
+from cairn.api.chat.generation import chat_exchange, chat_prompt
+from cairn.api.chat.parse import parse
+from cairn.api.chat.reasoning_text import pack
+from cairn.api.chat.schemas import ChatBody
+from cairn.api.chat.sessions import AgentAttribution
+from cairn.api.chat.wire import cache_object
+from cairn.api.http.call import HTTPCall, encode
+from cairn.api.http.json_body import read_json
+from cairn.api.http.not_found import anthropic_error
+from cairn.config.config import Config
+from cairn.frontend.service import Service
+from cairn.text.chat.message_builder import arguments_of
+from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.errors import CairnError
+from cairn.types.outputs import Delta, Done, FinishReason, ToolCallDelta
+
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+class Anthropic:
+    """The routes of messages."""
+
+    def __init__(self, config: Config, exchanges: Exchanges, attribution: AgentAttribution) -> None:
+        self._config = config
+        self._exchanges = exchanges
+        self._attribution = attribution
+        self._recent = RecentPrompts()
+
+    async def messages(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/messages."""
+        call.headers.append((b"request-id", call.id.encode()))
+        body, chat = await self._read(call, service)
+        exchange = await chat_exchange(
+            call,
+            service,
+            self._config,
+            self._attribution,
+            chat,
+            lambda choices: MessageAnswer(call, service, choices, body, self._diagnose(call, service, body, choices)),
+            NAMES,
+            allow_empty=body.max_tokens == 0,
+        )
+        await self._exchanges.run(call, exchange, stream=bool(body.stream))
+
+    def _diagnose(
+        self, call: HTTPCall, service: Service, body: MessagesBody, choices: Sequence[ChoiceStream]
+    ) -> dict[str, Any] | None:
+        """What became of the prefix of an earlier message, where that is asked."""
+        prompt, parts = choices[0].request.prompt, {"model": service.name} | body.parts
+        self._recent.note(call.tenant, "msg_" + call.id, parts, prompt)
+        previous = (body.diagnostics or {}).get("previous_message_id")
+        if not isinstance(previous, str):
+            return None
+        return message_diagnostics(self._recent.compare(call.tenant, previous, parts, prompt))
+
+    async def count_tokens(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/messages/count_tokens."""
+        _, chat = await self._read(call, service)
+        with spelled(NAMES):
+            prompt = await chat_prompt(call, service, self._config, chat)
+        await call.json({"input_tokens": len(prompt.tokens)})
+
+    async def _read(self, call: HTTPCall, service: Service) -> tuple[MessagesBody, ChatBody]:
+        body = parse(MessagesBody, await read_json(call, self._config), self._config, call)
+        with spelled(NAMES):
+            return body, parse(ChatBody, chat_of(body, call, service.chat.knows), self._config)
+
+
+class MessageAnswer:
+    """How a message looks: blocks of thinking, text and calls, one after another."""
+
+    def __init__(
+        self,
+        call: HTTPCall,
+        service: Service,
+        choices: Sequence[ChoiceStream],
+        body: MessagesBody,
+        diagnostics: dict[str, Any] | None,
+    ) -> None:
+        self._diagnostics = diagnostics
+        self._id = call.id
+        self._service = service
+        self._body = body
+        (self._choice,) = choices
+        self._started = False
+        self._open = ""
+        """Type of the block that is open."""
+        self._index = -1
+        self._thought = ""
+
+    def begin(self) -> bytes:
+        """Nothing yet: the first event tells what the cache gave, which is known with the first token."""
+        return b""
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """Pieces of blocks."""
+        data = self._start()
+        if delta.reasoning and self._body.thinks:
+            data += self._enter("thinking")
+            self._thought += delta.reasoning
+            if not self._body.omits:
+                data += self._piece("thinking_delta", "thinking", delta.reasoning)
+        if delta.text:
+            data += self._enter("text") + self._piece("text_delta", "text", delta.text)
+        for call in delta.tool_calls:
+            data += self._call(call)
+        return data
+
+    def finish(self, index: int, done: Done, reason: str) -> bytes:
+        """The last block's end, why the message ends, and what it cost."""
+        stop, sequence = self._stop()
+        usage = self._usage(done)
+        delta = {"stop_reason": stop, "stop_sequence": sequence}
+        return self._start() + self._leave() + _event("message_delta", {"delta": delta, "usage": usage})
+
+    def end(self) -> bytes:
+        """The end of the stream."""
+        return _event("message_stop", {})
+
+    def error(self, error: CairnError) -> bytes:
+        """The event of a failure."""
+        return b"event: error\ndata: " + encode(anthropic_error(error, self._id)) + b"\n\n"
+
+    def heartbeat(self) -> bytes:
+        """A ping; before it the message begins, since no event may come first but that."""
+        return self._start() + PING
+
+    def whole(self) -> dict[str, Any]:
+        """The message in one piece."""
+        said, done = self._choice.said, self._choice.done
+        assert done is not None
+        content: list[dict[str, Any]] = []
+        if said.reasoning and self._body.thinks:
+            shown = "" if self._body.omits else said.reasoning
+            content.append({"type": "thinking", "thinking": shown, "signature": self._signature(said.reasoning)})
+        if said.text:
+            content.append({"type": "text", "text": said.text})
+        content += [
+            {"type": "tool_use", "id": id, "name": name, "input": arguments_of(text)} for id, name, text in said.calls
+        ]
+        stop, sequence = self._stop()
+        return self._message(content, self._usage(done)) | {"stop_reason": stop, "stop_sequence": sequence}
+
+    def _start(self) -> bytes:
+        """The event that begins the message, once."""
+        if self._started:
+            return b""
+        self._started = True
+        stream = self._choice.stream
+        cache = None if stream is None else stream.cache
+        usage = self._counts(0 if cache is None else cache.cached) | {"output_tokens": 0}
+        return _event("message_start", {"message": self._message([], usage)})
+
+    def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": "msg_" + self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._service.name,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "diagnostics": self._diagnostics,
+            "usage": usage,
+        }
+
+    def _enter(self, kind: str, block: dict[str, Any] | None = None) -> bytes:
+        """Open a block, unless one of this type is open that goes on."""
+        if self._open == kind and block is None:
+            return b""
+        data = self._leave()
+        self._index += 1
+        self._open = kind
+        if block is None:
+            block = {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
+        return data + _event("content_block_start", {"index": self._index, "content_block": block})
+
+    def _leave(self) -> bytes:
+        """Close the block that is open."""
+        if not self._open:
+            return b""
+        data = b""
+        if self._open == "thinking":
+            data = self._piece("signature_delta", "signature", self._signature(self._thought))
+            self._thought = ""
+        self._open = ""
+        return data + _event("content_block_stop", {"index": self._index})
+
+    def _piece(self, kind: str, name: str, text: str) -> bytes:
+        head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
+        return head % (self._index, kind.encode(), name.encode()) + encode(text) + b"}}\n\n"
+
+    def _call(self, call: ToolCallDelta) -> bytes:
+        data = b""
+        if call.id:
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            data = self._enter("tool_use", block)
+        if call.arguments:
+            data += self._piece("input_json_delta", "partial_json", call.arguments)
+        return data
+
+    def _signature(self, thought: str) -> str:
+        """What comes back with a thought: of one that is not shown the thought itself."""
+        return (
+            pack(thought) if self._body.omits else hashlib.sha256(thought.encode("utf-8", "replace")).hexdigest()[:32]
+        )
+
+    def _stop(self) -> tuple[str, str | None]:
+        """stop_reason and stop_sequence."""
+        choice, done = self._choice, self._choice.done
+        assert done is not None
+        if done.reason is FinishReason.TOOL_CALLS:
+            return "tool_use", None
+        if done.reason is FinishReason.LENGTH:
+            asked = self._body.max_tokens
+            cut = asked is None or asked < 0 or choice.request.sampling.max_tokens < asked
+            return ("model_context_window_exceeded" if cut else "max_tokens"), None
+        if (text := choice.stop_text(self._service.tokenizer.decode)) is not None:
+            return "stop_sequence", text
+        return "end_turn", None
+
+    def _usage(self, done: Done) -> dict[str, Any]:
+        more: dict[str, Any] = {"output_tokens": done.usage.completion_tokens}
+        thought = {"thinking_tokens": self._choice.reasoning_tokens}
+        more |= {"output_tokens_details": thought, "cairn": cache_object(done.cache)}
+        return self._counts(done.usage.cached_tokens) | more
+
+    def _counts(self, cached: int) -> dict[str, Any]:
+        prompt = len(self._choice.request.prompt)
+        written = max(prompt // BLOCK_TOKENS * BLOCK_TOKENS - cached, 0)
+        return {
+            "input_tokens": prompt - cached - written,
+            "cache_creation_input_tokens": written,
+            "cache_read_input_tokens": cached,
+            "cache_creation": {"ephemeral_5m_input_tokens": written, "ephemeral_1h_input_tokens": 0},
+            "service_tier": "standard",
+        }
+
+
+def _event(kind: str, fields: dict[str, Any]) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind} | fields) + b"\n\n"

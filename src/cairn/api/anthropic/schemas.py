@@ -1,0 +1,276 @@
+"""Bodies of Anthropic's Messages API, and the chat that they ask for.
+
+Shapes: docs.anthropic.com/en/api/messages, as anthropic-python's `types.MessageCreateParams` states them. Clients send
+fields of betas that nobody has described: unknown ones are passed over, and told in X-Cairn-Warning.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from cairn.api.chat.reasoning_text import unpack
+from cairn.api.http.body import Body, Count, Number, Several
+from cairn.api.http.call import HTTPCall
+from cairn.types.errors import InvalidRequest, Unsupported
+
+ATTRIBUTION = re.compile(r"x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)
+"""A line that some clients put before the system prompt. It changes with every session and says nothing to a model."""
+EFFORTS = {"xhigh": "high", "max": "high"}
+"""What templates that know an effort call the others."""
+NAMES = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "max_completion_tokens": "max_tokens",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
+"""What this dialect calls the fields of a chat."""
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class MessagesBody(Body):
+    """POST /v1/messages, and /v1/messages/count_tokens without what is of the answer."""
+
+    place = "messages"
+    lenient: ClassVar[bool] = True
+
+    model: str | None = None
+    messages: Several[dict[str, Any]]
+    max_tokens: Count = None
+    system: Any = None
+    tools: Several[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    stop_sequences: Several[str] | None = None
+    stream: bool | None = None
+    temperature: Number = None
+    top_k: Count = None
+    top_p: Number = None
+    diagnostics: dict[str, Any] | None = None
+    """`previous_message_id`: why is less cached than of that message?"""
+    metadata: dict[str, Any] | None = None
+    """`user_id`: some clients write JSON there, with a `session_id`."""
+
+    @property
+    def thinks(self) -> bool:
+        """Whether thinking was asked for, and is to be shown."""
+        return bool((self.thinking or {}).get("type", "disabled") != "disabled")
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What may be named as the reason why a prompt is another."""
+        system = _system(self.system, "system") if self.system is not None else []
+        tools = [{name: value for name, value in tool.items() if name != "cache_control"} for tool in self.tools or ()]
+        return {"tools": tools, "system": system}
+
+    @property
+    def omits(self) -> bool:
+        """Whether what was thought is to be left out, but for what brings it back."""
+        return (self.thinking or {}).get("display") == "omitted"
+
+
+def chat_of(body: MessagesBody, call: HTTPCall, knows: Callable[[str], bool]) -> dict[str, Any]:
+    """The chat that a body asks for, as a `ChatBody` has it. `knows`: as of `ChatBody.template_args`."""
+    messages = [] if body.system is None else _system(body.system, "system")
+    for index, message in enumerate(body.messages):
+        messages += _message(message, f"messages[{index}]", call)
+    if messages and messages[-1]["role"] == "assistant":
+        raise InvalidRequest(
+            "messages ends with an assistant message: to go on with a given beginning (prefill) is not built",
+            field="messages",
+        )
+    chat: dict[str, Any] = {
+        "model": body.model,
+        "messages": messages,
+        "max_completion_tokens": body.max_tokens,
+        "temperature": body.temperature,
+        "top_k": body.top_k,
+        "top_p": body.top_p,
+        "stop": body.stop_sequences,
+        "tools": _tools(body.tools, call),
+        "metadata": {name: value for name, value in (body.metadata or {}).items() if isinstance(value, str)} or None,
+    }
+    chat |= _thinking(body, knows)
+    if body.tool_choice is not None:
+        chat["tool_choice"] = _choice(body.tool_choice)
+        if body.tool_choice.get("disable_parallel_tool_use"):
+            chat["parallel_tool_calls"] = False
+    if (form := (body.output_config or {}).get("format")) is not None:
+        schema = form.get("schema") if isinstance(form, dict) else None
+        wanted = {"name": "output", "schema": schema, "strict": True}
+        chat["response_format"] = {"type": "json_schema", "json_schema": wanted}
+    return {name: value for name, value in chat.items() if value is not None}
+
+
+def _thinking(body: MessagesBody, knows: Callable[[str], bool]) -> dict[str, Any]:
+    """What the template is told: without `thinking` nothing is thought, as with Anthropic's models."""
+    kind = (body.thinking or {}).get("type", "disabled")
+    if kind not in ("enabled", "adaptive", "between_tools", "disabled"):
+        raise InvalidRequest(
+            "thinking.type must be enabled, adaptive, between_tools or disabled", field="thinking.type"
+        )
+    found: dict[str, Any] = {}
+    if kind == "enabled":
+        found["reasoning_budget"] = _budget(body.thinking or {})
+    if knows("enable_thinking"):
+        found["enable_thinking"] = kind != "disabled"
+    effort = (body.output_config or {}).get("effort")
+    if effort is not None:
+        if not isinstance(effort, str):
+            raise InvalidRequest("output_config.effort must be a text", field="output_config.effort")
+        if knows("reasoning_effort") and kind != "disabled":
+            found["reasoning_effort"] = EFFORTS.get(effort, effort)
+    return found
+
+
+def _budget(thinking: Mapping[str, Any]) -> int | None:
+    """Tokens after which thinking is ended; some clients leave them out."""
+    given = thinking.get("budget_tokens")
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < 1 << 31:
+        raise InvalidRequest(
+            "thinking.budget_tokens must be a whole number of tokens, below 2,147,483,648",
+            field="thinking.budget_tokens",
+        )
+    return given
+
+
+def _choice(given: Mapping[str, Any]) -> Any:
+    kind = given.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": given.get("name")}}
+    if not isinstance(kind, str) or kind not in _CHOICES:
+        raise InvalidRequest("tool_choice.type must be auto, any, tool or none", field="tool_choice.type")
+    return _CHOICES[kind]
+
+
+def _tools(tools: list[dict[str, Any]] | None, call: HTTPCall) -> list[dict[str, Any]] | None:
+    found = []
+    for index, tool in enumerate(tools or ()):
+        where = f"tools[{index}]"
+        kind = tool.get("type")
+        if kind not in (None, "custom"):
+            call.warn(f"{where} is passed over: a tool of type {kind!s:.40} runs on a server, and none runs here")
+            continue
+        name, schema = tool.get("name"), tool.get("input_schema", {})
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise InvalidRequest(
+                f"{where}.name must be 1 to 128 letters, digits, '_', '-' and '.'", field=f"{where}.name"
+            )
+        if not isinstance(schema, dict):
+            raise InvalidRequest(f"{where}.input_schema must be an object", field=f"{where}.input_schema")
+        function = {"name": name, "description": tool.get("description"), "parameters": schema}
+        found.append({"type": "function", "function": function | _strict(tool)})
+    return found or None
+
+
+def _strict(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {"strict": True} if tool.get("strict") is True else {}
+
+
+def _system(given: Any, where: str) -> list[dict[str, Any]]:
+    """System texts as one message; none where nothing is left of them."""
+    texts = [ATTRIBUTION.sub("", text, count=1) if ATTRIBUTION.match(text) else text for text in _texts(given, where)]
+    text = "\n".join(text for text in texts if text)
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _message(message: Mapping[str, Any], where: str, call: HTTPCall) -> list[dict[str, Any]]:
+    role, content = message.get("role"), message.get("content")
+    if role in ("system", "developer"):  # in its place: moved to the front it would change all that was computed
+        return _system(content, f"{where}.content")
+    if role == "user":
+        return _user(content, f"{where}.content", call)
+    if role == "assistant":
+        return [_assistant(content, f"{where}.content", call)]
+    raise InvalidRequest(f"{where}.role must be user, assistant or system", field=f"{where}.role")
+
+
+def _user(content: Any, where: str, call: HTTPCall) -> list[dict[str, Any]]:
+    """The results of tools, each a message of its own, and texts, those beside each other one message."""
+    found: list[dict[str, Any]] = []
+    for index, block in enumerate(_blocks(content, where)):
+        at = f"{where}[{index}]"
+        if block.get("type") == "tool_result":
+            id = block.get("tool_use_id")
+            if not isinstance(id, str):
+                raise InvalidRequest(f"{at}.tool_use_id must be a text", field=f"{at}.tool_use_id")
+            texts = _texts(block.get("content") or "", f"{at}.content")
+            found.append({"role": "tool", "tool_call_id": id, "content": "\n".join(texts)})
+        elif found and found[-1]["role"] == "user":
+            found[-1]["content"] += "\n" + _text(block, at)
+        else:
+            found.append({"role": "user", "content": _text(block, at)})
+    return found or [{"role": "user", "content": ""}]
+
+
+def _assistant(content: Any, where: str, call: HTTPCall) -> dict[str, Any]:
+    """One message of what was thought, said and called, as it was given out."""
+    thought, said = "", ""
+    calls: list[dict[str, Any]] = []
+    for index, block in enumerate(_blocks(content, where)):
+        at, kind = f"{where}[{index}]", block.get("type")
+        if kind == "thinking":
+            thought += _field(block, "thinking", at) or unpack(block.get("signature"))
+        elif kind == "redacted_thinking":
+            thought += unpack(block.get("data"))
+        elif kind == "tool_use":
+            given = block.get("input", {})
+            if not isinstance(given, dict):
+                raise InvalidRequest(f"{at}.input must be an object", field=f"{at}.input")
+            function = {"name": _field(block, "name", at), "arguments": json.dumps(given, ensure_ascii=False)}
+            calls.append({"id": _field(block, "id", at), "type": "function", "function": function})
+        elif kind == "text":
+            said += _field(block, "text", at)
+        else:
+            call.warn(f"{at} is passed over: a block of type {kind!s:.40} is nothing to this server")
+    message: dict[str, Any] = {"role": "assistant", "content": said or (None if calls else "")}
+    if thought:
+        message["reasoning_content"] = thought
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _texts(content: Any, where: str) -> list[str]:
+    return [_text(block, f"{where}[{index}]") for index, block in enumerate(_blocks(content, where))]
+
+
+def _text(block: Mapping[str, Any], where: str) -> str:
+    """The text of a block that may stand in a prompt."""
+    kind = block.get("type")
+    if kind == "text":
+        return _field(block, "text", where)
+    source = block.get("source")
+    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+        return _field(source, "data", f"{where}.source")
+    if kind == "tool_reference":
+        return _field(block, "tool_name", where)
+    raise Unsupported(
+        f"{where}.type can only be text here, not {kind!s:.40}: images, files and search results are not read",
+        field=f"{where}.type",
+    )
+
+
+def _blocks(content: Any, where: str) -> list[Mapping[str, Any]]:
+    """Blocks; a text is one of them."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} must be a text or a list of blocks", field=where)
+    for index, block in enumerate(content):
+        if not isinstance(block, dict):
+            raise InvalidRequest(f"{where}[{index}] must be an object", field=f"{where}[{index}]")
+    return content
+
+
+def _field(block: Mapping[str, Any], name: str, where: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{where}.{name} must be a text", field=f"{where}.{name}")
+    return value

@@ -1,0 +1,259 @@
+"""The adapters of OpenAI's chat and text completions: what a call says, whole or in chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cairn.api.chat.exchange import ChoiceStream
+from cairn.api.chat.timings import AnswerTimes
+from cairn.api.chat.wire import (
+    DONE,
+    HEARTBEAT,
+    ChatChunks,
+    TextChunks,
+    TextLogprobs,
+    chat_logprobs,
+    error_event,
+    prompt_scores,
+    usage_object,
+    with_field,
+)
+from cairn.api.http.call import HTTPCall
+from cairn.frontend.service import Service
+from cairn.types.errors import CairnError
+from cairn.types.outputs import Delta, Done, TokenLogprob
+
+_PROGRESS = "prompt_progress"
+
+
+class ChatAnswer:
+    """How chat completions look."""
+
+    prefix = "chatcmpl-"
+    kind = "chat.completion"
+
+    def __init__(
+        self,
+        call: HTTPCall,
+        service: Service,
+        choices: Sequence[ChoiceStream],
+        include_usage: bool,
+        pace: AnswerTimes,
+        *,
+        top: int | None = None,
+        scored: int | None = None,
+    ) -> None:
+        """`top`: how many of the likeliest tokens are told beside each of the answer's (None: all that are known), and
+        `scored` beside each of the prompt's, where these are told."""
+        self._pace, self._top, self._scored = pace, top, scored
+        self._service = service
+        self._choices = choices
+        self._head = head(call, service, self.prefix, self.kind)
+        self._chunks: ChatChunks | None = None
+        self._include_usage = include_usage
+        self._warnings = call.warnings
+
+    def begin(self) -> bytes:
+        """The first bytes of a stream: every choice names its role."""
+        self._chunks = ChatChunks(self._head, len(self._choices), self._include_usage, self._service.tokenizer)
+        data = b"".join(self._chunks.first(index) for index in range(len(self._choices)))
+        return data + _begun(self._pace, [self._chunks.nothing(index) for index in range(len(self._choices))])
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """A piece of a stream."""
+        assert self._chunks is not None
+        before = _heard(self._pace, index, self._chunks.nothing)
+        return before + _timed(self._pace, index, self._chunks.delta(index, delta))
+
+    def finish(self, index: int, done: Done, reason: str) -> bytes:
+        """The end of a choice in a stream."""
+        assert self._chunks is not None
+        return _ended(self._pace, index, done, self._chunks.finish(index, done, reason, self._warnings))
+
+    def end(self) -> bytes:
+        """The chunk that carries the usage where one is wanted, and the mark of the end."""
+        assert self._chunks is not None
+        return self._chunks.usage(usage_of(self._choices)) + DONE if self._include_usage else DONE
+
+    def error(self, error: CairnError) -> bytes:
+        """The event of a failure."""
+        return error_event(error)
+
+    def heartbeat(self) -> bytes:
+        """A comment."""
+        return HEARTBEAT
+
+    def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        found = []
+        for index, choice in enumerate(self._choices):
+            logprobs = None
+            if choice.request.sampling.logprobs:
+                logprobs = chat_logprobs(_cut(choice.logprobs, self._top), self._service.tokenizer)
+            message = choice.said.message() | {"refusal": None}
+            found.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.reason})
+        whole = self._head | {"choices": found, "usage": usage_of(self._choices)}
+        if self._scored is not None:
+            entries = _cut(self._choices[0].prompt_logprobs, self._scored)
+            whole["prompt_logprobs"] = prompt_scores(entries, self._service.tokenizer)
+        return whole | timings_of(self._pace, self._choices)
+
+
+class TextAnswer:
+    """How text completions look. `echoes` holds the prompt's text of each choice, or None without echo."""
+
+    prefix = "cmpl-"
+    kind = "text_completion"
+
+    def __init__(
+        self,
+        call: HTTPCall,
+        service: Service,
+        choices: Sequence[ChoiceStream],
+        include_usage: bool,
+        echoes: Sequence[str] | None,
+        top: int | None,
+        pace: AnswerTimes,
+        scored: int | None = None,
+    ) -> None:
+        self._pace, self._scored, self._tokenizer = pace, scored, service.tokenizer
+        self._choices = choices
+        self._echoes = echoes
+        self._head = head(call, service, self.prefix, self.kind)
+        self._chunks: TextChunks | None = None
+        self._include_usage = include_usage
+        self._warnings = call.warnings
+        self._logprobs = None if top is None else [self._scores(choice, service, top) for choice in choices]
+        self._echoed = [echoes is None] * len(choices)
+
+    def begin(self) -> bytes:
+        """Text completions have no opening chunk, but for the progress of the prompts."""
+        self._chunks = TextChunks(self._head, len(self._choices), self._include_usage)
+        return _begun(self._pace, [self._chunks.text(index, "") for index in range(len(self._choices))])
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """A piece of a stream, after the echoed prompt."""
+        chunks = self._chunks
+        assert chunks is not None
+        if not (delta.tokens or delta.text or delta.logprobs):
+            return b""
+        before = _heard(self._pace, index, lambda index: chunks.text(index, "")) + self._echo(index)
+        if self._logprobs is None:
+            return before + _timed(self._pace, index, chunks.text(index, delta.text) if delta.text else b"")
+        for entry in delta.logprobs:
+            self._logprobs[index].add(entry.token, entry)
+        return before + _timed(self._pace, index, chunks.text(index, delta.text, self._logprobs[index].take()))
+
+    def finish(self, index: int, done: Done, reason: str) -> bytes:
+        """The end of a choice in a stream."""
+        assert self._chunks is not None
+        last = self._chunks.finish(index, done, reason, self._warnings)
+        return self._echo(index) + _ended(self._pace, index, done, last)
+
+    def end(self) -> bytes:
+        """The chunk that carries the usage where one is wanted, and the mark of the end."""
+        assert self._chunks is not None
+        return self._chunks.usage(usage_of(self._choices)) + DONE if self._include_usage else DONE
+
+    def error(self, error: CairnError) -> bytes:
+        """The event of a failure."""
+        return error_event(error)
+
+    def heartbeat(self) -> bytes:
+        """A comment."""
+        return HEARTBEAT
+
+    def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        found = []
+        for index, choice in enumerate(self._choices):
+            logprobs = None
+            if self._logprobs is not None:
+                if self._echoes is not None:
+                    self._add_prompt(index)
+                for entry in choice.logprobs:
+                    self._logprobs[index].add(entry.token, entry)
+                logprobs = self._logprobs[index].take()
+            text = (self._echoes[index] if self._echoes is not None else "") + choice.said.text
+            found.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.reason})
+            if self._scored is not None:
+                scores = prompt_scores(_cut(choice.prompt_logprobs, self._scored), self._tokenizer)
+                found[-1]["prompt_logprobs"] = scores
+        return self._head | {"choices": found, "usage": usage_of(self._choices)} | timings_of(self._pace, self._choices)
+
+    def _scores(self, choice: ChoiceStream, service: Service, top: int) -> TextLogprobs:
+        before = choice.request.prompt if self._echoes is None else ()
+        return TextLogprobs(service.tokenizer, top, after=before)
+
+    def _echo(self, index: int) -> bytes:
+        if self._echoed[index]:
+            return b""
+        assert self._echoes is not None and self._chunks is not None
+        self._echoed[index] = True
+        if self._logprobs is None:
+            return self._chunks.text(index, self._echoes[index])
+        self._add_prompt(index)
+        return self._chunks.text(index, self._echoes[index], self._logprobs[index].take())
+
+    def _add_prompt(self, index: int) -> None:
+        assert self._logprobs is not None
+        choice = self._choices[index]
+        self._logprobs[index].add(choice.request.prompt[0], None)
+        for entry in choice.prompt_logprobs:
+            self._logprobs[index].add(entry.token, entry)
+
+
+def _cut(entries: Sequence[TokenLogprob], top: int | None) -> Sequence[TokenLogprob]:
+    """The entries with so many of the likeliest tokens: a request is answered with as many as any part of it wants."""
+    return entries if top is None else [TokenLogprob(one.token, one.logprob, one.top[:top]) for one in entries]
+
+
+def timings_of(pace: AnswerTimes, choices: Sequence[ChoiceStream]) -> dict[str, Any]:
+    """What an answer in one piece says of its time, where that is wanted: of several choices the first's."""
+    done = choices[0].done
+    return {"timings": pace.whole(0, done)} if pace.timings and done is not None else {}
+
+
+def _begun(pace: AnswerTimes, chunks: Sequence[bytes]) -> bytes:
+    """An empty chunk of each choice, as the progress of its prompt where that is wanted."""
+    if not pace.progress:
+        return b""
+    return b"".join(with_field(chunk, _PROGRESS, pace.begun(index)) for index, chunk in enumerate(chunks))
+
+
+def _heard(pace: AnswerTimes, index: int, nothing: Callable[[int], bytes]) -> bytes:
+    """The chunk before the first of a choice: its prompt is computed."""
+    told = pace.heard(index)
+    return b"" if told is None else with_field(nothing(index), _PROGRESS, told)
+
+
+def _timed(pace: AnswerTimes, index: int, chunks: bytes) -> bytes:
+    return with_field(chunks, "timings", pace.so_far(index)) if pace.timings and chunks else chunks
+
+
+def _ended(pace: AnswerTimes, index: int, done: Done, chunk: bytes) -> bytes:
+    return with_field(chunk, "timings", pace.whole(index, done)) if pace.timings else chunk
+
+
+def usage_of(choices: Sequence[ChoiceStream]) -> dict[str, Any]:
+    """The usage object of a call that has ended."""
+    ends: list[tuple[Done, bool]] = []
+    for choice in choices:
+        assert choice.done is not None
+        ends.append((choice.done, choice.request.choice == 0))
+    return usage_object(ends)
+
+
+def head(call: HTTPCall, service: Service, prefix: str, kind: str) -> dict[str, Any]:
+    """What every object and chunk of an answer begins with. The fingerprint changes with all that could change a
+    number: weights, tokenizer, kernels, a KV codec."""
+    identity = service.info.identity
+    return {
+        "id": prefix + call.id,
+        "object": kind,
+        "created": int(time.time()),
+        "model": service.name,
+        "system_fingerprint": "fp_" + identity[:6].hex() if identity else None,
+    }

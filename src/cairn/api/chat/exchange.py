@@ -1,0 +1,384 @@
+"""One exchange: a call, what generates for it, and the dialect in which it is answered. One loop runs all of them.
+
+source ──batches of events──> `chunks`, the loop ──bytes──> the connection, which ends the exchange when it closes
+                                    │   ▲                or an event log, which connections follow and come back to
+                                    └───┘ `Adapter`: how a dialect says it
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from cairn.api.chat.sessions import Attribution
+from cairn.api.chat.wire import EVENT_STREAM
+from cairn.api.http.call import Headers, HTTPCall, Watch, internal
+from cairn.api.http.call_table import CallTable
+from cairn.api.http.resumable import EventLogs, Follower, is_resumable
+from cairn.config.config import Config
+from cairn.frontend.miss_explainer import PromptOrigin
+from cairn.frontend.service import Service
+from cairn.frontend.stream import RequestStream, merge
+from cairn.text.chat.message_builder import MessageBuilder, ReasoningCount
+from cairn.types.errors import (
+    CairnError,
+    Cancelled,
+    DeadlineExceeded,
+    GenerationFailed,
+    InvalidRequest,
+    Overloaded,
+)
+from cairn.types.outputs import Delta, Done, Event, FinishReason, TokenLogprob
+from cairn.types.request import Request
+
+Batches = AsyncGenerator[Sequence[tuple[int, Event]], None]
+"""(choice, event) as they come: first an empty batch, once the requests were let in."""
+Source = Callable[[float | None], Batches]
+"""What generates. With a number an empty batch says that nothing came for so many seconds."""
+UNREAD = (
+    "the answer has something that begins as a call of a tool does and cannot be read as one, so it stands in the "
+    "content as it was written"
+)
+
+
+class Adapter(Protocol):
+    """How one dialect says the answer of one call: as whole events, or as one object.
+
+    `begin` comes first, then `delta` and `finish` of every choice, then `end`. `error` may take the place of any of
+    them but the first; `heartbeat` may come between them.
+    """
+
+    def begin(self) -> bytes:
+        """The first events of a stream."""
+        ...
+
+    def delta(self, index: int, delta: Delta, /) -> bytes:
+        """A piece of a choice."""
+        ...
+
+    def finish(self, index: int, done: Done, reason: str, /) -> bytes:
+        """The end of a choice."""
+        ...
+
+    def end(self) -> bytes:
+        """The last events of a stream whose choices have all ended."""
+        ...
+
+    def error(self, error: CairnError, /) -> bytes:
+        """The events that end a stream which failed after it began."""
+        ...
+
+    def heartbeat(self) -> bytes:
+        """What keeps a stream awake that has nothing to say."""
+        ...
+
+    def whole(self) -> Any:
+        """The answer in one piece, once all choices have ended: JSON."""
+        ...
+
+
+class ChoiceStream:
+    """What one choice has said so far."""
+
+    __slots__ = (
+        "done",
+        "logprobs",
+        "prompt_logprobs",
+        "reasoning",
+        "request",
+        "said",
+        "stream",
+        "tokens",
+    )
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.said = MessageBuilder()
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.done: Done | None = None
+        self.stream: RequestStream | None = None
+        """Where it comes from, once it was started."""
+        self.reasoning = ReasoningCount(request.output)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many of the tokens are of reasoning, its tags among them."""
+        return self.reasoning.tokens
+
+    @property
+    def computed(self) -> Sequence[int]:
+        """Its tokens, and those that a client which reads slowly has kept from being taken."""
+        return self.tokens if self.stream is None else self.stream.tokens
+
+    @property
+    def reason(self) -> str:
+        """The finish_reason, once it has ended."""
+        assert self.done is not None
+        return self.done.reason.value
+
+    def stop_text(self, decode: Callable[[Sequence[int]], str]) -> str | None:
+        """Which of the request's stop texts has ended it, if one did."""
+        assert self.done is not None
+        ended = self.tokens and self.tokens[-1] in self.request.sampling.stop_token_ids
+        if self.done.reason is not FinishReason.STOP or not self.request.stop or ended:
+            return None
+        text = decode(self.tokens)
+        found = [(text.find(one) + len(one), one) for one in self.request.stop if one in text]
+        return min(found)[1] if found else None
+
+    def add(self, delta: Delta, *, keep_logprobs: bool) -> None:
+        """Take a piece. Log-probabilities are large: a stream sends them at once and does not keep them."""
+        if keep_logprobs:
+            self.logprobs += delta.logprobs
+        self.said.add(delta)
+        self.tokens += delta.tokens
+        self.reasoning.add(delta)
+        self.prompt_logprobs += delta.prompt_logprobs
+
+    def end(self, done: Done) -> str:
+        """Note the end; its finish_reason. An end that is no success raises instead of looking like one."""
+        match done.reason:
+            case FinishReason.CANCELLED:
+                raise Cancelled("the request was cancelled")
+            case FinishReason.DEADLINE:
+                raise DeadlineExceeded("the request reached its time limit")
+            case FinishReason.ERROR:
+                raise GenerationFailed("the generation failed")
+        self.done = done
+        return done.reason.value
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One call's. It knows nothing of the connection, which may be gone long before it ends."""
+
+    choices: Sequence[ChoiceStream]
+    adapter: Adapter
+    source: Source
+    cancel: Callable[[], object]
+    """Ends it from outside."""
+    keep: Callable[[ChoiceStream], None]
+    """Keeps what is to be kept of a choice that has ended well."""
+    attribution: Attribution | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What the route calls the fields of a request, where it has other names."""
+    numbered: bool = False
+    """Heartbeats are events like others, which an event log keeps."""
+    media: Headers = field(default_factory=lambda: EVENT_STREAM)
+    """The headers of a stream. What is none of server-sent events cannot be kept on an event log."""
+    outlives: bool = False
+    """It goes on when its connection closes, for the time of grace, whether anybody asked for that or not."""
+    unattended: bool = False
+    """It goes on to its end, read or not."""
+    warn: Callable[[str], None] = lambda sentence: None
+    """Tells the sender something beside the answer."""
+
+    async def chunks(
+        self, heartbeat: float | None = None, *, stream: bool, log: bool = False
+    ) -> AsyncGenerator[bytes, None]:
+        """The answer as it comes. The first piece is empty: from then on a failure is a part of the answer.
+
+        `stream`: the client reads it as events; otherwise it wants the whole at the end. `log`: events are wanted
+        in any case.
+        """
+        say = stream or log
+        with spelled(self.names), self._attributed():
+            async with contextlib.aclosing(self.source(heartbeat)) as found:
+                await anext(found)
+                yield b""
+                data = self.adapter.begin() if say else b""
+                try:
+                    async for batch in found:
+                        data += self._say(batch, say, keep_logprobs=not stream) if batch else self.adapter.heartbeat()
+                        if self.over and self.attribution is not None:
+                            await self.attribution.kept()
+                        if say and self.over:
+                            data += self.adapter.end()
+                        if data and say:
+                            yield data
+                        data = b""
+                except CairnError:
+                    if data and say:  # what fails before its first token has begun all the same
+                        yield data
+                    raise
+
+    def _say(self, batch: Sequence[tuple[int, Event]], say: bool, *, keep_logprobs: bool) -> bytes:
+        """Take what came together; its events where they are wanted."""
+        data = b""
+        for index, event in batch:
+            choice = self.choices[index]
+            if isinstance(event, Done):
+                reason = choice.end(event)
+                if event.unread_call:
+                    self.warn(UNREAD)
+                if say:
+                    data += self.adapter.finish(index, event, reason)
+                self.keep(choice)
+            else:
+                choice.add(event, keep_logprobs=keep_logprobs)
+                if say:
+                    data += self.adapter.delta(index, event)
+        return data
+
+    @property
+    def over(self) -> bool:
+        """Whether all choices have ended."""
+        return all(choice.done is not None for choice in self.choices)
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Tokens of the prompts, each counted once, and of all answers, however they ended."""
+        prompts = sum(len(choice.request.prompt) for choice in self.choices if choice.request.choice == 0)
+        return prompts, sum(len(choice.computed) for choice in self.choices)
+
+    @contextlib.contextmanager
+    def _attributed(self) -> Iterator[None]:
+        """While choices are generated: the agent in whose name they were asked for is in use, and however one ends that
+        was begun, its KV belongs to that agent."""
+        computed = True
+        try:
+            with self.attribution.using() if self.attribution is not None else contextlib.nullcontext():
+                yield
+        except Overloaded:
+            computed = False
+            raise
+        finally:
+            for choice in self.choices:
+                if self.attribution is not None and choice.stream is not None and choice.done is None and computed:
+                    self.attribution.cut(choice.request, choice.computed)
+
+
+class Exchanges:
+    """Runs the exchanges of one server."""
+
+    def __init__(self, config: Config, calls: CallTable, logs: EventLogs) -> None:
+        self._heartbeat = config.heartbeat
+        self._calls = calls
+        self._logs = logs
+
+    async def run(self, call: HTTPCall, exchange: Exchange, *, stream: bool) -> None:
+        """Answer a call, as a stream of events or in one piece."""
+        exchange.warn = call.warn
+        logged = exchange.outlives or is_resumable(call, stream)
+        if logged and exchange.media is not EVENT_STREAM:
+            raise InvalidRequest(
+                "X-Cairn-Resumable goes with server-sent events, which this route does not send",
+                field="X-Cairn-Resumable",
+            )
+        numbers = [choice.request.id for choice in exchange.choices]
+        self._calls.open(call.number, numbers, name=call.name, salt=call.salt)
+        if logged:
+            await self._follow(call, exchange, stream)
+            return
+        try:
+            async with Watch(call) as watch:
+                if stream:
+                    await self._stream(call, exchange, watch)
+                else:
+                    await self._whole(call, exchange, watch)
+            if watch.left:
+                call.ended = "client_left"
+        finally:
+            self._calls.close(call.number)
+            call.tokens = exchange.tokens
+
+    def begin(self, call: HTTPCall, exchange: Exchange) -> None:
+        """Generate onto an event log that the connection does not read."""
+        self._calls.open(call.number, [one.request.id for one in exchange.choices], name=call.name, salt=call.salt)
+        self._log(call, exchange, stream=False).leave()
+
+    def _log(self, call: HTTPCall, exchange: Exchange, *, stream: bool) -> Follower:
+        number = call.number
+        over = partial(self._calls.close, number)
+        beat = self._heartbeat if exchange.numbered else None
+        events = _closing(exchange.chunks(beat, stream=stream, log=True), over)
+        return self._logs.start(
+            call, events, exchange.cancel, self._heartbeat, exchange.adapter.error, exchange.unattended
+        )
+
+    async def _follow(self, call: HTTPCall, exchange: Exchange, stream: bool) -> None:
+        """Generate onto an event log, of which the connection is the first reader."""
+        follower = self._log(call, exchange, stream=stream)
+        try:
+            await (follower.run(call) if stream else follower.wait(call))
+        finally:
+            call.tokens = exchange.tokens
+        if not stream:
+            await call.json(exchange.adapter.whole())
+
+    async def _whole(self, call: HTTPCall, exchange: Exchange, watch: Watch) -> None:
+        async with contextlib.aclosing(exchange.chunks(stream=False)) as chunks:
+            async for _ in chunks:
+                pass
+        whole = exchange.adapter.whole()
+        watch.stop()
+        await call.json(whole)
+
+    async def _stream(self, call: HTTPCall, exchange: Exchange, watch: Watch) -> None:
+        try:
+            async with contextlib.aclosing(exchange.chunks(self._heartbeat, stream=True)) as chunks:
+                async for data in chunks:
+                    if not call.started:
+                        await call.begin(exchange.media)
+                        continue
+                    if exchange.over:
+                        watch.stop()
+                        await call.write(data, more=False)
+                        return
+                    await call.write(data)
+        except Exception as error:
+            if not call.started:
+                raise
+            watch.stop()
+            known = error if isinstance(error, CairnError) else internal(call.id)
+            call.ended = known.code
+            await call.write(exchange.adapter.error(known), more=False)
+            if known is not error:
+                raise
+
+
+async def _closing(chunks: AsyncGenerator[bytes, None], over: Callable[[], None]) -> AsyncGenerator[bytes, None]:
+    """The same chunks, with a call at their end."""
+    try:
+        async with contextlib.aclosing(chunks):
+            async for data in chunks:
+                yield data
+    finally:
+        over()
+
+
+def generating(service: Service, choices: Sequence[ChoiceStream], told: PromptOrigin) -> Source:
+    """The source of ordinary requests; each choice has its stream once it was started."""
+    of = {choice.request.id: choice for choice in choices}
+
+    def start(request: Request) -> RequestStream:
+        of[request.id].stream = stream = service.generate(request, told)
+        return stream
+
+    def batches(heartbeat: float | None) -> Batches:
+        return merge(start, [choice.request for choice in choices], heartbeat=heartbeat, announce=True)
+
+    return batches
+
+
+@contextlib.contextmanager
+def spelled(names: Mapping[str, str]) -> Iterator[None]:
+    """A refusal names the field that the client has sent: `names` are ours and the route's. What is inside a field is
+    named by the longest of them that it begins with."""
+    try:
+        yield
+    except InvalidRequest as error:
+        known, rest = error.field or "", ""
+        while known not in names and "." in known:
+            known, _, inner = known.rpartition(".")
+            rest = f".{inner}{rest}"
+        if known not in names:
+            raise
+        name = names[known] + rest
+        text = str(error) if error.field == "prompt" else str(error).replace(str(error.field), name)
+        raise error.named(text, name) from None

@@ -1,0 +1,148 @@
+"""Chat messages and tools in request bodies: their shapes, and as plain values.
+
+Shapes follow the OpenAI API reference (platform.openai.com/docs/api-reference, as openai-python's `types` state them).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from cairn.api.http.body import Body, Several, text_or_list
+
+
+def _as_text(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+
+
+class TextPart(Body):
+    """`{"type": "text", "text": ...}`."""
+
+    place = "part"
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    Annotated[str, Tag("~text")] | Annotated[Several[TextPart], Tag("~list")],
+    Discriminator(
+        text_or_list,
+        custom_error_type="content",
+        custom_error_message="must be a text or a list of text parts",
+    ),
+]
+
+
+class CalledFunction(Body):
+    """What the model called. `arguments` is whatever text it produced, JSON or not; some clients send an object."""
+
+    place = "called"
+
+    name: str
+    arguments: Annotated[str, BeforeValidator(_as_text)]
+
+
+class ToolCallBody(Body):
+    """A call that an assistant message made."""
+
+    place = "call"
+    within: ClassVar = {"function": CalledFunction}
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class ChatMessage(Body):
+    """One message of any role; `checks` knows what a role may carry."""
+
+    place = "message"
+    within: ClassVar[dict[str, type[Body]]] = {"content": TextPart, "tool_calls": ToolCallBody}
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: Several[ToolCallBody] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another name for `reasoning_content`, which some servers use."""
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    place = "function"
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """`{"type": "function", "function": {...}}`."""
+
+    place = "tool"
+    within: ClassVar[dict[str, type[Body]]] = {"function": FunctionTool}
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+Messages = Annotated[Several[ChatMessage], Field(min_length=1)]
+
+
+def plain_messages(messages: Iterable[ChatMessage]) -> list[dict[str, Any]]:
+    """The messages as plain values, without what is absent; what they mean to a template is the chat's business."""
+    found = []
+    for message in messages:
+        content: Any = message.content
+        if isinstance(content, list):
+            content = [{"type": "text", "text": part.text} for part in content]
+        plain: dict[str, Any] = {"role": message.role, "content": content}
+        if message.name is not None:
+            plain["name"] = message.name
+        reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+        if reasoning is not None:
+            plain["reasoning_content"] = reasoning
+        if message.tool_call_id is not None:
+            plain["tool_call_id"] = message.tool_call_id
+        if message.tool_calls:
+            plain["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": call.function.arguments},
+                }
+                for call in message.tool_calls
+            ]
+        found.append(plain)
+    return found
+
+
+def contents(messages: Iterable[ChatMessage], tools: Sequence[dict[str, Any]] | None = None) -> list[str]:
+    """Every text that a template puts into the prompt: of the messages all but reasoning, and the tools as JSON."""
+    found = [json.dumps(tool, ensure_ascii=False) for tool in tools or ()]
+    for message in messages:
+        if isinstance(message.content, str):
+            found.append(message.content)
+        else:
+            found += [part.text for part in message.content or ()]
+        for call in message.tool_calls or ():
+            found += [call.function.name, call.function.arguments]
+    return found
+
+
+def plain_tools(tools: Iterable[Tool] | None) -> list[dict[str, Any]] | None:
+    """The tools as the chat template wants them, or None."""
+    plain = [
+        {"type": "function", "function": tool.function.model_dump(exclude_none=True, exclude={"strict"})}
+        for tool in tools or ()
+    ]
+    return plain or None

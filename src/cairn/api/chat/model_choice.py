@@ -1,0 +1,180 @@
+"""Which model answers a call: the one that its body names, whatever the dialect, or its path, or what it is about.
+
+With one model there is nothing to choose, and no body is looked at before its route reads it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import math
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from cairn.api.chat.sessions import AgentAttribution
+from cairn.api.http.call import HTTPCall
+from cairn.api.http.call_table import parse_id
+from cairn.api.native.agent_schemas import query
+from cairn.frontend.service import Service
+from cairn.router.models import Models
+from cairn.router.served_model import ServedModel
+from cairn.types.errors import InvalidRequest
+
+KINDS = {
+    "/v1/embeddings": "embed",
+    "/embed": "embed",
+    "/api/embed": "embed",
+    "/api/embeddings": "embed",
+    "/v1/rerank": "rerank",
+    "/v2/rerank": "rerank",
+    "/v1/reranking": "rerank",
+    "/v1/score": "rerank",
+}
+"""Which kind of model a route is for, where its body names none; all others are for chats."""
+TURNS = re.compile(r"/v1/agents/([^/]+)/(turns|resume|prefetch)")
+"""Routes of an agent that need its model to be loaded."""
+WORK = re.compile(r"/v1/(teams|workflows/runs)/([^/]+)/(rounds|votes|resume)")
+"""Routes that need the model of a team or a run to be loaded."""
+BESIDE = re.compile(
+    r"/v1/(?:teams/[^/]+/(?:messages|tool_results|fork|rollback|interrupt)|workflows/(?:check|runs/[^/]+/interrupt)"
+    r"|collections(?:/[^/]+(?:/documents|/search))?|files|vector_stores(?:/.+)?)"
+)
+"""Routes of them that need none, and of collections: these find what makes vectors themselves."""
+AGENTS = re.compile(r"/v1/agents/([^/]+)(?:/[a-z]+)?")
+REQUESTS = re.compile(r"/v1/(?:requests|responses)/([^/]+)(?:/[a-z_]+)?")
+UNNAMED = ("/v1/models", "/v1/admin", "/v1/cache", "/metrics", "/api/tags", "/api/ps", "/api/version", "/api/pull")
+UNNAMED_TOO = ("/api/delete", "/api/copy", "/api/show", "/v1/conversations", "/v1/agents")
+"""Routes, with all below them, that are about no one model, or find it themselves."""
+FOLLOWED = "/v1/events"
+"""A route whose calls last for hours: no model is kept loaded for them, nor waits with its end for theirs."""
+DURATION = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)(ns|us|ms|s|m|h)?")
+UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class _Named(msgspec.Struct):
+    """What is looked at of a body before its route reads it: the rest is passed over."""
+
+    model: Any = None
+    keep_alive: Any = None
+
+
+_decode = msgspec.json.Decoder(_Named).decode
+
+
+class ModelRouter:
+    """Gives each call its model."""
+
+    def __init__(self, models: Models, attribution: AgentAttribution) -> None:
+        self._models, self._attribution = models, attribution
+
+    @contextlib.asynccontextmanager
+    async def chosen(self, call: HTTPCall) -> AsyncIterator[Service]:
+        """While the call is answered: the service of its model, which is loaded first where it has to be.
+
+        UnknownModel for a name that no model has, Unavailable where it cannot be loaded in time.
+        """
+        model: ServedModel | None
+        keep: float | None = None
+        if call.path == FOLLOWED:
+            model = None
+        elif not self._models.several and self._models.models[0].state == "loaded":
+            model = self._models.models[0]
+        else:
+            model, keep = await self._choose(call)
+        if model is None:
+            service = self._about(call) or self._models.services.first
+            call.identity, call.model = service.spec.identity, service.name
+            yield service
+            return
+        async with self._models.using(model) as service:
+            call.identity, call.model = service.spec.identity, service.name
+            try:
+                yield service
+            finally:
+                if keep is not None:
+                    self._models.keep(model, keep)
+
+    async def _choose(self, call: HTTPCall) -> tuple[ServedModel | None, float | None]:
+        """The model, None for a call that needs none to be loaded; and how long its client wants it kept."""
+        path, method = call.path, call.scope["method"]
+        if (turn := TURNS.fullmatch(path)) is not None and method == "POST":
+            named = await self._named(call)
+            return self._of_agent(call, turn[1], named), None
+        if (work := WORK.fullmatch(path)) is not None and method == "POST":
+            return self._of_work(call, work[1], work[2], await self._named(call)), None
+        if method != "POST" or _is_below(path, (*UNNAMED, *UNNAMED_TOO)) or _is_beside(path):
+            if path in ("/props", "/slots"):
+                return self._models.find(_asked(call)), None
+            return None, None
+        named = await self._named(call)
+        model = self._models.find(_text(named.model), KINDS.get(path, "chat"))
+        keep = seconds_of(named.keep_alive) if path.startswith("/api/") and named.keep_alive is not None else None
+        return model, keep
+
+    def _of_agent(self, call: HTTPCall, id: str, named: _Named) -> ServedModel:
+        """The model that a turn names, else the one that answered the agent's last."""
+        if (name := _text(named.model)) is None and self._attribution.agents is not None:
+            identity, made_for = self._attribution.agents.model_of(call.tenant, id)
+            if (found := self._models.by_identity(identity)) is not None:
+                return found
+            if self._models.has(made_for):
+                return self._models.find(made_for)
+        return self._models.find(name)
+
+    def _of_work(self, call: HTTPCall, route: str, id: str, named: _Named) -> ServedModel:
+        """The model that a round, a vote or a run names, else the one that the team or run was made with."""
+        if (name := _text(named.model)) is None and self._attribution.agents is not None:
+            room = "team" if route == "teams" else "run"
+            name = self._attribution.agents.journals.model_of(room, call.tenant, id)
+        return self._models.find(name)
+
+    def _about(self, call: HTTPCall) -> Service | None:
+        """The service that a request, or an agent's context, belongs to, if it is loaded."""
+        if (request := REQUESTS.fullmatch(call.path)) is not None:
+            number = parse_id(request[1])
+            return None if number is None else self._models.with_request(number)
+        agent = AGENTS.fullmatch(call.path)
+        if agent is not None and self._attribution.agents is not None:
+            identity, _ = self._attribution.agents.model_of(call.tenant, agent[1])
+            return self._models.services.of(identity)
+        return None
+
+    async def _named(self, call: HTTPCall) -> _Named:
+        """What the body names. One that is no JSON object names nothing: its route refuses it."""
+        body = await call.peek()
+        try:
+            return _decode(body.removeprefix(codecs.BOM_UTF8))
+        except (msgspec.MsgspecError, RecursionError, ValueError):
+            return _Named()
+
+
+def seconds_of(given: Any) -> float:
+    """What Ollama's keep_alive says: a number of seconds, or a text such as "10m"; infinite where it is negative.
+    InvalidRequest for anything else."""
+    if isinstance(given, str) and (match := DURATION.fullmatch(given)) is not None:
+        seconds = float(match[1]) * UNITS[match[2] or "s"]
+    elif isinstance(given, int | float) and not isinstance(given, bool):
+        seconds = float(given)
+    else:
+        raise InvalidRequest('keep_alive must be a number of seconds, or a text such as "10m"', field="keep_alive")
+    return seconds if seconds >= 0 else math.inf
+
+
+def _text(name: Any) -> str | None:
+    """A model's name as a body has it; what is none is refused by its route."""
+    return name if isinstance(name, str) and name else None
+
+
+def _asked(call: HTTPCall) -> str | None:
+    return next((value for name, value in query(call) if name == "model" and value), None)
+
+
+def _is_beside(path: str) -> bool:
+    return REQUESTS.fullmatch(path) is not None or BESIDE.fullmatch(path) is not None
+
+
+def _is_below(path: str, routes: tuple[str, ...]) -> bool:
+    return any(path == route or path.startswith(f"{route}/") for route in routes)

@@ -1,0 +1,45 @@
+"""Lists of items as OpenAI's API has them, and the parameters in a URL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cairn.api.http.call import HTTPCall, shown
+from cairn.api.native.agent_schemas import query
+from cairn.types.errors import InvalidRequest, NotFound
+
+LISTED = 20
+MOST_LISTED = 100
+
+
+def page_of_items(call: HTTPCall, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The part of a list, the oldest item first, that the URL asks for: the last first unless `order` is asc."""
+    asked = parameters(call, ("limit", "order", "after", "before", "include", "include[]"))
+    limit, order = asked.get("limit", str(LISTED)), asked.get("order", "desc")
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MOST_LISTED):
+        raise InvalidRequest(f"limit must be 1 to {MOST_LISTED}", field="limit")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order must be asc or desc", field="order")
+    return page(items if order == "asc" else items[::-1], int(limit), asked.get("after"))
+
+
+def page(items: Sequence[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
+    """A part of a list."""
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise NotFound(f"there is no item {shown(after)!r} here", field="after")
+    rest = items[ids.index(after) + 1 :] if after is not None else items
+    data = list(rest[:limit])
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return {"object": "list", "data": data, "has_more": len(rest) > limit, **ends}
+
+
+def parameters(call: HTTPCall, known: Sequence[str]) -> dict[str, str]:
+    """The parameters in the URL, by name."""
+    found = {}
+    for name, value in query(call):
+        if name not in known:
+            raise InvalidRequest(f"the parameters of this route are {', '.join(known)}", field=shown(name))
+        found[name] = value
+    return found

@@ -1,0 +1,299 @@
+"""Request bodies: their shapes. How a JSON object becomes one is in `parse`, which fields beside these are accepted in
+`fields`, what a body may still not say in `checks`.
+
+Shapes follow the OpenAI API reference (platform.openai.com/docs/api-reference, as openai-python's `types` state them).
+Numbers are only typed here; their ranges are checked in `frontend/requests.py`, lengths of lists there and in `parse`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from pydantic import Discriminator, Tag
+
+from cairn.api.chat.message_schemas import ChatMessage, Messages, Tool
+from cairn.api.http.body import Body, Count, Number, Prompt, Several, Stop, text_or_list
+from cairn.api.http.call import shown
+from cairn.frontend.requests import MAX_TOP_LOGPROBS, SamplingOptions
+from cairn.frontend.sampling_extras import BEYOND
+from cairn.frontend.structured_output import FIELDS, wanted_of
+from cairn.text.grammar.grammar import Wanted
+from cairn.types.errors import InvalidRequest
+
+
+class StreamOptions(Body):
+    """`include_usage` adds a last chunk with the usage."""
+
+    place = "stream_options"
+
+    include_usage: bool | None = None
+
+
+Bias = Annotated[
+    Annotated[dict[str, float], Tag("~map")] | Annotated[Several[Any], Tag("~list")],
+    Discriminator(
+        lambda value: "~map" if isinstance(value, dict) else "~list" if isinstance(value, list) else None,
+        custom_error_type="logit_bias",
+        custom_error_message="must be an object of token ids and numbers, or a list of pairs",
+    ),
+]
+Samplers = Annotated[
+    Annotated[str, Tag("~text")] | Annotated[Several[str], Tag("~list")],
+    Discriminator(
+        text_or_list,
+        custom_error_type="samplers",
+        custom_error_message="must be a list of names of samplers, or a text of their letters",
+    ),
+]
+
+
+class Generation(Body):
+    """What chat and text completions share."""
+
+    place = "request"
+    within: ClassVar[dict[str, type[Body]]] = {"stream_options": StreamOptions}
+    synonyms: ClassVar[Mapping[str, str]] = {
+        "n_predict": "max_tokens",
+        "repeat_penalty": "repetition_penalty",
+        "typ_p": "typical_p",
+        "thinking_budget": "reasoning_budget",
+        "thinking_token_budget": "reasoning_budget",
+        "reasoning_budget_tokens": "reasoning_budget",
+        "thinking_budget_tokens": "reasoning_budget",
+    }
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count = None
+    temperature: Number = None
+    top_k: Count = None
+    top_p: Number = None
+    min_p: Number = None
+    repetition_penalty: Number = None
+    presence_penalty: Number = None
+    frequency_penalty: Number = None
+    samplers: Samplers | None = None
+    logit_bias: Bias | None = None
+    typical_p: Number = None
+    top_n_sigma: Number = None
+    xtc_probability: Number = None
+    xtc_threshold: Number = None
+    dry_multiplier: Number = None
+    dry_base: Number = None
+    dry_allowed_length: Count = None
+    dry_penalty_last_n: Count = None
+    dry_sequence_breakers: Several[str] | None = None
+    dynatemp_range: Number = None
+    dynatemp_exponent: Number = None
+    mirostat: Count = None
+    mirostat_tau: Number = None
+    mirostat_eta: Number = None
+    allowed_token_ids: Several[int] | None = None
+    bad_words: Several[str] | None = None
+    seed: Count = None
+    stop: Stop | None = None
+    stop_token_ids: Several[int] | None = None
+    min_tokens: Count = None
+    ignore_eos: bool | None = None
+    n: Count = None
+    reasoning_budget: Count = None
+    """Tokens of reasoning after which it is ended; -1: none. Others call it `thinking_budget` and the like."""
+    response_format: Any = None
+    """What the answer has to be, as OpenAI has it; others of `structured_output.FIELDS` as vLLM and llama.cpp do."""
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: Several[str] | None = None
+    guided_grammar: str | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    priority: Count = None
+    timeout: Number = None
+    first_token_timeout: Number = None
+    store: bool | None = None
+    """False: nothing of it goes to the disk, neither the answer for exact replay nor its KV, which holds token ids."""
+    timings_per_token: bool | None = None
+    """Each chunk says how fast the answer comes, and the last, or the whole, how fast it came: llama-server's
+    `timings`."""
+    return_progress: bool | None = None
+    """Chunks before the answer say how far its prompt is."""
+    metadata: dict[str, str] | None = None
+    """`agent`: whose account it is on."""
+    prompt_cache_key: str | None = None
+    """The same."""
+
+    def options(self, **more: Any) -> SamplingOptions:
+        """The sampling options as the service wants them; `more` adds or replaces some."""
+        given: dict[str, Any] = {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "samplers": self.samplers,
+            "logit_bias": _bias(self.logit_bias) if isinstance(self.logit_bias, dict) else self.logit_bias,
+            **{name: getattr(self, name) for name in BEYOND},
+            "seed": self.seed,
+            "stop": self.stop,
+            "stop_token_ids": self.stop_token_ids,
+            "min_tokens": self.min_tokens,
+            "ignore_eos": bool(self.ignore_eos),
+            "n": self.n,
+            "reasoning_budget": self.reasoning_budget,
+            "priority": self.priority,
+            "timeout": self.timeout,
+            "first_token_timeout": self.first_token_timeout,
+        }
+        return SamplingOptions(**(given | more))
+
+    def wanted(self) -> Wanted:
+        """What the answer has to be."""
+        return wanted_of({name: getattr(self, name) for name in FIELDS})
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class Templated(Body):
+    """What is rendered by the chat template."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    """Short for that argument of the template."""
+    reasoning_effort: str | None = None
+    """`none` and `minimal` turn reasoning off where the template can; otherwise an argument of the template."""
+
+    def template_args(self, knows: Callable[[str], bool]) -> dict[str, Any]:
+        """The arguments of the template; `knows` tells whether it looks at one of that name."""
+        found: dict[str, Any] = {}
+        if self.enable_thinking is not None:
+            found["enable_thinking"] = self.enable_thinking
+        if self.reasoning_effort in ("none", "minimal") and knows("enable_thinking"):
+            found.setdefault("enable_thinking", False)
+        elif self.reasoning_effort is not None and knows("reasoning_effort"):
+            found["reasoning_effort"] = self.reasoning_effort
+        return found | (self.chat_template_kwargs or {})
+
+
+class ChatGeneration(Generation, Templated):
+    """What a chat and an agent's turn share."""
+
+    within: ClassVar[dict[str, type[Body]]] = Generation.within | {"messages": ChatMessage}
+
+    messages: Messages
+    max_completion_tokens: Count = None
+    logprobs: bool | None = None
+    top_logprobs: Count = None
+    parallel_tool_calls: bool | None = None
+    """False: the answer ends with its first call."""
+
+    def chat_options(self) -> SamplingOptions:
+        """The sampling options, `max_tokens` by either of its names."""
+        most = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        return self.options(
+            max_tokens=most,
+            logprobs=bool(self.logprobs),
+            top_logprobs=self.top_logprobs,
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+        )
+
+    def wanted(self) -> Wanted:
+        """What the answer has to be."""
+        given = {name: getattr(self, name) for name in FIELDS}
+        return wanted_of(given, parallel=self.parallel_tool_calls is not False)
+
+
+class ChatBody(ChatGeneration):
+    """POST /v1/chat/completions."""
+
+    within: ClassVar[dict[str, type[Body]]] = ChatGeneration.within | {"tools": Tool}
+
+    tools: Several[Tool] | None = None
+    tool_choice: Any = None
+    prompt_logprobs: Count = None
+    """How many of the likeliest tokens are told beside each of the prompt's, with log-probabilities, as vLLM does."""
+
+    def chat_options(self) -> SamplingOptions:
+        """The sampling options, the prompt's log-probabilities among them."""
+        return with_prompt_logprobs(super().chat_options(), self.prompt_logprobs, stream=bool(self.stream))
+
+    def wanted(self) -> Wanted:
+        """What the answer has to be, calls included."""
+        return wanted_of(
+            {name: getattr(self, name) for name in FIELDS},
+            [(tool.function.name, bool(tool.function.strict)) for tool in self.tools or ()],
+            self.tool_choice,
+            parallel=self.parallel_tool_calls is not False,
+        )
+
+
+def with_prompt_logprobs(options: SamplingOptions, count: int | None, *, stream: bool) -> SamplingOptions:
+    """The options of an answer that also has the log-probabilities of its prompt. InvalidRequest."""
+    field = "prompt_logprobs"
+    if count is None:
+        return options
+    if stream:
+        raise InvalidRequest(f"{field} are told of an answer in one piece, not of a stream", field=field)
+    if not 0 <= count <= MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"{field} must be from 0 to {MAX_TOP_LOGPROBS}; it is {count}", field=field)
+    most = max(count, options.top_logprobs or 0)
+    return msgspec.structs.replace(options, prompt_logprobs=True, top_logprobs=most)
+
+
+class CompletionBody(Generation):
+    """POST /v1/completions."""
+
+    prompt: Prompt
+    suffix: str | None = None
+    """What follows the text that is asked for: the model fills in the middle."""
+    parse_special: bool | None = None
+    """False: control tokens written in the prompt are ordinary text."""
+    echo: bool | None = None
+    logprobs: Count = None
+    prompt_logprobs: Count = None
+    """As of a chat."""
+
+
+class TokenizeBody(Templated):
+    """POST /tokenize: a completion prompt, a text by itself, or messages as the chat template renders them."""
+
+    place = "tokenize"
+    within: ClassVar[dict[str, type[Body]]] = {"messages": ChatMessage, "tools": Tool}
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    add_special: bool | None = None
+    """Of `content`: put what begins a text before it."""
+    add_special_tokens: bool | None = None
+    """False: nothing before `prompt`."""
+    parse_special: bool | None = None
+    """As of a completion."""
+    with_pieces: bool | None = None
+    messages: Messages | None = None
+    tools: Several[Tool] | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Several[int]
+
+
+def _bias(given: dict[str, float]) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10) or int(key) in bias:
+            field = f"logit_bias.{shown(key)}"
+            raise InvalidRequest(f"{field} must be a token id, each at most once", field=field)
+        bias[int(key)] = value
+    return bias

@@ -1,0 +1,157 @@
+"""What an ordinary request has to do with agents: whose account it is on, and what is kept of it.
+
+One rule for every dialect, since clients name their sessions in many ways: the header `X-Cairn-Agent` names the
+account, else the first name that is known of `metadata.agent`, `prompt_cache_key`, the headers of SESSIONS, and what
+`metadata` calls a session. Where none is known the first is opened: an agent without turns, which goes a week after its
+last request. Nothing of this changes an answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from cairn.agents.agent_service import is_id
+from cairn.agents.agents import Agents
+from cairn.agents.turn_tree import Agent
+from cairn.api.chat.schemas import Generation
+from cairn.api.http.auth import AGENT
+from cairn.api.http.call import HTTPCall
+from cairn.text.chat.prompt import Sampled
+from cairn.types.errors import Conflict, InvalidRequest, NotFound, Overloaded, QuotaExceeded, Unavailable
+from cairn.types.outputs import Done, Timing
+from cairn.types.request import Request
+from cairn.types.stats import CacheReport
+
+NAME = "X-Cairn-Agent"
+HEADER = AGENT
+SESSIONS = (b"x-claude-code-session-id", b"x-session-id", b"session-id")
+"""Headers in which clients name their session: Claude Code, opencode, codex."""
+ACCOUNT_TTL = 7 * 86_400.0
+"""Seconds without use after which an account that a request has opened is deleted."""
+
+
+MAX_USER_ID = 2000
+"""Characters of a user id that are looked at."""
+
+
+class AgentAttribution:
+    """The way to the agents. `agents` is None until they are opened, or with `why_not` where they cannot be."""
+
+    def __init__(self) -> None:
+        self.agents: Agents | None = None
+        self.why_not = "this server keeps no agents"
+        self.failing = False
+        """Whether there should be agents and are none, as `why_not` says."""
+
+    def open(self) -> Agents:
+        """The agents; Unavailable where there are none."""
+        if self.agents is None:
+            raise Unavailable(self.why_not)
+        return self.agents
+
+    def troubles(self) -> list[str]:
+        """What does not work of them now, although requests are served."""
+        if self.agents is None:
+            return [self.why_not] if self.failing else []
+        return self.agents.troubles
+
+    def opened(self, agents: Agents) -> None:
+        """There are agents from now on."""
+        self.agents, self.failing = agents, False
+
+    def missing(self, why: str) -> None:
+        """There should be agents, and they cannot be had now."""
+        self.why_not, self.failing = f"this server keeps no agents: {why}", True
+
+    async def tie(self, call: HTTPCall, body: Generation, *, store: bool) -> Attribution | None:
+        """What a request leaves behind, or None where nothing is kept. `store`: whether its answer may be.
+
+        InvalidRequest for a header that is no agent's id; of other names those that are none are passed over. Where no
+        account can be opened now, the request is served without one.
+        """
+        header = call.header(HEADER)
+        named = header.decode("latin-1") if header is not None else None
+        if self.agents is None:
+            if named is not None:
+                raise Unavailable(self.why_not)
+            return None
+        if named is not None:
+            try:
+                agent = await self._account(self.agents, call.tenant, [named], new=True)
+            except InvalidRequest as error:
+                raise error.named(str(error), NAME) from None
+        else:
+            names = session_names(call, body.metadata or {}, body.prompt_cache_key)
+            agent = await self._account(self.agents, call.tenant, names, new=store)
+        return Attribution(self.agents, call.tenant, agent, store, call.identity)
+
+    async def _account(self, agents: Agents, tenant: str, names: Sequence[str], *, new: bool) -> Agent | None:
+        """The agent of the first of these names that is known; where there is none a `new` one, or None."""
+        for name in names:
+            with contextlib.suppress(NotFound):
+                return agents.named(tenant, name)
+        if names and new:
+            with contextlib.suppress(Conflict, Overloaded, QuotaExceeded, Unavailable):  # Conflict: another was first
+                await agents.create(tenant, id=names[0], ttl=ACCOUNT_TTL)
+            with contextlib.suppress(NotFound):
+                return agents.named(tenant, names[0])
+        return None
+
+
+class Attribution:
+    """One request's. The agent is the one of its beginning: another may have its name by the end."""
+
+    def __init__(self, agents: Agents, tenant: str, agent: Agent | None, store: bool, identity: bytes = b"") -> None:
+        """`identity`: of the model that answers."""
+        self._agents, self._tenant, self._agent, self._store = agents, tenant, agent, store
+        self._identity = identity
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[None]:
+        """While its choices are computed the agent is in use."""
+        with self._agents.using(self._agent) if self._agent is not None else contextlib.nullcontext():
+            yield
+
+    def cut(self, request: Request, tokens: Sequence[int]) -> None:
+        """A choice has ended before its end, after these tokens."""
+        if self._agent is not None:
+            self._agents.add_request_context(self._agent, [*request.prompt, *tokens], self._identity)
+
+    def done(self, request: Request, tokens: list[int], done: Done, sampled: Sampled | None) -> None:
+        """A choice has ended. `sampled`: what exact replay needs of it, None where nothing is known."""
+        if sampled is not None and self._store:
+            self._agents.keep(self._tenant, sampled, self._agent, self._identity)
+        if request.choice:  # the prompt is on the first choice's account
+            done = msgspec.structs.replace(done, cache=CacheReport(), timing=Timing())
+        self._agents.account(self._tenant, self._agent, [*request.prompt, *tokens], done, self._identity)
+
+    async def kept(self) -> None:
+        """Wait, a moment at most, until what `done` has kept outlives a killed server."""
+        await self._agents.kept()
+
+
+def session_names(call: HTTPCall, metadata: Mapping[str, str], prompt_cache_key: str | None) -> list[str]:
+    """What a request calls its session, the most explicit first; names that are no agent's are passed over."""
+    headers = [call.header(name) for name in SESSIONS]
+    given = [metadata.get("agent"), prompt_cache_key]
+    given += [value.decode("latin-1") for value in headers if value is not None]
+    given += [metadata.get("session_id"), _session_in(metadata.get("user_id"))]
+    return [name for name in dict.fromkeys(given) if name is not None and is_id(name)]
+
+
+def _session_in(user_id: str | None) -> str | None:
+    """The session that Claude Code writes into `user_id`: JSON with a `session_id`, or behind `_session_`."""
+    if user_id is None or len(user_id) > MAX_USER_ID:
+        return None
+    if not user_id.startswith("{"):
+        return user_id.partition("_session_")[2] or None
+    try:
+        found = json.loads(user_id)
+    except (ValueError, RecursionError):
+        return None
+    session = found.get("session_id") if isinstance(found, dict) else None
+    return session if isinstance(session, str) else None

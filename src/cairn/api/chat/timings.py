@@ -1,0 +1,87 @@
+"""How fast an answer comes, for clients that ask for it, in llama-server's names.
+
+Shapes: github.com/ggml-org/llama.cpp, tools/server/README.md (`timings`, `prompt_progress`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cairn.api.chat.exchange import ChoiceStream
+from cairn.types.outputs import Done
+from cairn.types.stats import CacheReport
+
+
+def cache_of(choice: ChoiceStream) -> CacheReport | None:
+    """Where the KV of a choice's prompt came from, once that was computed."""
+    return None if choice.stream is None else choice.stream.cache
+
+
+class AnswerTimes:
+    """The times of one answer's choices. It begins when it is made."""
+
+    def __init__(
+        self,
+        choices: Sequence[ChoiceStream],
+        *,
+        timings: bool | None,
+        progress: bool | None,
+        cache: Callable[[ChoiceStream], CacheReport | None] = cache_of,
+    ) -> None:
+        """`timings`: each piece and the end say how long they took; `progress`: so does the prompt."""
+        self.timings, self.progress = bool(timings), bool(progress)
+        self._choices, self._cache = choices, cache
+        self._began = time.monotonic()
+        self._first: dict[int, float] = {}
+        """When each choice said its first."""
+
+    def begun(self, index: int) -> dict[str, Any]:
+        """The progress of a prompt of which nothing is computed yet."""
+        return self._told(index, 0, 0)
+
+    def heard(self, index: int) -> dict[str, Any] | None:
+        """Note a piece of a choice. With the first, the progress of its prompt, where that is wanted."""
+        if index in self._first:
+            return None
+        self._first[index] = time.monotonic()
+        if not self.progress:
+            return None
+        return self._told(index, self._cached(index), len(self._choices[index].request.prompt))
+
+    def so_far(self, index: int) -> dict[str, Any]:
+        """The timings of a choice that was heard and goes on."""
+        choice, first, cached = self._choices[index], self._first[index], self._cached(index)
+        said = time.monotonic() - first
+        return timings(cached, len(choice.request.prompt) - cached, first - self._began, len(choice.tokens), said)
+
+    def whole(self, index: int, done: Done) -> dict[str, Any]:
+        """The timings of a choice that has ended."""
+        choice, cached = self._choices[index], done.usage.cached_tokens
+        computed = len(choice.request.prompt) - cached
+        return timings(cached, computed, done.timing.prefill, len(choice.tokens), done.timing.decode)
+
+    def _cached(self, index: int) -> int:
+        report = self._cache(self._choices[index])
+        return 0 if report is None else report.cached
+
+    def _told(self, index: int, cached: int, processed: int) -> dict[str, Any]:
+        passed = int(1000 * (time.monotonic() - self._began))
+        total = len(self._choices[index].request.prompt)
+        return {"total": total, "cache": cached, "processed": processed, "time_ms": passed}
+
+
+def timings(cached: int, computed: int, prompt: float, said: int, saying: float) -> dict[str, Any]:
+    """Tokens and seconds of a prompt and of an answer."""
+    return {
+        "cache_n": cached,
+        "prompt_n": computed,
+        "prompt_ms": 1000 * prompt,
+        "prompt_per_token_ms": 1000 * prompt / max(computed, 1),
+        "prompt_per_second": computed / prompt if prompt > 0 else 0.0,
+        "predicted_n": said,
+        "predicted_ms": 1000 * saying,
+        "predicted_per_token_ms": 1000 * saying / max(said, 1),
+        "predicted_per_second": said / saying if saying > 0 else 0.0,
+    }

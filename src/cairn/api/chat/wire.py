@@ -1,0 +1,319 @@
+"""The wire shapes of answers: OpenAI's objects, and their streamed chunks as bytes built by hand.
+
+Shapes: platform.openai.com/docs/api-reference (chat/object, chat/streaming, completions/object), as openai-python's
+`types.chat.ChatCompletionChunk` and `types.Completion` state them; `reasoning_content` as DeepSeek and vLLM have it.
+Framing: server-sent events (html.spec.whatwg.org, 9.2). A chunk differs from the next in a few bytes, so what stays
+is encoded once a stream.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from cairn.api.http.call import encode, error_body
+from cairn.types.errors import CairnError
+from cairn.types.outputs import Delta, Done, TokenLogprob, ToolCallDelta
+from cairn.types.stats import CacheReport, Miss
+
+DONE = b"data: [DONE]\n\n"
+"""Ends every stream that went well."""
+HEARTBEAT = b": still here\n\n"
+"""A comment, which clients skip: keeps proxies and the connection awake while nothing else is sent."""
+EVENT_STREAM: list[tuple[bytes, bytes]] = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_CLOSE = b"}\n\n"
+"""What every event with an object ends with."""
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+
+class Pieces(Protocol):
+    """What this module needs of an incremental detokenizer."""
+
+    def push(self, ids: Sequence[int], /) -> str:
+        """The text that these tokens complete."""
+        ...
+
+
+class TokenBytes(Protocol):
+    """What this module needs of a tokenizer."""
+
+    def token_bytes(self, token: int, /) -> bytes:
+        """The bytes that the token stands for."""
+        ...
+
+    def detokenizer(self, *, after: Sequence[int] = ()) -> Pieces:
+        """A detokenizer at the start of a text, or of what follows these tokens."""
+        ...
+
+
+def error_event(error: CairnError) -> bytes:
+    """The event that ends a stream which failed after it began."""
+    return b"data: " + encode(error_body(error)) + b"\n\n"
+
+
+def with_field(events: bytes, name: str, value: Any) -> bytes:
+    """Events of a stream, with one more field in the last one's object."""
+    return events[: -len(_CLOSE)] + b"," + encode(name) + b":" + encode(value) + _CLOSE
+
+
+def cache_object(report: CacheReport) -> dict[str, Any]:
+    """Where the KV of a prompt came from: tokens by source, and the first block that nothing gave. That is a list of
+    none or one: clients that add up usages (LangChain's ChatOpenAI) fail at what is null here and an object there."""
+    miss = report.miss
+    return {
+        "computed": report.computed,
+        "pool": report.pool,
+        "ram": report.ram,
+        "disk": report.disk,
+        "load_seconds": round(report.load, 6),
+        "miss": [] if miss is None else [miss_object(miss)],
+    }
+
+
+def miss_object(miss: Miss) -> dict[str, Any]:
+    """The first block that nothing gave, and why; `differs` only where the nearest known context says it."""
+    found: dict[str, Any] = {"position": miss.position, "reason": miss.reason}
+    if miss.differs is not None:
+        found["differs"] = msgspec.to_builtins(miss.differs)
+    return found
+
+
+def usage_object(ends: Iterable[tuple[Done, bool]]) -> dict[str, Any]:
+    """The usage of a whole call, `cairn` in it. Of several choices of one prompt only the first (True) counts the
+    prompt; of several prompts the cache reports are added up, and `miss` is the first there was."""
+    prompt = completion = cached = 0
+    report: CacheReport | None = None
+    for done, first in ends:
+        completion += done.usage.completion_tokens
+        if first:
+            prompt += done.usage.prompt_tokens
+            cached += done.usage.cached_tokens
+            report = done.cache if report is None else _sum(report, done.cache)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "cairn": cache_object(report or CacheReport()),
+    }
+
+
+def _sum(one: CacheReport, other: CacheReport) -> CacheReport:
+    return CacheReport(
+        computed=one.computed + other.computed,
+        pool=one.pool + other.pool,
+        ram=one.ram + other.ram,
+        disk=one.disk + other.disk,
+        load=one.load + other.load,
+        miss=one.miss or other.miss,
+    )
+
+
+def chat_logprobs(logprobs: Sequence[TokenLogprob], vocabulary: TokenBytes) -> dict[str, Any]:
+    """The `logprobs` object of a chat choice."""
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        raw = vocabulary.token_bytes(token)
+        return {"token": _readable(token, vocabulary), "logprob": _finite(logprob), "bytes": list(raw)}
+
+    content = [
+        one(entry.token, entry.logprob) | {"top_logprobs": [one(token, value) for token, value in entry.top]}
+        for entry in logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def prompt_scores(logprobs: Sequence[TokenLogprob], vocabulary: TokenBytes) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: nothing of the first token; of each other what it and the likeliest had in its place.
+
+    The rank of a token that is none of the likeliest is not known.
+    """
+    found: list[dict[str, Any] | None] = [None]
+    for entry in logprobs:
+        ranks = {token: rank for rank, (token, _) in enumerate(entry.top, 1)}
+        told = {}
+        for token, value in ({entry.token: entry.logprob} | dict(entry.top)).items():
+            text = _readable(token, vocabulary)
+            told[str(token)] = {"logprob": _finite(value), "rank": ranks.get(token), "decoded_token": text}
+        found.append(told)
+    return found
+
+
+class TextLogprobs:
+    """Collects the parallel lists of a text completion's `logprobs`; offsets are characters of the choice's text.
+
+    A token is called by its text, by its bytes where they are no whole characters (`bytes:\\xe2\\x82`), and by its
+    number (`token_id:9`) where a likelier one beside it has that name. `after`: the prompt, where it is no part of that
+    text.
+    """
+
+    def __init__(self, vocabulary: TokenBytes, top: int, *, after: Sequence[int] = ()) -> None:
+        self._vocabulary = vocabulary
+        self._top = top
+        self._pieces = vocabulary.detokenizer(after=after)
+        self._length = 0
+        self._begun = codecs.getincrementaldecoder("utf-8")("replace")
+        """Holds the bytes of a character that is not whole yet."""
+        self._tokens: list[str] = []
+        self._logprobs: list[float | None] = []
+        self._tops: list[dict[str, float] | None] = []
+        self._offsets: list[int] = []
+
+    def add(self, token: int, entry: TokenLogprob | None) -> None:
+        """A token, with None for the first of an echoed prompt, which nothing precedes."""
+        self._offsets.append(self._place(token))
+        top = entry.top[: self._top] if entry is not None else ()
+        names: dict[int, str] = {}
+        for one in dict.fromkeys((*(other for other, _ in top), token)):
+            name = _name(self._vocabulary.token_bytes(one))
+            names[one] = f"token_id:{one}" if name in names.values() else name
+        self._tokens.append(names[token])
+        self._logprobs.append(None if entry is None else _finite(entry.logprob))
+        own = {names[token]: _finite(entry.logprob)} if entry is not None else {}
+        self._tops.append({names[other]: _finite(value) for other, value in top} | own or None)
+
+    def _place(self, token: int) -> int:
+        """Where the token's own text begins: behind what it brings up of the tokens before it, which may have waited
+        for the rest of a character, and in vain. Within a character it is where that begins."""
+        before, raw = self._length, self._vocabulary.token_bytes(token)
+        text = self._pieces.push([token])
+        self._length += len(text)
+        state = self._begun.getstate()
+        whole = self._begun.decode(raw)
+        goes_on = state[0] and not whole.startswith(REPLACEMENT)
+        if goes_on:
+            return before
+        own = whole[1:] if state[0] else whole
+        if own and not text:  # it is shown later, or never
+            self._begun.setstate(state)
+        return self._length - len(own) if text.endswith(own) else before
+
+    def take(self) -> dict[str, Any]:
+        """What was added since the last time."""
+        found = {
+            "tokens": self._tokens,
+            "token_logprobs": self._logprobs,
+            "top_logprobs": self._tops if self._top else None,
+            "text_offset": self._offsets,
+        }
+        self._tokens, self._logprobs, self._tops, self._offsets = [], [], [], []
+        return found
+
+
+def tool_call(delta: ToolCallDelta) -> dict[str, Any]:
+    """A piece of a tool call: `id`, `type` and `name` in the first piece only."""
+    if delta.id:
+        function = {"name": delta.name, "arguments": delta.arguments}
+        return {"index": delta.index, "id": delta.id, "type": "function", "function": function}
+    return {"index": delta.index, "function": {"arguments": delta.arguments}}
+
+
+class ChatChunks:
+    """The chunks of one streamed chat completion."""
+
+    def __init__(self, head: dict[str, Any], choices: int, include_usage: bool, vocabulary: TokenBytes) -> None:
+        fixed = encode(head | {"object": "chat.completion.chunk"})[:-1]
+        self._open = b"data: " + fixed + b',"choices":['
+        self._heads = [self._open + b'{"index":%d,"delta":' % index for index in range(choices)]
+        self._usage_null = b',"usage":null' if include_usage else b""
+        self._plain = b'},"logprobs":null,"finish_reason":null}]' + self._usage_null + b"}\n\n"
+        self._vocabulary = vocabulary
+
+    def first(self, index: int) -> bytes:
+        """The chunk that names the role."""
+        return self._heads[index] + b'{"role":"assistant","content":""' + self._plain
+
+    def nothing(self, index: int) -> bytes:
+        """A chunk that says nothing of the answer."""
+        return self._heads[index] + b"{" + self._plain
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """The chunks of one delta; empty where it says nothing that a client sees."""
+        if delta.text and not (delta.logprobs or delta.reasoning or delta.tool_calls):
+            return self._heads[index] + b'{"content":' + encode(delta.text) + self._plain
+        pieces: list[dict[str, Any]] = []
+        if delta.reasoning:
+            pieces.append({"reasoning_content": delta.reasoning})
+        if delta.text:
+            pieces.append({"content": delta.text})
+        pieces += [{"tool_calls": [tool_call(call)]} for call in delta.tool_calls]
+        if not delta.logprobs:
+            return b"".join(self._heads[index] + encode(piece)[:-1] + self._plain for piece in pieces)
+        logprobs = encode(chat_logprobs(delta.logprobs, self._vocabulary))
+        found = [self._chunk(index, encode(pieces[0] if pieces else {"content": ""}), logprobs, b"null")]
+        found += [self._chunk(index, encode(piece), b"null", b"null") for piece in pieces[1:]]
+        return b"".join(found)
+
+    def finish(self, index: int, done: Done, reason: str, warnings: Sequence[str] = ()) -> bytes:
+        """The last chunk of a choice. Where no usage follows, it says where the prompt's KV came from."""
+        more = _told(warnings) + (b"" if self._usage_null else _cairn(done))
+        return self._chunk(index, b"{}", b"null", encode(reason), more)
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The chunk without choices that carries the usage."""
+        return self._open + b'],"usage":' + encode(usage) + b"}\n\n"
+
+    def _chunk(self, index: int, delta: bytes, logprobs: bytes, reason: bytes, more: bytes = b"") -> bytes:
+        tail = b',"logprobs":' + logprobs + b',"finish_reason":' + reason + b"}]" + self._usage_null + more + b"}\n\n"
+        return self._heads[index] + delta + tail
+
+
+class TextChunks:
+    """The chunks of one streamed text completion."""
+
+    def __init__(self, head: dict[str, Any], choices: int, include_usage: bool) -> None:
+        fixed = encode(head)[:-1]
+        self._open = b"data: " + fixed + b',"choices":['
+        self._heads = [self._open + b'{"index":%d,"text":' % index for index in range(choices)]
+        self._usage_null = b',"usage":null' if include_usage else b""
+        self._plain = b',"logprobs":null,"finish_reason":null}]' + self._usage_null + b"}\n\n"
+
+    def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
+        """A piece of text."""
+        if logprobs is None:
+            return self._heads[index] + encode(text) + self._plain
+        tail = b',"logprobs":' + encode(logprobs) + b',"finish_reason":null}]' + self._usage_null + b"}\n\n"
+        return self._heads[index] + encode(text) + tail
+
+    def finish(self, index: int, done: Done, reason: str, warnings: Sequence[str] = ()) -> bytes:
+        """The last chunk of a choice. Where no usage follows, it says where the prompt's KV came from."""
+        more = _told(warnings) + (self._usage_null or _cairn(done))
+        tail = b'"","logprobs":null,"finish_reason":' + encode(reason) + b"}]" + more + b"}\n\n"
+        return self._heads[index] + tail
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The chunk without choices that carries the usage."""
+        return self._open + b'],"usage":' + encode(usage) + b"}\n\n"
+
+
+def _told(warnings: Sequence[str]) -> bytes:
+    return b',"warnings":' + encode(warnings) if warnings else b""
+
+
+def _cairn(done: Done) -> bytes:
+    return b',"cairn":' + encode(cache_object(done.cache))
+
+
+def _readable(token: int, vocabulary: TokenBytes) -> str:
+    """The token's own text; bytes that are no whole character become U+FFFD, `bytes` has them as they are."""
+    return vocabulary.token_bytes(token).decode("utf-8", "replace")
+
+
+def _name(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB

@@ -1,0 +1,1 @@
+"""The HTTP layer: connections, bodies, keys, limits, and event streams."""

@@ -1,0 +1,298 @@
+"""Who may call: one layer before every route, closed by default.
+
+Without configured keys everything is open to whoever can reach the address, which is this machine unless
+`unsafe_no_auth` was given. With keys, only the health routes are open. The Host header is checked always, so that
+a web page cannot reach a local server through a name it controls (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import re
+from dataclasses import dataclass
+
+from cairn.api.http.call import Headers, HTTPCall, shown
+from cairn.api.http.origins import Origins
+from cairn.config.config import Config, Secret
+from cairn.types.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
+
+OPEN = frozenset({"/", "/docs", "/v1/health", "/health", "/health/live", "/health/ready", "/health/startup"})
+"""Routes that need no key."""
+OPEN_FILES = "/web/"
+"""Below it lie the files of the page, the same everywhere: what it shows needs the key."""
+ADMIN = ("/metrics", "/v1/admin", "/v1/cache", "/v1/models/load", "/v1/models/unload", "/api/pull", "/api/delete")
+"""Routes that need the admin key on a server with keys, with all below them."""
+AGENT = b"x-cairn-agent"
+ADMIN_KEY = b"x-cairn-admin-key"
+"""Header for the admin key beside that of a tenant."""
+KEY_LABEL = b"cairn tenant salt 1\0"
+NAME_LABEL = b"cairn tenant name 1\0"
+_BRACKETED = re.compile(r"\[([^\[\]]*)\](?::(.*))?")
+_PORT = re.compile(r"[0-9]{1,5}")
+_NAMES = re.compile(rb"[A-Za-z0-9_, -]{0,2000}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """The tenant that a request belongs to. Tenants never share KV (`salt`) and never see each other's requests."""
+
+    name: str
+    salt: bytes
+
+
+DEFAULT = Tenant("default", b"")
+"""The tenant where there is no key, of a single key without a tenant, and of a tenant that is named so."""
+
+
+class Access:
+    """The rules of one server, made from its options."""
+
+    def __init__(self, config: Config) -> None:
+        self.configure(config)
+
+    def configure(self, config: Config) -> None:
+        """These rules hold from now on."""
+        origins, tenants = Origins(config), _tenants(config)  # either may refuse: then the old rules hold
+        self._origins = origins
+        self._tenants = [(_digest(key), tenant) for key, tenant in tenants]
+        self._admin = _digest(_bytes(config.admin_key)) if config.admin_key else None
+        self._hosts = {"localhost", "127.0.0.1", "::1", _bare(config.host)}
+        if config.admin_port is not None:
+            self._hosts.add(_bare(config.admin_host))
+        self._hosts |= {_bare(_without_port(host)) for host in config.allowed_hosts}
+        self._any_host = "*" in config.allowed_hosts
+
+    def check(self, call: HTTPCall) -> None:
+        """Let the call pass and give it its tenant, or raise Unauthorized or Forbidden."""
+        call.share = _client(call)
+        if call.path in OPEN or call.path.startswith(OPEN_FILES):
+            return
+        if is_admin(call.path):
+            self._check_admin(call)
+            return
+        if not self._tenants:
+            return
+        given = _digest(_credential(call))
+        found = None
+        for digest, tenant in self._tenants:
+            if hmac.compare_digest(given, digest):
+                found = tenant
+        if found is None:
+            raise _unauthorized("an API key is needed" if not _credential(call) else "the API key is not known here")
+        call.tenant = call.share = found.name
+        call.salt = found.salt
+
+    def may_administer(self, call: HTTPCall) -> bool:
+        """Whether the call may see what is of all tenants: with the admin key, beside its own key or in its place, and
+        anybody on a server without keys. Unauthorized for a wrong admin key."""
+        given = call.header(ADMIN_KEY)
+        if self._admin is None:
+            return not self._tenants
+        if given is None:
+            return hmac.compare_digest(_digest(_credential(call)), self._admin)
+        if not hmac.compare_digest(_digest(given.strip()), self._admin):
+            raise Unauthorized("the key in X-Cairn-Admin-Key is not the admin key")
+        return True
+
+    def cors(self, call: HTTPCall) -> None:
+        """Add the CORS headers if the page's origin is one of the configured ones; never reflect another."""
+        call.admits = self._origins.allow
+        if not self._origins:
+            return
+        call.headers.append((b"vary", b"origin"))
+        origin = (call.header(b"origin") or b"").decode("latin-1")
+        if self._origins.allow(origin):
+            allowed = b"*" if self._origins.any else origin.encode("latin-1")
+            call.headers += [
+                (b"access-control-allow-origin", allowed),
+                (
+                    b"access-control-expose-headers",
+                    b"x-request-id, x-cairn-request-id, retry-after, x-cairn-agent, x-cairn-turn, x-cairn-warning",
+                ),
+            ]
+
+    def is_preflight(self, call: HTTPCall) -> bool:
+        """Whether a browser asks if a page of a configured origin may call. It carries no key."""
+        return (
+            call.scope["method"] == "OPTIONS"
+            and call.header(b"access-control-request-method") is not None
+            and any(name == b"access-control-allow-origin" for name, _ in call.headers)
+        )
+
+    def _check_admin(self, call: HTTPCall) -> None:
+        if self._admin is None:
+            if self._tenants:
+                raise Forbidden("this route needs an admin key and the server has none; start it with --admin-key")
+            return
+        if not hmac.compare_digest(_digest(_credential(call)), self._admin):
+            raise _unauthorized("this route needs the admin key")
+
+    def check_host(self, call: HTTPCall) -> None:
+        """Raise InvalidRequest or Forbidden unless the client called this server by a name of its own."""
+        values = [value for name, value in call.scope["headers"] if name == b"host"]
+        if len(values) != 1:
+            raise InvalidRequest("the request must carry exactly one Host header", field="Host")
+        if self._any_host:
+            return
+        host = _without_port(values[0].decode("latin-1")).lower()
+        if host in self._hosts:
+            return
+        server = call.scope.get("server")
+        if server and _same_address(host, server[0]):
+            return
+        raise Forbidden(f"the Host {shown(host)!r} is not served here; allow it with --allowed-hosts", field="Host")
+
+
+def preflight(call: HTTPCall) -> Headers:
+    """What a page of a configured origin may send: any header, since clients add some of their own."""
+    asked = call.header(b"access-control-request-headers") or b""
+    return [
+        (b"access-control-allow-methods", b"GET, POST, DELETE"),
+        (b"access-control-allow-headers", asked if _NAMES.fullmatch(asked) else b""),
+        (b"access-control-max-age", b"600"),
+    ]
+
+
+def check_exposure(config: Config) -> None:
+    """Raise ConfigError if the server would listen beyond this machine without any key."""
+    if config.admin_port is not None and config.admin_key is None and not is_local(config.admin_host):
+        raise ConfigError(
+            f"admin_host {config.admin_host} can be reached from other machines: set --admin-key", field="admin_host"
+        )
+    if has_keys(config) or config.unsafe_no_auth or is_local(config.host):
+        return
+    raise ConfigError(
+        f"host {config.host} can be reached from other machines: set --api-key, "
+        "or say --unsafe-no-auth to serve everyone without a key",
+        field="host",
+    )
+
+
+def salts(config: Config) -> dict[str, bytes]:
+    """The salts of all tenants that may call, by name."""
+    return {tenant.name: tenant.salt for tenant in (DEFAULT, *(tenant for _, tenant in _tenants(config)))}
+
+
+def is_admin(path: str) -> bool:
+    """Whether a route is for the server's owner."""
+    return any(path == route or path.startswith(f"{route}/") for route in ADMIN)
+
+
+def has_keys(config: Config) -> bool:
+    """Whether callers need a key."""
+    return bool(config.api_key or config.tenants)
+
+
+def has_tenants(config: Config) -> bool:
+    """Whether several tenants share the server; without keys they are clients, where others can reach it."""
+    if not has_keys(config):
+        return not is_local(config.host)
+    return len({tenant.name for _, tenant in _tenants(config)}) > 1
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    bare = _bare(host)
+    if bare == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(bare).is_loopback
+    except ValueError:
+        return False
+
+
+def _client(call: HTTPCall) -> str:
+    """Who calls where no key says it: an address, of IPv6 the network that one client may have for itself. On this
+    machine, where all have the same, it is whom the request names as its agent."""
+    address = (call.scope.get("client") or ("",))[0]
+    try:
+        found = _ip(address)
+    except ValueError:  # a socket of another kind
+        return address
+    if found.is_loopback and (agent := call.header(AGENT)) is not None:
+        return f"{found} {shown(agent.decode('latin-1'))}"
+    return str(ipaddress.IPv6Network((found, 64), strict=False)) if found.version == 6 else str(found)
+
+
+def _credential(call: HTTPCall) -> bytes:
+    value = call.header(b"authorization")
+    if value is not None:
+        scheme, _, key = value.partition(b" ")
+        return key.strip() if scheme.lower() == b"bearer" else b""
+    return (call.header(b"x-api-key") or b"").strip()
+
+
+def _bytes(key: Secret) -> bytes:
+    return key.reveal().encode("utf-8", "surrogateescape")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _tenants(config: Config) -> list[tuple[bytes, Tenant]]:
+    """Each key and whose it is. Raises ConfigError for a key that would be two tenants'.
+
+    A named tenant's salt comes from its name, so what it keeps survives new keys. Keys without a tenant never share:
+    each of several is a tenant of its own, by the key itself.
+    """
+    bare = tuple(dict.fromkeys(_bytes(key) for key in config.api_key))
+    pairs = [(key, DEFAULT if len(bare) == 1 else _of_key(key)) for key in bare]
+    pairs += [(_bytes(key), tenant_named(one.name)) for one in config.tenants for key in one.keys]
+    owners: dict[bytes, Tenant] = {}
+    for key, tenant in pairs:
+        if owners.setdefault(key, tenant) != tenant:
+            raise ConfigError(
+                f"one API key belongs to the tenants {owners[key].name} and {tenant.name}; a key has one tenant",
+                field="tenants",
+            )
+    return list(owners.items())
+
+
+def tenant_named(name: str) -> Tenant:
+    """The tenant of that name in the configuration."""
+    if name == DEFAULT.name:
+        return DEFAULT
+    return Tenant(name, hashlib.sha256(NAME_LABEL + name.encode()).digest())
+
+
+def _of_key(key: bytes) -> Tenant:
+    salt = hashlib.sha256(KEY_LABEL + key).digest()
+    return Tenant("key-" + salt.hex()[:12], salt)
+
+
+def _unauthorized(why: str) -> Unauthorized:
+    return Unauthorized(f"{why}; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
+
+
+def _bare(host: str) -> str:
+    return host.strip("[]").lower()
+
+
+def _without_port(value: str) -> str:
+    """The host of `host[:port]`; the value itself, which is nobody's name, where it is not of that form."""
+    host, port = value, ""
+    if match := _BRACKETED.fullmatch(value):
+        host, port = match[1], match[2] or ""
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            return value
+    elif value.count(":") == 1:
+        host, _, port = value.partition(":")
+    return host if host and (not port or _PORT.fullmatch(port)) else value
+
+
+def _same_address(host: str, address: str) -> bool:
+    try:
+        return _ip(host) == _ip(address)
+    except ValueError:
+        return False
+
+
+def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """An address; a socket for both kinds says ::ffff:1.2.3.4 where the client said 1.2.3.4."""
+    found = ipaddress.ip_address(text)
+    return (isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped) or found

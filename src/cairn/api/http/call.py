@@ -1,0 +1,298 @@
+"""One HTTP exchange as the endpoints see it, and the shape of every answer.
+
+Error bodies are OpenAI's: {"error": {"message", "type", "param", "code"}}
+(https://platform.openai.com/docs/guides/error-codes, checked against openai-python's `_exceptions.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import math
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from cairn.api.http.body_budget import BodyBudget
+from cairn.types.errors import CairnError, ContextTooLong, RequestTimeout, TooLarge, Unavailable
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+WARNING = b"x-cairn-warning"
+JSON = (b"content-type", b"application/json")
+_NAME = re.compile(rb"[!-.0-~]{1,128}")
+"""What a client may call a request: visible characters, and no slash, since it stands in a path."""
+encode = msgspec.json.Encoder().encode
+USED_UP = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
+NO_THREAD = "can't start new thread"
+USED_RETRY = 5.0
+"""Seconds until who found a machine without memory, threads or files may try again."""
+
+
+class Disconnected(Exception):
+    """The client is gone; nobody is left to answer."""
+
+
+def error_body(error: CairnError) -> dict[str, Any]:
+    """The error in OpenAI's shape; of a prompt that is too long also its tokens and the context's, as llama.cpp says
+    them."""
+    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 499: "cancelled"}
+    fallback = "invalid_request_error" if error.status < 500 else "server_error"
+    kind = kinds.get(error.status, fallback)
+    body: dict[str, Any] = {"message": str(error), "type": kind, "param": error.field, "code": error.code}
+    if isinstance(error, ContextTooLong) and error.prompt_tokens is not None:
+        body |= {"n_prompt_tokens": error.prompt_tokens, "n_ctx": error.context}
+    return {"error": body}
+
+
+def retry_after(error: CairnError) -> Headers:
+    """The Retry-After header in whole seconds, rounded up, where the error knows it."""
+    if error.retry_after is None:
+        return []
+    return [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after)))]
+
+
+MAX_WARNINGS = 16
+
+
+def shown(text: str) -> str:
+    """The beginning of a text that came from the client, fit for a message."""
+    return _printable(text[:100])
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _nobody(origin: str) -> bool:
+    return False
+
+
+class HTTPCall:
+    """One request and its answer: a thin layer over ASGI that puts the request id on every response.
+
+    `id` is 16 hexadecimal digits, unique for ever; `admits`, `tenant`, `salt` and `share` are set by the access layer.
+    `name` is what the client calls the request in X-Request-ID, if that is of a form that can be used: other values
+    mean nothing.
+    """
+
+    __slots__ = (
+        "_budget",
+        "_held",
+        "_peeked",
+        "_receive",
+        "_send",
+        "admits",
+        "ended",
+        "headers",
+        "id",
+        "identity",
+        "model",
+        "name",
+        "number",
+        "path",
+        "salt",
+        "scope",
+        "share",
+        "started",
+        "status",
+        "tenant",
+        "tokens",
+        "warnings",
+    )
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, number: int, budget: BodyBudget) -> None:
+        self.scope = scope
+        self.path: str = scope["path"]
+        self.number = number
+        self.id = f"{number:016x}"
+        self.headers: Headers = []
+        """Sent with every answer beside the endpoint's own (CORS)."""
+        self.warnings: list[str] = []
+        """What the sender should know of a request that is answered all the same: told in a header, and in bodies."""
+        self.admits: Callable[[str], bool] = _nobody
+        """Whether pages of an origin may call, as the access layer has it."""
+        self.tenant = "default"
+        self.salt = b""
+        self.share = ""
+        """Whose share of the server it takes: the tenant's, or the client's where there are no keys."""
+        self.identity = b""
+        self.model = ""
+        """Identity and name of the model that answers, once it was chosen."""
+        self.started = False
+        self.status = 0
+        """The status of the answer, once it has begun."""
+        self.tokens: tuple[int, int] | None = None
+        """How many tokens prompt and answer have, where something was generated."""
+        self.ended = ""
+        """Why the answer ended early although its status says nothing of it."""
+        given = self.header(b"x-request-id")
+        self.name = given.decode() if given is not None and _NAME.fullmatch(given) else None
+        self._receive = receive
+        self._send = send
+        self._budget = budget
+        self._held = 0
+        self._peeked: bytes | None = None
+
+    def header(self, name: bytes) -> bytes | None:
+        """The value of a request header, the first if it came twice."""
+        for key, value in self.scope["headers"]:
+            if key == name:
+                return bytes(value)
+        return None
+
+    def path_part(self, prefix: str, number: int = 0) -> str:
+        """A part of the path below a prefix, which ends without a slash: what the call is about."""
+        return self.path.removeprefix(prefix + "/").split("/")[number]
+
+    async def body(self) -> bytes:
+        """The whole request body, whose size the guard bounds; Disconnected if the client left.
+
+        It counts as held until `release`. Overloaded or Unavailable where too many bytes are held already.
+        """
+        if self._peeked is not None:
+            peeked, self._peeked = self._peeked, None
+            return peeked
+        parts: list[bytes] = []
+        async for part in self.pieces():
+            self._budget.take(self.share, len(part))
+            self._held += len(part)
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def peek(self) -> bytes:
+        """The body, which `body` gives once more. Raises what that does."""
+        self._peeked = await self.body()
+        return self._peeked
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The request body as it arrives, never more than about 64 KiB of it; Disconnected if the client left."""
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise Disconnected
+            yield message.get("body", b"")
+            more = message.get("more_body", False)
+
+    def release(self) -> None:
+        """The body is held no more."""
+        self._budget.give(self.share, self._held)
+        self._held = 0
+
+    async def gone(self) -> None:
+        """Return once the client has closed the connection. Call only after the body was read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    def warn(self, sentence: str) -> None:
+        """Tell the sender something with the answer, the first 16 sentences of many.
+
+        It goes into a header too, where a control character would cost the whole answer.
+        """
+        if len(self.warnings) < MAX_WARNINGS:
+            self.warnings.append(_printable(sentence))
+
+    async def respond(self, status: int, body: bytes, headers: Headers) -> None:
+        """A whole answer."""
+        await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def json(self, value: Any, status: int = 200) -> None:
+        """A whole answer as JSON."""
+        if self.warnings and isinstance(value, dict):
+            value = value | {"warnings": self.warnings}
+        await self.respond(status, encode(value), [JSON])
+
+    async def fail(self, error: CairnError, headers: Headers, body: dict[str, Any]) -> None:
+        """A whole answer that reports an error, `body` in the shape that the path's clients read."""
+        await self.respond(error.status, encode(body), [JSON, *headers, *retry_after(error)])
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """Status and headers of an answer whose body follows by `write`."""
+        self.started = True
+        self.status = status
+        id = self.id.encode()
+        told = [(WARNING, sentence.encode("ascii", "replace")) for sentence in self.warnings]
+        headers = [*headers, *self.headers, *told, (b"x-request-id", id if self.name is None else self.name.encode())]
+        if self.name is not None:
+            headers.append((b"x-cairn-request-id", id))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def begin(self, headers: Headers) -> None:
+        """Status 200 and headers on their way at once, before there is anything to say."""
+        await self.start(200, headers)
+        await self.write(b"")
+
+    async def write(self, data: bytes, more: bool = True) -> None:
+        """A piece of the body; waits while the client reads too slowly."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def too_large(limit: int) -> TooLarge:
+    """The error for a body over `limit` bytes."""
+    return TooLarge(f"the request body is larger than {limit} bytes, the limit")
+
+
+def too_slow(what: str, seconds: float) -> RequestTimeout:
+    """The error for headers or a body that did not arrive in time."""
+    return RequestTimeout(f"the {what} did not arrive within {seconds:g} seconds, the limit")
+
+
+def internal(id: str) -> CairnError:
+    """The error for what was not foreseen; it tells the client nothing but where to look."""
+    return CairnError(f"an internal error; the server's log names request {id}")
+
+
+def unforeseen(error: Exception, id: str) -> CairnError:
+    """`internal`, but for a machine that has no memory, thread or file left: that passes, so it is Unavailable."""
+    used_up = isinstance(error, OSError) and error.errno in USED_UP
+    if used_up or isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_THREAD in str(error)):
+        return Unavailable(
+            f"the machine has nothing left to serve request {id} with; try again", retry_after=USED_RETRY
+        )
+    return internal(id)
+
+
+class Watch:
+    """While entered, cancels the current task as soon as the client disconnects.
+
+    `left` tells that this happened; the cancellation then ends here. Call `stop` before the last piece of the answer.
+    """
+
+    __slots__ = ("_call", "_main", "_task", "left")
+
+    def __init__(self, call: HTTPCall) -> None:
+        self._call = call
+        self.left = False
+
+    async def __aenter__(self) -> Watch:
+        task = asyncio.current_task()
+        assert task is not None
+        self._main = task
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def _run(self) -> None:
+        await self._call.gone()
+        self.left = True
+        self._main.cancel()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        if not self.left:
+            self._task.cancel()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        self.stop()
+        if not self.left:
+            return False
+        if self._main.cancelling() and self._main.uncancel() > 0:
+            return False
+        return kind is not None and issubclass(kind, asyncio.CancelledError)

@@ -1,0 +1,373 @@
+"""What stands between a socket and the HTTP parser, so that no client can hold a connection or memory for ever.
+
+`Guard` is uvicorn's httptools protocol with bounds: bytes of headers and body (chunked bodies too), time for headers,
+time between pieces of a body and its rate, time for a client to read, number of connections. Refusals are answers in
+the API's error shape. The listener's sweep over all connections replaces timers for each of them.
+
+A connection is in one phase at a time:
+
+    NEW -> HEAD -> BODY -> ANSWER -> IDLE -> HEAD ...        any of them -> LINGER (only flushing) -> CLOSED
+
+A request that arrives before the previous answer has ended is not read (no pipelining: RFC 9112, 9.3.2 lets a server
+close instead); the connection closes after that answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TYPE_CHECKING, Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from cairn.api.chat.wire import HEARTBEAT
+from cairn.api.http.call import too_large
+from cairn.api.http.deadlines import Phase, Times, Verdict
+from cairn.api.http.transport import WRITE_BUFFER, OutputTransport, refusal
+from cairn.rag.definition import MAX_BYTES
+from cairn.types.errors import CairnError, HeadersTooLarge, InvalidRequest, Unavailable
+
+if TYPE_CHECKING:
+    from cairn.api.http.listener import Listener
+
+CONNECTIONS_RETRY = 1.0
+IMPORT = b"/v1/agents/import"
+"""The route whose bodies are files, with a limit of their own."""
+UPLOADS = re.compile(rb"/v1/files|/v1/collections/[^/]+/documents")
+"""Routes that take forms with a file, which goes to the disk while it arrives."""
+FORM = b"multipart/form-data"
+UPLOAD_BYTES = MAX_BYTES + (1 << 20)
+"""Bytes of the largest document in a form."""
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+FIRST_LOOK, LAST_LOOK = 0.01, 1.0
+"""Seconds between looks at a connection that the client has closed or half closed: ever twice as long."""
+OFFERS = (b"upgrade", b"http2-settings")
+"""Headers that offer to switch protocols, and how Connection names them."""
+
+
+class Guard(HttpToolsProtocol):
+    """One connection of a client."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__(listener.uvicorn, listener.state, {}, listener.loop)
+        self.access_log = False
+        self._listener = listener
+        self._config = listener.config
+        self._max_head = listener.config.max_header_kib << 10
+        self._max_body = 0
+        self.phase = Phase.NEW
+        self._times = Times(listener.config, self.loop.time())
+        self._head_bytes = 0
+        self._body_bytes = 0
+        self._moved = False
+        self._deaf = False
+
+    # ------------------------------------------------------------------------------------------- the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client connected."""
+        transport.set_write_buffer_limits(high=WRITE_BUFFER)
+        self.output = OutputTransport(transport, self.end)
+        super().connection_made(self.output)  # type: ignore[arg-type]
+        if len(self.connections) > self._config.max_connections:
+            self.refuse(
+                Unavailable(
+                    f"{self._config.max_connections} connections are open, the limit", retry_after=CONNECTIONS_RETRY
+                )
+            )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone, whoever ended it."""
+        self.phase = Phase.CLOSED
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes from the client."""
+        if self._deaf:
+            return
+        self._times.heard = self.loop.time()
+        if self.phase is Phase.NEW or self.phase is Phase.IDLE:
+            self._to_head()
+        began = self.phase
+        self._moved = False
+        self._feed(data)
+        if self._deaf or self.phase is not began:
+            return
+        # In a body, what moves nothing stands between chunks, or in the trailers behind them.
+        if began is Phase.HEAD or (began is Phase.BODY and not self._moved):
+            self._head_bytes += len(data)
+            if self._head_bytes > self._max_head:
+                self._refuse_head()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends nothing more: it has closed the connection, or only its own side (`nc -N`) and still reads.
+
+        Both look the same until something is written, and the kernel of one that is gone says so. A request that is
+        whole is therefore answered, and what is sent first means nothing: 100 Continue, or a comment in a stream.
+        """
+        if self.phase is Phase.HEAD or self.phase is Phase.BODY:
+            self.refuse(InvalidRequest("the connection ended before the request was whole"))
+        if self.phase is not Phase.ANSWER or self.output.reset:
+            return False
+        self.cycle.keep_alive = False
+        if not self.cycle.response_started:
+            if self.cycle.scope["http_version"] != "1.0":  # which knows no interim answers
+                self.output.write(CONTINUE)
+        elif self.output.events and self.cycle.chunked_encoding:
+            self.output.write(b"%x\r\n%b\r\n" % (len(HEARTBEAT), HEARTBEAT))
+        self._watch_for_reset(FIRST_LOOK)
+        return True
+
+    def _watch_for_reset(self, pause: float) -> None:
+        """Look now and then whether the client is gone after all: while nothing is read no loop says so."""
+
+        def look() -> None:
+            if self.phase is not Phase.ANSWER:
+                return
+            if self.output.reset:
+                self.output.raw.abort()
+            else:
+                self._watch_for_reset(min(2 * pause, LAST_LOOK))
+
+        self.loop.call_later(pause, look)
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if not self._deaf:
+                self._feed_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._garbage()
+
+    def _feed_without_upgrade(self, rest: bytes) -> None:
+        """Some clients (Java's) offer to switch protocols with every request. The parser then drops the body, so the
+        same head is parsed again without the offer, which a server may ignore (RFC 9110, 7.8)."""
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b", ".join(option for option in value.split(b",") if option.strip().lower() not in OFFERS)
+            if name not in OFFERS:
+                lines.append(name + b": " + value)
+        self.parser = httptools.HttpRequestParser(self)
+        self.phase = Phase.HEAD
+        self._feed(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+
+    def _garbage(self) -> None:
+        if self.phase is Phase.ANSWER:
+            self._hear_no_more()
+        elif not self._deaf:
+            self.refuse(InvalidRequest("this is not a valid HTTP request"))
+
+    def _hear_no_more(self) -> None:
+        """Read nothing further; the connection closes after the answer that is under way."""
+        self._deaf = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+        else:
+            self.end()
+
+    def _to_head(self) -> None:
+        self.phase = Phase.HEAD
+        self._times.since = self._times.heard
+        self._head_bytes = 0
+
+    # --------------------------------------------------------------------------------------- the parser's events
+
+    def on_message_begin(self) -> None:
+        """A request line begins."""
+        if self._deaf:
+            return
+        if self.phase is Phase.BODY or self.phase is Phase.ANSWER:
+            self._hear_no_more()
+            return
+        if self.phase is not Phase.HEAD:
+            self._to_head()
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the target."""
+        if not self._deaf:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header line. Trailers, which follow a chunked body, mean nothing here."""
+        if not self._deaf and self.phase is Phase.HEAD:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """All headers are there: check their size and the announced body, then start the application."""
+        if self._deaf:
+            return
+        if self.parser.get_method() == b"CONNECT":  # a tunnel, for proxies; to the parser it is always an upgrade
+            self._garbage()
+            return
+        # Exactly the bytes of the request line, the headers and the empty line, written with one space each.
+        size = len(self.parser.get_method()) + len(self.url) + 14
+        announced = 0
+        for name, value in self.headers:
+            size += len(name) + len(value) + 4
+            if name == b"content-length" and value.isdigit():
+                announced = int(value) if len(value) < 19 else 1 << 62
+        if size > self._max_head:
+            self._refuse_head()
+            return
+        config = self._config
+        self._max_body = config.max_body_mib << 20
+        path = self.url.partition(b"?")[0]
+        if path == IMPORT:
+            self._max_body = config.max_import_mib << 20
+        elif UPLOADS.fullmatch(path) and (b"content-type", FORM) in {
+            (name, value[:19]) for name, value in self.headers
+        }:
+            self._max_body = max(self._max_body, min(config.max_import_mib << 20, UPLOAD_BYTES))
+        if announced > self._max_body:
+            self.refuse(too_large(self._max_body))
+            return
+        if self.parser.should_upgrade():
+            return
+        super().on_headers_complete()
+        self.phase = Phase.BODY
+        self._times.since = self._times.heard
+        self._head_bytes = self._body_bytes = 0
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, _unchunked(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
+
+    def on_chunk_header(self) -> None:
+        """A chunk begins."""
+        self._moved = True
+        self._head_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        if self._deaf:
+            return
+        self._moved = True
+        self._body_bytes += len(body)
+        if self._body_bytes > self._max_body:
+            self.refuse(too_large(self._max_body))
+            return
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is whole."""
+        if self._deaf or self.phase is Phase.HEAD:
+            return
+        if self.phase is Phase.BODY:
+            self.phase = Phase.ANSWER
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The application has answered."""
+        self.server_state.total_requests += 1
+        self.output.flush()
+        if self.phase in (Phase.LINGER, Phase.CLOSED):
+            return
+        if self.phase is Phase.BODY or self._deaf:
+            self.end()
+            return
+        self.flow.resume_reading()
+        if not self.output.raw.is_closing():
+            self.phase = Phase.IDLE
+            self._times.since = self.loop.time()
+
+    # --------------------------------------------------------------------------------------------------- endings
+
+    def refuse(self, error: CairnError) -> None:
+        """Answer instead of the application, then close."""
+        if self.phase in (Phase.LINGER, Phase.CLOSED):
+            return
+        if self.phase is Phase.BODY or self.phase is Phase.ANSWER:
+            if self.cycle.response_started:
+                self.output.raw.abort()
+                return
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        url: bytes = getattr(self, "url", b"")  # there is none before the first request line
+        path = url.partition(b"?")[0].decode("latin-1")
+        self.output.write(refusal(error, path, f"{self._listener.rng.bits64():016x}"))
+        self.output.flush()
+        self._linger()
+
+    def _refuse_head(self) -> None:
+        limit = self._max_head
+        what = "the trailers" if self.phase is Phase.BODY else "the request line and headers"
+        self.refuse(HeadersTooLarge(f"{what} are larger than {limit} bytes, the limit"))
+
+    def end(self) -> None:
+        """Close after what was written is sent."""
+        if self.phase in (Phase.LINGER, Phase.CLOSED):
+            return
+        self.output.flush()
+        if self.phase is Phase.BODY or self.phase is Phase.HEAD or self._deaf:
+            self._linger()
+        else:
+            self.output.raw.close()
+
+    def _linger(self) -> None:
+        """Closing a socket that has unread input resets it, and the client may never see the answer: so first say
+        that nothing more will come, and drop what still arrives for a moment."""
+        self._deaf = True
+        self.phase = Phase.LINGER
+        self._times.since = self.loop.time()
+        raw = self.output.raw
+        if raw.is_closing():
+            return
+        self.flow.resume_reading()
+        try:
+            raw.write_eof()
+        except (OSError, RuntimeError):
+            raw.close()
+
+    def shutdown(self) -> None:
+        """Close if nothing is under way."""
+        if self.phase in (Phase.NEW, Phase.IDLE, Phase.HEAD):
+            self.output.raw.close()
+        elif self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def abort(self) -> None:
+        """Close now, whatever is under way."""
+        self.output.raw.abort()
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is under way or not yet sent."""
+        return self.phase in (Phase.BODY, Phase.ANSWER) or self.output.raw.get_write_buffer_size() > 0
+
+    def sweep(self, now: float) -> None:
+        """Enforce the times. Called a few times within the shortest of them."""
+        unsent = self.output.raw.get_write_buffer_size()
+        self._times.look(now, self.output.written - unsent, unsent)
+        match self._times.verdict(now, self.phase, self._body_bytes, reading=not self.flow.read_paused):
+            case Verdict.CLOSE:
+                self.output.raw.close()
+            case Verdict.ABORT:
+                self.output.raw.abort()
+            case CairnError() as error:
+                self.refuse(error)
+
+
+def _unchunked(cycle: RequestResponseCycle, app: Any) -> Any:
+    """The application for a client that speaks HTTP/1.0. It knows no chunks (RFC 9112, 6.1), so an answer of unknown
+    length just ends with its connection, which uvicorn closes after each answer to such a client."""
+
+    async def run(scope: Any, receive: Any, send: Any) -> None:
+        endless = False
+
+        async def unchunked(message: Any) -> None:
+            nonlocal endless
+            if message["type"] == "http.response.start":
+                endless = all(name.lower() != b"content-length" for name, _ in message["headers"])
+                if endless:
+                    cycle.chunked_encoding = False
+            elif endless:  # to uvicorn it is an answer whose announced length each piece is
+                cycle.expected_content_length = len(message["body"])
+            await send(message)
+
+        await app(scope, receive, unchunked)
+
+    return run

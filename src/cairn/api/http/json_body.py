@@ -1,0 +1,193 @@
+"""JSON that may come from anybody: parsed strictly, within stated limits. A UTF-8 mark before it is passed over."""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cairn.api.http.call import HTTPCall, shown
+from cairn.config.config import Config
+from cairn.types.errors import Forbidden, InvalidRequest, UnsupportedMedia
+
+
+async def read_nothing(call: HTTPCall, config: Config) -> dict[str, Any]:
+    """The body of a request that takes nothing: a JSON object, whose fields the caller refuses, or no body at all."""
+    body = await call.body()
+    if not body:
+        check_origin(call)
+        return {}
+    _check_headers(call)
+    return _parsed(body, config)
+
+
+async def read_json(call: HTTPCall, config: Config) -> dict[str, Any]:
+    """The body of a request that must be a JSON object."""
+    _check_headers(call)
+    return _parsed(await call.body(), config)
+
+
+async def read_plain(call: HTTPCall, config: Config) -> dict[str, Any]:
+    """The body of a request that must be a JSON object, whatever it calls itself: clients of Ollama say nothing of it.
+
+    A web page need not ask before it sends such a body, so a page must be one that may.
+    """
+    if (call.header(b"content-type") or b"").partition(b";")[0].strip().lower() != b"application/json":
+        check_origin(call)
+    _check_coding(call)
+    return _parsed(await call.body(), config)
+
+
+def check_origin(call: HTTPCall) -> None:
+    """Forbidden for a web page that may not call. Any may send a request without a body, or a form, and need not ask
+    first as it must for JSON."""
+    origin = (call.header(b"origin") or b"").decode("latin-1")
+    if not origin or call.header(b"sec-fetch-site") in (b"same-origin", b"none"):
+        return
+    host = (call.header(b"host") or b"").decode("latin-1")
+    if origin.partition("://")[2] != host and not call.admits(origin):
+        raise Forbidden(
+            f"pages of {shown(origin)} may not call this server; allow them with --cors-origins, or send {{}} as JSON"
+        )
+
+
+def _parsed(body: bytes, config: Config) -> dict[str, Any]:
+    return parse_json(body, max_depth=config.max_json_depth, max_values=config.max_json_values)
+
+
+def _check_headers(call: HTTPCall) -> None:
+    kind = (call.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise UnsupportedMedia("the content-type must be application/json", field="Content-Type")
+    _check_coding(call)
+
+
+def _check_coding(call: HTTPCall) -> None:
+    coding = call.header(b"content-encoding") or b"identity"
+    if coding.strip().lower() != b"identity":
+        raise UnsupportedMedia("the body must not be compressed", field="Content-Encoding")
+
+
+def parse_json(body: bytes, *, max_depth: int, max_values: int = 1 << 18) -> dict[str, Any]:
+    """The object that a request body holds.
+
+    Refused with InvalidRequest: anything but an object; invalid UTF-8 or JSON (RFC 8259: no NaN or Infinity); a key
+    given twice; nesting deeper than `max_depth` (the outermost object is 1); more than `max_values` objects, lists and
+    members, which would take 20 times the body's memory and hold up everybody while they are read; a number beyond a
+    64-bit float or of thousands of digits; half a surrogate pair, which no UTF-8 text can hold.
+    """
+    body = body.removeprefix(codecs.BOM_UTF8)
+    if has_more([body], max_values):
+        raise InvalidRequest(f"the request body holds more than {max_values} JSON values, the limit")
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the request body is not valid UTF-8 at byte {error.start}") from None
+    try:
+        value = _decoder(text)
+    except _Twice as error:
+        raise InvalidRequest(f"the request body gives the key {_short(error.key)} twice in one object") from None
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"the request body is not valid JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise _too_deep(max_depth) from None
+    except ValueError as error:
+        raise InvalidRequest(f"the request body is not valid JSON: {_reason(error)}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the request body must be a JSON object")
+    _check(value, max_depth)
+    return value
+
+
+_MARK = re.compile(rb'(?:[^"\[{,]++|"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z))*+(?:([\[{,])|\Z)', re.DOTALL)
+"""The next comma or opening bracket outside of texts, or the end. It matches everywhere, so its time is linear."""
+
+
+def has_more(bodies: Sequence[bytes], limit: int) -> bool:
+    """Whether there are together more than `limit` commas and opening brackets outside of texts, which is as many as
+    there are containers and further members. Each body is read by itself: a text that one of them
+    leaves open ends with it. Bodies of few such marks, texts included, cost three scans at memory speed."""
+    if sum(body.count(mark) for body in bodies for mark in (b",", b"[", b"{")) <= limit:
+        return False
+    marks = (found for body in bodies for found in _MARK.finditer(body) if found[1] is not None)
+    return next(itertools.islice(marks, limit, None), None) is not None
+
+
+class _Twice(Exception):
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
+class _Constant(ValueError):
+    """NaN, Infinity or -Infinity."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _Twice(key)
+            seen.add(key)
+    return found
+
+
+def _constant(name: str) -> None:
+    raise _Constant(f"{name} is not a JSON number")
+
+
+_decoder: Callable[[str], Any] = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant).decode
+
+
+def _check(value: Any, max_depth: int) -> None:
+    """Depth, finite numbers and whole characters, without recursion."""
+    level = [value]
+    depth = 0
+    while level:
+        depth += 1
+        if depth > max_depth:
+            raise _too_deep(max_depth)
+        below = []
+        for container in level:
+            if isinstance(container, dict):
+                for key in container:
+                    _whole(key)
+                items = container.values()
+            else:
+                items = container
+            for item in items:
+                kind = type(item)
+                if kind is str:
+                    _whole(item)
+                elif kind is dict or kind is list:
+                    below.append(item)
+                elif kind is float and not math.isfinite(item):
+                    raise InvalidRequest("the request body holds a number beyond the range of a 64-bit float")
+        level = below
+
+
+def _whole(text: str) -> None:
+    if text.isascii():
+        return
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InvalidRequest("the request body holds half a surrogate pair, which is not a character") from None
+
+
+def _reason(error: ValueError) -> str:
+    return str(error) if isinstance(error, _Constant) else "a number has too many digits"
+
+
+def _too_deep(limit: int) -> InvalidRequest:
+    return InvalidRequest(f"the request body is nested deeper than {limit} levels, the limit")
+
+
+def _short(key: str) -> str:
+    shown = key if len(key) <= 40 else key[:40] + "..."
+    return repr(shown.encode("utf-8", "replace").decode())

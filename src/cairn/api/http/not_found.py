@@ -1,0 +1,128 @@
+"""Paths that are no route: what they could have meant, and an answer in the shape that their callers read.
+
+Nothing here looks at what the server holds: a path is judged by its form alone, before anybody has to show a key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from cairn.api.http.call import error_body, shown
+from cairn.types.errors import CairnError, ContextTooLong, NotFound
+
+_BARE = re.compile(r"/(?:chat/completions|completions|models)(?:/.*)?|/(?:embeddings|rerank|reranking|score)")
+_SLASHES = re.compile(r"/{2,}")
+_DOUBLED = re.compile(r"(?:/v1)+(?=/v1(?:/|$))")
+_ANTHROPIC = re.compile(r"/v1/messages(?:/.*)?|/v1/complete")
+_OLLAMA = re.compile(r"/api(?:/.*)?")
+
+_EMBEDDINGS = "POST {base}/embeddings makes vectors of texts"
+_OLLAMA_USE = (
+    "of Ollama's API there are /api/chat, generate, embed, embeddings, tags, show, ps, version, pull, delete and copy"
+)
+_RANKING = "POST {base}/rerank and {base}/score say how well texts go together"
+_ELSEWHERE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), said)
+    for pattern, said in (
+        (r"(?:/v1)?/embedding|/embed_all|/embed_sparse", _EMBEDDINGS),
+        (r"/api/(?:push|create|blobs/.*)", "models are neither made nor uploaded here: cairn serve takes their files"),
+        (r"/api(?:/.*)?", _OLLAMA_USE),
+        (
+            r"/v1/messages/.*|/v1/complete",
+            "of Anthropic's API there are POST {base}/messages and {base}/messages/count_tokens",
+        ),
+        (r"/v1/responses/.*", "of OpenAI's Responses API there are POST {base}/responses and what is below a response"),
+        (r"/v1/images(?:/.*)?", "images are neither made nor edited here: the model writes text"),
+        (r"/v1/videos(?:/.*)?", "videos are not made here: the model writes text"),
+        (
+            r"/v1/(?:audio|realtime)(?:/.*)?",
+            "speech is neither made nor understood here: the model reads and writes text",
+        ),
+        (r"/v1/moderations", "moderation is not built into this model"),
+        (r"/pooling|/classify|/predict", _RANKING),
+        (
+            r"/v1/(?:uploads|batches|fine_tuning|evals|containers)(?:/.*)?",
+            "this server runs no batches and no training; whole files go to {base}/files",
+        ),
+        (
+            r"/v1/(?:assistants|threads)(?:/.*)?",
+            "OpenAI's assistants are not built; agents, which keep their history here, are at {base}/agents",
+        ),
+        (r"/slots/.*", "there is nothing to save, restore or erase of a slot: KV is kept without being asked"),
+        (r"/generate(?:_stream)?|/invocations", "POST {base}/completions completes a text"),
+        (r"/ping", "whether the server is alive is told at /health/live"),
+        (r"/(?:v1)?", "Cairn listens here; OpenAI's API begins at {base}"),
+    )
+)
+"""What people look for at other servers, and what they are told. The first that fits."""
+
+
+def canonical(path: str) -> str:
+    """The path of a route that is also served without /v1, with it."""
+    return "/v1" + path if _BARE.fullmatch(path) else path
+
+
+def no_route(path: str, host: str, known: Callable[[str], bool]) -> NotFound:
+    """The error for a path that is no route. `host`: as the client calls this server; `known`: what is a route."""
+    base = f"http://{shown(host)}/v1"
+    near = _nearest(path, known)
+    if near is not None:
+        text = f"there is no route {shown(path)}; it is {shown(near)}"
+        if near.startswith("/v1/"):
+            text += f", and the base URL is {base}"
+        return NotFound(text)
+    for pattern, said in _ELSEWHERE:
+        if pattern.fullmatch(_tidy(path)):
+            return NotFound(f"there is no route {shown(path)}: {said.format(base=base)}")
+    return NotFound(f"there is no route {shown(path)}")
+
+
+def body_of(path: str, error: CairnError, id: str) -> dict[str, Any]:
+    """The error as the clients of this path read it: Anthropic's shape, Ollama's, or else OpenAI's."""
+    if _ANTHROPIC.fullmatch(path):
+        return anthropic_error(error, id)
+    if _OLLAMA.fullmatch(path):
+        return {"error": str(error)}
+    return error_body(error)
+
+
+def anthropic_error(error: CairnError, id: str) -> dict[str, Any]:
+    """The error in Anthropic's shape. Clients know a prompt that is too long by the beginning of the sentence."""
+    text = str(error)
+    if isinstance(error, ContextTooLong):
+        text = f"prompt is too long: {text}"
+        if error.prompt_tokens is not None:
+            text = f"prompt is too long: {error.prompt_tokens} tokens > {error.context} maximum"
+    return {"type": "error", "error": {"type": _kind(error.status), "message": text}, "request_id": id}
+
+
+def _tidy(path: str) -> str:
+    """Without doubled slashes, a doubled /v1 and a slash at the end."""
+    path = _SLASHES.sub("/", path)
+    return _DOUBLED.sub("", path).rstrip("/") or "/"
+
+
+def _nearest(path: str, known: Callable[[str], bool]) -> str | None:
+    """The route that a wrong base URL has missed, if there is one."""
+    tidy = _tidy(path)
+    at = tidy.rfind("/v1/")
+    for one in (tidy, tidy[at:] if at > 0 else tidy, canonical(tidy), "/v1" + tidy, tidy.removeprefix("/v1")):
+        if one != path and known(one):
+            return one
+    return None
+
+
+def _kind(status: int) -> str:
+    """What Anthropic's API calls an error of this status."""
+    kinds = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+    }
+    return kinds.get(status, "invalid_request_error" if status < 500 else "api_error")

@@ -1,0 +1,294 @@
+"""llama-server's own routes: POST /completion and /infill, and what its clients ask beside them.
+
+Shapes: github.com/ggml-org/llama.cpp, tools/server/README.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from cairn.api.chat.exchange import ChoiceStream, Exchanges
+from cairn.api.chat.generation import chat_prompt, check_length, check_model, text_exchange
+from cairn.api.chat.parse import parse
+from cairn.api.chat.schemas import ChatBody
+from cairn.api.chat.sessions import AgentAttribution
+from cairn.api.chat.timings import AnswerTimes
+from cairn.api.chat.wire import HEARTBEAT, cache_object, chat_logprobs, error_event
+from cairn.api.http.call import HTTPCall, encode
+from cairn.api.http.json_body import read_json
+from cairn.api.llamacpp.schemas import InfillBody, LlamaBody, LlamaCompletionBody, plain, prompts_of
+from cairn.config.config import Config
+from cairn.frontend.service import Service
+from cairn.text.tokens.tokenizer import INLINE
+from cairn.types.errors import CairnError, InvalidRequest, Unavailable
+from cairn.types.outputs import Delta, Done, FinishReason, TokenLogprob
+
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
+
+NAMES = {
+    "top_logprobs": "n_probs",
+    "max_tokens": "n_predict",
+    "repetition_penalty": "repeat_penalty",
+}
+"""What these routes call the fields of a request."""
+SNIPPET = "\n\n--- snippet ---\n\n"
+"""Stands before each file beside the one to be filled in, for models without tokens for that."""
+
+
+class Llama:
+    """The routes."""
+
+    def __init__(self, config: Config, exchanges: Exchanges, attribution: AgentAttribution) -> None:
+        self._config = config
+        self._exchanges = exchanges
+        self._attribution = attribution
+
+    def routes(self) -> dict[str, dict[str, Endpoint]]:
+        """Every route, by path and method."""
+        return {
+            "/completion": {"POST": self.completion},
+            "/infill": {"POST": self.infill},
+            "/apply-template": {"POST": self.apply_template},
+            "/v1/chat/completions/input_tokens": {"POST": self.input_tokens},
+            "/slots": {"GET": self.slots},
+            "/lora-adapters": {"GET": self.adapters},
+        }
+
+    async def completion(self, call: HTTPCall, service: Service) -> None:
+        """POST /completion."""
+        given = plain(await read_json(call, self._config))
+        body = parse(LlamaCompletionBody, given, self._config, call)
+        check_model(body.model, service)
+        service.check_generates()
+        special = body.parse_special is not False
+        prompts = [
+            await _encoded(call, service, pieces, special=special)
+            for pieces in prompts_of(body.prompt, self._config.max_prompts)
+        ]
+        await self._run(call, service, body, prompts)
+
+    async def infill(self, call: HTTPCall, service: Service) -> None:
+        """POST /infill: what stands between `input_prefix` and `input_suffix`, and begins with `prompt`."""
+        given = plain(await read_json(call, self._config))
+        body = parse(InfillBody, given, self._config, call)
+        check_model(body.model, service)
+        service.check_generates()
+        middle = service.tokenizer.middle
+        if middle is None:
+            raise InvalidRequest("this model has no tokens for filling in the middle", field="input_suffix")
+        extra = "".join(SNIPPET + one.text for one in body.input_extra or ())
+        texts = [extra, body.input_prefix, body.input_suffix, body.prompt or ""]
+        await check_length(call, service, texts, "input_prefix")
+        encode = service.tokenizer.encode
+
+        def tokens() -> list[int]:
+            before = service.tokenizer.encode_prompt(extra, special=False)
+            hole = [middle.prefix, *encode(texts[1]), middle.suffix, *encode(texts[2]), middle.middle]
+            return [*before, *hole, *encode(texts[3])]
+
+        inline = sum(map(len, texts)) <= INLINE
+        await self._run(call, service, body, [tokens() if inline else await service.chat.long.run(call.share, tokens)])
+
+    async def _run(self, call: HTTPCall, service: Service, body: LlamaBody, prompts: Sequence[Sequence[int]]) -> None:
+        options = body.options(logprobs=bool(body.n_probs), top_logprobs=body.n_probs or None)
+        exchange = await text_exchange(
+            call,
+            service,
+            self._config,
+            self._attribution,
+            body,
+            prompts,
+            options,
+            lambda choices: LlamaAnswer(service, choices, body),
+            NAMES,
+            allow_empty=True,
+        )
+        await self._exchanges.run(call, exchange, stream=bool(body.stream))
+
+    async def apply_template(self, call: HTTPCall, service: Service) -> None:
+        """POST /apply-template: the text of a chat's prompt, which as a raw prompt has the same tokens."""
+        prompt = await self._prompt(call, service)
+        spell = partial(service.tokenizer.spell, prompt)
+        text = spell() if len(prompt) <= INLINE else await service.chat.long.run(call.share, spell)
+        await call.json({"prompt": text})
+
+    async def input_tokens(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/chat/completions/input_tokens: how many a chat's prompt has."""
+        prompt = await self._prompt(call, service)
+        await call.json({"object": "response.input_tokens", "input_tokens": len(prompt)})
+
+    async def _prompt(self, call: HTTPCall, service: Service) -> Sequence[int]:
+        body = parse(ChatBody, await read_json(call, self._config), self._config, call)
+        return (await chat_prompt(call, service, self._config, body)).tokens
+
+    async def slots(self, call: HTTPCall, service: Service) -> None:
+        """GET /slots: as many as requests can run at once, of which some are taken. Nothing of a request is told."""
+        slots, running = min(self._config.max_running, service.info.max_rows), service.stats().running
+        if b"fail_on_no_slot=1" in call.scope.get("query_string", b"") and running >= slots:
+            raise Unavailable("no slot available", retry_after=1.0)
+        one = {"id_task": -1, "n_ctx": service.info.context, "speculative": False}
+        await call.json([{"id": id, "is_processing": id < running} | one for id in range(slots)])
+
+    async def adapters(self, call: HTTPCall, service: Service) -> None:
+        """GET /lora-adapters: there are none."""
+        await call.json([])
+
+
+class LlamaAnswer:
+    """How completions look. A stream ends with what the whole is, but for the text."""
+
+    def __init__(self, service: Service, choices: Sequence[ChoiceStream], body: LlamaBody) -> None:
+        self._service = service
+        self._choices = choices
+        self._body = body
+        self._pace = AnswerTimes(choices, timings=body.timings_per_token, progress=body.return_progress)
+
+    def begin(self) -> bytes:
+        """Nothing is computed yet, where anybody wants to know."""
+        if not self._pace.progress:
+            return b""
+        return b"".join(self._progress(index, self._pace.begun(index)) for index in range(len(self._choices)))
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """A piece of a stream."""
+        choice, told = self._choices[index], self._pace.heard(index)
+        data = b"" if told is None else self._progress(index, told)
+        if not (delta.text or delta.tokens):
+            return data
+        piece = self._piece(index) | {"content": delta.text, "tokens": list(delta.tokens)}
+        piece |= {"tokens_predicted": len(choice.tokens), "tokens_evaluated": len(choice.request.prompt)}
+        piece |= self._probabilities(delta.logprobs)
+        if self._pace.timings:
+            piece["timings"] = self._pace.so_far(index)
+        return data + _event(piece)
+
+    def finish(self, index: int, done: Done, reason: str) -> bytes:
+        """The last piece of a choice."""
+        return _event(self._end(index) | {"content": "", "tokens": []})
+
+    def end(self) -> bytes:
+        """Nothing: the last pieces say that they are."""
+        return b""
+
+    def error(self, error: CairnError) -> bytes:
+        """The event of a failure."""
+        return error_event(error)
+
+    def heartbeat(self) -> bytes:
+        """A comment."""
+        return HEARTBEAT
+
+    def whole(self) -> Any:
+        """The answer in one piece; of several choices a list."""
+        found = [self._end(index) | self._probabilities(choice.logprobs) for index, choice in enumerate(self._choices)]
+        shown = [self._chosen(one) for one in found]
+        return shown[0] if len(shown) == 1 else shown
+
+    def _piece(self, index: int) -> dict[str, Any]:
+        return {"index": index, "stop": False, "id_slot": -1}
+
+    def _progress(self, index: int, told: dict[str, Any]) -> bytes:
+        return _event(self._piece(index) | {"content": "", "tokens": [], "prompt_progress": told})
+
+    def _probabilities(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
+        if not found:
+            return {}
+        shown = chat_logprobs(found, self._service.tokenizer)["content"]
+        for entry, one in zip(found, shown, strict=True):
+            one["id"] = entry.token
+            for (token, _), other in zip(entry.top, one["top_logprobs"], strict=True):
+                other["id"] = token
+        return {"completion_probabilities": shown}
+
+    def _end(self, index: int) -> dict[str, Any]:
+        choice, service = self._choices[index], self._service
+        done, prompt = choice.done, choice.request.prompt
+        assert done is not None
+        word = choice.stop_text(service.tokenizer.decode)
+        kind = "limit" if done.reason is FinishReason.LENGTH else "eos" if word is None else "word"
+        return {
+            "index": index,
+            "content": choice.said.text,
+            "tokens": choice.tokens if self._body.return_tokens else [],
+            "id_slot": -1,
+            "stop": True,
+            "model": service.name,
+            "tokens_predicted": len(choice.tokens),
+            "tokens_evaluated": len(prompt),
+            "generation_settings": self._settings(choice),
+            "prompt": service.tokenizer.spell(prompt),
+            "has_new_line": "\n" in choice.said.text,
+            "truncated": kind == "limit" and len(prompt) + len(choice.tokens) >= service.info.context,
+            "stop_type": kind,
+            "stopping_word": word or "",
+            "tokens_cached": done.usage.cached_tokens,
+            "timings": self._pace.whole(index, done),
+            "cairn": cache_object(done.cache),
+        }
+
+    def _settings(self, choice: ChoiceStream) -> dict[str, Any]:
+        """What has applied."""
+        params = choice.request.sampling
+        asked = -1 if self._body.max_tokens is None else self._body.max_tokens
+        return {
+            "n_predict": asked,
+            "max_tokens": asked,
+            "seed": params.seed,
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "repeat_penalty": params.repetition_penalty,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "stop": list(choice.request.stop),
+            "ignore_eos": bool(self._body.ignore_eos),
+            "stream": bool(self._body.stream),
+            "n_probs": self._body.n_probs or 0,
+            "n_ctx": self._service.info.context,
+            "timings_per_token": bool(self._body.timings_per_token),
+        }
+
+    def _chosen(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """The `response_fields`; one inside an object is called by its path. What is not there is left out."""
+        if not self._body.response_fields:
+            return whole
+        found = {}
+        for path in self._body.response_fields:
+            value: Any = whole
+            for name in path.split("/"):
+                value = value[name] if isinstance(value, Mapping) and name in value else _MISSING
+            if value is not _MISSING:
+                found[path] = value
+        return found
+
+
+_MISSING = object()
+
+
+async def _encoded(call: HTTPCall, service: Service, pieces: Sequence[str | int], *, special: bool) -> list[int]:
+    """The tokens of a prompt's pieces; what begins a text stands before it unless it begins with a token."""
+    tokenizer = service.tokenizer
+    texts = [piece for piece in pieces if isinstance(piece, str)]
+
+    def tokens() -> list[int]:
+        found: list[int] = []
+        for at, piece in enumerate(pieces):
+            if isinstance(piece, int):
+                found.append(piece)
+            elif at:
+                found += tokenizer.encode(piece, special=special)
+            else:
+                found += tokenizer.encode_raw(piece, "", special=special)
+        return found
+
+    if sum(map(len, texts)) <= INLINE:
+        return tokens()
+    await check_length(call, service, texts, "prompt", special=special)
+    return await service.chat.long.run(call.share, tokens)
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + encode(value) + b"\n\n"

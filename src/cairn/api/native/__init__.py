@@ -1,0 +1,1 @@
+"""Cairn's own routes: agents, turns, teams, workflows, collections and live events."""

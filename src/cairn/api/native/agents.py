@@ -1,0 +1,287 @@
+"""The routes of agents, under /v1/agents.
+
+    POST /v1/agents                     GET  /v1/agents?limit=&after=
+    GET  /v1/agents/{id}                DELETE /v1/agents/{id}
+    POST /v1/agents/{id}/turns          GET  /v1/agents/{id}/turns?limit=&after=
+    POST /v1/agents/{id}/resume         POST /v1/agents/{id}/fork      POST /v1/agents/{id}/rollback
+    POST /v1/agents/{id}/pin            POST /v1/agents/{id}/unpin
+    POST /v1/agents/{id}/prefetch       POST /v1/agents/{id}/evict
+    GET  /v1/agents/{id}/export         POST /v1/agents/import?id=
+
+Those of turns are in `turns.py`. Where every field is optional, a request needs no body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from cairn.agents.agents import Agents
+from cairn.agents.export_kv import kv_bytes
+from cairn.agents.portable import MEDIA_TYPE
+from cairn.agents.types import AgentInfo
+from cairn.api.chat.exchange import Exchanges
+from cairn.api.chat.generation import check_length, check_model, warn_of_tools
+from cairn.api.chat.message_schemas import contents, plain_messages, plain_tools
+from cairn.api.chat.parse import parse
+from cairn.api.chat.sessions import AgentAttribution
+from cairn.api.http.body_budget import RETRY, spool
+from cairn.api.http.call import HTTPCall, shown
+from cairn.api.http.json_body import read_json, read_nothing
+from cairn.api.native.agent_schemas import (
+    PATH,
+    CreateBody,
+    EvictBody,
+    ForkBody,
+    NoBody,
+    RollbackBody,
+    beginning,
+    check_own,
+    check_portable,
+    kept_for,
+    page_of,
+    query,
+)
+from cairn.api.native.turns import TurnRoutes
+from cairn.config.config import Config
+from cairn.frontend.service import Service
+from cairn.text.grammar.grammar import ToolChoice, Wanted
+from cairn.types.errors import Damaged, InvalidRequest, Overloaded, Unavailable, UnsupportedMedia
+from cairn.types.stats import TakenIn
+
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
+MAX_IMPORTS = 4
+"""How many imports of one tenant may run at once: each has a file on the disk, of at most max_import_mib."""
+LISTED = 20
+"""Agents on a page of which nobody says how many."""
+
+
+class AgentRoutes:
+    """The routes of agents."""
+
+    def __init__(self, config: Config, exchanges: Exchanges, attribution: AgentAttribution, folder: Path) -> None:
+        """`folder`: the one of the token log, whose disk takes imports while they arrive."""
+        self._config = config
+        self._folder = folder
+        self._attribution = attribution
+        self._turns = TurnRoutes(config, exchanges, attribution)
+        self._importing: Counter[str] = Counter()
+        """Imports under way, by tenant."""
+        self._reading = asyncio.Lock()
+
+    def routes(self, path: str) -> dict[str, Endpoint] | None:
+        """The methods of a path, or None."""
+        if path == PATH:
+            return {"POST": self.create, "GET": self.list}
+        if path == PATH + "/import":
+            return {"POST": self.import_agent}
+        id, _, rest = path.removeprefix(PATH + "/").partition("/")
+        if not path.startswith(PATH + "/") or not id:
+            return None
+        known: dict[str, dict[str, Endpoint]] = {
+            "": {"GET": self.show, "DELETE": self.delete},
+            "turns": {"GET": self._turns.turns, "POST": self._turns.turn},
+            "resume": {"POST": self._turns.resume},
+            "fork": {"POST": self.fork},
+            "rollback": {"POST": self.rollback},
+            "pin": {"POST": self.pin},
+            "unpin": {"POST": self.unpin},
+            "prefetch": {"POST": self.prefetch},
+            "evict": {"POST": self.evict},
+            "export": {"GET": self.export},
+        }
+        return known.get(rest) if rest or not path.endswith("/") else None
+
+    # ------------------------------------------------------------------------------------------------------- agents
+
+    async def create(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/agents."""
+        agents = self._open()
+        body = parse(CreateBody, await read_nothing(call, self._config), self._config, call)
+        check_model(body.model, service)
+        messages = beginning(body, self._config)
+        tools = plain_tools(body.tools) or []
+        warn_of_tools(call, service, tools)
+        strict = tuple(tool.function.name for tool in body.tools or () if tool.function.strict)
+        await check_length(call, service, contents(messages, tools), "messages")
+        plain = plain_messages(messages)
+        if plain or tools:  # what no turn could use is refused now; some templates want a user's message
+            asked = any(message["role"] == "user" for message in plain)
+            first = plain if asked else [*plain, {"role": "user", "content": "Hello."}]
+            wanted = Wanted(choice=ToolChoice(strict=strict))
+            await service.chat.prompt(first, tools or None, tenant=call.tenant, share=call.share, wanted=wanted)
+        info = await agents.create(
+            call.tenant,
+            id=body.id,
+            messages=plain,
+            tools=tools,
+            strict=strict,
+            metadata=body.metadata,
+            ttl=body.ttl,
+            pinned=bool(body.pin),
+            model=service.name if body.model is not None else "",
+        )
+        await call.json(agent_object(info, service), 201)
+
+    async def list(self, call: HTTPCall, service: Service) -> None:
+        """GET /v1/agents, most recently created first; `savings` is the sum over all the tenant's requests.
+
+        Responses and conversations, which are agents underneath, are left out.
+
+        `after` is the `next` of the page before, which also holds when agents are deleted meanwhile, or an agent's id.
+        """
+        limit, after = page_of(call, "an id or a page's next")
+        agents = self._open()
+        page = agents.page(call.tenant, limit=limit or LISTED, after=after, passed_over=kept_for)
+        data = [agent_object(info, service) for info in page.agents]
+        savings = msgspec.to_builtins(agents.savings(call.tenant))
+        await call.json({"object": "list", "data": data, "has_more": page.more, "next": page.next, "savings": savings})
+
+    async def show(self, call: HTTPCall, service: Service) -> None:
+        """GET /v1/agents/{id}. `damage` says what the log lost of its path, and what can be done."""
+        agents, id = self._open(), call.path_part(PATH)
+        found = agent_object(agents.get(call.tenant, id), service)
+        found |= {"messages": None, "tools": None, "kv": None, "damage": None}
+        try:
+            found["messages"], found["tools"] = await agents.beginning(call.tenant, id)
+            found["kv"] = msgspec.to_builtins(await agents.where(call.tenant, id))
+        except Damaged as error:
+            found["damage"] = str(error)
+        except Unavailable:  # the worker is being replaced
+            if found["messages"] is None:
+                raise
+        await call.json(found)
+
+    async def delete(self, call: HTTPCall, service: Service) -> None:
+        """DELETE /v1/agents/{id}: answered when its bytes are gone from the disk.
+
+        Its KV, which holds token ids, goes with them, except: while the worker is being replaced it goes once there is
+        one, and that of turns that another model answered, or that the log cannot be read for, goes when nobody has
+        used it for kv_ttl, 30 days unless configured otherwise.
+        """
+        id = call.path_part(PATH)
+        await self._open().delete(call.tenant, id)
+        await call.json({"id": id, "object": "agent.deleted", "deleted": True})
+
+    async def pin(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/agents/{id}/pin: keep its KV in the stores from eviction."""
+        await self._pin(call, service, True)
+
+    async def unpin(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/agents/{id}/unpin."""
+        await self._pin(call, service, False)
+
+    async def _pin(self, call: HTTPCall, service: Service, pinned: bool) -> None:
+        agents, id = self._open(), call.path_part(PATH)
+        parse(NoBody, await read_nothing(call, self._config), self._config)
+        await call.json(agent_object(await agents.pin(call.tenant, id, pinned), service))
+
+    async def prefetch(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/agents/{id}/prefetch: bring its KV up before it is needed; answered when it is there."""
+        agents, id = self._open(), call.path_part(PATH)
+        parse(NoBody, await read_nothing(call, self._config), self._config)
+        placed = await agents.prefetch(call.tenant, id)
+        await call.json({"id": id, "object": "agent.kv", "kv": msgspec.to_builtins(placed)})
+
+    async def evict(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/agents/{id}/evict: {"disk"}: give its KV up in the pool and in RAM, with `disk` everywhere."""
+        agents, id = self._open(), call.path_part(PATH)
+        body = parse(EvictBody, await read_nothing(call, self._config), self._config)
+        placed = await agents.evict(call.tenant, id, disk=bool(body.disk))
+        await call.json({"id": id, "object": "agent.kv", "kv": msgspec.to_builtins(placed)})
+
+    async def fork(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/agents/{id}/fork: {"turn", "id"}, both optional."""
+        agents, id = self._open(), call.path_part(PATH)
+        body = parse(ForkBody, await read_nothing(call, self._config), self._config)
+        check_own(agents.get(call.tenant, id))
+        info = await agents.fork(call.tenant, id, turn=body.turn, new_id=body.id)
+        await call.json(agent_object(info, service), 201)
+
+    async def rollback(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/agents/{id}/rollback: {"turn"}."""
+        agents, id = self._open(), call.path_part(PATH)
+        body = parse(RollbackBody, await read_json(call, self._config), self._config)
+        check_own(agents.get(call.tenant, id))
+        await call.json(agent_object(await agents.rollback(call.tenant, id, turn=body.turn), service))
+
+    async def export(self, call: HTTPCall, service: Service) -> None:
+        """GET /v1/agents/{id}/export?kv=: one portable file, with `kv=true` the KV of its context in front of it."""
+        id, most = call.path_part(PATH), 0
+        for name, value in query(call):
+            if name != "kv" or value not in ("true", "false"):
+                raise InvalidRequest("the only parameter of this route is kv: true or false", field=shown(name))
+            most = (self._config.max_import_mib << 20) * 15 // 16 if value == "true" else 0  # the rest is the agent's
+        headers = [(b"content-type", MEDIA_TYPE.encode())]
+        headers.append((b"content-disposition", f'attachment; filename="{id}.cairn"'.encode()))
+        async with contextlib.aclosing(self._open().export(call.tenant, id, kv_bytes=most)) as pieces:
+            first = await anext(pieces)  # before anything is promised: the log may be damaged
+            await call.start(200, headers)
+            if call.scope["method"] != "HEAD":
+                await call.write(first)
+                async for piece in pieces:
+                    await call.write(piece)
+        await call.write(b"", more=False)
+
+    async def import_agent(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/agents/import?id=&kv=: an exported file as application/octet-stream.
+
+        Its KV is taken with `kv=true` alone: who takes it trusts whoever wrote it, as no check tells what a model would
+        have computed.
+        """
+        agents, id, wanted = self._open(), None, False
+        for name, value in query(call):
+            if name == "kv" and value in ("true", "false"):
+                wanted = value == "true"
+            elif name == "id" and value:
+                id = value
+            else:
+                raise InvalidRequest("the parameters of this route are id, and kv: true or false", field=shown(name))
+        kind = (call.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+        if kind not in (b"application/octet-stream", MEDIA_TYPE.encode()):
+            raise UnsupportedMedia("the content-type must be application/octet-stream", field="Content-Type")
+        if self._importing[call.tenant] >= MAX_IMPORTS:
+            raise Overloaded(f"{MAX_IMPORTS} imports of yours are under way, the limit", retry_after=RETRY)
+        self._importing[call.tenant] += 1
+        try:
+            with await spool(call.pieces(), self._folder) as file:
+                async with self._reading:  # a file takes several times its size while it is read
+                    size = await asyncio.to_thread(kv_bytes, file)
+                    file.seek(size)
+                    data = await asyncio.to_thread(file.read)
+                    info = await agents.import_agent(
+                        call.tenant, data, id, lambda read: check_portable(read, self._config), service
+                    )
+                    del data
+                answer = agent_object(info, service)
+                if wanted or size:
+                    answer["kv"] = await self._take_in(agents, call.tenant, info.id, file, size if wanted else 0)
+        finally:
+            self._importing[call.tenant] -= 1
+        await call.json(answer, 201)
+
+    async def _take_in(self, agents: Agents, tenant: str, id: str, file: BinaryIO, size: int) -> dict[str, Any]:
+        """What is told of the KV in an imported file. The agent is there whatever comes of it."""
+        if not size:
+            return {"chunks": 0, "bytes": 0, "why": "no KV was taken: the file has none, or kv=true was not said"}
+        try:
+            taken, why = await agents.take_in(tenant, id, file, size, self._folder)
+        except Unavailable as error:
+            taken, why = TakenIn(), str(error)
+        return {"chunks": taken.chunks, "bytes": taken.bytes, "why": why}
+
+    # -------------------------------------------------------------------------------------------------------- within
+
+    def _open(self) -> Agents:
+        return self._attribution.open()
+
+
+def agent_object(info: AgentInfo, service: Service) -> dict[str, Any]:
+    """An agent on the wire."""
+    return {"object": "agent", **msgspec.to_builtins(info), "model": info.model or service.name}

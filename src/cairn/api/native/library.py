@@ -1,0 +1,169 @@
+"""What all routes over documents share: the collections of the server, and the models that embed and judge."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from cairn.api.chat.generation import check_model
+from cairn.api.chat.sessions import AgentAttribution
+from cairn.api.http.call import HTTPCall
+from cairn.api.http.multipart import Upload, upload
+from cairn.config.config import Config
+from cairn.frontend.embeddings import AT_ONCE, Asking, check_embeds, check_scores
+from cairn.rag.attachments import Attachments
+from cairn.rag.collections import Collections, Embedder, Reranker
+from cairn.rag.definition import MAX_BYTES, Search, SearchHit
+from cairn.rag.document_store import DocumentStore
+from cairn.rag.file_store import FileStore
+from cairn.rag.vector_stores import VectorStores
+from cairn.router.models import Models
+from cairn.router.served_model import ServedModel
+from cairn.types.errors import InvalidRequest, Overloaded, Unavailable
+from cairn.workflows.answerer import ServiceAnswerer
+
+MAX_UPLOADS = 8
+"""Forms of one tenant that are received, or whose file is read, at once: each has a file on the disk."""
+RETRY = 2.0
+FILE, UPLOADS = "collections.sqlite", "files.sqlite"
+
+
+class Library:
+    """The collections of one server. `registry` are its models, once there are any."""
+
+    def __init__(self, config: Config, attribution: AgentAttribution, folder: Path) -> None:
+        """`folder`: the one of the token log; the collections lie beside it, and whoever holds the one has both."""
+        self._config, self._attribution = config, attribution
+        self.folder = folder.with_name(folder.name + "-collections")
+        self.registry: Models | None = None
+        self._opened: VectorStores | None = None
+        self._collections: Collections | None = None
+        self._opening = asyncio.Lock()
+        self._uploading = Counter[str]()
+        """How many forms are being received, by whose they are."""
+
+    async def open(self) -> Collections:
+        """The collections, once the folder beside them is this server's."""
+        await self.stores()
+        assert self._collections is not None
+        return self._collections
+
+    async def stores(self) -> VectorStores:
+        """The same with their files, as vector stores."""
+        agents = self._attribution.open()
+        async with self._opening:
+            if self._opened is None:
+                now = agents.journals.now
+                store = await asyncio.to_thread(DocumentStore, self.folder / FILE, now)
+                files = await asyncio.to_thread(FileStore, self.folder / UPLOADS, now)
+                attachments = await asyncio.to_thread(Attachments, store.database, now)
+                self._collections = Collections(store, ServiceAnswerer())
+                self._opened = VectorStores(self._collections, files, attachments)
+            return self._opened
+
+    @contextlib.asynccontextmanager
+    async def upload(self, call: HTTPCall) -> AsyncIterator[Upload]:
+        """The form of a call, with its file. Overloaded where its tenant sends too many at once."""
+        if self._uploading[call.share] >= MAX_UPLOADS:
+            raise Overloaded(f"{MAX_UPLOADS} uploads of yours are under way, the limit", retry_after=RETRY)
+        self._uploading[call.share] += 1
+        try:
+            async with upload(call, self._config, self.folder, MAX_BYTES) as form:
+                yield form
+        finally:
+            self._uploading[call.share] -= 1
+            self._uploading += Counter()  # those who send nothing are forgotten
+
+    async def bytes_of(self, tenant: str) -> int:
+        """About how many bytes a tenant's collections and files take; those that nobody has asked for since the start
+        are not looked at."""
+        if self._opened is None or self._collections is None:
+            return 0
+        files, store = self._opened.files, self._collections.store
+        return await asyncio.to_thread(lambda: files.bytes_of(tenant) + store.bytes_of(tenant))
+
+    @contextlib.asynccontextmanager
+    async def embedder(self, salt: bytes, share: str, name: str | None, field: str) -> AsyncIterator[Embedder]:
+        """The model that makes vectors: the one that is named, else the first of those for embeddings; on a server
+        with one model that one."""
+        registry = self._registry()
+        async with registry.using(registry.find(name, "embed")) as service:
+            check_model(name, service)
+            check_embeds(service)
+            yield Embedder(service, self._asking(salt, share, field))
+
+    @contextlib.asynccontextmanager
+    async def judge(
+        self, salt: bytes, share: str, wanted: bool | None, name: str | None
+    ) -> AsyncIterator[Reranker | None]:
+        """The model that reranks; where nothing is said of that one that is loaded, if one is. InvalidRequest where one
+        is `wanted` and there is none."""
+        registry = self._registry()
+        model = _judging(registry, wanted, name)
+        if model is None:
+            yield None
+            return
+        async with registry.using(model) as service:
+            check_scores(service)
+            yield Reranker(service, self._asking(salt, share, "query"))
+
+    async def search(
+        self, call: HTTPCall, ids: Sequence[str], queries: Sequence[str], wanted: Search, rerank: bool | None
+    ) -> list[SearchHit]:
+        """What fits any of the queries best in these collections, each passage once."""
+        collections, best = await self.open(), dict[int, SearchHit]()
+        async with (
+            self.embedder(call.salt, call.share, None, "query") as embedder,
+            self.judge(call.salt, call.share, rerank, None) as judge,
+        ):
+            for id in dict.fromkeys(ids):
+                for query in queries:
+                    for one in await collections.search(call.tenant, id, embedder, query, wanted, judge):
+                        before = best.get(one.chunk.key)
+                        if before is None or _worth(one) > _worth(before):
+                            best[one.chunk.key] = one
+        return sorted(best.values(), key=lambda one: (*(-number for number in _worth(one)), one.chunk.key))[
+            : wanted.top_k
+        ]
+
+    def _registry(self) -> Models:
+        if self.registry is None:
+            raise Unavailable("the model is still being loaded; ask again shortly", retry_after=2.0)
+        return self.registry
+
+    def _asking(self, salt: bytes, share: str, field: str) -> Asking:
+        return Asking(
+            salt=salt,
+            share=share,
+            timeout=self._config.request_timeout,
+            at_once=max(1, min(AT_ONCE, self._config.max_queue // 2)),
+            truncate=True,
+            field=field,
+        )
+
+
+def _worth(found: SearchHit) -> tuple[float, float]:
+    """By what passages of several searches are put in order."""
+    return found.judged or 0.0, found.rank
+
+
+def _judging(registry: Models, wanted: bool | None, name: str | None) -> ServedModel | None:
+    if wanted is False:
+        if name is not None:
+            raise InvalidRequest("rerank_model names a model, and rerank is false", field="rerank_model")
+        return None
+    if name is not None:
+        named = registry.find(name)
+        if named.kind != "rerank":
+            raise InvalidRequest(f"{named.name} is no model for reranking", field="rerank_model")
+        return named
+    known = [one for one in registry.models if one.kind == "rerank"]
+    ready = next((one for one in known if one.state == "loaded"), None)
+    if ready is None and wanted:
+        ready = next(iter(known), None)
+        if ready is None:
+            raise InvalidRequest("rerank: this server has no model for reranking", field="rerank")
+    return ready

@@ -1,0 +1,167 @@
+"""The routes of an agent's turns: what it was told and answered, one more turn, and an interrupted one again.
+
+Every turn is generated onto an event log, so it runs on for a time of grace after its connection closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from cairn.agents.running_turn import RunningTurn
+from cairn.agents.types import TurnInfo
+from cairn.api.chat.answers import ChatAnswer
+from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Exchanges, spelled
+from cairn.api.chat.generation import check_length, check_model
+from cairn.api.chat.message_schemas import contents, plain_messages
+from cairn.api.chat.parse import parse
+from cairn.api.chat.sessions import HEADER, AgentAttribution
+from cairn.api.chat.timings import AnswerTimes
+from cairn.api.chat.wire import cache_object
+from cairn.api.http.call import HTTPCall
+from cairn.api.http.json_body import read_json, read_nothing
+from cairn.api.native.agent_schemas import PATH, ResumeBody, TurnBody, check_account, check_own, check_turn, page_of
+from cairn.api.openai.chat import names_of
+from cairn.config.config import Config
+from cairn.frontend.service import Service
+from cairn.types.errors import InvalidRequest
+
+
+class TurnRoutes:
+    """The routes of turns."""
+
+    def __init__(self, config: Config, exchanges: Exchanges, attribution: AgentAttribution) -> None:
+        self._config = config
+        self._exchanges = exchanges
+        self._attribution = attribution
+
+    async def turns(self, call: HTTPCall, service: Service) -> None:
+        """GET /v1/agents/{id}/turns, by number: all, or `limit` of them `after` a number."""
+        limit, text = page_of(call, "the number of a turn")
+        if text and not (text.isascii() and text.isdigit() and len(text) <= 18):
+            raise InvalidRequest("after must be the number of a turn", field="after")
+        wanted = None if limit is None else limit + 1
+        found = await self._attribution.open().turns(
+            call.tenant, call.path_part(PATH), after=int(text or 0), limit=wanted
+        )
+        data = [turn_object(turn) for turn in found[:limit]]
+        more = len(found) > len(data)
+        next = data[-1]["number"] if more else None
+        await call.json({"object": "list", "data": data, "has_more": more, "next": next})
+
+    async def turn(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/agents/{id}/turns: new messages in, the answer out as of /v1/chat/completions."""
+        agents, id = self._attribution.open(), call.path_part(PATH)
+        body = parse(TurnBody, await read_json(call, self._config), self._config, call)
+        check_own(agents.get(call.tenant, id))
+        check_turn(body, self._config)
+        header = call.header(HEADER)
+        check_account(body, None if header is None else header.decode("latin-1"), id)
+        check_model(body.model, service)
+        service.check_generates()
+        await check_length(call, service, contents(body.messages), "messages")
+        with spelled(names_of(body.max_tokens)):
+            running = await agents.turn(
+                call.tenant,
+                id,
+                plain_messages(body.messages),
+                body.chat_options(),
+                request=call.number,
+                share=call.share,
+                fork_on_conflict=bool(body.fork_on_conflict),
+                template_args=body.template_args(service.chat.knows),
+                wanted=body.wanted(),
+                service=service,
+            )
+        await self._answer(call, service, running, body, body.include_usage)
+
+    async def resume(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/agents/{id}/resume: the whole answer of the interrupted turn, said before or not.
+
+        `logprobs` is null where a part of it was said before: what was computed then is not kept.
+        """
+        agents, id = self._attribution.open(), call.path_part(PATH)
+        body = parse(ResumeBody, await read_nothing(call, self._config), self._config, call)
+        check_own(agents.get(call.tenant, id))
+        running = await agents.resume(call.tenant, id, request=call.number, share=call.share)
+        await self._answer(call, service, running, body, True)
+
+    async def _answer(
+        self, call: HTTPCall, service: Service, running: RunningTurn, body: TurnBody | ResumeBody, usage: bool
+    ) -> None:
+        call.headers += [
+            (b"x-cairn-agent", running.agent.id.encode()),
+            (b"x-cairn-turn", b"%d" % running.turn.number),
+        ]
+        choices = [ChoiceStream(running.request)]
+        answer = TurnAnswer(call, service, choices, usage, running, _pace_of(body, choices, running))
+        await self._exchanges.run(call, turn_exchange(running, choices, answer), stream=bool(body.stream))
+
+
+class TurnAnswer(ChatAnswer):
+    """How the answer of a turn looks: as a chat completion's, and in one piece it names the turn."""
+
+    def __init__(
+        self,
+        call: HTTPCall,
+        service: Service,
+        choices: Sequence[ChoiceStream],
+        include_usage: bool,
+        running: RunningTurn,
+        pace: AnswerTimes,
+    ) -> None:
+        super().__init__(call, service, choices, include_usage, pace)
+        self._named = {"agent": running.agent.id, "turn": running.turn.number}
+
+    def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        return super().whole() | self._named
+
+
+def _pace_of(body: TurnBody | ResumeBody, choices: Sequence[ChoiceStream], running: RunningTurn) -> AnswerTimes:
+    """What is told of a turn's time: of one that is resumed nothing, for a part of it is long past."""
+    if isinstance(body, ResumeBody):
+        return AnswerTimes(choices, timings=False, progress=False)
+    return AnswerTimes(
+        choices, timings=body.timings_per_token, progress=body.return_progress, cache=lambda _: running.cache
+    )
+
+
+def turn_exchange(
+    running: RunningTurn,
+    choices: Sequence[ChoiceStream],
+    adapter: Adapter,
+    keep: Callable[[ChoiceStream], None] = lambda choice: None,
+) -> Exchange:
+    """The exchange of a turn, which keeps its own tokens; `keep` keeps what is to be kept beside the turn."""
+    return Exchange(
+        choices=choices,
+        adapter=adapter,
+        source=partial(_batches, running),
+        cancel=running.cancel,
+        keep=keep,
+        outlives=True,
+    )
+
+
+async def _batches(running: RunningTurn, heartbeat: float | None) -> Batches:
+    yield []  # the turn has begun
+    loop = asyncio.get_running_loop()
+    last = loop.time()
+    async with contextlib.aclosing(running.batches(beats=heartbeat is not None)) as found:
+        async for events in found:
+            if events or (heartbeat is not None and loop.time() - last >= heartbeat):
+                last = loop.time()
+                yield [(0, event) for event in events]
+
+
+def turn_object(turn: TurnInfo) -> dict[str, Any]:
+    """A turn on the wire; `cairn` as in the usage of an answer."""
+    found: dict[str, Any] = msgspec.to_builtins(turn)
+    del found["cache"]
+    return {"object": "agent.turn", **found, "cairn": cache_object(turn.cache)}

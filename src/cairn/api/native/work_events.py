@@ -1,0 +1,82 @@
+"""Work that tells of itself in events - rounds of a team, a run of a workflow - and outlives its connection.
+
+    data: {"type": "turn.delta", ...}        one JSON object an event, `type` first
+    data: [DONE]
+
+The events are kept as those of a turn are (`http/resumable.py`): `/v1/requests/{id}/events` follows them from any on,
+where `{id}` is the X-Request-ID of the answer, and `/v1/requests/{id}/cancel` interrupts the work. Without a reader for
+the time of grace it is interrupted too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from cairn.api.chat.wire import DONE
+from cairn.api.http.call import HTTPCall, encode
+from cairn.api.http.resumable import EventLogs
+from cairn.config.config import Config
+
+Emit = Callable[[dict[str, Any]], object]
+Work = Callable[[Emit], Awaitable[Any]]
+
+
+class EventedWork:
+    """One piece of work. It begins when its events are read."""
+
+    def __init__(self, work: Work, over: Callable[[], object] | None = None) -> None:
+        """`over` is called at its end."""
+        self._work, self._over = work, over
+        self._queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._task: asyncio.Task[Any] | None = None
+        self.interrupted = False
+        """It was ended before its end, and may go on another time."""
+
+    def cancel(self) -> None:
+        """End it."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """What it tells, until it is over. Raises what it failed with."""
+        self._task = task = asyncio.create_task(self._run())
+        try:
+            while (event := await self._queue.get()) is not None:
+                yield b"data: " + encode(event) + b"\n\n"
+            await asyncio.wait({task})
+            if task.cancelled():
+                self.interrupted = True
+                yield b"data: " + encode({"type": "interrupted"}) + b"\n\n"
+            else:
+                task.result()
+            yield DONE
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            if self._over is not None:
+                self._over()
+
+    async def _run(self) -> None:
+        try:
+            await self._work(self._queue.put_nowait)
+        finally:
+            self._queue.put_nowait(None)
+
+
+async def answer(
+    call: HTTPCall, logs: EventLogs, config: Config, work: Work, *, stream: bool, whole: Callable[[], dict[str, Any]]
+) -> None:
+    """Do the work and answer the call: with its events, or once it is over with what `whole` makes of it."""
+    calls = logs.calls
+    if calls is not None:
+        calls.open(call.number, [call.number], name=call.name, salt=call.salt)
+    evented = EventedWork(work, None if calls is None else partial(calls.close, call.number))
+    follower = logs.start(call, evented.events(), evented.cancel, config.heartbeat)
+    if stream:
+        await follower.run(call)
+        return
+    await follower.wait(call)
+    await call.json(whole() | ({"interrupted": True} if evented.interrupted else {}))

@@ -1,0 +1,159 @@
+"""The routes of workflows, under /v1/workflows.
+
+POST /v1/workflows/check                    what is wrong with a workflow, and its graph
+POST /v1/workflows/runs                     GET    /v1/workflows/runs?limit=&after=
+GET  /v1/workflows/runs/{id}                DELETE /v1/workflows/runs/{id}
+POST /v1/workflows/runs/{id}/resume         POST   /v1/workflows/runs/{id}/interrupt
+GET  /v1/workflows/runs/{id}/graph?format=  mermaid, svg or png, coloured by the run's state
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from cairn.agents.agents import Agents
+from cairn.api.chat.generation import check_model
+from cairn.api.chat.paging import LISTED, MOST_LISTED, page, parameters
+from cairn.api.chat.parse import parse
+from cairn.api.chat.sessions import AgentAttribution
+from cairn.api.http.call import HTTPCall
+from cairn.api.http.json_body import read_json, read_nothing
+from cairn.api.http.resumable import EventLogs
+from cairn.api.native.agent_schemas import NoBody
+from cairn.api.native.team_schemas import one_of
+from cairn.api.native.work_events import Emit, answer
+from cairn.api.native.workflow_schemas import (
+    PATH,
+    RUNS,
+    RunResumeBody,
+    WorkflowBody,
+    WorkflowRunBody,
+    run_object,
+)
+from cairn.config.config import Config
+from cairn.frontend.service import Service
+from cairn.types.errors import InvalidRequest
+from cairn.workflows.answerer import Asker, ServiceAnswerer
+from cairn.workflows.checks import check_workflow
+from cairn.workflows.definition import workflow_of
+from cairn.workflows.drawing import mermaid, png, states_of, svg
+from cairn.workflows.runs import Runs
+
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
+
+
+class WorkflowRoutes:
+    """The routes of workflows."""
+
+    def __init__(self, config: Config, logs: EventLogs, attribution: AgentAttribution) -> None:
+        self._config, self._logs, self._attribution = config, logs, attribution
+        self._opened: tuple[Agents, Runs] | None = None
+
+    def routes(self, path: str) -> dict[str, Endpoint] | None:
+        """The methods of a path, or None."""
+        if path == RUNS:
+            return {"POST": self.run, "GET": self.list}
+        if path == PATH + "/check":
+            return {"POST": self.check}
+        id, _, rest = path.removeprefix(RUNS + "/").partition("/")
+        if not path.startswith(RUNS + "/") or not id:
+            return None
+        known: dict[str, dict[str, Endpoint]] = {
+            "": {"GET": self.show, "DELETE": self.delete},
+            "resume": {"POST": self.resume},
+            "interrupt": {"POST": self.interrupt},
+            "graph": {"GET": self.graph},
+        }
+        return known.get(rest) if rest or not path.endswith("/") else None
+
+    async def check(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/workflows/check: {"workflow"}: a 400 says what is wrong first."""
+        body = parse(WorkflowBody, await read_json(call, self._config), self._config, call)
+        workflow = workflow_of(body.workflow)
+        order = [node.id for node in check_workflow(workflow).nodes]
+        await call.json({"object": "workflow.check", "valid": True, "order": order, "mermaid": mermaid(workflow)})
+
+    async def run(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/workflows/runs: {"workflow", "inputs", "seed", "stream"}."""
+        runs = self._runs()
+        body = parse(WorkflowRunBody, await read_json(call, self._config), self._config, call)
+        body.check()
+        check_model(body.model, service)
+        service.check_generates()
+        workflow = workflow_of(body.workflow)
+        state = await runs.create(call.tenant, workflow, body.inputs or {}, seed=body.seed, model=service.name)
+        call.headers.append((b"x-cairn-run", state.run.id.encode()))
+        await self._work(call, service, runs, state.run.id, stream=bool(body.stream))
+
+    async def resume(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/workflows/runs/{id}/resume: a run that was cut off goes on, and what failed is tried again."""
+        runs, id = self._runs(), call.path_part(RUNS)
+        body = parse(RunResumeBody, await read_nothing(call, self._config), self._config, call)
+        check_model(body.model, service)
+        service.check_generates()
+        runs.check_open(call.tenant, id)
+        await self._work(call, service, runs, id, stream=bool(body.stream))
+
+    async def _work(self, call: HTTPCall, service: Service, runs: Runs, id: str, *, stream: bool) -> None:
+        asker = Asker(call.tenant, call.salt, call.share, service)
+
+        async def work(emit: Emit) -> None:
+            await runs.work(asker, id, emit)
+
+        await answer(
+            call,
+            self._logs,
+            self._config,
+            work,
+            stream=stream,
+            whole=lambda: run_object(runs.get(asker.tenant, id)),
+        )
+
+    async def list(self, call: HTTPCall, service: Service) -> None:
+        """GET /v1/workflows/runs, most recently created first."""
+        asked = parameters(call, ("limit", "after"))
+        limit = asked.get("limit", str(LISTED))
+        if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MOST_LISTED):
+            raise InvalidRequest(f"limit must be 1 to {MOST_LISTED}", field="limit")
+        data = [run_object(state, whole=False) for state in self._runs().list(call.tenant)]
+        await call.json(page(data, int(limit), asked.get("after")))
+
+    async def show(self, call: HTTPCall, service: Service) -> None:
+        """GET /v1/workflows/runs/{id}: its nodes with their outputs, its result and conflicts."""
+        await call.json(run_object(self._runs().get(call.tenant, call.path_part(RUNS))))
+
+    async def delete(self, call: HTTPCall, service: Service) -> None:
+        """DELETE /v1/workflows/runs/{id}: answered when its text is gone from the disk."""
+        id = call.path_part(RUNS)
+        await self._runs().delete(call.tenant, id)
+        await call.json({"id": id, "object": "workflow.run.deleted", "deleted": True})
+
+    async def interrupt(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/workflows/runs/{id}/interrupt: what runs is cut off, and goes on when it is resumed."""
+        runs, id = self._runs(), call.path_part(RUNS)
+        parse(NoBody, await read_nothing(call, self._config), self._config)
+        await call.json(
+            {"id": id, "object": "workflow.run.interrupted", "interrupted": runs.interrupt(call.tenant, id)}
+        )
+
+    async def graph(self, call: HTTPCall, service: Service) -> None:
+        """GET /v1/workflows/runs/{id}/graph: `format` mermaid, svg or png."""
+        state = self._runs().get(call.tenant, call.path_part(RUNS))
+        form = one_of(parameters(call, ("format",)), "format", ("mermaid", "svg", "png"))
+        workflow = state.run.workflow
+        states = states_of(workflow, state.nodes, running=state.state == "running")
+        if form == "png":
+            drawn, kind = await asyncio.to_thread(png, workflow, states), b"image/png"
+        elif form == "svg":
+            drawn, kind = svg(workflow, states).encode(), b"image/svg+xml"
+        else:
+            drawn, kind = mermaid(workflow, states).encode(), b"text/plain; charset=utf-8"
+        await call.respond(200, drawn, [(b"content-type", kind)])
+
+    def _runs(self) -> Runs:
+        """The runs in the token log that is open now."""
+        agents = self._attribution.open()
+        if self._opened is None or self._opened[0] is not agents:
+            self._opened = agents, Runs(agents.journals, ServiceAnswerer())
+        return self._opened[1]

@@ -1,0 +1,1 @@
+"""The Ollama dialect: /api/chat, /api/generate, /api/embed, and its models."""

@@ -1,0 +1,239 @@
+"""POST /api/chat and /api/generate, as Ollama has them: a stream is lines of JSON, each an answer's piece.
+
+Shapes: github.com/ollama/ollama, docs/api.md, as ollama-python's `_types` state them. Durations are nanoseconds.
+`prompt_eval_count` is the whole prompt; what of it came from the cache is in `cairn`, a field of ours.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, Exchanges, spelled
+from cairn.api.chat.generation import chat_exchange, text_exchange
+from cairn.api.chat.parse import parse
+from cairn.api.chat.schemas import ChatBody, Generation
+from cairn.api.chat.sessions import AgentAttribution
+from cairn.api.chat.wire import cache_object, chat_logprobs
+from cairn.api.http.call import Headers, HTTPCall, encode
+from cairn.api.http.json_body import read_plain
+from cairn.api.ollama.schemas import (
+    NAMES,
+    TEXT_NAMES,
+    OllamaBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    chat_of,
+    prompt_chat,
+    raw_text,
+    warn_of_context,
+)
+from cairn.api.openai.chat import check_suffix, encode_text
+from cairn.config.config import Config
+from cairn.frontend.service import Service
+from cairn.text.chat.message_builder import arguments_of
+from cairn.types.errors import CairnError, InvalidRequest
+from cairn.types.outputs import Delta, Done, TokenLogprob
+
+LINES: Headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-cache")]
+LATEST = ":latest"
+"""The tag that Ollama's clients put behind a name that has none."""
+
+
+class Ollama:
+    """The generating routes."""
+
+    def __init__(self, config: Config, exchanges: Exchanges, attribution: AgentAttribution) -> None:
+        self._config = config
+        self._exchanges = exchanges
+        self._attribution = attribution
+
+    async def chat(self, call: HTTPCall, service: Service) -> None:
+        """POST /api/chat. Without messages it asks for the model to be loaded, which it is."""
+        body = parse(OllamaChatBody, await read_plain(call, self._config), self._config, call)
+        self._greet(call, service, body)
+        if not body.messages:
+            await call.json(_loaded(service, {"message": {"role": "assistant", "content": ""}}))
+            return
+        with spelled(NAMES):
+            chat = chat_of(body, service.chat.knows, thinks=service.chat.thinks)
+            asked = parse(ChatBody, chat, self._config, call)
+        await self._run(call, body, await self._chat(call, service, asked, Talk(service, body), NAMES))
+
+    async def generate(self, call: HTTPCall, service: Service) -> None:
+        """POST /api/generate. Without a prompt it asks for the model to be loaded, which it is."""
+        body = parse(OllamaGenerateBody, await read_plain(call, self._config), self._config, call)
+        self._greet(call, service, body)
+        if not body.prompt and not body.suffix:
+            await call.json(_loaded(service, {"response": ""}))
+            return
+        if body.raw or body.suffix or not service.chat.template:
+            await self._run(call, body, await self._complete(call, service, body))
+            return
+        with spelled(TEXT_NAMES):
+            chat = prompt_chat(body, service.chat.knows, thinks=service.chat.thinks)
+            asked = parse(ChatBody, chat, self._config, call)
+        before = self._before(body, service)
+        exchange = await self._chat(call, service, asked, Text(service, body), TEXT_NAMES, before)
+        await self._run(call, body, exchange)
+
+    def _greet(self, call: HTTPCall, service: Service, body: OllamaBody) -> None:
+        if body.model is not None and body.model.removesuffix(LATEST) in service.names:
+            body.model = None
+        warn_of_context(body.options, service.info.context, call)
+
+    async def _chat(
+        self,
+        call: HTTPCall,
+        service: Service,
+        body: ChatBody,
+        adapter: LineFormat,
+        names: dict[str, str],
+        before: Sequence[int] = (),
+    ) -> Exchange:
+        return await chat_exchange(
+            call, service, self._config, self._attribution, body, adapter.of, names, before=before
+        )
+
+    async def _complete(self, call: HTTPCall, service: Service, body: OllamaGenerateBody) -> Exchange:
+        """The exchange of a prompt that no template is put around."""
+        with spelled(TEXT_NAMES):
+            given = raw_text(body, service.chat.knows, thinks=service.chat.thinks)
+            asked = parse(Generation, given, self._config, call)
+        check_suffix(body.suffix, service)
+        tokens = await encode_text(call, service, body.prompt or "", body.suffix or "")
+        options = asked.options(
+            logprobs=bool(body.logprobs or body.top_logprobs),
+            top_logprobs=body.top_logprobs,
+        )
+        prompts = [[*self._before(body, service), *tokens]]
+        adapter = Text(service, body)
+        return await text_exchange(
+            call, service, self._config, self._attribution, asked, prompts, options, adapter.of, TEXT_NAMES
+        )
+
+    def _before(self, body: OllamaGenerateBody, service: Service) -> Sequence[int]:
+        """The tokens of `context`, checked."""
+        vocab = service.spec.vocab
+        for token in body.context or ():
+            if not 0 <= token < vocab:
+                raise InvalidRequest(f"context holds {token}; ids go from 0 to {vocab - 1}", field="context")
+        return body.context or ()
+
+    async def _run(self, call: HTTPCall, body: OllamaBody, exchange: Exchange) -> None:
+        exchange.media = LINES
+        await self._exchanges.run(call, exchange, stream=body.streams)
+
+
+class LineFormat(ABC):
+    """How an answer looks: `piece` is what is said in one line of it."""
+
+    def __init__(self, service: Service, body: OllamaBody) -> None:
+        self._service = service
+        self._hides = body.hides
+        self._began = time.monotonic_ns()
+        self._choice: ChoiceStream
+
+    def of(self, choices: Sequence[ChoiceStream]) -> Adapter:
+        """The same, once it is known of what."""
+        (self._choice,) = choices
+        return self
+
+    @abstractmethod
+    def piece(self, text: str, thought: str, calls: Sequence[tuple[str, str, str]] = ()) -> dict[str, Any]:
+        """What a line says."""
+
+    def begin(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """A line of what is new. Calls come whole, at the end."""
+        thought = "" if self._hides else delta.reasoning
+        if not (delta.text or thought or delta.logprobs):
+            return b""
+        return self._line(self.piece(delta.text, thought) | self._logprobs(delta.logprobs) | {"done": False})
+
+    def finish(self, index: int, done: Done, reason: str) -> bytes:
+        """A line of the calls, and the last one."""
+        calls = self._choice.said.calls
+        data = self._line(self.piece("", "", calls) | {"done": False}) if calls else b""
+        return data + self._line(self.piece("", "") | self._end(done))
+
+    def end(self) -> bytes:
+        """Nothing: the last line was the end."""
+        return b""
+
+    def error(self, error: CairnError) -> bytes:
+        """The line of a failure."""
+        return encode({"error": str(error)}) + b"\n"
+
+    def heartbeat(self) -> bytes:
+        """A line that says nothing new."""
+        return self._line(self.piece("", "") | {"done": False})
+
+    def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        said, done = self._choice.said, self._choice.done
+        assert done is not None
+        piece = self.piece(said.text, "" if self._hides else said.reasoning, said.calls)
+        return _head(self._service) | piece | self._logprobs(self._choice.logprobs) | self._end(done)
+
+    def _line(self, more: dict[str, Any]) -> bytes:
+        return encode(_head(self._service) | more) + b"\n"
+
+    def _logprobs(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return {"logprobs": chat_logprobs(found, self._service.tokenizer)["content"]} if found else {}
+
+    def _end(self, done: Done) -> dict[str, Any]:
+        """What it cost. A load is none: the model was there."""
+        timing = done.timing
+        return {
+            "done": True,
+            "done_reason": "length" if self._choice.reason == "length" else "stop",
+            "total_duration": time.monotonic_ns() - self._began,
+            "load_duration": 0,
+            "prompt_eval_count": done.usage.prompt_tokens,
+            "prompt_eval_duration": int(timing.prefill * 1e9),
+            "eval_count": done.usage.completion_tokens,
+            "eval_duration": int(timing.decode * 1e9),
+            "cairn": cache_object(done.cache),
+        }
+
+
+class Talk(LineFormat):
+    """How an answer to /api/chat looks."""
+
+    def piece(self, text: str, thought: str, calls: Sequence[tuple[str, str, str]] = ()) -> dict[str, Any]:
+        """A piece of a message."""
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if thought:
+            message["thinking"] = thought
+        if calls:
+            message["tool_calls"] = [
+                {"id": id, "function": {"index": index, "name": name, "arguments": arguments_of(text)}}
+                for index, (id, name, text) in enumerate(calls)
+            ]
+        return {"message": message}
+
+
+class Text(LineFormat):
+    """How an answer to /api/generate looks."""
+
+    def piece(self, text: str, thought: str, calls: Sequence[tuple[str, str, str]] = ()) -> dict[str, Any]:
+        """A piece of a text."""
+        return {"response": text} | ({"thinking": thought} if thought else {})
+
+    def _end(self, done: Done) -> dict[str, Any]:
+        return super()._end(done) | {"context": [*self._choice.request.prompt, *self._choice.tokens]}
+
+
+def _head(service: Service) -> dict[str, Any]:
+    return {"model": service.name, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+
+
+def _loaded(service: Service, piece: dict[str, Any]) -> dict[str, Any]:
+    return _head(service) | piece | {"done": True, "done_reason": "load"}

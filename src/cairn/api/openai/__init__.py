@@ -1,0 +1,1 @@
+"""The OpenAI dialect: chat, completions, responses, embeddings, files and vector stores."""

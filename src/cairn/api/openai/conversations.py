@@ -1,0 +1,281 @@
+"""OpenAI's conversations, under /v1/conversations: a name for the response that is gone on from, and what was added.
+
+    POST /v1/conversations                         GET, POST, DELETE /v1/conversations/{id}
+    GET, POST /v1/conversations/{id}/items         GET, DELETE /v1/conversations/{id}/items/{item}
+
+A conversation is an agent without turns whose metadata names the last response and holds the messages that follow it.
+A response moves it on before it begins, durably; one that is not finished is passed over. Like a response it goes 30
+days after its last use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple, TypedDict
+
+import msgspec
+
+from cairn.agents.agents import Agents
+from cairn.agents.types import AgentInfo
+from cairn.api.chat.message_schemas import plain_messages
+from cairn.api.chat.paging import page, page_of_items
+from cairn.api.chat.parse import parse
+from cairn.api.chat.schemas import ChatBody
+from cairn.api.chat.sessions import AgentAttribution
+from cairn.api.http.body import Body, Several
+from cairn.api.http.call import HTTPCall
+from cairn.api.http.json_body import read_json, read_nothing
+from cairn.api.native.agent_schemas import MAX_OWN_METADATA, check_metadata
+from cairn.api.openai.responses_items import items_of, messages_of
+from cairn.api.openai.stored_responses import TTL, StoredResponses, find_kept
+from cairn.config.config import Config
+from cairn.frontend.service import Service
+from cairn.types.errors import ConversationLocked, InvalidRequest, NotFound
+
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
+PATH = "/v1/conversations"
+PREFIX = "conv_"
+KIND = "conversation"
+
+
+class ConversationBody(Body):
+    """POST /v1/conversations, and /v1/conversations/{id} without items."""
+
+    lenient: ClassVar[bool] = True
+
+    items: Several[dict[str, Any]] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class ItemsBody(Body):
+    """POST /v1/conversations/{id}/items."""
+
+    lenient: ClassVar[bool] = True
+
+    items: Several[dict[str, Any]]
+
+
+class ConversationState(NamedTuple):
+    """Where a conversation stands."""
+
+    head: str
+    """The last response; empty before the first."""
+    more: list[dict[str, Any]]
+    """Messages that follow it."""
+
+
+class _Message(TypedDict):
+    """What has to be in a message that a conversation holds."""
+
+    role: str
+
+
+class _State(msgspec.Struct):
+    """A `ConversationState` as metadata have to have it."""
+
+    head: str
+    more: list[_Message]
+
+
+class Conversations:
+    """The routes of conversations."""
+
+    def __init__(self, config: Config, attribution: AgentAttribution, stored: StoredResponses) -> None:
+        self._config = config
+        self._attribution = attribution
+        self._stored = stored
+        self._locked: set[tuple[str, str]] = set()
+
+    def routes(self, path: str) -> dict[str, Endpoint] | None:
+        """The methods of a path, or None."""
+        if path == PATH:
+            return {"POST": self.create}
+        _, _, rest = path.removeprefix(PATH + "/").partition("/")
+        if not path.startswith(PATH + "/" + PREFIX) or path.endswith("/"):
+            return None
+        if not rest:
+            return {"GET": self.show, "POST": self.update, "DELETE": self.delete}
+        if rest == "items":
+            return {"GET": self.items, "POST": self.add}
+        kind, _, item = rest.partition("/")
+        return {"GET": self.item, "DELETE": self.remove} if kind == "items" and item and "/" not in item else None
+
+    # ------------------------------------------------------------------------------------------------- of responses
+
+    @contextlib.contextmanager
+    def locked(self, tenant: str, id: str) -> Iterator[None]:
+        """While a response of it begins. ConversationLocked while another does."""
+        if (tenant, id) in self._locked:
+            raise ConversationLocked(f"conversation {id} is being gone on with by another response", field=KIND)
+        self._locked.add((tenant, id))
+        try:
+            yield
+        finally:
+            self._locked.discard((tenant, id))
+
+    async def state(self, tenant: str, id: str) -> ConversationState:
+        """Where it stands. NotFound, and ConversationLocked while its last response runs."""
+        agents = self._attribution.open()
+        info = self._find(agents, tenant, id)
+        now = _unpacked(info.metadata["state"])
+        if now.head:
+            last = self._stored.state(tenant, now.head)
+            if last == "running":
+                raise ConversationLocked(f"response {now.head} of conversation {id} still runs", field=KIND)
+            if last != "idle":
+                return _unpacked(info.metadata["before"])
+        return now
+
+    async def move(self, tenant: str, id: str, before: ConversationState, head: str) -> None:
+        """A response goes on with it from that state."""
+        agents = self._attribution.open()
+        info = self._find(agents, tenant, id)
+        await self._write(agents, tenant, info, ConversationState(head, []), before)
+
+    # ------------------------------------------------------------------------------------------------------- routes
+
+    async def create(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/conversations."""
+        agents = self._attribution.open()
+        body = parse(ConversationBody, await read_nothing(call, self._config), self._config, call)
+        check_metadata(body.metadata)
+        state = ConversationState("", self._messages(body.items or [], call))
+        metadata = {"object": KIND, "state": _packed(state), "before": _packed(state)}
+        metadata["metadata"] = json.dumps(body.metadata or {})
+        info = await agents.create(call.tenant, id=PREFIX + call.id, metadata=metadata, ttl=TTL)
+        await call.json(_object(info))
+
+    async def show(self, call: HTTPCall, service: Service) -> None:
+        """GET /v1/conversations/{id}."""
+        await call.json(_object(self._find(self._attribution.open(), call.tenant, call.path_part(PATH))))
+
+    async def update(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/conversations/{id}: other metadata."""
+        agents, id = self._attribution.open(), call.path_part(PATH)
+        body = parse(ConversationBody, await read_json(call, self._config), self._config, call)
+        if body.items is not None:
+            raise InvalidRequest("items are added at /v1/conversations/{id}/items", field="items")
+        check_metadata(body.metadata)
+        info = self._find(agents, call.tenant, id)
+        changed = info.metadata | {"metadata": json.dumps(body.metadata or {})}
+        await call.json(_object(await agents.describe(call.tenant, id, changed)))
+
+    async def delete(self, call: HTTPCall, service: Service) -> None:
+        """DELETE /v1/conversations/{id}: its responses stay."""
+        agents, id = self._attribution.open(), call.path_part(PATH)
+        self._find(agents, call.tenant, id)
+        await agents.delete(call.tenant, id)
+        await call.json({"id": id, "object": "conversation.deleted", "deleted": True})
+
+    async def items(self, call: HTTPCall, service: Service) -> None:
+        """GET /v1/conversations/{id}/items, the last first unless `order` is asc."""
+        await call.json(page_of_items(call, await self._items(call.tenant, call.path_part(PATH))))
+
+    async def add(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/conversations/{id}/items."""
+        body = parse(ItemsBody, await read_json(call, self._config), self._config, call)
+        agents, id = self._attribution.open(), call.path_part(PATH)
+        with self.locked(call.tenant, id):
+            state = await self.state(call.tenant, id)
+            before = len(await self._listed(call.tenant, id, state))
+            after = ConversationState(state.head, [*state.more, *self._messages(body.items, call)])
+            await self._write(agents, call.tenant, self._find(agents, call.tenant, id), after, after)
+        added = (await self._items(call.tenant, id))[before:]
+        await call.json(page(added, len(added), None))
+
+    async def item(self, call: HTTPCall, service: Service) -> None:
+        """GET /v1/conversations/{id}/items/{item}."""
+        items = await self._items(call.tenant, call.path_part(PATH))
+        await call.json(items[_place(items, _item_of(call))])
+
+    async def remove(self, call: HTTPCall, service: Service) -> None:
+        """DELETE /v1/conversations/{id}/items/{item}: what is left is a conversation without responses."""
+        agents, id = self._attribution.open(), call.path_part(PATH)
+        with self.locked(call.tenant, id):
+            await self.state(call.tenant, id)
+            items = await self._items(call.tenant, id)
+            del items[_place(items, _item_of(call))]
+            after = ConversationState("", messages_of(items, call))
+            info = await self._write(agents, call.tenant, self._find(agents, call.tenant, id), after, after)
+        await call.json(_object(info))
+
+    # -------------------------------------------------------------------------------------------------------- within
+
+    def _messages(self, items: list[dict[str, Any]], call: HTTPCall) -> list[dict[str, Any]]:
+        """Items as messages that a chat may hold."""
+        found = messages_of(items, call)
+        return plain_messages(parse(ChatBody, {"messages": found}, self._config).messages) if found else []
+
+    async def _items(self, tenant: str, id: str) -> list[dict[str, Any]]:
+        info = self._find(self._attribution.open(), tenant, id)
+        now = _unpacked(info.metadata["state"])
+        if now.head and self._stored.state(tenant, now.head) == "gone":
+            now = _unpacked(info.metadata["before"])
+        return await self._listed(tenant, id, now)
+
+    async def _listed(self, tenant: str, id: str, state: ConversationState) -> list[dict[str, Any]]:
+        found, called = [], {}
+        if state.head:
+            found = await self._stored.history(tenant, state.head, running=True)
+            called = self._stored.called(tenant, state.head)
+        return items_of([*found, *state.more], called, id.removeprefix(PREFIX))
+
+    def _find(self, agents: Agents, tenant: str, id: str) -> AgentInfo:
+        return find_kept(agents, tenant, id, PREFIX, KIND, _is_conversation)
+
+    async def _write(
+        self, agents: Agents, tenant: str, info: AgentInfo, state: ConversationState, before: ConversationState
+    ) -> AgentInfo:
+        changed = info.metadata | {"state": _packed(state), "before": _packed(before)}
+        return await agents.describe(tenant, info.id, changed)
+
+
+def conversation_of(given: Any) -> str | None:
+    """The id of a request's `conversation`, which is a text or an object."""
+    id = given.get("id") if isinstance(given, dict) else given
+    if id is not None and not isinstance(id, str):
+        raise InvalidRequest("conversation must be an id, or an object with one", field=KIND)
+    return id
+
+
+def _packed(state: ConversationState) -> str:
+    text = json.dumps(state._asdict(), ensure_ascii=False)
+    if len(text) > MAX_OWN_METADATA:  # it is held in memory, and written anew with each item
+        raise InvalidRequest(
+            f"the items that no response has read have more than {MAX_OWN_METADATA} characters, the limit",
+            field="items",
+        )
+    return text
+
+
+def _unpacked(text: str) -> ConversationState:
+    now = json.loads(text)
+    return ConversationState(now["head"], now["more"])
+
+
+def _is_conversation(metadata: Mapping[str, str]) -> bool:
+    for name in ("state", "before"):
+        msgspec.convert(json.loads(metadata[name]), _State)
+    return isinstance(json.loads(metadata["metadata"]), dict)
+
+
+def _object(info: AgentInfo) -> dict[str, Any]:
+    return {
+        "id": info.id,
+        "object": KIND,
+        "created_at": int(info.created),
+        "metadata": json.loads(info.metadata["metadata"]),
+    }
+
+
+def _item_of(call: HTTPCall) -> str:
+    return call.path.rpartition("/")[2]
+
+
+def _place(items: list[dict[str, Any]], id: str) -> int:
+    for place, item in enumerate(items):
+        if item["id"] == id:
+            return place
+    raise NotFound(f"there is no item {id[:100]!r} in this conversation", field="item_id")

@@ -1,0 +1,207 @@
+"""Vectors and scores: POST /v1/embeddings, /embed, /v1/rerank and /v1/score.
+
+OpenAI's embeddings (platform.openai.com/docs/api-reference/embeddings); Text Embeddings Inference's /embed and its form
+of /rerank, which is told by `texts`; Cohere's and Jina's /rerank; vLLM's /score.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from cairn.api.chat.generation import check_model
+from cairn.api.chat.parse import parse
+from cairn.api.http.call import Disconnected, HTTPCall, Watch
+from cairn.api.http.json_body import read_json
+from cairn.api.openai.embedding_schemas import Document, EmbeddingBody, RerankBody, ScoreBody, TextsBody
+from cairn.config.config import Config
+from cairn.frontend.embeddings import (
+    AT_ONCE,
+    MAX_TEXTS,
+    Asking,
+    Text,
+    check_dimensions,
+    check_embeds,
+    check_scores,
+    finished,
+    scores,
+    vectors,
+)
+from cairn.frontend.service import Service
+from cairn.types.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from cairn.frontend.embeddings import Vector
+
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
+
+
+class Embeddings:
+    """The routes of models that make vectors or judge texts."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def routes(self) -> dict[str, dict[str, Endpoint]]:
+        """Every route, by path and method."""
+        rerank: dict[str, Endpoint] = {"POST": self.rerank}
+        return {
+            "/v1/embeddings": {"POST": self.embeddings},
+            "/embed": {"POST": self.embed},
+            **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/v1/reranking"), rerank),
+            "/v1/score": {"POST": self.score},
+        }
+
+    async def embeddings(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/embeddings."""
+        body = parse(EmbeddingBody, await read_json(call, self._config), self._config, call)
+        check_model(body.model, service)
+        asking = self.asking(call, body.truncate, "input", body.prompt_name)
+        made, tokens = await self.made(call, service, body.input, asking, body.dimensions, body.normalize)
+        shown = _base64 if body.encoding_format == "base64" else floats
+        data = [{"object": "embedding", "index": at, "embedding": shown(one)} for at, one in enumerate(made)]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        await call.json({"object": "list", "data": data, "model": service.name, "usage": usage})
+
+    async def embed(self, call: HTTPCall, service: Service) -> None:
+        """POST /embed: a list of vectors and nothing else."""
+        body = parse(TextsBody, await read_json(call, self._config), self._config, call)
+        check_model(body.model, service)
+        asking = self.asking(call, body.truncate, "inputs", body.prompt_name)
+        made, _ = await self.made(call, service, body.inputs, asking, body.dimensions, body.normalize)
+        await call.json([floats(one) for one in made])
+
+    async def rerank(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/rerank: the texts that fit a query best, first."""
+        body = parse(RerankBody, await read_json(call, self._config), self._config, call)
+        check_model(body.model, service)
+        check_scores(service)
+        if (body.documents is None) == (body.texts is None):
+            raise InvalidRequest("give documents, or texts, and not both", field="documents")
+        name, given = ("texts", body.texts) if body.documents is None else ("documents", body.documents)
+        texts = [one.text if isinstance(one, Document) else one for one in given or []]
+        _check_many(texts, name)
+        if not body.query:
+            raise InvalidRequest("query is empty", field="query")
+        most = len(texts) if body.top_n is None else body.top_n
+        if most < 1:
+            raise InvalidRequest(f"top_n must be from 1; it is {most}", field="top_n")
+        asking = self.asking(call, body.truncate, name, instruction=body.instruction)
+        pairs = [(body.query, text) for text in texts]
+        found, tokens = await self._scores(call, service, pairs, asking, raw=bool(body.raw_scores))
+        best = sorted(range(len(found)), key=lambda at: -found[at])[:most]
+        if body.texts is not None:
+            told = body.return_documents
+            await call.json([{"index": at, "score": found[at]} | ({"text": texts[at]} if told else {}) for at in best])
+            return
+        results: list[dict[str, Any]] = [{"index": at, "relevance_score": found[at]} for at in best]
+        if body.return_documents:
+            for one in results:
+                one["document"] = {"text": texts[one["index"]]}
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        await call.json({"id": call.id, "object": "list", "model": service.name, "results": results, "usage": usage})
+
+    async def score(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/score: one score for each pair of texts."""
+        body = parse(ScoreBody, await read_json(call, self._config), self._config, call)
+        check_model(body.model, service)
+        check_scores(service)
+        first, second = _listed(body.text_1), _listed(body.text_2)
+        _check_many(first, "text_1")
+        _check_many(second, "text_2")
+        if len(first) not in (1, len(second)):
+            raise InvalidRequest(
+                f"text_1 holds {len(first)} texts and text_2 {len(second)}; give one text_1, or as many", field="text_1"
+            )
+        pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+        asking = self.asking(call, body.truncate, "text_2", instruction=body.instruction)
+        found, tokens = await self._scores(call, service, pairs, asking)
+        data = [{"index": at, "object": "score", "score": one} for at, one in enumerate(found)]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        await call.json({"id": call.id, "object": "list", "model": service.name, "data": data, "usage": usage})
+
+    def asking(
+        self,
+        call: HTTPCall,
+        truncate: bool | None,
+        field: str,
+        prompt_name: str | None = None,
+        instruction: str | None = None,
+    ) -> Asking:
+        """Whose texts they are, and what bounds them."""
+        return Asking(
+            salt=call.salt,
+            share=call.share,
+            timeout=self._config.request_timeout,
+            at_once=max(1, min(AT_ONCE, self._config.max_queue // 2)),
+            truncate=bool(truncate),
+            field=field,
+            prompt_name=prompt_name,
+            instruction=instruction,
+        )
+
+    async def made(
+        self,
+        call: HTTPCall,
+        service: Service,
+        given: object,
+        asking: Asking,
+        dimensions: int | None,
+        normalize: bool | None,
+    ) -> tuple[list[Vector], int]:
+        """The vectors of what a body gives, and their tokens."""
+        check_embeds(service)
+        normalized = normalize is not False
+        check_dimensions(service, dimensions, normalize=normalized)
+        async with Watch(call) as watch:
+            made, tokens = await vectors(service, _texts(given), asking)
+            watch.stop()
+        if watch.left:
+            raise Disconnected
+        call.tokens = (tokens, 0)
+        return finished(made, dimensions, normalize=normalized), tokens
+
+    async def _scores(
+        self, call: HTTPCall, service: Service, pairs: list[tuple[str, str]], asking: Asking, *, raw: bool = False
+    ) -> tuple[list[float], int]:
+        async with Watch(call) as watch:
+            found, tokens = await scores(service, pairs, asking, raw=raw)
+            watch.stop()
+        if watch.left:
+            raise Disconnected
+        call.tokens = (tokens, 0)
+        return found, tokens
+
+
+def _texts(given: object) -> list[Text]:
+    """What a body's union of texts and lists of token ids holds, as a list."""
+    if isinstance(given, str):
+        return [given]
+    listed = cast("list[Any]", given)
+    return [listed] if listed and isinstance(listed[0], int) else listed
+
+
+def _listed(given: str | list[str]) -> list[str]:
+    return [given] if isinstance(given, str) else given
+
+
+def _check_many(texts: Sequence[str], name: str) -> None:
+    if not texts:
+        raise InvalidRequest(f"{name} is empty; it must hold at least one text", field=name)
+    if len(texts) > MAX_TEXTS:
+        raise InvalidRequest(f"{name} holds {len(texts)} texts; the limit is {MAX_TEXTS}", field=name)
+    for at, text in enumerate(texts):
+        if not text:
+            raise InvalidRequest(f"{name}[{at}] is empty", field=name)
+
+
+def floats(vector: Vector) -> list[float]:
+    """A vector as JSON has it."""
+    floats: list[float] = vector.tolist()
+    return floats
+
+
+def _base64(vector: Vector) -> str:
+    """The numbers as bytes, little end first, as OpenAI's clients read them."""
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -1,0 +1,167 @@
+"""The tool `file_search` of OpenAI's Responses API: a search of vector stores whose passages the answer is made from.
+
+The search is made for the user's last message before the model says anything: small models answer well from passages
+that they are shown, and ask badly for those that they need. The passages stand before that message, numbered, and what
+the answer cites of them becomes its annotations; a number of none is taken out, as in answers of /v1/collections.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from cairn.api.chat.parse import parse
+from cairn.api.http.body import Body, Count, Several
+from cairn.api.http.call import HTTPCall
+from cairn.api.native.library import Library
+from cairn.api.openai.responses_items import SEARCHED
+from cairn.api.openai.vector_store_schemas import RankingBody, result_object, search_of
+from cairn.config.config import Config
+from cairn.rag.citations import CitationFilter
+from cairn.rag.definition import MIN_SCORE, SearchHit
+from cairn.types.errors import InvalidRequest
+
+RESULTS = "file_search_call.results"
+MAX_STORES = 16
+"""Vector stores of one tool."""
+USUAL = 5
+"""Passages where the tool says nothing of it."""
+TOLD = (
+    "Answer from these sources where they help, and name the source of each statement by its number in brackets, such "
+    "as [1].\n\n"
+)
+NOTHING = "Nothing was found.\n\n"
+_CITED = re.compile(r"\[(\d{1,9})\]")
+
+
+class FileSearchBody(Body):
+    """One of a response's `tools`."""
+
+    within: ClassVar[dict[str, type[Body]]] = {"ranking_options": RankingBody}
+    lenient: ClassVar[bool] = True
+
+    type: Literal["file_search"]
+    vector_store_ids: Several[str]
+    filters: dict[str, Any] | None = None
+    max_num_results: Count = None
+    ranking_options: RankingBody | None = None
+
+
+class CitedFile(msgspec.Struct, frozen=True):
+    """What a number in an answer names."""
+
+    file_id: str
+    filename: str
+
+
+class Searched(msgspec.Struct, frozen=True):
+    """A search that was made for a response."""
+
+    item: dict[str, Any]
+    """The search as an item of the answer."""
+    sources: list[CitedFile]
+    """By their number from 1."""
+    tools: list[dict[str, Any]]
+    """The tools that asked for it, as the client sent them."""
+
+
+class FileSearch:
+    """Searches for responses."""
+
+    def __init__(self, config: Config, library: Library) -> None:
+        self._config, self._library = config, library
+
+    async def run(
+        self, call: HTTPCall, tools: Sequence[tuple[str, dict[str, Any]]], chat: dict[str, Any], *, results: bool
+    ) -> Searched | None:
+        """Search as the tools say, by where they stand in the body, and put what is found into the last message of a
+        chat. None where the user does not have the last word. `results`: the item is to have what was found."""
+        last = chat["messages"][-1] if chat["messages"] else {}
+        question = last.get("content")
+        if last.get("role") != "user" or not isinstance(question, str) or not question.strip():
+            return None
+        found: dict[int, SearchHit] = {}
+        for where, tool in tools:
+            for one in await self._search(call, where, tool, question):
+                found.setdefault(one.chunk.key, one)
+        ordered = sorted(found.values(), key=lambda one: one.chunk.key)  # so that equal sources have equal prefixes
+        last["content"] = [{"type": "text", "text": _shown(ordered)}, {"type": "text", "text": question}]
+        item: dict[str, Any] = {
+            "id": f"fs_{call.id}_0",
+            "type": "file_search_call",
+            "status": "completed",
+            "queries": [question],
+            "results": [result_object(one) | {"text": one.chunk.text} for one in found.values()] if results else None,
+        }
+        return Searched(
+            item, [CitedFile(one.chunk.document, one.chunk.name) for one in ordered], [tool for _, tool in tools]
+        )
+
+    async def _search(self, call: HTTPCall, where: str, tool: dict[str, Any], question: str) -> list[SearchHit]:
+        try:
+            body = parse(FileSearchBody, tool, self._config, call)
+            ranking = body.ranking_options
+            wanted = search_of(body.max_num_results, USUAL, body.filters, ranking, MIN_SCORE)
+            if not 1 <= len(body.vector_store_ids) <= MAX_STORES:
+                raise InvalidRequest(
+                    f"vector_store_ids must hold 1 to {MAX_STORES} ids, the limit", field="vector_store_ids"
+                )
+        except InvalidRequest as error:
+            raise error.named(f"{where}.{error}", f"{where}.{error.field}") from None
+        rerank = None if ranking is None else ranking.rerank
+        return await self._library.search(call, body.vector_store_ids, [question], wanted, rerank)
+
+
+def _shown(found: Sequence[SearchHit]) -> str:
+    """The passages as the model is shown them."""
+    if not found:
+        return SEARCHED + NOTHING
+    told = [SEARCHED]
+    for number, one in enumerate(found, 1):
+        chunk = one.chunk
+        where = f"{chunk.name}: {chunk.heading}" if chunk.heading else chunk.name
+        told.append(f"[{number}] ({where})\n{chunk.text}\n\n")
+    return "".join([*told, TOLD])
+
+
+class CitedText:
+    """A text that cites: what of it may be told, and what it cites where."""
+
+    def __init__(self, sources: Sequence[CitedFile]) -> None:
+        self._sources, self._checked = sources, CitationFilter(len(sources))
+        self._length = 0
+
+    def push(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        """What can be told now, and the annotations in it."""
+        return self._told(self._checked.push(text))
+
+    def finish(self) -> tuple[str, list[dict[str, Any]]]:
+        """The rest."""
+        return self._told(self._checked.finish())
+
+    def _told(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        found = [self._annotation(match) for match in _CITED.finditer(text)]
+        self._length += len(text)
+        return text, found
+
+    def _annotation(self, match: re.Match[str]) -> dict[str, Any]:
+        source = self._sources[int(match[1]) - 1]
+        return {
+            "type": "file_citation",
+            "index": self._length + match.start(),
+            "file_id": source.file_id,
+            "filename": source.filename,
+        }
+
+
+def wants_search(choice: Any) -> bool:
+    """Whether a tool_choice lets files be searched."""
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        listed = choice.get("tools")
+        return isinstance(listed, list) and {"type": "file_search"} in listed
+    if isinstance(choice, dict):
+        return choice.get("type") == "file_search"
+    return bool(choice != "none")

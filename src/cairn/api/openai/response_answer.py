@@ -1,0 +1,387 @@
+"""How OpenAI's Responses API says an answer: items of reasoning, text and calls, and 23 types of events about them.
+
+Events: platform.openai.com/docs/api-reference/responses-streaming, as openai-python's `ResponseStreamEvent` states
+them. Each is one server-sent event with a `sequence_number` from 0, so on an event log number n stands at n + 1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cairn.api.chat.cache_diagnosis import Parting, response_diagnostics
+from cairn.api.chat.exchange import ChoiceStream
+from cairn.api.chat.reasoning_text import pack
+from cairn.api.chat.wire import TokenBytes, cache_object, chat_logprobs
+from cairn.api.http.call import encode
+from cairn.api.openai.file_search import CitedText, Searched
+from cairn.api.openai.responses_items import Called, call_item, free_text
+from cairn.api.openai.responses_schemas import ResponseBody
+from cairn.text.chat.message_builder import MessageBuilder
+from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.errors import CairnError, ContextTooLong
+from cairn.types.outputs import Delta, Done, FinishReason, TokenLogprob, ToolCallDelta, Usage
+
+CODES = {"overloaded": "rate_limit_exceeded", "unavailable": "server_is_overloaded"}
+"""What clients of OpenAI know our codes as, where theirs are others."""
+
+
+def head_of(body: ResponseBody, id: str, model: str, *, stored: bool) -> dict[str, Any]:
+    """What a response object says of its request, and that it has just begun."""
+    return {
+        "id": id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "queued" if body.background else "in_progress",
+        "background": bool(body.background),
+        "completed_at": None,
+        "conversation": None if body.conversation is None else _conversation(body.conversation),
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": None, "summary": None} | (body.reasoning or {}),
+        "store": stored,
+        "temperature": body.temperature,
+        "text": {"format": {"type": "text"}} | (body.text or {}),
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+    }
+
+
+def _conversation(given: Any) -> Any:
+    return given if isinstance(given, dict) else {"id": given}
+
+
+@dataclass(slots=True)
+class _ItemInProgress:
+    """The item that is being said."""
+
+    kind: str
+    id: str
+    name: str = ""
+    call_id: str = ""
+    text: list[str] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    cites: CitedText | None = None
+    """What checks the citations of a message, where there is something to cite."""
+    annotations: list[dict[str, Any]] = field(default_factory=list)
+
+
+class ResponseAnswer:
+    """The adapter of responses."""
+
+    def __init__(
+        self,
+        head: dict[str, Any],
+        called: Mapping[str, Called],
+        vocabulary: TokenBytes,
+        *,
+        encrypted: bool = False,
+        logprobs: bool = False,
+        searched: Searched | None = None,
+    ) -> None:
+        """`head` says what was asked; `encrypted`, `logprobs`: items have these too. `searched`: the search that the
+        answer is made from."""
+        self._head = head
+        self._called = called
+        self._vocabulary = vocabulary
+        self._summary = head["reasoning"].get("summary") is not None
+        self._encrypted = encrypted
+        self._logprobs = logprobs
+        self._choice: ChoiceStream | None = None
+        self._compared = False
+        self._parting: Parting | None = None
+        self._sequence = 0
+        self._open: _ItemInProgress | None = None
+        self._output: list[dict[str, Any]] = []
+        self._searched: Searched | None = None
+        self._first = 0
+        """Items that were there before the model said anything."""
+        if searched is not None:
+            self.show(searched)
+
+    def show(self, searched: Searched) -> None:
+        """The answer begins with a search, and cites what it found."""
+        self._searched, self._output = searched, [searched.item]
+        self._first = len(self._output)
+
+    def of(self, choices: Sequence[ChoiceStream]) -> ResponseAnswer:
+        """The same, of what is generated."""
+        (self._choice,) = choices
+        return self
+
+    def compare(self, parting: Parting | None) -> None:
+        """Tell what became of the prefix of another response."""
+        self._compared, self._parting = True, parting
+
+    def begin(self) -> bytes:
+        """The response is there, and in progress."""
+        data = self._event("response.created", response=self._head)
+        if self._head["status"] == "queued":
+            data += self._event("response.queued", response=self._head)
+            self._head = {**self._head, "status": "in_progress"}
+        return data + self.heartbeat() + self._search_events()
+
+    def _search_events(self) -> bytes:
+        """The search is told once it is over, all of it: the answer begins there."""
+        if self._searched is None:
+            return b""
+        item = self._searched.item
+        at = {"output_index": 0, "item_id": item["id"]}
+        begun = item | {"status": "in_progress", "results": None}
+        data = self._event("response.output_item.added", output_index=0, item=begun)
+        for state in ("in_progress", "searching", "completed"):
+            data += self._event(f"response.file_search_call.{state}", **at)
+        return data + self._event("response.output_item.done", output_index=0, item=item)
+
+    def heartbeat(self) -> bytes:
+        """That it is in progress is said again: clients measure silence by events, and all know this one."""
+        return self._event("response.in_progress", response=self._head)
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """Pieces of items."""
+        data = b""
+        if delta.reasoning:
+            data += self._enter("reasoning") + self._reasoning(delta.reasoning)
+        if delta.text:
+            data += self._enter("message") + self._text(delta.text, delta.logprobs)
+        for call in delta.tool_calls:
+            data += self._call(call)
+        return data
+
+    def finish(self, index: int, done: Done, reason: str) -> bytes:
+        """The end of the last item."""
+        return self._leave()
+
+    def end(self) -> bytes:
+        """The whole response."""
+        found = self.whole()
+        return self._event(f"response.{found['status']}", response=found)
+
+    def error(self, error: CairnError) -> bytes:
+        """The response failed."""
+        return self._leave() + self._event("response.failed", response=failed(self._head, error, self._output))
+
+    def whole(self) -> dict[str, Any]:
+        """The response in one piece."""
+        choice = self._choice
+        assert choice is not None and choice.done is not None
+        done = choice.done
+        output = self.items(choice.said, choice.logprobs)
+        cut = done.reason is FinishReason.LENGTH and choice.request.sampling.max_tokens > 0
+        found = completed(self._head, output, done.usage, choice.reasoning_tokens, cut=cut)
+        found["usage"]["cairn"] = cache_object(done.cache)
+        if self._compared:
+            prompt, cached = done.usage.prompt_tokens, done.usage.cached_tokens
+            found["prompt_cache_diagnostics"] = response_diagnostics(self._parting, prompt, cached)
+        return found | {"temperature": choice.request.sampling.temperature, "top_p": choice.request.sampling.top_p}
+
+    def items(self, said: MessageBuilder, logprobs: Sequence[TokenLogprob] = ()) -> list[dict[str, Any]]:
+        """All that was said, as items: those that were streamed, or all at once."""
+        if len(self._output) == self._first and self._open is None and said:
+            calls = [
+                ToolCallDelta(index=index, id=id, name=name, arguments=arguments)
+                for index, (id, name, arguments) in enumerate(said.calls)
+            ]
+            self.delta(0, Delta(reasoning=said.reasoning))
+            self.delta(0, Delta(text=said.text, logprobs=tuple(logprobs), tool_calls=tuple(calls)))
+        self._leave()
+        return self._output
+
+    # --------------------------------------------------------------------------------------------------------- within
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        value = {"type": kind, "sequence_number": self._sequence} | fields
+        self._sequence += 1
+        return b"event: " + kind.encode() + b"\ndata: " + encode(value) + b"\n\n"
+
+    def _at(self, item: _ItemInProgress) -> dict[str, Any]:
+        return {"item_id": item.id, "output_index": len(self._output)}
+
+    def _enter(self, kind: str, name: str = "", call_id: str = "") -> bytes:
+        """Begin an item, unless one of this kind is open that goes on."""
+        if self._open is not None and self._open.kind == kind and not call_id:
+            return b""
+        data = self._leave()
+        mark = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}[kind]
+        number = str(self._head["id"]).removeprefix("resp_")
+        item = self._open = _ItemInProgress(kind, f"{mark}_{number}_{len(self._output)}", name, call_id)
+        shown = self._shown(item, "in_progress")
+        data += self._event("response.output_item.added", output_index=len(self._output), item=shown)
+        if kind == "message":
+            if self._searched is not None:
+                item.cites = CitedText(self._searched.sources)
+            data += self._event("response.content_part.added", **self._at(item), content_index=0, part=_part("", []))
+        elif kind == "reasoning" and self._summary:
+            part = {"type": "summary_text", "text": ""}
+            data += self._event("response.reasoning_summary_part.added", **self._at(item), summary_index=0, part=part)
+        elif kind == "reasoning":
+            part = {"type": "reasoning_text", "text": ""}
+            data += self._event("response.content_part.added", **self._at(item), content_index=0, part=part)
+        return data
+
+    def _reasoning(self, text: str) -> bytes:
+        item = self._open
+        assert item is not None
+        item.text.append(text)
+        if self._summary:
+            return self._event("response.reasoning_summary_text.delta", **self._at(item), summary_index=0, delta=text)
+        return self._event("response.reasoning_text.delta", **self._at(item), content_index=0, delta=text)
+
+    def _text(self, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
+        item = self._open
+        assert item is not None
+        scores = chat_logprobs(logprobs, self._vocabulary)["content"] if self._logprobs else []
+        item.logprobs += scores
+        if item.cites is None:
+            return self._told(item, text, scores)
+        told, cited = item.cites.push(text)
+        return self._told(item, told, scores, cited) if told or scores else b""
+
+    def _told(
+        self, item: _ItemInProgress, text: str, scores: Sequence[Any] = (), cited: Sequence[dict[str, Any]] = ()
+    ) -> bytes:
+        """A piece of a message, and what it cites."""
+        item.text.append(text)
+        at = self._at(item)
+        data = self._event("response.output_text.delta", **at, content_index=0, delta=text, logprobs=scores)
+        for one in cited:
+            more = {"content_index": 0, "annotation_index": len(item.annotations), "annotation": one}
+            data += self._event("response.output_text.annotation.added", **at, **more)
+            item.annotations.append(one)
+        return data
+
+    def _call(self, call: ToolCallDelta) -> bytes:
+        data = b""
+        if call.id:
+            custom = call.name in self._called and self._called[call.name].custom
+            data += self._enter("custom_tool_call" if custom else "function_call", call.name, call.id)
+        item = self._open
+        assert item is not None
+        item.text.append(call.arguments)
+        if item.kind == "function_call" and call.arguments:
+            data += self._event("response.function_call_arguments.delta", **self._at(item), delta=call.arguments)
+        return data
+
+    def _leave(self) -> bytes:
+        """End the item that is open."""
+        item, self._open = self._open, None
+        if item is None:
+            return b""
+        data = b""
+        if item.cites is not None:
+            told, cited = item.cites.finish()
+            data += self._told(item, told, (), cited) if told else b""
+        at, text = self._at(item), "".join(item.text)
+        if item.kind == "message":
+            scores = item.logprobs
+            data += self._event("response.output_text.done", **at, content_index=0, text=text, logprobs=scores)
+            data += self._event(
+                "response.content_part.done", **at, content_index=0, part=_part(text, scores, item.annotations)
+            )
+        elif item.kind == "reasoning" and self._summary:
+            data += self._event("response.reasoning_summary_text.done", **at, summary_index=0, text=text)
+            part = {"type": "summary_text", "text": text}
+            data += self._event("response.reasoning_summary_part.done", **at, summary_index=0, part=part)
+        elif item.kind == "reasoning":
+            data += self._event("response.reasoning_text.done", **at, content_index=0, text=text)
+            part = {"type": "reasoning_text", "text": text}
+            data += self._event("response.content_part.done", **at, content_index=0, part=part)
+        elif item.kind == "custom_tool_call":
+            given = free_text(text)
+            data += self._event("response.custom_tool_call_input.delta", **at, delta=given)
+            data += self._event("response.custom_tool_call_input.done", **at, input=given)
+        else:
+            name = item.name
+            data += self._event("response.function_call_arguments.done", **at, arguments=text, name=name)
+        shown = self._shown(item, "completed")
+        data += self._event("response.output_item.done", output_index=len(self._output), item=shown)
+        self._output.append(shown)
+        return data
+
+    def _shown(self, item: _ItemInProgress, status: str) -> dict[str, Any]:
+        """An item as far as it is said; where it has just begun, empty."""
+        text = "".join(item.text)
+        head: dict[str, Any] = {"id": item.id, "status": status}
+        if item.kind == "message":
+            content = [_part(text, item.logprobs, item.annotations)] if status == "completed" else []
+            return head | {"type": "message", "role": "assistant", "content": content}
+        if item.kind == "reasoning":
+            return head | self._reasoned(text if status == "completed" else None)
+        found = head | call_item(item.call_id, item.name, text, self._called)
+        return found | {"input": ""} if status != "completed" and "input" in found else found
+
+    def _reasoned(self, text: str | None) -> dict[str, Any]:
+        found: dict[str, Any] = {"type": "reasoning", "summary": []}
+        if not self._summary:
+            found["content"] = [] if text is None else [{"type": "reasoning_text", "text": text}]
+        elif text is not None:
+            found["summary"] = [{"type": "summary_text", "text": text}]
+        if self._encrypted:
+            found["encrypted_content"] = None if text is None else pack(text)
+        return found
+
+
+def _part(text: str, logprobs: list[Any], annotations: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "annotations": list(annotations), "logprobs": logprobs, "text": text}
+
+
+def completed(
+    head: Mapping[str, Any],
+    output: list[dict[str, Any]],
+    usage: Usage,
+    reasoning_tokens: int,
+    *,
+    cut: bool,
+    at: float | None = None,
+) -> dict[str, Any]:
+    """A response that has ended well, or is `cut` after the last token it might have. `at`: when; None: now."""
+    prompt, cached = usage.prompt_tokens, usage.cached_tokens
+    written = max(prompt // BLOCK_TOKENS * BLOCK_TOKENS - cached, 0)
+    return {
+        **head,
+        "status": "incomplete" if cut else "completed",
+        "completed_at": None if cut else int(time.time() if at is None else at),
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": output,
+        "usage": {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+            "total_tokens": prompt + usage.completion_tokens,
+        },
+    }
+
+
+def failed(head: Mapping[str, Any], error: CairnError, output: Sequence[Any] = ()) -> dict[str, Any]:
+    """A response that failed, with the code that clients know. Of a full server they read when to try again."""
+    text = str(error)
+    if isinstance(error, ContextTooLong):
+        return failed_with(head, "context_length_exceeded", text, output)
+    if error.retry_after is not None and (error.status < 500 or error.code in CODES):
+        text = f"{text}; try again in {max(error.retry_after, 1.0):.0f} s"
+    return failed_with(head, code_of(error.code, error.status), text, output)
+
+
+def code_of(code: str, status: int) -> str:
+    """What clients know an error as."""
+    return CODES.get(code, "server_error" if status >= 500 else code)
+
+
+def failed_with(head: Mapping[str, Any], code: str, text: str, output: Sequence[Any]) -> dict[str, Any]:
+    """A response that failed."""
+    return {**head, "status": "failed", "error": {"code": code, "message": text}, "output": list(output)}

@@ -1,0 +1,290 @@
+"""The routes of OpenAI's Responses API, under /v1/responses.
+
+    POST /v1/responses                      POST /v1/responses/input_tokens      POST /v1/responses/compact
+    GET  /v1/responses/{id}?stream=&starting_after=      DELETE /v1/responses/{id}
+    POST /v1/responses/{id}/cancel          GET  /v1/responses/{id}/input_items?limit=&order=&after=
+
+Where the server keeps agents a response is one (`stored_responses.py`), unless `store` is false.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from cairn.agents.running_turn import RunningTurn
+from cairn.api.chat.cache_diagnosis import RecentPrompts
+from cairn.api.chat.exchange import ChoiceStream, Exchange, Exchanges, spelled
+from cairn.api.chat.generation import chat_exchange, chat_prompt
+from cairn.api.chat.paging import page_of_items, parameters
+from cairn.api.chat.parse import parse
+from cairn.api.chat.schemas import ChatBody
+from cairn.api.chat.sessions import AgentAttribution
+from cairn.api.chat.wire import EVENT_STREAM
+from cairn.api.http.call import HTTPCall
+from cairn.api.http.json_body import read_json, read_nothing
+from cairn.api.http.resumable import EventLogs
+from cairn.api.native.agent_schemas import NoBody, check_metadata
+from cairn.api.native.library import Library
+from cairn.api.native.turns import turn_exchange
+from cairn.api.openai.compaction import CompactedAnswer, compacting
+from cairn.api.openai.conversations import Conversations, conversation_of
+from cairn.api.openai.file_search import RESULTS, FileSearch, Searched, wants_search
+from cairn.api.openai.response_answer import ResponseAnswer, head_of
+from cairn.api.openai.responses_schemas import ENCRYPTED, LOGPROBS, NAMES, ResponseBody, Tools, chat_of, instructed
+from cairn.api.openai.stored_responses import PREFIX, StoredResponses
+from cairn.config.config import Config
+from cairn.frontend.service import Service
+from cairn.types.errors import ContextTooLong, InvalidRequest, UnknownResponse
+
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
+PATH = "/v1/responses"
+CANCEL_SECONDS = 5.0
+"""How long a cancelled response may take to end before it is shown as it is."""
+
+
+class Responses:
+    """The routes of responses."""
+
+    def __init__(
+        self,
+        config: Config,
+        exchanges: Exchanges,
+        logs: EventLogs,
+        attribution: AgentAttribution,
+        library: Library,
+    ) -> None:
+        self._config = config
+        self._exchanges = exchanges
+        self._logs = logs
+        self._attribution = attribution
+        self._stored = StoredResponses(config, attribution)
+        self._recent = RecentPrompts()
+        self._search = FileSearch(config, library)
+        self._conversations = Conversations(config, attribution, self._stored)
+
+    def routes(self, path: str) -> dict[str, Endpoint] | None:
+        """The methods of a path, or None."""
+        if path == PATH:
+            return {"POST": self.create}
+        if not path.startswith(PATH):
+            return self._conversations.routes(path)
+        if path == PATH + "/input_tokens":
+            return {"POST": self.input_tokens}
+        if path == PATH + "/compact":
+            return {"POST": self.compact}
+        id, _, rest = path.removeprefix(PATH + "/").partition("/")
+        if not path.startswith(PATH + "/" + PREFIX) or not id:
+            return None
+        known: dict[str, dict[str, Endpoint]] = {
+            "": {"GET": self.show, "DELETE": self.delete},
+            "cancel": {"POST": self.cancel},
+            "input_items": {"GET": self.input_items},
+        }
+        return known.get(rest) if rest or not path.endswith("/") else None
+
+    async def create(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/responses."""
+        body = parse(ResponseBody, await read_json(call, self._config), self._config, call)
+        check_metadata(body.metadata)
+        tools = Tools(body.tools, call)
+        kept = body.store is not False and self._stored.open and not body.prewarms
+        if not kept and body.store is not False and not body.prewarms:
+            call.warn("the response is not stored: this server keeps no agents")
+        for name in ("background", "conversation"):
+            if getattr(body, name) and not kept:
+                raise InvalidRequest(f"{name} needs a response that is stored", field=name)
+        if body.conversation is not None and body.previous_response_id is not None:
+            raise InvalidRequest("give either conversation or previous_response_id", field="conversation")
+        head = head_of(body, PREFIX + call.id, service.name, stored=kept)
+        answer = ResponseAnswer(
+            head,
+            tools.called,
+            service.tokenizer,
+            encrypted=body.includes(ENCRYPTED),
+            logprobs=body.includes(LOGPROBS),
+        )
+        try:
+            with spelled(NAMES):
+                exchange = await self._exchange(call, service, body, tools, answer, head, kept=kept)
+                if exchange.unattended and not body.stream:
+                    self._exchanges.begin(call, exchange)
+                    await call.json(head)
+                    return
+                await self._exchanges.run(call, exchange, stream=bool(body.stream))
+        except ContextTooLong as error:
+            if not body.stream or call.started:
+                raise
+            # Clients that compact what is too long look for it in the stream alone.
+            call.ended = error.code
+            await call.begin(EVENT_STREAM)
+            await call.write(answer.begin() + answer.error(error), more=False)
+
+    async def _exchange(
+        self,
+        call: HTTPCall,
+        service: Service,
+        body: ResponseBody,
+        tools: Tools,
+        answer: ResponseAnswer,
+        head: dict[str, Any],
+        *,
+        kept: bool,
+    ) -> Exchange:
+        if not kept:
+            history = await self._history(call, body, tools)
+            await self._searched(call, body, tools, answer, history)
+            chat = parse(ChatBody, history, self._config)
+            exchange = await chat_exchange(
+                call, service, self._config, self._attribution, chat, answer.of, NAMES, allow_empty=body.prewarms
+            )
+        else:
+            running = await self._begin(call, service, body, tools, answer, head)
+            choices = [ChoiceStream(running.request)]
+            keep = self._stored.keeper(call, service, running)
+            exchange = turn_exchange(running, choices, answer.of(choices), keep)
+            exchange.names, exchange.unattended = NAMES, bool(body.background)
+        exchange.numbered = True
+        prompt, parts = exchange.choices[0].request.prompt, {"model_changed": service.name} | body.parts
+        self._recent.note(call.tenant, str(head["id"]), parts, prompt)
+        if body.compares is not None:
+            answer.compare(self._recent.compare(call.tenant, body.compares, parts, prompt))
+        return exchange
+
+    async def _begin(
+        self,
+        call: HTTPCall,
+        service: Service,
+        body: ResponseBody,
+        tools: Tools,
+        answer: ResponseAnswer,
+        head: dict[str, Any],
+    ) -> RunningTurn:
+        """Begin the turn of a response that is kept."""
+        chat = chat_of(body, tools, call)
+        searched = await self._searched(call, body, tools, answer, chat)
+        include = ENCRYPTED if body.includes(ENCRYPTED) else ""
+        said = head | {"instructed": bool(body.instructions)}
+        named = conversation_of(body.conversation)
+        if named is None:
+            asked = parse(ChatBody, chat, self._config)
+            previous = body.previous_response_id
+            return await self._stored.begin(call, service, asked, said, tools.called, include, previous, searched)
+        with self._conversations.locked(call.tenant, named):
+            state = await self._conversations.state(call.tenant, named)
+            at = len(instructed(body.instructions))
+            chat["messages"][at:at] = state.more
+            asked = parse(ChatBody, chat, self._config)
+            running = await self._stored.begin(
+                call, service, asked, said, tools.called, include, state.head or None, searched
+            )
+            try:
+                await self._conversations.move(call.tenant, named, state, str(head["id"]))
+            except BaseException:
+                running.cancel()
+                await running.close()
+                raise
+            return running
+
+    async def _searched(
+        self, call: HTTPCall, body: ResponseBody, tools: Tools, answer: ResponseAnswer, chat: dict[str, Any]
+    ) -> Searched | None:
+        """The search of files that a response begins with, if one was asked for; its passages are in the chat then."""
+        if not tools.searches or body.prewarms or not wants_search(body.tool_choice):
+            return None
+        searched = await self._search.run(call, tools.searches, chat, results=body.includes(RESULTS))
+        if searched is not None:
+            answer.show(searched)
+        return searched
+
+    async def _chat(self, call: HTTPCall, body: ResponseBody, tools: Tools) -> ChatBody:
+        """The whole chat that a body asks for, what it follows included."""
+        return parse(ChatBody, await self._history(call, body, tools), self._config)
+
+    async def _history(self, call: HTTPCall, body: ResponseBody, tools: Tools) -> dict[str, Any]:
+        chat = chat_of(body, tools, call)
+        if body.previous_response_id is not None:
+            if not self._stored.open:
+                raise UnknownResponse(
+                    "previous_response_id: this server keeps no responses", field="previous_response_id"
+                )
+            before = await self._stored.history(call.tenant, body.previous_response_id)
+            at = len(instructed(body.instructions))
+            chat["messages"][at:at] = before
+        return chat
+
+    async def input_tokens(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/responses/input_tokens."""
+        body = parse(ResponseBody, await read_json(call, self._config), self._config, call)
+        tools = Tools(body.tools, call)
+        if tools.searches:
+            call.warn("tools: files are not searched to count tokens, so what a search would find is not counted")
+        with spelled(NAMES):
+            prompt = await chat_prompt(call, service, self._config, await self._chat(call, body, tools))
+        await call.json({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+
+    async def compact(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/responses/compact."""
+        body = parse(ResponseBody, await read_json(call, self._config), self._config, call)
+        with spelled(NAMES):
+            chat = await self._history(call, body, Tools(body.tools, call))
+            wanted = parse(ChatBody, compacting(chat), self._config)
+            said = chat["messages"][len(instructed(body.instructions)) :]
+            exchange = await chat_exchange(
+                call,
+                service,
+                self._config,
+                self._attribution,
+                wanted,
+                lambda choices: CompactedAnswer(PREFIX + call.id, said, choices),
+                NAMES,
+            )
+            await self._exchanges.run(call, exchange, stream=False)
+
+    async def show(self, call: HTTPCall, service: Service) -> None:
+        """GET /v1/responses/{id}, as it is now or, with stream=true, its events that follow number starting_after."""
+        asked = parameters(call, ("stream", "starting_after", "include", "include[]", "include_obfuscation"))
+        after = asked.get("starting_after", "-1")
+        if not (after.removeprefix("-").isascii() and after.removeprefix("-").isdigit() and len(after) <= 15):
+            raise InvalidRequest("starting_after must be the number of an event", field="starting_after")
+        id = call.path_part(PATH)
+        self._stored.check(call.tenant, id)
+        if asked.get("stream", "false") != "true":
+            await call.json(await self._stored.show(call.tenant, id, service))
+            return
+        follower = self._logs.find(_number_of(id), call.salt, self._config.heartbeat)
+        await follower.run(call, max(int(after), -1) + 1)
+
+    async def delete(self, call: HTTPCall, service: Service) -> None:
+        """DELETE /v1/responses/{id}: answered when its bytes are gone from the disk."""
+        id = call.path_part(PATH)
+        await self._stored.delete(call.tenant, id)
+        await call.json({"id": id, "object": "response", "deleted": True})
+
+    async def cancel(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/responses/{id}/cancel: the response, as far as it came."""
+        id = call.path_part(PATH)
+        parse(NoBody, await read_nothing(call, self._config), self._config)
+        self._stored.check(call.tenant, id)
+        found = await self._stored.show(call.tenant, id, service)
+        if found["status"] == "in_progress":
+            service.abort(_number_of(id))
+            end = asyncio.get_running_loop().time() + CANCEL_SECONDS
+            while found["status"] == "in_progress" and asyncio.get_running_loop().time() < end:
+                await asyncio.sleep(0.02)
+                found = await self._stored.show(call.tenant, id, service)
+        await call.json(found)
+
+    async def input_items(self, call: HTTPCall, service: Service) -> None:
+        """GET /v1/responses/{id}/input_items, the last first unless `order` is asc."""
+        items = await self._stored.input_items(call.tenant, call.path_part(PATH))
+        await call.json(page_of_items(call, items))
+
+
+def _number_of(id: str) -> int:
+    """The number of the call that began a response."""
+    try:
+        return int(id.removeprefix(PREFIX), 16)
+    except ValueError:
+        return 0

@@ -1,0 +1,213 @@
+"""The items of OpenAI's Responses API: what clients send and get back, as messages and the other way round."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from cairn.api.chat.reasoning_text import unpack
+from cairn.api.http.call import HTTPCall
+from cairn.types.errors import InvalidRequest, Unsupported
+
+SEARCHED = "Sources, found by a search of the files for what follows.\n\n"
+"""How the first part of a message begins that a search has put there; it is none of the client's."""
+_TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+
+
+class Called(NamedTuple):
+    """A tool whose calls are said otherwise than a function's."""
+
+    name: str
+    """Its own, without the namespace."""
+    namespace: str | None = None
+    custom: bool = False
+    """Its input is free text."""
+    description: str | None = None
+    """What the client says of a tool of free text; the model is told its grammar too."""
+    format: dict[str, Any] | None = None
+    """The grammar of its input, as the client sent it."""
+
+
+def messages_of(given: Any, call: HTTPCall) -> list[dict[str, Any]]:
+    """Input items as messages. What an assistant thought, said and called one after another is one message."""
+    if given is None:
+        return []
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list):
+        raise InvalidRequest("input must be a text or a list of items", field="input")
+    reader = _Items(call)
+    for index, item in enumerate(given):
+        where = f"input[{index}]"
+        if not isinstance(item, dict):
+            raise InvalidRequest(f"{where} must be an object", field=where)
+        reader.add(item, where)
+    return reader.messages
+
+
+class _Items:
+    """Reads input items in order."""
+
+    def __init__(self, call: HTTPCall) -> None:
+        self._call = call
+        self.messages: list[dict[str, Any]] = []
+        self._kinds: Mapping[str, Callable[[Mapping[str, Any], str], None]] = {
+            "message": self._message,
+            "reasoning": self._reasoning,
+            "function_call": self._function_call,
+            "custom_tool_call": self._custom_call,
+            "function_call_output": self._output,
+            "custom_tool_call_output": self._output,
+            "compaction": self._compaction,
+            "file_search_call": lambda item, where: None,  # what it found stood in a message, and the answer follows
+        }
+
+    def add(self, item: Mapping[str, Any], where: str) -> None:
+        """The next item."""
+        kind = item.get("type", "message" if "role" in item else None)
+        read = self._kinds.get(kind) if isinstance(kind, str) else None
+        if read is not None:
+            read(item, where)
+        elif kind == "item_reference":
+            raise Unsupported(f"{where}: items are not kept one by one; send the item itself", field=where)
+        elif not isinstance(kind, str):
+            raise InvalidRequest(f"{where}.type must be a text", field=f"{where}.type")
+        else:
+            self._call.warn(f"{where} is passed over: an item of type {kind:.40} is nothing to this server")
+
+    def _message(self, item: Mapping[str, Any], where: str) -> None:
+        role = item.get("role")
+        if role not in ("user", "assistant", "system", "developer"):
+            raise InvalidRequest(f"{where}.role must be user, assistant, system or developer", field=f"{where}.role")
+        texts = _texts(item.get("content"), f"{where}.content")
+        if role != "assistant":
+            self.messages.append({"role": role, "content": "\n".join(texts)})
+            return
+        answer = self._answer(lambda last: not last["content"] or "tool_calls" in last)
+        answer["content"] = (answer["content"] or "") + "".join(texts)
+
+    def _reasoning(self, item: Mapping[str, Any], where: str) -> None:
+        text = unpack(item.get("encrypted_content"))
+        for name in ("content", "summary"):
+            if not text and item.get(name):
+                text = "".join(_texts(item[name], f"{where}.{name}"))
+        if text:
+            answer = self._answer(lambda last: not last["content"] and "tool_calls" not in last)
+            answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+
+    def _function_call(self, item: Mapping[str, Any], where: str) -> None:
+        name, namespace = _text(item, "name", where), item.get("namespace")
+        if isinstance(namespace, str):
+            name = f"{namespace}__{name}"
+        self._add_call(item, name, _text(item, "arguments", where), where)
+
+    def _custom_call(self, item: Mapping[str, Any], where: str) -> None:
+        arguments = json.dumps({"input": _text(item, "input", where)}, ensure_ascii=False)
+        self._add_call(item, _text(item, "name", where), arguments, where)
+
+    def _add_call(self, item: Mapping[str, Any], name: str, arguments: str, where: str) -> None:
+        function = {"name": name, "arguments": arguments}
+        answer = self._answer(lambda last: True)
+        made = {"id": _text(item, "call_id", where), "type": "function", "function": function}
+        answer.setdefault("tool_calls", []).append(made)
+
+    def _output(self, item: Mapping[str, Any], where: str) -> None:
+        output = "\n".join(_texts(item.get("output"), f"{where}.output"))
+        self.messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output})
+
+    def _compaction(self, item: Mapping[str, Any], where: str) -> None:
+        text = unpack(item.get("encrypted_content"))
+        if not text:
+            raise InvalidRequest(
+                f"{where}.encrypted_content is not of this server: what was compacted elsewhere cannot be read",
+                field=f"{where}.encrypted_content",
+            )
+        self.messages.append({"role": "user", "content": text})
+
+    def _answer(self, goes_on: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """The assistant's message that an item belongs to: the last, where the item `goes_on` with it."""
+        if not self.messages or self.messages[-1]["role"] != "assistant" or not goes_on(self.messages[-1]):
+            self.messages.append({"role": "assistant", "content": None})
+        return self.messages[-1]
+
+
+def _texts(content: Any, where: str) -> list[str]:
+    """The texts of a content or of an output."""
+    if isinstance(content, str):
+        return [content]
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} must be a text or a list of parts", field=where)
+    found = []
+    for index, part in enumerate(content):
+        at = f"{where}[{index}]"
+        if not isinstance(part, dict):
+            raise InvalidRequest(f"{at} must be an object", field=at)
+        kind = part.get("type")
+        if kind == "refusal":
+            found.append(_text(part, "refusal", at))
+        elif isinstance(kind, str) and kind in _TEXTS:
+            found.append(_text(part, "text", at))
+        else:
+            raise Unsupported(
+                f"{at}.type can only be a text here, not {kind!s:.40}: images, sound and files are not read",
+                field=f"{at}.type",
+            )
+    return found
+
+
+def _text(item: Mapping[str, Any], name: str, where: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{where}.{name} must be a text", field=f"{where}.{name}")
+    return value
+
+
+def items_of(messages: Sequence[Mapping[str, Any]], called: Mapping[str, Called], prefix: str) -> list[dict[str, Any]]:
+    """Messages as items, those of an answer last: what a client would have to send to say the same."""
+    items: list[dict[str, Any]] = []
+    for message in messages:
+        role, content = message["role"], message.get("content")
+        if isinstance(content, list):
+            parts = [part["text"] for part in content]
+            found = role == "user" and len(parts) > 1 and parts[0].startswith(SEARCHED)
+            content = "\n".join(parts[1:] if found else parts)
+        if role == "tool":
+            items.append(
+                {"type": "function_call_output", "call_id": message.get("tool_call_id", ""), "output": content or ""}
+            )
+            continue
+        if message.get("reasoning_content"):
+            part = {"type": "reasoning_text", "text": message["reasoning_content"]}
+            items.append({"type": "reasoning", "summary": [], "content": [part]})
+        if content or role != "assistant":
+            part = {"type": "output_text" if role == "assistant" else "input_text", "text": content or ""}
+            if role == "assistant":
+                part |= {"annotations": [], "logprobs": []}
+            items.append({"type": "message", "role": role, "content": [part]})
+        for call in message.get("tool_calls") or ():
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            items.append(call_item(call.get("id", ""), name, arguments, called))
+    marks = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+    return [
+        {"id": f"{marks.get(item['type'], 'fco')}_{prefix}_{n}", "status": "completed"} | item
+        for n, item in enumerate(items)
+    ]
+
+
+def call_item(id: str, name: str, arguments: str, called: Mapping[str, Called]) -> dict[str, Any]:
+    """A call as an item."""
+    tool = called.get(name, Called(name))
+    more = {} if tool.namespace is None else {"namespace": tool.namespace}
+    if tool.custom:
+        return {"type": "custom_tool_call", "call_id": id, "name": tool.name, "input": free_text(arguments)} | more
+    return {"type": "function_call", "call_id": id, "name": tool.name, "arguments": arguments} | more
+
+
+def free_text(arguments: str) -> str:
+    """The input of a tool of free text; what a model made otherwise stands as it is."""
+    try:
+        found = json.loads(arguments)["input"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return arguments
+    return found if isinstance(found, str) else arguments

@@ -1,0 +1,266 @@
+"""Bodies of OpenAI's Responses API, and the chat that they ask for.
+
+Shapes: platform.openai.com/docs/api-reference/responses, as openai-python's `types.responses` state them. Clients send
+items and tools of services that run elsewhere: those are passed over, and told in X-Cairn-Warning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from cairn.api.http.body import Body, Count, Number, Several
+from cairn.api.http.call import HTTPCall
+from cairn.api.openai.responses_items import Called, messages_of
+from cairn.text.grammar.lark_pattern import NotRegular, pattern_of
+from cairn.types.errors import InvalidRequest
+
+NAMES = {
+    "prompt": "input",
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""What this dialect calls the fields of a chat."""
+EFFORTS = {"xhigh": "high", "max": "high"}
+LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+
+
+class ResponseBody(Body):
+    """POST /v1/responses, and /v1/responses/input_tokens without what is of the answer."""
+
+    place = "responses"
+    lenient: ClassVar[bool] = True
+
+    model: str | None = None
+    input: Any = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: Count = None
+    tools: Several[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    include: Several[str] | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    temperature: Number = None
+    top_p: Number = None
+    top_logprobs: Count = None
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    background: bool | None = None
+    conversation: Any = None
+
+    @property
+    def compares(self) -> str | None:
+        """The response with whose prompt this one is to be compared."""
+        found = (self.prompt_cache_options or {}).get("comparison_response_id")
+        return found if isinstance(found, str) else None
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What may be named as the reason why a prompt is another."""
+        text, items = self.text or {}, self.input if isinstance(self.input, list) else []
+        compacted = any(isinstance(item, dict) and item.get("type") == "compaction" for item in items)
+        return {
+            "tools_changed": self.tools or [],
+            "text_format_changed": text.get("format"),
+            "reasoning_effort_changed": (self.reasoning or {}).get("effort"),
+            "verbosity_changed": text.get("verbosity"),
+            "context_compacted": compacted,
+        }
+
+    @property
+    def prewarms(self) -> bool:
+        """Whether the prompt is to be computed, and nothing is to be said."""
+        return (self.prompt_cache_options or {}).get("prewarm") is True
+
+    @property
+    def summarises(self) -> bool:
+        """Whether reasoning is wanted as a summary; it is given whole, under that name."""
+        return (self.reasoning or {}).get("summary") is not None
+
+    def includes(self, what: str) -> bool:
+        """Whether the answer is to have this."""
+        return what in (self.include or ())
+
+
+class Tools:
+    """The tools of a body as functions: those of a namespace under both names, one of free text with one argument."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] | None, call: HTTPCall) -> None:
+        self.functions: list[dict[str, Any]] = []
+        self.called: dict[str, Called] = {}
+        """By the name that the model uses."""
+        self.searches: list[tuple[str, dict[str, Any]]] = []
+        """Tools that search files, and where they stand in the body."""
+        for index, tool in enumerate(tools or ()):
+            self._add(tool, f"tools[{index}]", call, None)
+
+    def _add(self, tool: Mapping[str, Any], where: str, call: HTTPCall, namespace: str | None) -> None:
+        kind = tool.get("type")
+        if kind == "namespace" and namespace is None:
+            inner = tool.get("tools")
+            if not isinstance(inner, list) or not all(isinstance(one, dict) for one in inner):
+                raise InvalidRequest(f"{where}.tools must be a list of tools", field=f"{where}.tools")
+            for index, one in enumerate(inner):
+                self._add(one, f"{where}.tools[{index}]", call, _name(tool, where))
+        elif kind in ("function", "custom"):
+            self._add_function(tool, where, call, namespace)
+        elif kind == "file_search" and namespace is None:
+            self.searches.append((where, dict(tool)))
+        else:
+            call.warn(f"{where} is passed over: a tool of type {kind!s:.40} runs on a server, and it is not built")
+
+    def _add_function(self, tool: Mapping[str, Any], where: str, call: HTTPCall, namespace: str | None) -> None:
+        name, custom = _name(tool, where), tool.get("type") == "custom"
+        told = name if namespace is None else f"{namespace}__{name}"
+        description = tool.get("description")
+        if not isinstance(description, str | None):
+            raise InvalidRequest(f"{where}.description must be a text", field=f"{where}.description")
+        parameters, strict = tool.get("parameters"), tool.get("strict") is True
+        if custom:
+            text = {"type": "string", "description": "the whole input, as it is"}
+            grammar, pattern, why = _grammar(tool.get("format"), f"{where}.format")
+            strict = bool(pattern)
+            if strict:
+                text["pattern"] = f"^(?:{pattern})$"
+            elif grammar:
+                call.warn(f"{where}: the model is told of this grammar and not held to it: it {why}")
+            description = "\n".join(filter(None, [description, grammar and f"Its input has this grammar:\n{grammar}"]))
+            parameters = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+        if parameters is not None and not isinstance(parameters, dict):
+            raise InvalidRequest(f"{where}.parameters must be an object", field=f"{where}.parameters")
+        function: dict[str, Any] = {"name": told, "description": description or None, "parameters": parameters}
+        if strict:
+            function["strict"] = True
+        self.functions.append({"type": "function", "function": function})
+        if custom:
+            given = tool.get("format")
+            self.called[told] = Called(name, namespace, True, tool.get("description"), given or None)
+        elif namespace is not None:
+            self.called[told] = Called(name, namespace)
+
+
+def tools_of(functions: Sequence[Mapping[str, Any]], called: Mapping[str, Called]) -> list[dict[str, Any]]:
+    """Tools as a client sends them, those of a namespace in it, of the functions that were made of them."""
+    found: list[dict[str, Any]] = []
+    spaces: dict[str, list[dict[str, Any]]] = {}
+    for function in functions:
+        how = called.get(str(function["name"]), Called(str(function["name"])))
+        if how.custom:
+            tool: dict[str, Any] = {"type": "custom", "name": how.name}
+            tool |= {name: value for name in ("description", "format") if (value := getattr(how, name)) is not None}
+        else:
+            tool = {"type": "function", "strict": False} | dict(function) | {"name": how.name}
+        if how.namespace is None:
+            found.append(tool)
+            continue
+        if how.namespace not in spaces:
+            spaces[how.namespace] = []
+            found.append({"type": "namespace", "name": how.namespace, "tools": spaces[how.namespace]})
+        spaces[how.namespace].append(tool)
+    return found
+
+
+def chat_of(body: ResponseBody, tools: Tools, call: HTTPCall) -> dict[str, Any]:
+    """The chat that a body asks for by itself, as a `ChatBody` has it."""
+    reasoning, text = body.reasoning or {}, body.text or {}
+    effort = reasoning.get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise InvalidRequest("reasoning.effort must be a text", field="reasoning.effort")
+    chat: dict[str, Any] = {
+        "model": body.model,
+        "messages": [*instructed(body.instructions), *messages_of(body.input, call)],
+        "max_completion_tokens": 0 if body.prewarms else body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "tools": tools.functions or None,
+        "tool_choice": _choice_of(body, tools),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "reasoning_effort": None if effort is None else EFFORTS.get(effort, effort),
+        "response_format": _format(text.get("format")),
+        "store": body.store,
+        "metadata": body.metadata,
+        "prompt_cache_key": body.prompt_cache_key,
+    }
+    if body.includes(LOGPROBS):
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    return {name: value for name, value in chat.items() if value is not None}
+
+
+def instructed(instructions: str | None) -> list[dict[str, Any]]:
+    """The message of instructions."""
+    return [{"role": "system", "content": instructions}] if instructions else []
+
+
+def _grammar(form: Any, where: str) -> tuple[str, str, str]:
+    """The grammar of a tool's input, the pattern of it, and why there is none; empty where any text will do."""
+    if form is None or (isinstance(form, dict) and form.get("type") == "text"):
+        return "", "", ""
+    if not isinstance(form, dict) or form.get("type") != "grammar":
+        raise InvalidRequest(f"{where}.type must be text or grammar", field=f"{where}.type")
+    syntax, definition = form.get("syntax"), form.get("definition")
+    if syntax not in ("lark", "regex"):
+        raise InvalidRequest(f"{where}.syntax must be lark or regex", field=f"{where}.syntax")
+    if not isinstance(definition, str) or not definition:
+        raise InvalidRequest(f"{where}.definition must be a text", field=f"{where}.definition")
+    if syntax == "regex":
+        return definition, definition, ""
+    try:
+        return definition, pattern_of(definition), ""
+    except NotRegular as error:
+        return definition, "", str(error)
+
+
+def _format(given: Any) -> Any:
+    if given is None or (isinstance(given, dict) and given.get("type") == "text"):
+        return None
+    if isinstance(given, dict) and given.get("type") == "json_schema":
+        schema = {
+            name: given[name] for name in ("name", "description", "schema", "strict") if given.get(name) is not None
+        }
+        return {"type": "json_schema", "json_schema": schema}
+    return given
+
+
+def _choice_of(body: ResponseBody, tools: Tools) -> Any:
+    """The choice among the functions: of a tool that searches files the model chooses nothing."""
+    given = body.tool_choice
+    if given is None or (tools.searches and not tools.functions):
+        return None
+    return None if isinstance(given, dict) and given.get("type") == "file_search" else _choice(given)
+
+
+def _choice(given: Any) -> Any:
+    """A choice as chat completions have it."""
+    if not isinstance(given, dict):
+        return given
+    kind = given.get("type")
+    if kind in ("function", "custom"):
+        name = given.get("name")
+        namespace = given.get("namespace")
+        return {"type": "function", "function": {"name": f"{namespace}__{name}" if namespace else name}}
+    if kind == "allowed_tools":
+        listed = given.get("tools")
+        named = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else None
+        tools = None if named is None else [_choice(one) for one in named if one.get("type") != "file_search"]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": given.get("mode", "auto"), "tools": tools}}
+    return given
+
+
+def _name(tool: Mapping[str, Any], where: str) -> str:
+    name = tool.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        letters = "1 to 128 letters, digits, '_', '-' and '.'"
+        raise InvalidRequest(f"{where}.name must be {letters}", field=f"{where}.name")
+    return name

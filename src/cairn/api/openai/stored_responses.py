@@ -1,0 +1,334 @@
+"""Responses that are kept: each is an agent of one turn more than the response that it follows.
+
+    create                        an agent that begins with instructions and tools, and its first turn
+    previous_response_id          a fork of that response's agent, which copies nothing, and the next turn
+    other instructions, tools     an agent that begins with these and with all that was said so far
+
+So a response survives a restart as agents do, goes on with the exact ids of its context, and may be gone on with twice.
+What the response's object says of its request stands in the agent's metadata.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from cairn.agents.agents import Agents
+from cairn.agents.running_turn import RunningTurn
+from cairn.agents.types import AgentInfo, TurnInfo
+from cairn.api.chat.checks import check_chat
+from cairn.api.chat.exchange import ChoiceStream
+from cairn.api.chat.generation import check_length, check_model, shown_tools, warn_of_tools
+from cairn.api.chat.message_schemas import contents, plain_messages
+from cairn.api.chat.schemas import ChatBody
+from cairn.api.chat.sessions import AgentAttribution
+from cairn.api.chat.wire import cache_object
+from cairn.api.http.call import HTTPCall
+from cairn.api.native.agent_schemas import MAX_OWN_METADATA
+from cairn.api.openai.file_search import Searched
+from cairn.api.openai.response_answer import ResponseAnswer, code_of, completed, failed_with
+from cairn.api.openai.responses_items import Called, items_of
+from cairn.api.openai.responses_schemas import instructed, tools_of
+from cairn.config.config import Config
+from cairn.frontend.service import Service
+from cairn.text.chat.message_builder import MessageBuilder
+from cairn.types.errors import Conflict, InvalidRequest, NotFound, Overloaded, UnknownResponse
+from cairn.types.outputs import Delta, ToolCallDelta, Usage
+
+PREFIX = "resp_"
+TTL = 30 * 86_400.0
+"""Seconds after its last use for which a response is kept, as with OpenAI."""
+KIND = "response"
+"""`object` in the metadata of an agent that is a response."""
+_APART = ("tools", "instructions", "output")
+"""Fields of a response's object that stand elsewhere: the agent begins with the first two."""
+
+
+class _Head(msgspec.Struct):
+    """What has to be in the `head` of a response's metadata to make a response of it."""
+
+    id: str
+    instructed: bool
+    reasoning: dict[str, Any]
+
+
+class StoredResponses:
+    """The responses of a server that has a disk for them."""
+
+    def __init__(self, config: Config, attribution: AgentAttribution) -> None:
+        self._config = config
+        self._attribution = attribution
+
+    @property
+    def open(self) -> bool:
+        """Whether responses can be kept now."""
+        return self._attribution.agents is not None
+
+    async def begin(
+        self,
+        call: HTTPCall,
+        service: Service,
+        chat: ChatBody,
+        head: Mapping[str, Any],
+        called: Mapping[str, Called],
+        include: str,
+        previous: str | None,
+        searched: Searched | None = None,
+    ) -> RunningTurn:
+        """Begin the turn of a response. `chat` has the instructions and what is new since the `previous` one."""
+        agents, id = self._attribution.open(), str(head["id"])
+        check_chat(chat, self._config)
+        check_model(chat.model, service)
+        service.check_generates()
+        first = instructed(head["instructions"])
+        tools = shown_tools(chat) or []
+        warn_of_tools(call, service, tools)
+        new = plain_messages(chat.messages)[len(first) :]
+        if not new:
+            raise InvalidRequest("input is empty; it must hold at least one item", field="input")
+        await check_length(call, service, contents(chat.messages, tools), "messages")
+        root = hashlib.sha256(json.dumps([first, tools]).encode("utf-8", "replace")).hexdigest()
+        said = json.dumps({name: value for name, value in head.items() if name not in _APART}, ensure_ascii=False)
+        if len(said) > MAX_OWN_METADATA:  # it is held in memory
+            raise InvalidRequest(
+                f"what a response repeats of its request has more than {MAX_OWN_METADATA} characters, the limit; send "
+                "less in text and tool_choice, or store: false"
+            )
+        metadata = {
+            "object": KIND,
+            "root": root,
+            "head": said,
+            "called": json.dumps(called),
+            "include": include,
+        }
+        if searched is not None:
+            metadata["searched"] = msgspec.json.encode(searched).decode()
+        await self._open(agents, call.tenant, id, previous, root, metadata, first, tools)
+        try:
+            return await agents.turn(
+                call.tenant,
+                id,
+                new,
+                chat.chat_options(),
+                request=call.number,
+                share=call.share,
+                template_args=chat.template_args(service.chat.knows),
+                wanted=chat.wanted(),
+                service=service,
+            )
+        except BaseException:
+            await agents.delete(call.tenant, id)
+            raise
+
+    def keeper(self, call: HTTPCall, service: Service, running: RunningTurn) -> Callable[[ChoiceStream], None]:
+        """Keeps the exact tokens of an answer beside its turn: many clients send all that was said again, instead of
+        the response's id."""
+        agents, agent, tenant = self._attribution.open(), running.agent, call.tenant
+
+        def keep(choice: ChoiceStream) -> None:
+            sampled = service.chat.sampled(choice.request.prompt, choice.tokens, choice.said.message())
+            if sampled is not None:
+                agents.keep(tenant, sampled, agent, service.spec.identity)
+
+        return keep
+
+    async def _open(
+        self,
+        agents: Agents,
+        tenant: str,
+        id: str,
+        previous: str | None,
+        root: str,
+        metadata: dict[str, str],
+        first: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+    ) -> None:
+        """Make the agent of a response."""
+        before = None if previous is None else self._previous(agents, tenant, previous)
+        if before is not None and before.metadata["root"] == root:
+            await self._made(agents, tenant, lambda: agents.fork(tenant, before.id, new_id=id, metadata=metadata))
+            return
+        messages = first if before is None else [*first, *await self._said(agents, tenant, before)]
+        await self._made(
+            agents,
+            tenant,
+            lambda: agents.create(tenant, id=id, messages=messages, tools=tools, metadata=metadata, ttl=TTL),
+        )
+
+    async def _made(self, agents: Agents, tenant: str, make: Callable[[], Awaitable[AgentInfo]]) -> None:
+        """Make an agent; where there are too many, in the place of the oldest response."""
+        try:
+            await make()
+        except Overloaded:
+            if not await agents.make_room(tenant, PREFIX):
+                raise
+            await make()
+
+    async def history(self, tenant: str, previous: str, *, running: bool = False) -> list[dict[str, Any]]:
+        """All that was said up to a response, and its answer, without its instructions; of one that is `running`, or
+        was interrupted, only where that is wanted."""
+        agents = self._attribution.open()
+        info = self._find(agents, tenant, previous) if running else self._previous(agents, tenant, previous)
+        return await self._said(agents, tenant, info)
+
+    def state(self, tenant: str, id: str) -> str:
+        """`idle`, `running`, `interrupted`, or `gone`."""
+        try:
+            return self._find(self._attribution.open(), tenant, id).state
+        except NotFound:
+            return "gone"
+
+    def called(self, tenant: str, id: str) -> dict[str, Called]:
+        """The tools of a response whose calls are said otherwise than a function's."""
+        return _called(self._find(self._attribution.open(), tenant, id))
+
+    def _previous(self, agents: Agents, tenant: str, id: str) -> AgentInfo:
+        """The response that another follows."""
+        try:
+            info = self._find(agents, tenant, id)
+        except NotFound:
+            raise UnknownResponse(
+                f"previous_response_id: there is no response {id[:100]!r}; one sent with store: false is not kept",
+                field="previous_response_id",
+            ) from None
+        if info.state != "idle":
+            raise Conflict(f"response {id} is {info.state}: only one that is complete can be gone on with")
+        return info
+
+    def _find(self, agents: Agents, tenant: str, id: str) -> AgentInfo:
+        return find_kept(agents, tenant, id, PREFIX, KIND, _is_response)
+
+    async def _said(self, agents: Agents, tenant: str, info: AgentInfo) -> list[dict[str, Any]]:
+        first, _ = await agents.beginning(tenant, info.id)
+        count = len(instructed(await self._instructions(agents, tenant, info)))
+        found = [dict(message) for message in first[count:]]
+        for turn in await agents.turns(tenant, info.id):
+            if turn.current:
+                found += [*turn.messages, *([turn.answer] if turn.answer is not None else [])]
+        return found
+
+    async def _instructions(self, agents: Agents, tenant: str, info: AgentInfo) -> str | None:
+        first, _ = await agents.beginning(tenant, info.id)
+        if json.loads(info.metadata["head"])["instructed"] and first:
+            return str(first[0]["content"])
+        return None
+
+    # ---------------------------------------------------------------------------------------------------- to look at
+
+    async def show(self, tenant: str, id: str, service: Service) -> dict[str, Any]:
+        """A response as it is now."""
+        agents = self._attribution.open()
+        info = self._find(agents, tenant, id)
+        turn, content = await self._turn(agents, tenant, info), await agents.last(tenant, id)
+        head: dict[str, Any] = json.loads(info.metadata["head"])
+        del head["instructed"]
+        head["id"] = id  # it may have been imported under another
+        _, tools = await agents.beginning(tenant, id)
+        searched = _searched(info)
+        head |= {
+            "tools": [
+                *(searched.tools if searched is not None else ()),
+                *tools_of([tool["function"] for tool in tools], _called(info)),
+            ],
+            "instructions": await self._instructions(agents, tenant, info),
+            "output": [],
+        }
+        answer = ResponseAnswer(
+            head, _called(info), service.tokenizer, encrypted=bool(info.metadata["include"]), searched=searched
+        )
+        said = _said_of(turn.answer)
+        output = answer.items(said)
+        if turn.state == "running":
+            return {**head, "status": "in_progress"}
+        if (sampling := content.began.sampling) is not None:
+            head |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        end = content.ended
+        if turn.state != "finished" or end is None:
+            if end is None:  # nobody was left to write it
+                return failed_with(head, "server_error", "the server ended before the answer was whole", output)
+            if end.failure is None:
+                return {**head, "status": "cancelled", "output": output}
+            code = code_of(end.failure.code, end.failure.status)
+            return failed_with(head, code, end.failure.message, output)
+        usage = Usage(
+            prompt_tokens=turn.prompt_tokens,
+            completion_tokens=turn.completion_tokens,
+            cached_tokens=turn.cached_tokens,
+        )
+        cut = turn.finish_reason == "length"
+        found = completed(head, output, usage, end.reasoning, cut=cut, at=end.ended)
+        found["usage"]["cairn"] = cache_object(end.cache)
+        return found
+
+    async def input_items(self, tenant: str, id: str) -> list[dict[str, Any]]:
+        """What a response was told, as items."""
+        agents = self._attribution.open()
+        info = self._find(agents, tenant, id)
+        turn = await self._turn(agents, tenant, info)
+        return items_of(turn.messages, _called(info), id.removeprefix(PREFIX) + "_in")
+
+    async def _turn(self, agents: Agents, tenant: str, info: AgentInfo) -> TurnInfo:
+        """The turn of a response, the last of its agent."""
+        turns = await agents.turns(tenant, info.id, after=info.head - 1, limit=1)
+        if not turns:
+            raise NotFound(f"response {info.id} has not begun", field="response_id")
+        return turns[0]
+
+    def check(self, tenant: str, id: str) -> None:
+        """NotFound for what is no response of a tenant."""
+        self._find(self._attribution.open(), tenant, id)
+
+    async def delete(self, tenant: str, id: str) -> None:
+        """Erase a response; those that followed it stay."""
+        agents = self._attribution.open()
+        self._find(agents, tenant, id)
+        await agents.delete(tenant, id)
+
+
+def find_kept(
+    agents: Agents, tenant: str, id: str, prefix: str, kind: str, is_one: Callable[[Mapping[str, str]], bool]
+) -> AgentInfo:
+    """The agent of a response, or of a conversation. NotFound where there is none, and where an agent that was made at
+    /v1/agents only looks like one: `is_one` reads its metadata, and raises what comes of reading anything."""
+    try:
+        formed = id.startswith(prefix) and len(id) <= 64 and id.isascii() and id.replace("_", "").isalnum()
+        info = agents.get(tenant, id) if formed else None
+        if info is not None and info.metadata.get("object") == kind and is_one(info.metadata):
+            return info
+    except (NotFound, KeyError, ValueError, RecursionError):
+        pass
+    raise NotFound(f"there is no {kind} {id[:100]!r}", field="response_id" if kind == KIND else kind)
+
+
+def _is_response(metadata: Mapping[str, str]) -> bool:
+    msgspec.convert(json.loads(metadata["head"]), _Head)
+    msgspec.convert(json.loads(metadata["called"]), dict[str, Called])
+    if "searched" in metadata:
+        msgspec.json.decode(metadata["searched"], type=Searched)
+    return {"root", "include"} <= metadata.keys()
+
+
+def _searched(info: AgentInfo) -> Searched | None:
+    given = info.metadata.get("searched")
+    return None if given is None else msgspec.json.decode(given, type=Searched)
+
+
+def _called(info: AgentInfo) -> dict[str, Called]:
+    return {name: Called(*parts) for name, parts in json.loads(info.metadata["called"]).items()}
+
+
+def _said_of(message: Mapping[str, Any] | None) -> MessageBuilder:
+    """An answer's message as what was said."""
+    said = MessageBuilder()
+    if message is not None:
+        calls = [
+            ToolCallDelta(index=n, id=one["id"], name=one["function"]["name"], arguments=one["function"]["arguments"])
+            for n, one in enumerate(message.get("tool_calls") or ())
+        ]
+        reasoning = message.get("reasoning_content") or ""
+        said.add(Delta(text=message.get("content") or "", reasoning=reasoning, tool_calls=tuple(calls)))
+    return said

@@ -1,0 +1,269 @@
+"""OpenAI's vector stores, under /v1/vector_stores: the collections of /v1/collections by other names.
+
+POST /v1/vector_stores                        GET  /v1/vector_stores?limit=&order=&after=
+GET  /v1/vector_stores/{id}                   POST, DELETE /v1/vector_stores/{id}
+POST /v1/vector_stores/{id}/search
+POST /v1/vector_stores/{id}/files             GET  /v1/vector_stores/{id}/files?limit=&order=&after=&filter=
+GET  /v1/vector_stores/{id}/files/{file}      POST, DELETE /v1/vector_stores/{id}/files/{file}
+GET  /v1/vector_stores/{id}/files/{file}/content
+POST /v1/vector_stores/{id}/file_batches      GET  /v1/vector_stores/{id}/file_batches/{batch}
+POST /v1/vector_stores/{id}/file_batches/{batch}/cancel
+GET  /v1/vector_stores/{id}/file_batches/{batch}/files?limit=&order=&after=&filter=
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from cairn.api.chat.paging import LISTED, MOST_LISTED, parameters
+from cairn.api.chat.parse import parse
+from cairn.api.http.call import HTTPCall
+from cairn.api.http.json_body import read_json, read_nothing
+from cairn.api.native.agent_schemas import NoBody
+from cairn.api.native.library import Library
+from cairn.api.openai.files import listed
+from cairn.api.openai.vector_store_schemas import (
+    AttachBody,
+    AttributesBody,
+    BatchBody,
+    StoreSearchBody,
+    VectorStoreBody,
+    VectorStoreChangeBody,
+    attachment_object,
+    attributes_of,
+    batch_object,
+    result_object,
+    store_object,
+)
+from cairn.config.config import Config
+from cairn.frontend.service import Service
+from cairn.rag.attachments import Attachment
+from cairn.rag.definition import CHUNK, OVERLAP, Collection
+from cairn.rag.vector_stores import FIELD, Embedders, VectorStores
+from cairn.types.errors import InvalidRequest, NotFound
+
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
+PATH = "/v1/vector_stores"
+STATES = ("in_progress", "completed", "failed", "cancelled")
+
+
+class VectorStoreRoutes:
+    """The routes of vector stores."""
+
+    def __init__(self, config: Config, library: Library) -> None:
+        self._config, self._library = config, library
+
+    def routes(self, path: str) -> dict[str, Endpoint] | None:
+        """The methods of a path, or None."""
+        if path == PATH:
+            return {"POST": self.create, "GET": self.list}
+        parts = path.removeprefix(PATH + "/").split("/")
+        if not path.startswith(PATH + "/") or not all(parts):
+            return None
+        return self._of_batches(parts) if parts[1:2] == ["file_batches"] else self._of_store(parts)
+
+    def _of_store(self, parts: Sequence[str]) -> dict[str, Endpoint] | None:
+        match parts:
+            case [_]:
+                return {"GET": self.show, "POST": self.change, "DELETE": self.delete}
+            case [_, "search"]:
+                return {"POST": self.search}
+            case [_, "files"]:
+                return {"POST": self.attach, "GET": self.files}
+            case [_, "files", _]:
+                return {"GET": self.show_file, "POST": self.change_file, "DELETE": self.detach}
+            case [_, "files", _, "content"]:
+                return {"GET": self.content}
+        return None
+
+    def _of_batches(self, parts: Sequence[str]) -> dict[str, Endpoint] | None:
+        match parts:
+            case [_, _]:
+                return {"POST": self.batch}
+            case [_, _, _]:
+                return {"GET": self.show_batch}
+            case [_, _, _, "cancel"]:
+                return {"POST": self.cancel}
+            case [_, _, _, "files"]:
+                return {"GET": self.files}
+        return None
+
+    # --------------------------------------------------------------------------------------------------------- stores
+
+    async def create(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/vector_stores: {"name", "file_ids", "chunking_strategy", "metadata"}, all optional."""
+        stores, collections = await self._library.stores(), await self._library.open()
+        body = parse(VectorStoreBody, await read_nothing(call, self._config), self._config, call)
+        body.check()
+        id, wanted = f"vs_{call.id}", body.wanted()
+        for one in wanted:
+            await asyncio.to_thread(stores.files.get, call.tenant, one.file)
+        args = (call.tenant, id, CHUNK, OVERLAP, body.metadata or {}, body.name or "")
+        await asyncio.to_thread(collections.store.create, *args)
+        if wanted:
+            await stores.attach(call.tenant, id, wanted, self._embedders(call))
+        await call.json(await self._store(stores, call.tenant, id))
+
+    async def list(self, call: HTTPCall, service: Service) -> None:
+        """GET /v1/vector_stores, the newest first unless `order` is asc: all collections."""
+        stores, collections = await self._library.stores(), await self._library.open()
+        asked = parameters(call, ("limit", "order", "after"))
+        found = await asyncio.to_thread(collections.store.collections, call.tenant)
+        data = await asyncio.to_thread(
+            lambda: [store_object(one, stores.attachments.counts(one)) for one in reversed(found)]
+        )
+        await call.json(listed(asked, data, LISTED, MOST_LISTED))
+
+    async def show(self, call: HTTPCall, service: Service) -> None:
+        """GET /v1/vector_stores/{id}: how much it holds, and how far its files are."""
+        stores = await self._library.stores()
+        await call.json(await self._store(stores, call.tenant, call.path_part(PATH)))
+
+    async def change(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/vector_stores/{id}: {"name", "metadata"}; what is not given stays."""
+        stores, collections = await self._library.stores(), await self._library.open()
+        body = parse(VectorStoreChangeBody, await read_json(call, self._config), self._config, call)
+        body.check()
+        id = call.path_part(PATH)
+        await asyncio.to_thread(collections.store.change, call.tenant, id, body.name, body.metadata)
+        await call.json(await self._store(stores, call.tenant, id))
+
+    async def delete(self, call: HTTPCall, service: Service) -> None:
+        """DELETE /v1/vector_stores/{id}: answered when its text is overwritten on the disk; files stay."""
+        collections, id = await self._library.open(), call.path_part(PATH)
+        await asyncio.to_thread(collections.store.delete, call.tenant, id)
+        await call.json({"id": id, "object": "vector_store.deleted", "deleted": True})
+
+    async def search(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/vector_stores/{id}/search: {"query", "filters", "max_num_results", "ranking_options"}."""
+        body = parse(StoreSearchBody, await read_json(call, self._config), self._config, call)
+        queries, search = body.queries(), body.search()
+        if body.rewrite_query:
+            call.warn("rewrite_query: the query is searched as it is")
+        rerank = None if body.ranking_options is None else body.ranking_options.rerank
+        found = await self._library.search(call, [call.path_part(PATH)], queries, search, rerank)
+        data = [result_object(one) | {"content": [{"type": "text", "text": one.chunk.text}]} for one in found]
+        kind = "vector_store.search_results.page"
+        await call.json({"object": kind, "search_query": queries, "data": data, "has_more": False, "next_page": None})
+
+    # ---------------------------------------------------------------------------------------------------------- files
+
+    async def attach(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/vector_stores/{id}/files: {"file_id", "attributes", "chunking_strategy"}; it is read meanwhile."""
+        stores, id = await self._library.stores(), call.path_part(PATH)
+        body = parse(AttachBody, await read_json(call, self._config), self._config, call)
+        await stores.attach(call.tenant, id, [body.wanted()], self._embedders(call))
+        await call.json(await self._file(stores, call.tenant, id, body.file_id))
+
+    async def files(self, call: HTTPCall, service: Service) -> None:
+        """GET the files of a vector store, or of a batch, the newest first unless `order` is asc; `filter`: those that
+        are so far."""
+        stores = await self._library.stores()
+        asked = parameters(call, ("limit", "order", "after", "filter"))
+        batch = call.path_part(PATH, 2) if call.path_part(PATH, 1) == "file_batches" else ""
+        store, found = await stores.listed(call.tenant, call.path_part(PATH), batch)
+        _check_batch(batch, found)
+        if (state := asked.get("filter")) is not None:
+            if state not in STATES:
+                raise InvalidRequest(f"filter must be one of {', '.join(STATES)}", field="filter")
+            found = [one for one in found if one.state == state]
+        sizes = await self._sizes(store)
+        data = [attachment_object(store, one, sizes.get(one.file, 0)) for one in found]
+        await call.json(listed(asked, data, LISTED, MOST_LISTED))
+
+    async def show_file(self, call: HTTPCall, service: Service) -> None:
+        """GET /v1/vector_stores/{id}/files/{file}: how far it is, and why it could not be read."""
+        stores = await self._library.stores()
+        await call.json(await self._file(stores, call.tenant, call.path_part(PATH), call.path_part(PATH, 2)))
+
+    async def change_file(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/vector_stores/{id}/files/{file}: {"attributes"}."""
+        stores, id, file = await self._library.stores(), call.path_part(PATH), call.path_part(PATH, 2)
+        body = parse(AttributesBody, await read_json(call, self._config), self._config, call)
+        await stores.note(call.tenant, id, file, attributes_of(body.attributes))
+        await call.json(await self._file(stores, call.tenant, id, file))
+
+    async def detach(self, call: HTTPCall, service: Service) -> None:
+        """DELETE /v1/vector_stores/{id}/files/{file}: answered when its text there is overwritten; the file stays."""
+        stores, file = await self._library.stores(), call.path_part(PATH, 2)
+        await stores.detach(call.tenant, call.path_part(PATH), file)
+        await call.json({"id": file, "object": "vector_store.file.deleted", "deleted": True})
+
+    async def content(self, call: HTTPCall, service: Service) -> None:
+        """GET /v1/vector_stores/{id}/files/{file}/content: its text, chunk by chunk."""
+        collections = await self._library.open()
+
+        def found() -> list[dict[str, Any]]:
+            store = collections.store.collection(call.tenant, call.path_part(PATH))
+            return [{"type": "text", "text": text} for text in collections.store.texts(store, call.path_part(PATH, 2))]
+
+        data = await asyncio.to_thread(found)
+        kind = "vector_store.file_content.page"
+        await call.json({"object": kind, "data": data, "has_more": False, "next_page": None})
+
+    # -------------------------------------------------------------------------------------------------------- batches
+
+    async def batch(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/vector_stores/{id}/file_batches: {"file_ids", "files", "attributes", "chunking_strategy"}."""
+        stores, id, batch = await self._library.stores(), call.path_part(PATH), f"vsfb_{call.id}"
+        body = parse(BatchBody, await read_json(call, self._config), self._config, call)
+        wanted = body.wanted()
+        if not wanted:
+            raise InvalidRequest("file_ids is empty; it must hold at least one", field="file_ids")
+        await stores.attach(call.tenant, id, wanted, self._embedders(call), batch)
+        store, found = await stores.listed(call.tenant, id, batch)
+        if not found:  # all of them are there already, and no batch of their own
+            raise InvalidRequest("file_ids: the vector store has all of these files already", field="file_ids")
+        await call.json(batch_object(store, batch, found))
+
+    async def show_batch(self, call: HTTPCall, service: Service) -> None:
+        """GET /v1/vector_stores/{id}/file_batches/{batch}: how far its files are."""
+        stores, batch = await self._library.stores(), call.path_part(PATH, 2)
+        store, found = await stores.listed(call.tenant, call.path_part(PATH), batch)
+        _check_batch(batch, found)
+        await call.json(batch_object(store, batch, found))
+
+    async def cancel(self, call: HTTPCall, service: Service) -> None:
+        """POST /v1/vector_stores/{id}/file_batches/{batch}/cancel: what is not read yet stays out."""
+        stores, id, batch = await self._library.stores(), call.path_part(PATH), call.path_part(PATH, 2)
+        parse(NoBody, await read_nothing(call, self._config), self._config)
+        _check_batch(batch, (await stores.listed(call.tenant, id, batch))[1])
+        await stores.cancel(call.tenant, id, batch)
+        await call.json(batch_object(*_with(batch, await stores.listed(call.tenant, id, batch))))
+
+    # --------------------------------------------------------------------------------------------------------- within
+
+    def _embedders(self, call: HTTPCall) -> Embedders:
+        salt, share = call.salt, call.share
+        return lambda: self._library.embedder(salt, share, None, FIELD)
+
+    async def _store(self, stores: VectorStores, tenant: str, id: str) -> dict[str, Any]:
+        collections = await self._library.open()
+
+        def found() -> dict[str, Any]:
+            store = collections.store.collection(tenant, id)
+            return store_object(store, stores.attachments.counts(store))
+
+        return await asyncio.to_thread(found)
+
+    async def _file(self, stores: VectorStores, tenant: str, id: str, file: str) -> dict[str, Any]:
+        store, one = await stores.one(tenant, id, file)
+        return attachment_object(store, one, (await self._sizes(store)).get(file, 0))
+
+    async def _sizes(self, store: Collection) -> dict[str, int]:
+        collections = await self._library.open()
+        with contextlib.suppress(NotFound):
+            return {one.id: one.size for one in await asyncio.to_thread(collections.store.documents, store)}
+        return {}
+
+
+def _with(batch: str, found: tuple[Collection, Sequence[Attachment]]) -> tuple[Collection, str, Sequence[Attachment]]:
+    return found[0], batch, found[1]
+
+
+def _check_batch(batch: str, found: Sequence[Attachment]) -> None:
+    if batch and not found:
+        raise NotFound(f"there is no batch {batch[:64]}", field="batch_id")

@@ -1,0 +1,536 @@
+"""Every option, declared once: type, default, bounds and help.
+
+Flags (`--kv-gb`), environment variables (`CAIRN_KV_GB`) and keys of cairn.toml (`kv_gb`) are generated from `Config` by
+`cairn.config.option`; `cairn.config.resolve` finds their values. Everything is resolved before anything is built and
+never written after.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+PREFIX = "CAIRN_"
+"""Every environment variable with this prefix is an option, or an error."""
+
+
+KEY = "printable ASCII characters without spaces, at least one"
+"""What a key consists of: others cannot be sent in a header."""
+
+
+def is_key(text: str) -> bool:
+    """Whether a text can be a key."""
+    return bool(text) and all("!" <= char <= "~" for char in text)
+
+
+class Secret:
+    """A string that does not print itself."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: str) -> None:
+        self._value = value
+
+    def reveal(self) -> str:
+        """The string itself: to compare or to send, never to print."""
+        return self._value
+
+    def __repr__(self) -> str:
+        return "***"
+
+    __str__ = __repr__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and hmac.compare_digest(self._value.encode(), other._value.encode())
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+
+class TenantLimits(msgspec.Struct, frozen=True):
+    """What one tenant may ask for; None: what the server's options say."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    input_tokens_per_minute: int | None = None
+    output_tokens_per_minute: int | None = None
+    max_concurrent: int | None = None
+    max_agents: int | None = None
+    max_disk_mib: int | None = None
+    weight: float = 1.0
+    """Its turns in the scheduler, against those of others that wait."""
+    priority: int = 0
+    """Its class: those of a lower number come before others, as requests of one tenant do."""
+
+
+class TenantTurns(msgspec.Struct, frozen=True):
+    """How the scheduler treats tenants that are not like all others, by their names."""
+
+    weights: dict[str, float] = {}
+    """How many turns they have against others that wait; 1 where nothing is said."""
+    priorities: dict[str, int] = {}
+    """Their classes; 0 where nothing is said."""
+
+
+class TenantKeys(msgspec.Struct, frozen=True):
+    """A tenant named in the configuration, and the API keys that are its own."""
+
+    name: str
+    keys: tuple[Secret, ...]
+    limits: TenantLimits = TenantLimits()
+
+    def __str__(self) -> str:
+        return f"{self.name} ({len(self.keys)} key{'s' if len(self.keys) != 1 else ''})"
+
+
+class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the models of a server: a table of [[models]] in cairn.toml, or a MODEL of the command line."""
+
+    model: str
+    name: str | None = None
+    """What clients call it; None: its own name."""
+    aliases: tuple[str, ...] = ()
+    kv_share: float | None = None
+    """Its part of `kv_disk_gb`; None: as much as others that say nothing."""
+    pin: bool = False
+    """It is loaded at the start, and makes room for no other."""
+    ttl: float | None = None
+    """Seconds without requests after which it is unloaded; None: the server's `model_ttl`."""
+    load: bool = True
+    """It is loaded at the start, where there is room."""
+    options: dict[str, Any] = {}
+    """Fields of `Config` that differ from the server's."""
+
+    def __str__(self) -> str:
+        return self.name or self.model
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The options of one server or one local run. Sizes and times carry their unit in the name or the help."""
+
+    # model and engine
+    model: Annotated[
+        str,
+        Meta(
+            description="A folder, a .gguf file, a hub id (org/name, org/name:Q4_K_M), 'smollm2', which is downloaded "
+            "when it is first served, or 'demo', bundled."
+        ),
+    ] = "demo"
+    served_name: Annotated[str | None, Meta(description="Name that clients use for the model; default: its own.")] = (
+        None
+    )
+    alias: Annotated[
+        tuple[str, ...], Meta(description="Another name that clients may use for the model; repeat for more.")
+    ] = ()
+    strict_model: Annotated[
+        bool,
+        Meta(
+            description="Refuse requests that name another model, with 404. Without it they are answered by the one "
+            "there is, and the answer tells its name."
+        ),
+    ] = False
+    tokenizer: Annotated[
+        str | None,
+        Meta(
+            description="A tokenizer.json, or a folder with one, in place of the model's own; what lies beside it, "
+            "such as tokenizer_config.json, belongs to it. It must not have more tokens than the model."
+        ),
+    ] = None
+    kind: Annotated[
+        Literal["auto", "rerank"],
+        Meta(
+            description="What the model is for; 'auto': what its files say, 'rerank': a Qwen3 that judges pairs of "
+            'texts by "yes" and "no", as Qwen3-Reranker does.'
+        ),
+    ] = "auto"
+    engine: Annotated[Literal["auto", "cpu", "fake"], Meta(description="What computes; 'fake' is for tests.")] = "auto"
+    kernels: Annotated[
+        Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512"],
+        Meta(description="What the CPU computes with; 'auto': the fastest that runs here, 'reference' is numpy."),
+    ] = "auto"
+    weights: Annotated[
+        Literal["auto", "stored", "f32", "bf16", "int8", "int4"],
+        Meta(
+            description="What weights are held in: 'stored' as the model's files have them, 'int8' and 'int4' rounded "
+            "in groups of 32; 'auto': as stored, and f32 for a model of less than 34 million parameters."
+        ),
+    ] = "auto"
+    keep_packed: Annotated[
+        bool,
+        Meta(
+            description="Keep the packed weights of models from 64 MiB in the user's cache folder, "
+            "so that the next start need not pack them."
+        ),
+    ] = True
+    keep_packed_gb: Annotated[
+        Annotated[float, Meta(gt=0, le=1 << 20)] | None,
+        Meta(
+            description="Most GB of packed weights that are kept, of all models; default: a fifth of what the disk has "
+            "free or they hold, at most 50. Those that no start has used for longest go first."
+        ),
+    ] = None
+    experts: Annotated[
+        Literal["auto", "memory", "mapped"],
+        Meta(
+            description="Where a model's experts are: in 'memory', or 'mapped' from their packed copy on the disk, of "
+            "which the system reads what is used; 'auto': mapped where memory has no room for them."
+        ),
+    ] = "auto"
+    threads: Annotated[
+        Annotated[int, Meta(ge=1, le=1024)] | None, Meta(description="CPU threads; default: all cores.")
+    ] = None
+    context: Annotated[
+        Annotated[int, Meta(ge=16, le=1 << 24)] | None,
+        Meta(description="Longest context in tokens; default: the model's own."),
+    ] = None
+    kv_gb: Annotated[
+        Annotated[float, Meta(gt=0, le=1 << 16)] | None,
+        Meta(
+            description="KV pool in GB; default: a quarter of the free memory, "
+            "at most what max_running full contexts need."
+        ),
+    ] = None
+    kv_dtype: Annotated[
+        Literal["auto", "f32", "bf16", "f16"],
+        Meta(
+            description="Type of KV in the pool and in stores; 'auto': f32 for models of less than 64 MiB (in 16 "
+            "bits), else bf16. 'f16' is eight times finer than bf16; a model whose keys or values might pass its "
+            "largest number, 65,504, is held in bf16 all the same, and the start says so."
+        ),
+    ] = "auto"
+    # scheduling
+    max_running: Annotated[int, Meta(ge=1, le=4096, description="Most requests computed in one step.")] = 64
+    step_tokens: Annotated[int, Meta(ge=16, le=1 << 16, description="Most tokens computed in one step.")] = 512
+    step_seconds: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=3600,
+            description="Most seconds between two tokens of a stream while another's prompt is read beside it.",
+        ),
+    ] = 0.25
+    max_queue: Annotated[int, Meta(ge=1, description="Most requests waiting; more are a 429.")] = 256
+    max_queue_tokens: Annotated[int, Meta(ge=1, description="Most prompt tokens waiting; more are a 429.")] = 1 << 20
+    max_queue_pools: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="How many times over the KV of all that waits may fill the pool, as far as can be told; more "
+            "are a 429.",
+        ),
+    ] = 32.0
+    request_timeout: Annotated[float, Meta(gt=0, description="Seconds after which a request ends.")] = 3600.0
+    # stored KV
+    kv_dir: Annotated[
+        str | None,
+        Meta(
+            description="Folder that keeps KV beyond the pool and a restart; default for 'serve': cairn/kv in the "
+            "user's cache folder, elsewhere none."
+        ),
+    ] = None
+    kv_disk: Annotated[bool, Meta(description="Keep KV in kv_dir.")] = True
+    kv_disk_gb: Annotated[
+        Annotated[float, Meta(gt=0, le=1 << 20)] | None,
+        Meta(
+            description="Most GB in kv_dir; default: a fifth of what the disk has free or the folder holds, at most 50."
+        ),
+    ] = None
+    kv_codec: Annotated[
+        Literal["raw", "q8"],
+        Meta(
+            description="How KV is written in kv_dir. 'q8' takes a quarter of the room of f32, half of that of bf16 or "
+            "f16, and rounds: answers from loaded KV may differ; it needs 'cairn cache check-codec' first."
+        ),
+    ] = "raw"
+    kv_ram_gb: Annotated[
+        Annotated[float, Meta(gt=0, le=1 << 20)] | None,
+        Meta(description="GB of host memory that keep KV, for engines whose pool is elsewhere; default: none."),
+    ] = None
+    kv_load: Annotated[
+        Literal["auto", "always", "never"],
+        Meta(description="Load stored KV; 'auto': where that is faster than to compute it, as measured."),
+    ] = "auto"
+    store_kv: Annotated[
+        Literal["asked", "always"],
+        Meta(
+            description='"store": false in a request keeps its KV and the tokens of its answer off the disk, so that '
+            "nothing of it is found again after a restart; 'always' keeps them all the same. Some agents send it "
+            "unasked (codex, pi)."
+        ),
+    ] = "asked"
+    kv_write_gb: Annotated[
+        float,
+        Meta(ge=0, description="GB of KV stored a day at first touch; beyond that, only what comes a second time."),
+    ] = 100.0
+    kv_ttl: Annotated[
+        float,
+        Meta(ge=0, description="Seconds that unused KV is kept in kv_dir; 0 keeps it until its room is needed."),
+    ] = 30 * 86400.0
+    kv_fresh: Annotated[
+        bool, Meta(description="Set a kv_dir aside that cannot be used as a store, and start a new one in its place.")
+    ] = False
+    # text
+    sampler_order: Annotated[
+        Literal["default", "llama"],
+        Meta(
+            description="Order of samplers where a request lists none: 'default' applies the temperature before top_k, "
+            "top_p and min_p, as transformers and vLLM do, 'llama' after them, as llama.cpp does."
+        ),
+    ] = "default"
+    reasoning_history: Annotated[
+        Literal["keep", "template"],
+        Meta(
+            description="'keep' puts reasoning that a client left out back into the prompt; "
+            "'template' leaves it to the chat template."
+        ),
+    ] = "keep"
+    tool_instructions: Annotated[
+        bool,
+        Meta(
+            description="Where the chat template shows no tools: tell the model of them in the first message, and of "
+            "calls as JSON in <tool_call> tags. Off, tools are refused there."
+        ),
+    ] = True
+    chat_template: Annotated[
+        str | None,
+        Meta(
+            description="Chat template in place of the model's own: a name (chatml, llama3, gemma, mistral, ...) "
+            "or a file."
+        ),
+    ] = None
+    template_timeout: Annotated[
+        float, Meta(gt=0, le=60, description="Seconds of processor time a chat template may take.")
+    ] = 1.0
+    # agents
+    agents_dir: Annotated[
+        str | None,
+        Meta(description="Folder of the token log that keeps agents; default: cairn/agents in the user's data folder."),
+    ] = None
+    log: Annotated[
+        bool,
+        Meta(
+            description="Keep answers to ordinary requests in the token log for 7 days, so that a conversation that "
+            "is sent again after a restart finds their very tokens. Stored KV holds token ids too: where no text may "
+            'stay on the disk, give --no-kv-disk as well, or send "store": false.'
+        ),
+    ] = True
+    # several models
+    models: Annotated[
+        tuple[ModelOptions, ...],
+        Meta(
+            description="The models of a server that has several: repeat MODEL. In cairn.toml: [[models]] with model, "
+            "name, aliases, kv_share, pin, ttl, load, and options of the model alone such as weights and context."
+        ),
+    ] = ()
+    models_dir: Annotated[
+        str | None,
+        Meta(
+            description="Folder whose models (folders and .gguf files) can be asked for by name; each is loaded by the "
+            "first request that names it."
+        ),
+    ] = None
+    max_loaded: Annotated[
+        int,
+        Meta(ge=1, le=64, description="Most models loaded at once; the one that was not used for longest makes room."),
+    ] = 8
+    memory_gb: Annotated[
+        Annotated[float, Meta(gt=0, le=1 << 16)] | None,
+        Meta(
+            description="GB of memory for all loaded models: weights, KV pools and buffers; default: what is free when "
+            "a model is loaded."
+        ),
+    ] = None
+    load_timeout: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=3600,
+            description="Seconds that a request waits while its model is loaded; beyond that it is a 503 with "
+            "Retry-After.",
+        ),
+    ] = 60.0
+    model_ttl: Annotated[
+        float,
+        Meta(ge=0, description="Seconds without requests after which a model is unloaded, of several; 0 is never."),
+    ] = 0.0
+    # server
+    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 picks a free one.")] = 8000
+    api_key: Annotated[
+        tuple[Secret, ...],
+        Meta(description="Key that clients may use; repeat for several. @FILE reads keys from a file, one a line."),
+    ] = ()
+    tenants: Annotated[
+        tuple[TenantKeys, ...],
+        Meta(
+            description="A tenant and a key of it, or @FILE; repeat for more. Tenants share no agents and no KV. "
+            "In cairn.toml: [tenants.NAME] with api_key."
+        ),
+    ] = ()
+    admin_key: Annotated[
+        Secret | None,
+        Meta(description="Key for /metrics and other admin routes on a server with keys; @FILE reads it."),
+    ] = None
+    admin_port: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)] | None,
+        Meta(description="Port of a listener of their own for /metrics and the other admin routes; default: none."),
+    ] = None
+    admin_host: Annotated[str, Meta(description="Address of that listener.")] = "127.0.0.1"
+    unsafe_no_auth: Annotated[bool, Meta(description="Listen beyond this machine without any API key.")] = False
+    allowed_hosts: Annotated[
+        tuple[str, ...], Meta(description="Host headers to accept besides the address itself and localhost.")
+    ] = ()
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Web origins that may call the API, such as https://app.example; none by default. "
+            "http://localhost stands for all its ports, '*' for every page."
+        ),
+    ] = ()
+    page: Annotated[
+        bool,
+        Meta(description="Answer browsers at / with a page: chat, the tree of contexts, what goes on, what was saved."),
+    ] = True
+    docs: Annotated[bool, Meta(description="Describe the API at /openapi.json and for people at /docs.")] = True
+    metrics_prefix: Annotated[Literal["cairn", "vllm"], Meta(description="Prefix of the metric names.")] = "cairn"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="How much to log on stderr.")
+    ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"],
+        Meta(
+            description="How lines of the log look: for people, or each a JSON object. No text of a request is there."
+        ),
+    ] = "text"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Meta(
+            description="Where traces go by OpenTelemetry's protocol over HTTP, such as http://127.0.0.1:4318; needs "
+            "the extra otel. Default: nowhere."
+        ),
+    ] = None
+    shutdown_grace: Annotated[
+        float, Meta(ge=0, description="Seconds that running requests may go on after SIGTERM.")
+    ] = 30.0
+    heartbeat: Annotated[float, Meta(gt=0, description="Seconds between SSE comments while a stream waits.")] = 15.0
+    reconnect_grace: Annotated[
+        float, Meta(ge=0, description="Seconds that a resumable request runs on after its connection closed.")
+    ] = 60.0
+    max_resumable_mib: Annotated[
+        int, Meta(ge=1, description="Most MiB kept of resumable answers; the oldest are given up first.")
+    ] = 64
+    tls_cert: Annotated[
+        str | None, Meta(description="File with the certificate chain (PEM) for HTTPS; with tls_key.")
+    ] = None
+    tls_key: Annotated[str | None, Meta(description="File with the certificate's private key (PEM).")] = None
+    # what one tenant may ask for
+    requests_per_minute: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 31)] | None,
+        Meta(
+            description="Most requests a minute of one tenant, without keys of one client; more are a 429. In "
+            "cairn.toml [tenants.NAME] can say otherwise, and give a weight."
+        ),
+    ] = None
+    tokens_per_minute: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 40)] | None,
+        Meta(description="Most tokens a minute of one tenant, of prompts and answers together; more are a 429."),
+    ] = None
+    max_concurrent: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 20)] | None,
+        Meta(description="Most requests of one tenant at once; more are a 429."),
+    ] = None
+    input_tokens_per_minute: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 40)] | None, Meta(description="The same of prompts alone.")
+    ] = None
+    output_tokens_per_minute: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 40)] | None, Meta(description="The same of answers alone.")
+    ] = None
+    max_agents: Annotated[
+        Annotated[int, Meta(ge=1, le=10_000)] | None,
+        Meta(description="Most agents that one tenant keeps; more are a 403. Default: 10,000."),
+    ] = None
+    max_disk_mib: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 31)] | None,
+        Meta(
+            description="Most MiB that agents, teams, runs and collections of one tenant take on the disk; beyond that "
+            "nothing more is kept of it, with a 403. Stored KV is not counted."
+        ),
+    ] = None
+    # limits on what a client may send
+    lenient: Annotated[
+        bool,
+        Meta(
+            description="Answer requests with unknown fields, and tell of these in the answer's 'warnings'; without "
+            "it they are a 400, but with the header X-Cairn-Lenient: 1."
+        ),
+    ] = False
+    max_header_kib: Annotated[int, Meta(ge=1, description="Most KiB of request line and headers.")] = 32
+    max_body_mib: Annotated[int, Meta(ge=1, description="Most MiB of request body.")] = 16
+    max_bodies_mib: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Most MiB of request bodies held at once, from their first byte to the end of the answer; one "
+            "of several tenants may have half of them.",
+        ),
+    ] = 256
+    max_import_mib: Annotated[
+        int, Meta(ge=1, description="Most MiB of an imported agent, or of a form with a file.")
+    ] = 256
+    header_timeout: Annotated[float, Meta(gt=0, description="Seconds to receive the headers.")] = 10.0
+    body_timeout: Annotated[float, Meta(gt=0, description="Most seconds between two pieces of a body.")] = 30.0
+    min_body_rate: Annotated[
+        int, Meta(ge=0, description="Fewest bytes a second of a body that takes longer than body_timeout.")
+    ] = 1024
+    idle_timeout: Annotated[float, Meta(gt=0, description="Seconds that a connection may stay open unused.")] = 75.0
+    stream_buffer_kib: Annotated[
+        int, Meta(ge=1, le=1 << 20, description="Most KiB kept for a client that reads slowly.")
+    ] = 256
+    stream_stall: Annotated[
+        float, Meta(gt=0, description="Seconds after which a client that does not read is cut.")
+    ] = 30.0
+    max_json_depth: Annotated[int, Meta(ge=1, description="Deepest nesting of a JSON body.")] = 64
+    max_json_values: Annotated[int, Meta(ge=1, description="Most values in a JSON body.")] = 1 << 18
+    max_messages: Annotated[int, Meta(ge=1, description="Most messages in a chat.")] = 4096
+    max_tools: Annotated[int, Meta(ge=1, description="Most tools in a chat.")] = 128
+    max_choices: Annotated[int, Meta(ge=1, description="Largest n.")] = 8
+    max_prompts: Annotated[int, Meta(ge=1, description="Most prompts in one text completion.")] = 128
+    max_connections: Annotated[int, Meta(ge=1, description="Most open connections; more are a 503.")] = 4096
+
+
+LIMITS = (
+    "requests_per_minute",
+    "tokens_per_minute",
+    "input_tokens_per_minute",
+    "output_tokens_per_minute",
+    "max_concurrent",
+    "max_agents",
+    "max_disk_mib",
+)
+"""The limits of a tenant that the server's options give where it has none of its own."""
+
+
+def limits_of(config: Config) -> Callable[[str], TenantLimits]:
+    """What each tenant may ask for and keep, by its name."""
+    default = TenantLimits(**{name: getattr(config, name) for name in LIMITS})
+    named = {one.name: _with(one.limits, default) for one in config.tenants}
+    return lambda tenant: named.get(tenant, default)
+
+
+def _with(limits: TenantLimits, default: TenantLimits) -> TenantLimits:
+    """A tenant's own limits; where it has none the server's."""
+    lacking = {name: getattr(default, name) for name in LIMITS if getattr(limits, name) is None}
+    return msgspec.structs.replace(limits, **lacking)
+
+
+def turns_of(config: Config) -> TenantTurns:
+    """How the scheduler treats those tenants of whom the options say it."""
+    limits = {one.name: one.limits for one in config.tenants}
+    return TenantTurns(
+        {name: one.weight for name, one in limits.items() if one.weight != 1},
+        {name: one.priority for name, one in limits.items() if one.priority},
+    )

@@ -1,0 +1,126 @@
+"""The fields of `Config` as flags, variables and files see them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, Literal
+
+import msgspec
+
+from cairn.config.config import PREFIX, Config, ModelOptions, Secret, TenantKeys
+
+PANELS = (
+    ("Model and engine", "model"),
+    ("Scheduling", "max_running"),
+    ("Stored KV", "kv_dir"),
+    ("Text", "sampler_order"),
+    ("Agents", "agents_dir"),
+    ("Several models", "models"),
+    ("Server", "host"),
+    ("Limits on what one tenant may ask for", "requests_per_minute"),
+    ("Limits on what a client may send", "lenient"),
+)
+"""Groups of options in the help: each begins at the named field of `Config`."""
+
+_LOCAL_PANELS = ("Model and engine", "Scheduling", "Stored KV", "Text")
+_SERVED_ONLY = ("served_name", "alias", "strict_model", "store_kv")
+
+Kind = Literal["int", "float", "str", "bool", "choice", "secret", "tenant", "model"]
+
+
+class Option(msgspec.Struct, frozen=True, kw_only=True):
+    """One field of `Config` as flags, variables and files see it."""
+
+    name: str
+    kind: Kind
+    many: bool
+    default: Any
+    choices: tuple[str, ...] = ()
+    above: float | None = None
+    """The value must be greater."""
+    least: float | None = None
+    most: float | None = None
+    help: str
+    panel: str
+
+    @property
+    def flag(self) -> str:
+        """The option as it is written on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The variable as it is written in the environment."""
+        return PREFIX + self.name.upper()
+
+    @property
+    def limits(self) -> str:
+        """The bounds as words, or an empty string."""
+        low = f"more than {self.above:g}" if self.above is not None else ""
+        low = f"at least {self.least:.15g}" if self.least is not None else low
+        high = f"at most {self.most:.15g}" if self.most is not None else ""
+        return " and ".join(part for part in (low, high) if part)
+
+
+@cache
+def options() -> tuple[Option, ...]:
+    """Every option in the order of `Config`."""
+    starts = {field: panel for panel, field in PANELS}
+    panel = PANELS[0][0]
+    found = []
+    struct = msgspec.inspect.type_info(Config)
+    assert isinstance(struct, msgspec.inspect.StructType)
+    for field in struct.fields:
+        panel = starts.get(field.name, panel)
+        found.append(_option(field, panel))
+    return tuple(found)
+
+
+def local_options() -> tuple[str, ...]:
+    """Names of what matters without a server: to `cairn chat`, `cairn generate` and `LLM`."""
+    return tuple(one.name for one in options() if one.panel in _LOCAL_PANELS and one.name not in _SERVED_ONLY)
+
+
+def _option(field: msgspec.inspect.Field, panel: str) -> Option:
+    inspect = msgspec.inspect
+    kind = field.type
+    text = ""
+    if isinstance(kind, inspect.Metadata):
+        text = str((kind.extra_json_schema or {}).get("description", ""))
+        kind = kind.type
+    if isinstance(kind, inspect.UnionType):
+        (kind,) = (part for part in kind.types if not isinstance(part, inspect.NoneType))
+    many = isinstance(kind, inspect.VarTupleType)
+    if isinstance(kind, inspect.VarTupleType):
+        kind = kind.item_type
+    choices: tuple[str, ...] = ()
+    bounds: dict[str, float | None] = {}
+    name: Kind
+    if isinstance(kind, inspect.LiteralType):
+        name, choices = "choice", tuple(str(value) for value in kind.values)
+    elif isinstance(kind, inspect.IntType | inspect.FloatType):
+        name = "int" if isinstance(kind, inspect.IntType) else "float"
+        bounds = {"above": kind.gt, "least": kind.ge, "most": kind.le}
+    elif isinstance(kind, inspect.BoolType):
+        name = "bool"
+    elif isinstance(kind, inspect.CustomType) and kind.cls is Secret:
+        name = "secret"
+    elif isinstance(kind, inspect.StructType) and kind.cls is TenantKeys:
+        name = "tenant"
+    elif isinstance(kind, inspect.StructType) and kind.cls is ModelOptions:
+        name = "model"
+    elif isinstance(kind, inspect.StrType):
+        name = "str"
+    else:
+        raise TypeError(f"Config.{field.name} has a type that no flag can carry: {kind}")
+    return Option(
+        name=field.name, kind=name, many=many, default=field.default, choices=choices, help=text, panel=panel, **bounds
+    )
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?` for the known word nearest to an unknown one, or an empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,40 @@
+"""Paths as a person writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from cairn.config.config import Config
+from cairn.types.errors import ConfigError
+
+
+def expanded(path: str | Path) -> Path:
+    """The path with `~` put in full. ConfigError where nobody knows whose home that is."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{path}: there is no home folder of that user; write the path in full") from None
+
+
+def home() -> Path:
+    """The user's home folder. ConfigError where there is none."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise ConfigError("this user has no home folder; set HOME, or name the folders with options") from None
+
+
+def with_folder(config: Config, env: Mapping[str, str]) -> Config:
+    """The configuration of a server: where no folder for KV is named, it has the user's own."""
+    if config.kv_dir is not None or not config.kv_disk:
+        return config
+    return msgspec.structs.replace(config, kv_dir=str(users_folder(env)))
+
+
+def users_folder(env: Mapping[str, str]) -> Path:
+    """The user's own, as the XDG base directory specification has it."""
+    base = env.get("XDG_CACHE_HOME")
+    return (Path(base) if base else home() / ".cache") / "cairn" / "kv"

@@ -1,0 +1,385 @@
+"""The options' values: a flag, else a CAIRN_* variable, else a key of cairn.toml, else the default; each checked."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cairn.config.config import KEY, LIMITS, PREFIX, Config, ModelOptions, Secret, TenantKeys, TenantLimits, is_key
+from cairn.config.option import Option, closest, options
+from cairn.config.paths import expanded, home
+from cairn.types.errors import ConfigError
+
+FILE_VARIABLE = "CAIRN_CONFIG"
+"""Names the file of options, as `--config` does."""
+
+
+_LINKED = re.compile(
+    r"CAIRN_(([A-Z0-9_]+_)?(SERVICE_(HOST|PORT)|PORT_\d+_|PORT=(tcp|udp|sctp)://)|NAME=/|ENV_).*", re.DOTALL
+)
+"""What Kubernetes and Docker set in every container beside a service that is called `cairn` or `cairn-...`: addresses,
+and of a linked container its name and its environment; no options."""
+
+
+class Resolved(msgspec.Struct, frozen=True):
+    """The options, and where each came from: a flag, a variable, a file's key, or the default."""
+
+    config: Config
+    again: Callable[[], Resolved]
+    """Reads them once more: files may say something else now."""
+    sources: dict[str, str]
+    """Where a value comes from, by field name; a field that is missing here has its default."""
+
+    def source(self, name: str) -> str:
+        """Where the value of a field came from, in words."""
+        return self.sources.get(name, "default")
+
+
+def resolve(
+    flags: Mapping[str, object] | None = None,
+    env: Mapping[str, str] | None = None,
+    file: Path | None = None,
+    *,
+    keywords: bool = False,
+) -> Resolved:
+    """Flags (by field name; None means not given), then CAIRN_* variables, then a file, then defaults.
+
+    The file is `file`, else the one that CAIRN_CONFIG names, else ./cairn.toml, else ~/.config/cairn/cairn.toml; the
+    last two may be missing. An empty variable counts as not set; a list in a variable is separated by commas. Raises
+    ConfigError for an unknown name, a value of the wrong type or out of bounds; it names the source and the limit.
+    With `keywords` the flags are spelled in messages as the Python keywords they were.
+    """
+    env = os.environ if env is None else env
+    raw = _from_file(env, file) | _from_env(env) | _from_flags(flags or {}, keywords)
+    if "models" in raw and "model" in raw:
+        if raw["models"].text == raw["model"].text:
+            raise ConfigError(
+                f"{raw['model'].source} and {raw['models'].source} both say what to serve; give one of them",
+                field="model",
+            )
+        del raw["model" if raw["models"].text else "models"]  # the command line and the environment go before a file
+    known = {option.name: option for option in options()}
+    values = {name: _value(known[name], given) for name, given in raw.items()}
+    return Resolved(
+        Config(**values),
+        lambda: resolve(flags, env, file, keywords=keywords),
+        {name: given.source for name, given in raw.items()},
+    )
+
+
+class _Given(msgspec.Struct, frozen=True):
+    """A value as it was written, before it is checked."""
+
+    value: object
+    source: str
+    text: bool
+    """Numbers may be written as text: true of flags and variables, not of a file, which has types."""
+
+
+def _from_flags(flags: Mapping[str, object], keywords: bool) -> dict[str, _Given]:
+    known = {option.name: option for option in options()}
+    found = {}
+    for name, value in flags.items():
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r}{closest(name, known)}", field=name)
+        if value is not None and not (known[name].many and not value):
+            flag = "MODEL" if name in ("model", "models") else known[name].flag  # arguments, not flags
+            found[name] = _Given(value, name if keywords else flag, True)
+    return found
+
+
+def _from_env(env: Mapping[str, str]) -> dict[str, _Given]:
+    known = {option.variable: option for option in options()}
+    found = {}
+    for variable in sorted(env):
+        text = env[variable]
+        if not variable.startswith(PREFIX) or variable == FILE_VARIABLE or not text:
+            continue
+        if _LINKED.fullmatch(f"{variable}={text}"):
+            continue
+        if variable not in known:
+            raise ConfigError(f"unknown environment variable {variable}{closest(variable, known)}", field=variable)
+        option = known[variable]
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        if option.many and not parts:  # a list of keys that names none would open the server
+            raise ConfigError(f"{variable} has blanks and commas only; leave it empty where it says nothing")
+        found[option.name] = _Given(parts if option.many else text, variable, True)
+    return found
+
+
+def _from_file(env: Mapping[str, str], file: Path | None) -> dict[str, _Given]:
+    path, table = _read(env, file)
+    known = {option.name for option in options()}
+    for key in table:
+        if key not in known:
+            raise ConfigError(f"unknown key {key!r} in {path}{closest(key, known)}", field=key)
+    return {key: _Given(value, f"{key} in {path}", False) for key, value in table.items()}
+
+
+def _read(env: Mapping[str, str], file: Path | None) -> tuple[Path | None, dict[str, Any]]:
+    """The file that holds and what it says; (None, {}) if there is none."""
+    path = file or (expanded(env[FILE_VARIABLE]) if env.get(FILE_VARIABLE) else None)
+    if path is None:
+        path = next((place for place in _places(env) if _there(place)), None)
+    if path is None:
+        return None, {}
+    try:
+        return path, tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    except (ValueError, RecursionError) as error:  # not only TOMLDecodeError: also of endless digits and brackets
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def _places(env: Mapping[str, str]) -> list[Path]:
+    """Where a file is looked for that nobody named."""
+    folder = env.get("XDG_CONFIG_HOME") or (f"{env['HOME']}/.config" if env.get("HOME") else "")
+    if not folder and env is os.environ:  # as of a service that is started without HOME
+        with contextlib.suppress(ConfigError):
+            folder = str(home() / ".config")
+    return [Path("cairn.toml")] + ([Path(folder) / "cairn" / "cairn.toml"] if folder else [])
+
+
+def _there(place: Path) -> bool:
+    try:
+        return place.is_file()
+    except OSError as error:
+        raise ConfigError(f"whether there is a file {place} cannot be told: {error.strerror or error}") from None
+
+
+def _value(option: Option, given: _Given) -> Any:
+    """The checked value of one option; ConfigError names the source and what was expected."""
+    if not option.many:
+        return _one(option, given, given.value)
+    written = given.value
+    if option.kind == "tenant":
+        return _tenants(option, given, written)
+    if option.kind == "model":
+        return _models(given, written)
+    if not isinstance(written, list | tuple):
+        written = [written]
+    if option.kind != "secret":
+        return tuple(_one(option, given, item) for item in written)
+    keys = [key for item in written for key in (_lines(given, item) if _is_file(item) else [item])]
+    return tuple(_secret(option, given, key) for key in keys)
+
+
+def _one(option: Option, given: _Given, value: object) -> Any:
+    match option.kind:
+        case "secret":
+            if _is_file(value):
+                (value, *more) = _lines(given, value)
+                if more:
+                    raise ConfigError(f"{given.source}: the file must hold one key", field=option.name)
+            return _secret(option, given, value)
+        case "str":
+            if not isinstance(value, str) or not value:
+                raise _wrong(option, given, value, "a text that is not empty")
+            return value
+        case "choice":
+            if value not in option.choices:
+                raise _wrong(option, given, value, "one of " + ", ".join(option.choices))
+            return value
+        case "bool":
+            return _bool(option, given, value)
+        case "int" | "float":
+            return _number(option, given, value)
+        case "tenant" | "model":
+            raise AssertionError("tenants and models are read by _tenants and _models")
+
+
+def _secret(option: Option, given: _Given, key: object) -> Secret:
+    """A key as it stands: one in a file may begin with @ and names no other."""
+    if not isinstance(key, str) or not is_key(key.strip()):
+        raise ConfigError(f"{given.source} must be a key: {KEY}", field=option.name)
+    return Secret(key.strip())
+
+
+TENANT_NAME = re.compile(r"(?!key-)[a-z0-9][a-z0-9_.-]{0,62}")
+"""What a tenant may be called; the names of keys without a tenant begin with `key-`."""
+
+
+def _tenants(option: Option, given: _Given, written: object) -> tuple[TenantKeys, ...]:
+    """NAME=KEY texts, or a file's tables. What a message quotes is never a key."""
+    found: dict[str, list[Secret]] = {}
+    for name, value in _named(given, written):
+        if not TENANT_NAME.fullmatch(name):
+            raise ConfigError(
+                f"{given.source}: a tenant's name has 1 to 63 small letters, digits, '.', '_' or '-', begins with a "
+                "letter or a digit, and not with 'key-'",
+                field=option.name,
+            )
+        items = value if isinstance(value, list) else [value]
+        keys = [key for item in items for key in (_lines(given, item) if _is_file(item) else [item])]
+        if not keys or not all(isinstance(key, str) and is_key(key) for key in keys):
+            raise ConfigError(f"{given.source}: the tenant {name} needs a key: {KEY}", field=option.name)
+        found.setdefault(name, []).extend(map(Secret, keys))
+    limits = _limits(given, written)
+    return tuple(
+        TenantKeys(name, tuple(dict.fromkeys(keys)), limits.get(name, TenantLimits())) for name, keys in found.items()
+    )
+
+
+def _limits(given: _Given, written: object) -> dict[str, TenantLimits]:
+    """What a file's tables say of tenants beside their keys."""
+    known = {option.name: option for option in options()}
+    found = {}
+    for name, table in written.items() if isinstance(written, dict) else ():
+        where = f"{given.source}: [tenants.{name}]"
+        more = {
+            one: _one(known[one], _Given(table[one], f"{where} {one}", False), table[one])
+            for one in LIMITS
+            if one in table
+        }
+        if (weight := table.get("weight")) is not None:
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.01 <= weight <= 100:
+                raise ConfigError(
+                    f"{where} weight is {weight!r} but must be a number from 0.01 to 100", field="tenants"
+                )
+            more["weight"] = float(weight)
+        if (priority := table.get("priority")) is not None:
+            if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > 100:
+                raise ConfigError(
+                    f"{where} priority is {priority!r} but must be a whole number from -100 to 100", field="tenants"
+                )
+            more["priority"] = priority
+        found[name] = TenantLimits(**more)
+    return found
+
+
+OF_A_MODEL = (
+    "tokenizer", "kind", "engine", "kernels", "weights", "keep_packed", "experts", "threads", "context", "kv_gb",
+    "kv_dtype", "max_running", "step_tokens", "kv_disk", "kv_codec", "kv_load", "reasoning_history",
+    "tool_instructions", "chat_template",
+)  # fmt: skip
+"""The options that a table of [[models]] may give otherwise than the server's."""
+_OWN = ("model", "name", "aliases", "kv_share", "pin", "ttl", "load")
+MOST_MODELS = 64
+
+
+def _models(given: _Given, written: object) -> tuple[ModelOptions, ...]:
+    """Places of models, or a file's tables. ConfigError for two models of one name."""
+    items = written if isinstance(written, list | tuple) else [written]
+    if len(items) > MOST_MODELS:
+        raise ConfigError(f"{given.source} has {len(items)} models; the limit is {MOST_MODELS}", field="models")
+    found = []
+    for number, item in enumerate(items, 1):
+        if isinstance(item, str) and item:
+            found.append(ModelOptions(model=item))
+        elif isinstance(item, dict) and not given.text:
+            found.append(_model(given.source, number, item))
+        else:
+            wanted = "the places of models" if given.text else "tables: [[models]] with model"
+            raise ConfigError(f"{given.source} must be {wanted}", field="models")
+    names = [name for one in found for name in {*one.aliases, *((one.name,) if one.name else ())}]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{given.source}: two models are called {twice}", field="models")
+    return tuple(found)
+
+
+def _model(source: str, number: int, table: dict[str, Any]) -> ModelOptions:
+    known = {option.name: option for option in options()}
+    where = f"{source}, model {number}"
+    own: dict[str, Any] = {}
+    more: dict[str, Any] = {}
+    for key, value in table.items():
+        at = _Given(value, f"{where}: {key}", False)
+        if key in OF_A_MODEL:
+            more[key] = _value(known[key], at)
+        elif key in ("model", "name"):
+            own[key] = _one(known["model"], at, value)
+        elif key == "aliases":
+            own[key] = _value(known["alias"], at)
+        elif key in ("pin", "load"):
+            own[key] = _bool(known["lenient"], at, value)
+        elif key == "ttl":
+            own[key] = float(_number(known["model_ttl"], at, value))
+        elif key == "kv_share":
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+                raise ConfigError(f"{at.source} is {value!r} but must be more than 0 and at most 1", field="models")
+            own[key] = float(value)
+        else:
+            raise ConfigError(f"{where}: unknown key {key!r}{closest(key, (*_OWN, *OF_A_MODEL))}", field="models")
+    if "model" not in own:
+        raise ConfigError(f"{where} needs model: a folder, a .gguf file, a hub id or a known name", field="models")
+    return ModelOptions(**own, options=more)
+
+
+def _named(given: _Given, written: object) -> list[tuple[str, Any]]:
+    """Each tenant's name beside what is given for its keys, not yet checked."""
+    if not given.text and isinstance(written, dict):
+        pairs = []
+        for name, table in written.items():
+            for key in table if isinstance(table, dict) else ():
+                if key not in (known := ("api_key", "weight", "priority", *LIMITS)):
+                    near = closest(key, known)
+                    raise ConfigError(f"{given.source}: unknown key {key!r} in [tenants.{name}]{near}", field="tenants")
+            if not isinstance(table, dict) or "api_key" not in table:
+                raise ConfigError(f"{given.source}: [tenants.{name}] needs api_key", field="tenants")
+            pairs.append((name, table["api_key"]))
+        return pairs
+    texts = written if isinstance(written, list | tuple) else [written]
+    split = [text.partition("=") for text in texts if isinstance(text, str) and "=" in text]
+    if not given.text or len(split) < len(texts):
+        wanted = "NAME=KEY" if given.text else "tables: [tenants.NAME] with api_key"
+        raise ConfigError(f"{given.source} must be {wanted}", field="tenants")
+    return [(name.strip(), key.strip()) for name, _, key in split]
+
+
+def _bool(option: Option, given: _Given, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = value.lower() if given.text and isinstance(value, str) else ""
+    if word not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
+        raise _wrong(option, given, value, "true or false")
+    return word in ("true", "1", "yes", "on")
+
+
+def _number(option: Option, given: _Given, value: object) -> int | float:
+    kind = int if option.kind == "int" else float
+    wanted = "a whole number" if kind is int else "a number"
+    if given.text and isinstance(value, str):
+        try:
+            value = kind(value)
+        except ValueError:
+            raise _wrong(option, given, value, wanted) from None
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+        raise _wrong(option, given, value, wanted)
+    if abs(value) >= 1 << 63 and abs(value) != math.inf:
+        raise _wrong(option, given, value, f"{wanted} of at most 64 bits")
+    if not math.isfinite(value):
+        raise _wrong(option, given, value, wanted)
+    below = (option.above is not None and value <= option.above) or (option.least is not None and value < option.least)
+    if below or (option.most is not None and value > option.most):
+        raise _wrong(option, given, value, option.limits)
+    return kind(value)
+
+
+def _wrong(option: Option, given: _Given, value: object, wanted: str) -> ConfigError:
+    return ConfigError(f"{given.source} is {value!r} but must be {wanted}", field=option.name)
+
+
+def _is_file(value: object) -> bool:
+    return isinstance(value, str) and value.startswith("@") and len(value) > 1
+
+
+def _lines(given: _Given, value: object) -> list[str]:
+    """The keys in a file that was named as @FILE: one a line, empty lines do not count."""
+    path = expanded(str(value)[1:])
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{given.source}: the key file {path} cannot be read: {error}", field=None) from None
+    if not lines:
+        raise ConfigError(f"{given.source}: the key file {path} is empty", field=None)
+    return lines

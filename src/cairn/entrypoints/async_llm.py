@@ -1,0 +1,424 @@
+"""`AsyncLLM`: a model in this process for asyncio, through the same `Service` that the server uses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, overload
+
+from cairn.config.config import Config
+from cairn.config.option import closest, local_options, options
+from cairn.config.resolve import resolve
+from cairn.entrypoints.answer import Answer, AsyncStream
+from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.structured_output import wanted_of
+from cairn.types.errors import ConfigError, InvalidRequest, Overloaded, Unavailable
+from cairn.types.request import OutputFormat, Request
+
+if TYPE_CHECKING:
+    from cairn.frontend.embeddings import Vector
+    from cairn.frontend.service import Service
+
+T = TypeVar("T")
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
+_IDLE_LOOKS = 20
+_CLOSED = "the model was closed while it was loaded"
+_ELSEWHERE = "the model was loaded in another event loop, and is answered and closed in that one alone"
+
+log = logging.getLogger("cairn.llm")
+
+
+class AsyncLLM:
+    """A model in this process, for asyncio: `async with AsyncLLM("demo") as llm`, or `await AsyncLLM.start("demo")`.
+
+    `model` is a folder, a .gguf file, a hub id that was pulled, or 'demo'; keywords are the options of `Config` that
+    matter without a server. Options not given come from CAIRN_* variables and cairn.toml. A complete `config` replaces
+    all of that. Until it is closed it belongs to the event loop in which it was loaded, as long as there is that loop.
+    Raises ConfigError or ModelError.
+    """
+
+    def __init__(self, model: str | None = None, *, config: Config | None = None, **options: object) -> None:
+        self.config = _config(model, options) if config is None else _only(config, model, options)
+        self._service: Service | None = None
+        self._turn = asyncio.Lock()
+        """Held by those that start or close it, in the event loop `_loop`."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting: tuple[asyncio.Task[Any], int] | None = None
+        """Who starts it now, and how often that task had been cancelled before, unless `close` has cut that off."""
+        self._closes = 0
+
+    @classmethod
+    async def start(cls, model: str | None = None, *, config: Config | None = None, **options: object) -> AsyncLLM:
+        """A model that is loaded."""
+        return await cls(model, config=config, **options).__aenter__()
+
+    async def __aenter__(self) -> AsyncLLM:
+        closes = self._closes
+        async with self._my_turn():
+            if self._service is None:
+                if self._closes != closes:
+                    raise Unavailable(_CLOSED)
+                self._service = await self._start()
+        return self
+
+    @contextlib.asynccontextmanager
+    async def _my_turn(self) -> AsyncIterator[None]:
+        """The lock of this event loop: one that somebody waited for cannot be used in another. Raises Unavailable.
+
+        What was loaded in a loop that has ended is freed first.
+        """
+        loop, left = asyncio.get_running_loop(), None
+        if self._loop is not loop:
+            if self._elsewhere():
+                raise Unavailable(_ELSEWHERE)
+            self._loop, self._turn = loop, asyncio.Lock()
+            left, self._service = self._service, None
+        async with self._turn:
+            if self._loop is not loop:  # another one came between two of this one
+                raise Unavailable(_ELSEWHERE)
+            if left is not None:
+                with contextlib.suppress(RuntimeError):  # its event loop is closed
+                    await left.close()
+            yield
+
+    def _elsewhere(self) -> bool:
+        """Whether it is loaded, started or closed in another event loop that has not ended."""
+        if self._loop is None or self._loop is asyncio.get_running_loop() or self._loop.is_closed():
+            return False
+        return self._service is not None or self._turn.locked()
+
+    async def _start(self) -> Service:
+        from cairn.frontend.service import Service
+
+        task = asyncio.current_task()
+        assert task is not None
+        before = task.cancelling()  # not 0 in a task that caught a cancellation and went on
+        self._starting = task, before
+        try:
+            return await Service.start(self.config, in_process=True)
+        except asyncio.CancelledError:
+            if self._starting is not None or task.uncancel() > before:
+                raise
+            raise Unavailable(_CLOSED) from None
+        finally:
+            self._starting = None
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def service(self) -> Service:
+        """The service behind it. Raises Unavailable before the start, after the end, and in another event loop."""
+        if self._service is None:
+            raise Unavailable("the model is not loaded: it was not started, or it was closed")
+        with contextlib.suppress(RuntimeError):  # no event loop: then what it tells without waiting may be asked
+            if asyncio.get_running_loop() is not self._loop:
+                raise Unavailable(_ELSEWHERE)
+        return self._service
+
+    async def close(self) -> None:
+        """Cancel what runs, or every start asked for before, and free everything. Does nothing the second time.
+
+        Raises Unavailable in another event loop than the one that it was loaded in, unless that has ended.
+        """
+        self._closes += 1
+        if self._starting is not None and not self._elsewhere():
+            task, before = self._starting
+            if task.cancelling() == before:  # else it is freeing what it has
+                self._starting = None
+                task.cancel()
+        async with self._my_turn():
+            service, self._service = self._service, None
+            if service is not None:
+                await service.close()
+
+    async def stream_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+        *,
+        template_args: Mapping[str, Any] | None = None,
+        response_format: Any = None,
+        tool_choice: Any = None,
+        **sampling: Any,
+    ) -> AsyncStream:
+        """The answer to a conversation in OpenAI's message format, piece by piece. See `chat`."""
+        service = self.service
+        service.check_generates()
+        asked = _sampling(sampling)
+        conversation = objects("messages", messages)
+        offered = [] if tools is None else _tools(tools)
+        known = [(tool["function"]["name"], tool["function"].get("strict") is True) for tool in offered]
+        wanted = wanted_of(
+            {"response_format": response_format}, known, tool_choice, parallel=asked.parallel_tool_calls is not False
+        )
+        prompt = await service.chat.prompt(
+            conversation,
+            None if tool_choice == "none" else [_without_strict(tool) for tool in offered] or None,
+            template_args=None if template_args is None else _template_args(template_args),
+            wanted=wanted,
+        )
+        answered = any(message.get("role") == "assistant" for message in conversation)
+        request = self._request(prompt.tokens, asked, output=prompt.output, grammar=prompt.grammar, durable=answered)
+
+        def remember(answer: Answer) -> None:
+            service.chat.remember("default", prompt.tokens, answer.tokens, answer.message)
+
+        return AsyncStream(service, request, remember)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+        *,
+        template_args: Mapping[str, Any] | None = None,
+        response_format: Any = None,
+        tool_choice: Any = None,
+        **sampling: Any,
+    ) -> Answer:
+        """The answer to a conversation in OpenAI's message format.
+
+        `sampling` are the fields of `SamplingOptions`; what is not given comes from the model's
+        generation_config.json. `template_args` are passed to the chat template; `response_format` and `tool_choice`
+        say what the answer has to be, as in OpenAI's API. Raises InvalidRequest.
+        """
+        stream = await self.stream_chat(
+            messages,
+            tools,
+            template_args=template_args,
+            response_format=response_format,
+            tool_choice=tool_choice,
+            **sampling,
+        )
+        return await stream.wait()
+
+    async def stream_generate(
+        self,
+        prompt: Prompt,
+        *,
+        suffix: str = "",
+        parse_special: bool = True,
+        response_format: Any = None,
+        **sampling: Any,
+    ) -> AsyncStream:
+        """The continuation of one prompt, piece by piece; with a `suffix`, what stands between the two."""
+        self.service.check_generates()
+        asked, output = _sampling(sampling), OutputFormat(continues=True)
+        wanted = wanted_of({"response_format": response_format})
+        tokens = await self._tokens(prompt, suffix, parse_special)
+        grammar = await self.service.chat.grammar(wanted.structure, output)
+        request = self._request(tokens, asked, output=output, grammar=grammar)
+        return AsyncStream(self.service, request, lambda _: None)
+
+    @overload
+    async def generate(self, prompts: str, **sampling: Any) -> Answer: ...
+    @overload
+    async def generate(self, prompts: Sequence[Prompt], **sampling: Any) -> list[Answer]: ...
+    async def generate(self, prompts: str | Sequence[Prompt], **sampling: Any) -> Answer | list[Answer]:
+        """The continuation of a text, or of each of several texts or lists of token ids, in order.
+
+        No chat template is applied: control tokens that a text holds are control tokens, unless `parse_special` is
+        False. With a `suffix` the model fills in the middle, if it can. Many prompts run together, at most
+        `max_running` at a time. The first error ends all of them and is raised.
+        """
+        if isinstance(prompts, str):
+            return await (await self.stream_generate(prompts, **sampling)).wait()
+        if not _are_prompts(prompts):
+            raise InvalidRequest("prompts is a text, or a list of texts or of lists of token ids", field="prompts")
+        places = asyncio.Semaphore(min(self.config.max_running, self.config.max_queue))
+
+        async def one(prompt: Prompt) -> Answer:
+            async with places:
+                return await self._patiently(prompt, sampling)
+
+        tasks = [asyncio.create_task(one(prompt)) for prompt in prompts]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def embed(
+        self,
+        texts: str | Sequence[Prompt],
+        *,
+        truncate: bool = False,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+    ) -> Vector:
+        """The embedding of a text, float32 [width], or of each of several texts or lists of token ids, [n, width].
+
+        `truncate`: a text that is longer than the model takes is cut. `normalize`: vectors of length 1. `dimensions`:
+        their first so many numbers, normalised again. `prompt_name`: which of the model's own words stand before texts,
+        such as "query". Raises InvalidRequest, ContextTooLong.
+        """
+        import numpy as np
+
+        from cairn.frontend.embeddings import check_dimensions, finished, vectors
+
+        service = self.service
+        if not (isinstance(texts, str) or _are_prompts(texts)):
+            raise InvalidRequest("texts is a text, or a list of texts or of lists of token ids", field="texts")
+        check_dimensions(service, dimensions, normalize=normalize)
+        given = [texts] if isinstance(texts, str) else list(texts)
+        made, _ = await self._embedding(vectors, given, truncate, "texts", prompt_name)
+        stacked: Vector = np.stack(finished(made, dimensions, normalize=normalize))
+        return stacked[0] if isinstance(texts, str) else stacked
+
+    async def score(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        truncate: bool = False,
+        raw_scores: bool = False,
+        instruction: str | None = None,
+    ) -> list[float]:
+        """How well each document answers a query: what a model that judges pairs says, 0 to 1, or the cosine of their
+        embeddings. `raw_scores`: a judge's numbers before the logistic function. `instruction`: what a decoder judges
+        by, such as Qwen3-Reranker."""
+        from cairn.frontend.embeddings import scores
+
+        listed = isinstance(documents, Sequence) and not isinstance(documents, str)
+        if not listed or not isinstance(query, str) or not all(isinstance(one, str) and one for one in documents):
+            raise InvalidRequest("score takes a text and a list of texts that are not empty", field="documents")
+        pairs = [(query, document) for document in documents]
+        compute = partial(scores, raw=raw_scores)
+        found, _ = await self._embedding(compute, pairs, truncate, "documents", instruction=instruction)
+        return found
+
+    async def _embedding(
+        self,
+        compute: Callable[..., Awaitable[T]],
+        given: Sequence[Any],
+        truncate: bool,
+        field: str,
+        prompt_name: str | None = None,
+        instruction: str | None = None,
+    ) -> T:
+        from cairn.frontend.embeddings import AT_ONCE, Asking
+
+        config = self.config
+        at_once = max(1, min(AT_ONCE, config.max_queue // 2))
+        asking = Asking(
+            timeout=config.request_timeout,
+            at_once=at_once,
+            truncate=truncate,
+            field=field,
+            prompt_name=prompt_name,
+            instruction=instruction,
+        )
+        return await compute(self.service, given, asking)
+
+    async def _patiently(self, prompt: Prompt, sampling: Mapping[str, Any]) -> Answer:
+        """One of many prompts: where the queue is full, it waits for the others, as long as there are any."""
+        idle = 0
+        while True:
+            try:
+                return await (await self.stream_generate(prompt, **sampling)).wait()
+            except Overloaded:
+                stats = self.service.stats()  # as of the last step, so one look proves nothing
+                idle = 0 if stats.running + stats.waiting else idle + 1
+                if idle == _IDLE_LOOKS:
+                    raise
+                await asyncio.sleep(0.05)
+
+    async def _tokens(self, prompt: Prompt, suffix: str, special: bool) -> Sequence[int]:
+        if not isinstance(suffix, str):
+            raise InvalidRequest("suffix must be a text", field="suffix")
+        if not isinstance(special, bool):
+            raise InvalidRequest("parse_special must be true or false", field="parse_special")
+        from cairn.text.tokens.tokenizer import INLINE
+
+        tokenizer = self.service.tokenizer
+        if suffix and tokenizer.middle is None:
+            raise InvalidRequest("suffix: this model has no tokens for filling in the middle", field="suffix")
+        if not isinstance(prompt, str):
+            if not _is_list(prompt):
+                raise InvalidRequest("the prompt must be a text or a list of token ids", field="prompt")
+            if not suffix:
+                return prompt
+        encode = partial(tokenizer.encode_raw, prompt, suffix, special=special)
+        return encode() if len(prompt) + len(suffix) <= INLINE else await asyncio.to_thread(encode)
+
+    def _request(self, tokens: Sequence[int], asked: SamplingOptions, **more: Any) -> Request:
+        (request,) = self.service.make_requests(tokens, asked, **more)
+        return request
+
+
+def _are_prompts(given: object) -> bool:
+    """Whether it is a sequence of texts and of sequences of token ids."""
+    if not isinstance(given, Sequence):
+        return False
+    return all(
+        isinstance(prompt, str) or (_is_list(prompt) and all(isinstance(token, int) for token in prompt))
+        for prompt in given
+    )
+
+
+def _is_list(given: object) -> TypeGuard[Sequence[Any]]:
+    """Whether it may be a list of token ids: bytes are text that was not decoded."""
+    return isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray | memoryview)
+
+
+def _config(model: str | None, given: Mapping[str, object]) -> Config:
+    for name in given:
+        if name not in local_options() and any(option.name == name for option in options()):
+            raise ConfigError(f"{name} is an option of a server; there is none here", field=name)
+    return resolve({"model": model, **given}, keywords=True).config
+
+
+def _only(config: Config, model: str | None, given: Mapping[str, object]) -> Config:
+    if model is not None or given:
+        raise ConfigError("give either a config or options, not both")
+    return config
+
+
+def objects(field: str, given: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages or tools, read once. Raises InvalidRequest for what is no list of objects."""
+    listed = isinstance(given, Iterable) and not isinstance(given, str | Mapping)
+    items = list(given) if listed else []  # once: it may be a generator
+    if not listed or not all(isinstance(item, Mapping) for item in items):
+        raise InvalidRequest(f"{field} must be a list of objects, as in OpenAI's chat format", field=field)
+    return [dict(item) for item in items]
+
+
+def _tools(given: Sequence[Message]) -> list[dict[str, Any]]:
+    found = objects("tools", given)
+    for index, tool in enumerate(found):
+        function = tool.get("function")
+        named = isinstance(function, Mapping) and isinstance(function.get("name"), str) and function["name"]
+        if tool.get("type") != "function" or not named:
+            raise InvalidRequest(
+                f'tools[{index}] must look like {{"type": "function", "function": {{"name": ...}}}}', field="tools"
+            )
+    return found
+
+
+def _without_strict(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as a template sees it."""
+    function = {key: value for key, value in tool["function"].items() if key != "strict"}
+    return {**tool, "function": function}
+
+
+def _template_args(given: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidRequest("template_args must be an object: names and their values", field="template_args")
+    return dict(given)
+
+
+def _sampling(given: Mapping[str, Any]) -> SamplingOptions:
+    known = SamplingOptions.__struct_fields__
+    for name in given:
+        if name not in known:
+            raise InvalidRequest(f"unknown option {name!r}{closest(name, known)}", field=name)
+    return SamplingOptions(**given)

@@ -1,0 +1,58 @@
+"""What a model did in each of the last 60 minutes: tokens, and how long its answers took to begin."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from cairn.system.interfaces import Clock
+from cairn.system.metrics import Metrics
+
+MINUTES = 60
+_SECONDS = 60.0
+
+
+class Minute(msgspec.Struct, frozen=True, kw_only=True):
+    """One minute."""
+
+    at: float
+    """Its end, in seconds since 1970."""
+    generated: int
+    prompt: int
+    """Prompt tokens; `cached` of them were not computed again."""
+    cached: int
+    answers: int
+    """Answers that began, and (`first_token`) the seconds that this took them all together."""
+    first_token: float
+
+
+class LastHour:
+    """Differences of the counters, a minute each. Nobody is asked for anything: it is called now and then."""
+
+    def __init__(self) -> None:
+        self.minutes: deque[Minute] = deque(maxlen=MINUTES)
+        self._due: float | None = None
+        self._before: tuple[float, ...] = ()
+
+    def note(self, clock: Clock, metrics: Metrics) -> None:
+        """Look at the counters, if a minute is over."""
+        now = clock.now()
+        if self._due is not None and now < self._due:
+            return
+        first = metrics.first_token
+        counts = (metrics.generation_tokens, metrics.prompt_tokens, metrics.prompt_tokens_cached, first.count)
+        here = (*counts, first.sum)
+        if self._due is not None:
+            generated, prompt, cached, answers, seconds = (a - b for a, b in zip(here, self._before, strict=True))
+            self.minutes.append(
+                Minute(
+                    at=clock.time_ns() / 1e9,
+                    generated=int(generated),
+                    prompt=int(prompt),
+                    cached=int(cached),
+                    answers=int(answers),
+                    first_token=seconds,
+                )
+            )
+        self._due, self._before = now + _SECONDS, here

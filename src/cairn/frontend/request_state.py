@@ -1,0 +1,381 @@
+"""The front's record of a request: what its worker said, and what its consumer has not read yet.
+
+The tokens so far are all that is needed to go on in another worker. They are turned into text when the consumer reads,
+so a consumer that lags gets what it missed as one event; only a request with stop strings, or of one tool call, is read
+at once, because a stop must reach the worker whether anybody reads or not.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from cairn.frontend.miss_explainer import PromptOrigin
+from cairn.system.spans import Spans
+from cairn.text.output.stream import TextStream
+from cairn.types.errors import CairnError
+from cairn.types.outputs import Delta, Done, Event, FinishReason, Output, Timing, TokenLogprob, Usage
+from cairn.types.request import Request
+from cairn.types.stats import CacheReport
+
+
+class PackedLogprobs:
+    """A queue of `TokenLogprob`, in at the end, out at the front: a tenth of the size of the objects they are read
+    as."""
+
+    __slots__ = ("_counts", "_ids", "_values")
+
+    def __init__(self) -> None:
+        self._counts = array("I")
+        """Alternatives of each entry."""
+        self._ids = array("I")
+        """Each entry's token, then those of its alternatives."""
+        self._values = array("d")
+        """The log-probabilities, in the order of `_ids`."""
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the entries take."""
+        return 4 * (len(self._counts) + len(self._ids)) + 8 * len(self._values)
+
+    def extend(self, entries: Iterable[TokenLogprob]) -> None:
+        """Append entries."""
+        for entry in entries:
+            self._counts.append(len(entry.top))
+            self._ids.append(entry.token)
+            self._values.append(entry.logprob)
+            for token, value in entry.top:
+                self._ids.append(token)
+                self._values.append(value)
+
+    def take(self, count: int) -> tuple[TokenLogprob, ...]:
+        """Remove and return the first `count` entries, or as many as there are."""
+        taken = []
+        at = 0
+        for alternatives in self._counts[:count]:
+            end = at + 1 + alternatives
+            top = tuple(zip(self._ids[at + 1 : end], self._values[at + 1 : end], strict=True))
+            taken.append(TokenLogprob(self._ids[at], self._values[at], top))
+            at = end
+        del self._counts[:count], self._ids[:at], self._values[:at]
+        return tuple(taken)
+
+
+if TYPE_CHECKING:
+    from cairn.frontend.stream import Waker
+
+State = Literal["waiting", "running", "finished", "failed", "cancelled"]
+PLAIN = PromptOrigin()
+_MERGE_AT = 32  # unread events of a stream that is read at once, before they are made one
+
+
+class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a request, now or after its end."""
+
+    id: int
+    state: State
+    prompt_tokens: int
+    completion_tokens: int
+    text: str
+    """Content so far; what a stop string or a split character may still change is not in it."""
+    reasoning: str = ""
+    reason: FinishReason | None = None
+    error: str = ""
+    salt: bytes = b""
+    """The tenant's salt, so that a tenant is shown its own requests only."""
+    choice: int = 0
+    """Its place among the choices of one prompt."""
+
+
+class InFlight(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that waits or runs, in figures."""
+
+    id: int
+    state: Literal["waiting", "prefill", "running"]
+    """`prefill`: its prompt is being computed."""
+    seconds: float
+    """Since it arrived."""
+    prompt_tokens: int
+    cached_tokens: int | None
+    """None until that is known."""
+    completion_tokens: int
+
+
+class RequestState:
+    """A request from its admission to its end. One event loop's thread uses it."""
+
+    __slots__ = (
+        "_events",
+        "_logprobs",
+        "_parts",
+        "_reasoning",
+        "_unread",
+        "arrived",
+        "cache",
+        "deaths",
+        "done",
+        "eager",
+        "error",
+        "first_at",
+        "last_at",
+        "limit",
+        "mu",
+        "prompt_logprobs",
+        "read_at",
+        "reason",
+        "request",
+        "skip",
+        "spans",
+        "started_at",
+        "survived",
+        "text",
+        "tokens",
+        "told",
+        "vector",
+        "waker",
+    )
+
+    def __init__(self, request: Request, text: TextStream, arrived: float, told: PromptOrigin = PLAIN) -> None:
+        self.request = request
+        self.told = told
+        self.text = text
+        self.eager = bool(request.stop) or request.output.one_call
+        self.tokens = list(request.generated)
+        """Every token of the answer so far, also what was generated before."""
+        self.mu = request.mu
+        """Mirostat's state after `tokens`, where that is on."""
+        self.limit = len(request.prompt) + request.sampling.max_tokens
+        """Tokens, the prompt's included, that it may grow to as it was let in: an end below is none of its own."""
+        self.prompt_logprobs = 0
+        """Prompt log-probabilities received, and (`skip`) how many of a new worker's are repetitions."""
+        self.skip = 0
+        self.cache: CacheReport | None = None
+        self.arrived = arrived
+        self.started_at: float | None = None
+        self.first_at: float | None = None
+        self.last_at = arrived
+        self.read_at = arrived
+        """When the consumer last took everything there was."""
+        self.reason: FinishReason | None = None
+        self.error: CairnError | None = None
+        self.deaths = 0
+        """Workers that died in a row with this request in flight and without a new token of it."""
+        self.survived = len(self.tokens)
+        """Length of `tokens` at the last such death."""
+        self.done = False
+        self.vector = b""
+        """What a request has got that wants a hidden state."""
+        self.waker: Waker | None = None
+        self.spans: Spans | None = None
+        """Where it is noted what its time went to, if anybody wants to know."""
+        self._unread: list[int] = []
+        self._logprobs = PackedLogprobs()
+        """Logprobs of the tokens that the consumer has not read: a delta gets its own when it is taken."""
+        self._events: list[Event] = []
+        self._parts = [delta.text for delta in text.before]
+        self._reasoning = [delta.reasoning for delta in text.before]
+
+    # -------------------------------------------------------------------------------------- what the worker says
+
+    def accept(self, output: Output) -> None:
+        """Take an output of the worker; its end is the service's business."""
+        if output.cache is not None and self.cache is None:
+            self.cache = output.cache
+        if output.prompt_logprobs:
+            news = output.prompt_logprobs[self.skip :]
+            self.skip = max(0, self.skip - len(output.prompt_logprobs))
+            self.prompt_logprobs += len(news)
+            if news:
+                self._events.append(Delta(prompt_logprobs=news))
+        self.vector = output.vector or self.vector
+        self.mu = self.mu if output.mu is None else output.mu
+        self.tokens.extend(output.tokens)
+        self._unread.extend(output.tokens)
+        self._logprobs.extend(output.logprobs)
+
+    def accept_token(self, token: int) -> None:
+        """Take an output that is one token and nothing else."""
+        self.tokens.append(token)
+        self._unread.append(token)
+
+    def resume(self, now: float) -> Request:
+        """The request for another worker: it goes on after the tokens that this front already has."""
+        sampling = self.request.sampling
+        if sampling.prompt_logprobs and self.tokens:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=False)
+        self.skip = self.prompt_logprobs
+        timeout = self.request.timeout
+        if timeout is not None:
+            timeout = max(0.0, timeout - (now - self.arrived))
+        return msgspec.structs.replace(
+            self.request, generated=tuple(self.tokens), mu=self.mu, sampling=sampling, timeout=timeout
+        )
+
+    def read(self) -> None:
+        """Turn the tokens received so far into events."""
+        if self._unread:
+            tokens, self._unread = self._unread, []
+            self._add(self.text.push(tokens))
+
+    def end(self, reason: FinishReason, error: CairnError | None, timing: Timing | None) -> None:
+        """Close the text and queue the last event. `error` is raised to the consumer after what was said before.
+
+        One with LENGTH says that there was no room for more: where the text has stopped, nothing is missing and it is
+        none. What `finish` brings up does not stop it: with more tokens it might have been read otherwise.
+        """
+        self.read()
+        short = error is not None and reason is FinishReason.LENGTH
+        if self.text.stopped and (error is None or short):
+            reason, error, short = FinishReason.STOP, None, False
+        deltas, self.reason = self.text.finish(reason)
+        self._add(deltas)
+        if short:
+            self.reason = FinishReason.ERROR
+        self.error = error
+        self.done = True
+        if error is None:
+            cache = self.cache or CacheReport()
+            end = Done(
+                reason=self.reason,
+                usage=self.usage,
+                cache=cache,
+                timing=timing or Timing(),
+                vector=self.vector,
+                unread_call=self.text.unread_call,
+            )
+            self._events.append(end)
+
+    def fail(self, error: CairnError) -> None:
+        """End without touching the text, because the text failed."""
+        self.reason, self.error, self.done = FinishReason.ERROR, error, True
+
+    def _add(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            if delta.text:
+                self._parts.append(delta.text)
+            if delta.reasoning:
+                self._reasoning.append(delta.reasoning)
+        self._events.extend(deltas)
+        if len(self._events) > _MERGE_AT:
+            self._events = joined(self._events)
+
+    # ----------------------------------------------------------------------------------- what the consumer reads
+
+    def take(self) -> list[Event]:
+        """Everything new, a lagging consumer's deltas as one."""
+        self.read()
+        events = self._events
+        if len(events) > 1:
+            events = joined(events)
+        self._events = []
+        return [self._with_logprobs(event) for event in events] if self._logprobs else events
+
+    def _with_logprobs(self, event: Event) -> Event:
+        if isinstance(event, Done) or not event.tokens:
+            return event
+        return msgspec.structs.replace(event, logprobs=self._logprobs.take(len(event.tokens)))
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and the answer so far."""
+        return len(self.request.prompt) + len(self.tokens)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to take."""
+        return not (self._unread or self._events or self.done)
+
+    @property
+    def backlog(self) -> int:
+        """About how many bytes wait for the consumer."""
+        size = 8 * len(self._unread) + self._logprobs.nbytes
+        for event in self._events:
+            if isinstance(event, Delta):
+                size += len(event.text) + len(event.reasoning) + 8 * len(event.tokens)
+                size += sum(64 + 128 * len(p.top) for p in event.prompt_logprobs)
+                size += sum(len(call.arguments) for call in event.tool_calls)
+        return size
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of the prompt and the answer; tokens past a stop are not counted."""
+        cached = self.cache.cached if self.cache else 0
+        prompt = len(self.request.prompt)
+        return Usage(
+            prompt_tokens=prompt, completion_tokens=self.text.completion_tokens, cached_tokens=min(cached, prompt)
+        )
+
+    def status(self) -> RequestStatus:
+        """What to tell somebody who asks for this request: all that was said, also before it was resumed."""
+        self.read()
+        before = sum(len(delta.tokens) for delta in self.text.before)
+        return RequestStatus(
+            id=self.request.id,
+            state=self._state(),
+            prompt_tokens=len(self.request.prompt),
+            completion_tokens=before + self.text.completion_tokens,
+            text="".join(self._parts),
+            reasoning="".join(self._reasoning),
+            reason=self.reason,
+            error=str(self.error or ""),
+            salt=self.request.salt,
+            choice=self.request.choice,
+        )
+
+    def figures(self, now: float) -> InFlight:
+        """What it is doing `now`, without its text."""
+        state: Literal["waiting", "prefill", "running"] = "running"
+        if self.started_at is None:
+            state = "waiting"
+        elif not self.tokens:
+            state = "prefill"
+        return InFlight(
+            id=self.request.id,
+            state=state,
+            seconds=now - self.arrived,
+            prompt_tokens=len(self.request.prompt),
+            cached_tokens=None if self.cache is None else self.cache.cached,
+            completion_tokens=len(self.tokens),
+        )
+
+    def _state(self) -> State:
+        if not self.done:
+            return "waiting" if self.started_at is None else "running"
+        if self.reason is FinishReason.CANCELLED:
+            return "cancelled"
+        return "finished" if self.error is None else "failed"
+
+
+def joined(events: list[Event]) -> list[Event]:
+    """These events with every run of deltas made one."""
+    merged: list[Event] = []
+    run: list[Delta] = []
+    for event in events:
+        if isinstance(event, Delta):
+            run.append(event)
+            continue
+        if run:
+            merged.append(_one(run))
+            run = []
+        merged.append(event)
+    if run:
+        merged.append(_one(run))
+    return merged
+
+
+def _one(deltas: list[Delta]) -> Delta:
+    if len(deltas) == 1:
+        return deltas[0]
+    return Delta(
+        text="".join(delta.text for delta in deltas),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
+        tokens=tuple(token for delta in deltas for token in delta.tokens),
+        prompt_logprobs=tuple(logprob for delta in deltas for logprob in delta.prompt_logprobs),
+    )

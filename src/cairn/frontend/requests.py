@@ -1,0 +1,448 @@
+"""From what a caller asked for to frozen `Request`s: the one place that knows ranges, defaults and limits.
+
+The HTTP API, the Python API and the CLI all come through here, so that the same options mean the same everywhere.
+An option that is None was not given: what applies then is said in `sampling_defaults`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from cairn.frontend.sampler_order import NEUTRAL, SamplerOrder, arrange
+from cairn.frontend.sampling_extras import MAX_BIAS, NUMBERS, Encode, bias_of, extras_of, numbers
+from cairn.scheduler.sequence import MAX_PRIORITY
+from cairn.system.interfaces import Rng
+from cairn.system.posix import SystemRng
+from cairn.types.errors import ContextTooLong, InvalidRequest
+from cairn.types.model_spec import ModelSpec
+from cairn.types.request import OutputFormat, Request
+from cairn.types.sampling_params import SAMPLING_RANGES, SamplingParams
+
+Source = Literal["model", "default"]
+
+DRAW = {"temperature": 0.8, "top_k": 40.0, "top_p": 0.95, "min_p": 0.05}
+"""Cairn's own, in the order in which people name them."""
+CUTS = ("top_k", "top_p", "min_p")
+_OWNERS: dict[Source, str] = {"model": "the model's own", "default": "Cairn's defaults"}
+
+
+class Applied(NamedTuple):
+    """One sampling parameter as it applies where a request does not name it."""
+
+    value: float
+    source: Source
+    """`model`: its own files say so, or leave it out of their recipe; `default`: Cairn's."""
+
+
+def sampling_defaults(spec: ModelSpec) -> dict[str, Applied]:
+    """How a model is sampled where a request says nothing: every sampling parameter by name, in a fixed order.
+
+    Cairn's own defaults are those that small models talk sense with. What a model's files (generation_config.json,
+    `general.sampling.*` of GGUF) say comes before them:
+
+        a cut is named (top_k, top_p, min_p)    the makers' whole recipe: the other cuts are off, a temperature that is
+                                                not named is 1, as in the libraries in which they found their values
+        only a temperature, or greedy           it applies, with Cairn's cuts, as where a request names it alone
+        neither                                 Cairn's defaults; a penalty alone says nothing of the draw
+    """
+    said = spec.defaults
+    recipe = any(name in said for name in CUTS)
+    found = {}
+    for name, neutral in NEUTRAL.items():
+        if name in said:
+            found[name] = Applied(said[name], "model")
+        elif recipe and name in DRAW:
+            found[name] = Applied(neutral, "model")
+        else:
+            found[name] = Applied(DRAW.get(name, neutral), "default")
+    return found
+
+
+def sentence(applied: Mapping[str, Applied]) -> str:
+    """What applies, in a line: `temperature 0.6, top_p 0.9 (the model's own)`. What is off is left out."""
+    greedy = applied["temperature"].value == 0
+    parts: list[tuple[str, Source]] = []
+    for name, (value, source) in applied.items():
+        if name == "temperature" and greedy:
+            parts.append(("greedy", source))
+        elif name == "temperature" or (not off(name, value) and not (greedy and name in CUTS)):
+            parts.append((f"{name} {value:g}", source))
+    grouped = groupby(parts, key=lambda part: part[1])
+    return ", ".join(f"{', '.join(text for text, _ in some)} ({_OWNERS[source]})" for source, some in grouped)
+
+
+def off(name: str, value: float) -> bool:
+    """Whether a parameter changes nothing at this value."""
+    return value == NEUTRAL[name] or (name == "top_k" and value <= 0)
+
+
+MAX_STOP = 64
+MAX_STOP_BYTES = 256
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_TOKENS = 64
+ONE_TOKEN = 1e-9
+"""What a top_p of 0 means: the likeliest token alone."""
+MOST_SECONDS = 1e9
+"""The longest time limit where none is configured."""
+LEAST_SEED, MOST_SEED = -(1 << 63), (1 << 64) - 1
+MOST_BUDGET = (1 << 31) - 1
+"""Of reasoning; no context is as long."""
+NONE_GIVEN = -1
+"""What it means as a seed: draw one. As `max_tokens`: until the context is full. As a budget: there is none."""
+
+
+class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a caller may ask of one generation. Nothing is checked here: `sampling_params` and `requests` do that."""
+
+    max_tokens: int | None = None
+    """At least 1. Default, and -1: what is left of the context; more than that ends there too. 0 is allowed by
+    `requests(..., allow_empty=True)`."""
+    temperature: float | None = None
+    """0 to 10; 0 is greedy."""
+    top_k: int | None = None
+    """-1 or 0 is off."""
+    top_p: float | None = None
+    """0 to 1; 0 is the likeliest token alone."""
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    samplers: Sequence[str] | str | None = None
+    """Those that apply, in their order, as llama.cpp's clients name them (`sampler_order`)."""
+    logit_bias: Mapping[int, float] | Sequence[Sequence[Any]] | None = None
+    """Token id -> -100 to 100, at most 1,024 of them; or a list of pairs (`sampling_extras`)."""
+    typical_p: float | None = None
+    """This and those down to `bad_words`: `SamplingExtras`, with ranges in `sampling_extras`."""
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: Sequence[str] | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    seed: int | None = None
+    """Any 64-bit number. Default, and -1: drawn, so that every generation can be repeated."""
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    """0 to 20; needs `logprobs`."""
+    prompt_logprobs: bool = False
+    stop: str | Sequence[str] | None = None
+    """At most 64 texts of at most 256 bytes. One that is a control token, which is never shown, is a stop token too."""
+    stop_token_ids: Sequence[int] | None = None
+    """Token ids that end the generation beside the model's EOS."""
+    min_tokens: int | None = None
+    ignore_eos: bool = False
+    n: int | None = None
+    """Choices, at most `max_choices`."""
+    priority: int | None = None
+    """-100 to 100, default 0; lower runs sooner. Waiting makes up for it, so nobody starves."""
+    timeout: float | None = None
+    """Seconds after which it ends with an error; at most, and by default, what the server allows."""
+    first_token_timeout: float | None = None
+    """Seconds after which it ends with an error where not a token has come."""
+    reasoning_budget: int | None = None
+    """Tokens of reasoning after which the tag comes that ends it. Default, and -1: it ends by itself."""
+    parallel_tool_calls: bool = True
+    """False: an answer ends with its first tool call."""
+
+
+PLAIN = SamplingOptions()
+
+
+def sampling_params(
+    spec: ModelSpec,
+    options: SamplingOptions = PLAIN,
+    *,
+    prompt_tokens: int,
+    context: int | None = None,
+    allow_empty: bool = False,
+    rng: Rng | None = None,
+    sampler_order: SamplerOrder = "default",
+    encode: Encode | None = None,
+) -> SamplingParams:
+    """Checked and complete sampling parameters.
+
+    Order of precedence: the option, what the model's files say, Cairn's default (`sampling_defaults`). `context` is the
+    engine's limit in tokens (`EngineInfo.context`), default the model's. `allow_empty` admits `max_tokens=0` (only the
+    prompt is scored). `sampler_order` applies where the options list no samplers. Raises InvalidRequest (with `field`
+    and the limit) or ContextTooLong (with the figures).
+    """
+    context = spec.context if context is None else context
+    beyond = numbers({name: getattr(options, name) for name in NUMBERS})
+    values, temperature_last = arrange(_values(spec, options) | beyond, options.samplers, sampler_order)
+    max_tokens = _max_tokens(options.max_tokens, prompt_tokens, context, allow_empty)
+    asked = options.max_tokens
+    most = max_tokens if asked is None else max(asked, max_tokens)
+    min_tokens = min(_count("min_tokens", options.min_tokens or 0, 0, most, "max_tokens"), max_tokens)
+    _flags(options)
+    seed = NONE_GIVEN if options.seed is None else _count("seed", options.seed, LEAST_SEED, MOST_SEED)
+    seed = (rng or SystemRng()).bits64() if seed == NONE_GIVEN else seed
+    eos = () if options.ignore_eos else spec.eos_ids
+    stop_token_ids = tuple(dict.fromkeys((*eos, *_stop_tokens(options.stop_token_ids or (), spec.vocab))))
+    extras = extras_of(
+        values,
+        breakers=options.dry_sequence_breakers,
+        allowed=options.allowed_token_ids,
+        bad_words=options.bad_words,
+        vocab=spec.vocab,
+        ends=stop_token_ids,
+        encode=encode,
+    )
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=values["temperature"],
+        top_k=max(int(values["top_k"]), 0),
+        top_p=values["top_p"] or ONE_TOKEN,
+        min_p=values["min_p"],
+        temperature_last=temperature_last,
+        repetition_penalty=values["repetition_penalty"],
+        presence_penalty=values["presence_penalty"],
+        frequency_penalty=values["frequency_penalty"],
+        logit_bias=_bias(bias_of(options.logit_bias, encode) or {}, spec.vocab),
+        seed=seed & MOST_SEED,
+        logprobs=options.logprobs,
+        top_logprobs=_top_logprobs(options),
+        prompt_logprobs=options.prompt_logprobs,
+        stop_token_ids=stop_token_ids,
+        min_tokens=min_tokens,
+        extras=extras,
+    )
+
+
+def requests(
+    spec: ModelSpec,
+    prompt: Sequence[int],
+    options: SamplingOptions = PLAIN,
+    *,
+    ids: Callable[[], int],
+    context: int | None = None,
+    max_choices: int = 8,
+    output: OutputFormat | None = None,
+    salt: bytes = b"",
+    share: str = "",
+    timeout: float | None = None,
+    allow_empty: bool = False,
+    durable: bool = False,
+    stored: bool = True,
+    rng: Rng | None = None,
+    controls: Mapping[str, int] | None = None,
+    sampler_order: SamplerOrder = "default",
+    grammar: str = "",
+    encode: Encode | None = None,
+) -> tuple[Request, ...]:
+    """One `Request` a choice (`options.n`, default 1) for a prompt of token ids; `ids` gives each its id.
+
+    `controls`: text -> id of the model's control tokens; a stop text that is one is a stop token too. `grammar`:
+    `Request.grammar`, which compiles. `encode`: text -> ids of the model's tokens, for options that name texts.
+
+    Raises InvalidRequest for an empty prompt, a token id outside the vocabulary or an option out of range, and
+    ContextTooLong where the prompt leaves no room in the context.
+    """
+    tokens = tuple(prompt)
+    if not tokens:
+        raise InvalidRequest("the prompt is empty; it must hold at least one token", field="prompt")
+    if not {int}.issuperset(map(type, tokens)):
+        raise InvalidRequest("the prompt must hold token ids, which are whole numbers", field="prompt")
+    low, high = min(tokens), max(tokens)
+    if low < 0 or high >= spec.vocab:
+        wrong = low if low < 0 else high
+        raise InvalidRequest(f"prompt holds token id {wrong}; ids go from 0 to {spec.vocab - 1}", field="prompt")
+    if grammar and options.ignore_eos:
+        raise InvalidRequest("ignore_eos: an answer that is held to a form ends with it", field="ignore_eos")
+    choices = 1 if options.n is None else _count("n", options.n, 1, max_choices)
+    sampling = sampling_params(
+        spec,
+        options,
+        prompt_tokens=len(tokens),
+        context=context,
+        allow_empty=allow_empty,
+        rng=rng,
+        sampler_order=sampler_order,
+        encode=encode,
+    )
+    stop = _stop(options.stop)
+    named = [controls[text] for text in stop if text in controls] if controls else []
+    if named:
+        ends = dict.fromkeys((*sampling.stop_token_ids, *(token for token in named if token < spec.vocab)))
+        sampling = msgspec.structs.replace(sampling, stop_token_ids=tuple(ends))
+    output = output or OutputFormat()
+    budget = _reasoning_budget(options.reasoning_budget, output)
+    if output.tools and not options.parallel_tool_calls:
+        output = msgspec.structs.replace(output, one_call=True)
+    priority = 0 if options.priority is None else _count("priority", options.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    longest = MOST_SECONDS if timeout is None else timeout
+    first_token = _seconds("first_token_timeout", options.first_token_timeout, longest)
+    timeout = _seconds("timeout", options.timeout, longest) or timeout
+    return tuple(
+        Request(
+            id=ids(),
+            prompt=tokens,
+            sampling=sampling,
+            choice=choice,
+            stop=stop,
+            output=output,
+            grammar=grammar,
+            reasoning_budget=budget,
+            salt=salt,
+            share=share,
+            timeout=timeout,
+            first_token_timeout=first_token,
+            priority=-priority,
+            durable=durable,
+            stored=stored,
+        )
+        for choice in range(choices)
+    )
+
+
+def _values(spec: ModelSpec, options: SamplingOptions) -> dict[str, float]:
+    """Every sampling parameter of `sampling_defaults`, checked."""
+    found: dict[str, float] = {}
+    for name, applied in sampling_defaults(spec).items():
+        given = getattr(options, name)
+        if name == "top_k":
+            found[name] = _count(name, int(applied.value) if given is None else given, *SAMPLING_RANGES[name])
+        else:
+            found[name] = _number(name, applied.value if given is None else given)
+    return found
+
+
+def _number(name: str, value: object) -> float:
+    low, high = SAMPLING_RANGES[name]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequest(f"{name} must be a finite number", field=name)
+    if isinstance(value, float) and not math.isfinite(value):  # whole numbers are, also those that no float can hold
+        raise InvalidRequest(f"{name} must be a finite number", field=name)
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be from {low:g} to {high:g}; it is {_said(value)}", field=name)
+    return float(value)
+
+
+def _reasoning_budget(value: object, output: OutputFormat) -> int | None:
+    """`Request.reasoning_budget`; None also where no reasoning is told apart."""
+    budget = NONE_GIVEN if value is None else _count("reasoning_budget", value, NONE_GIVEN, MOST_BUDGET)
+    if budget == NONE_GIVEN:
+        return None
+    if output.continues:
+        raise InvalidRequest(
+            "reasoning_budget belongs to chats: in the text that follows a raw prompt no reasoning is told apart",
+            field="reasoning_budget",
+        )
+    return budget if output.reasoning else None
+
+
+def _seconds(name: str, value: object, most: float) -> float | None:
+    """A time limit that is asked for, or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+        raise InvalidRequest(
+            f"{name} must be a number of seconds above 0 and at most {most:g} (request_timeout)", field=name
+        )
+    return float(value)
+
+
+def _count(name: str, value: object, low: float, high: float, limit: str = "") -> int:
+    """A whole number in [low, high], which 4.0 is too; `limit` names the option that `high` comes from."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} must be a whole number", field=name)
+    if not low <= value <= high:
+        named = f" ({limit})" if limit else ""
+        raise InvalidRequest(f"{name} must be from {low} to {high}{named}; it is {_said(value)}", field=name)
+    return value
+
+
+def _said(value: float) -> str:
+    """A number as its sender is told of it: of a huge one only how huge it is."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value) if abs(value) < 1 << 64 else f"a number of {value.bit_length()} bits"
+
+
+def _max_tokens(asked: int | None, prompt_tokens: int, context: int, allow_empty: bool) -> int:
+    """How many tokens an answer may have: what was asked for, and never more than there is room for."""
+    endless = asked is None or asked == NONE_GIVEN
+    most = context if asked is None or endless else _count("max_tokens", asked, 0, 1 << 63)
+    if most == 0 and not allow_empty:
+        raise InvalidRequest(
+            "max_tokens must be from 1, as an answer has at least 1 token; leave it out, or send -1, for as many as "
+            "there is room for",
+            field="max_tokens",
+        )
+    room = context - prompt_tokens
+    if room < min(most, 1):
+        raise ContextTooLong(
+            f"the prompt has {prompt_tokens} tokens; the context is {context} tokens, so no room is left for an answer",
+            field="prompt",
+            prompt_tokens=prompt_tokens,
+            context=context,
+        )
+    return min(most, room)
+
+
+def _flags(options: SamplingOptions) -> None:
+    for name in ("logprobs", "prompt_logprobs", "ignore_eos", "parallel_tool_calls"):
+        if not isinstance(getattr(options, name), bool):
+            raise InvalidRequest(f"{name} must be true or false", field=name)
+
+
+def _top_logprobs(options: SamplingOptions) -> int:
+    if options.top_logprobs is None:
+        return 0
+    count = _count("top_logprobs", options.top_logprobs, 0, MAX_TOP_LOGPROBS)
+    if count and not (options.logprobs or options.prompt_logprobs):
+        raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
+    return count
+
+
+def _bias(bias: Mapping[int, float], vocab: int) -> tuple[tuple[int, float], ...]:
+    if not isinstance(bias, Mapping):
+        raise InvalidRequest("logit_bias must map token ids to numbers", field="logit_bias")
+    if len(bias) > MAX_BIAS:
+        raise InvalidRequest(f"logit_bias has {len(bias)} entries; at most {MAX_BIAS}", field="logit_bias")
+    found = []
+    for token, value in bias.items():
+        _count("logit_bias", token, 0, vocab - 1, "the vocabulary")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+            raise InvalidRequest("logit_bias values must be numbers from -100 to 100", field="logit_bias")
+        found.append((token, float(value)))
+    return tuple(sorted(found))
+
+
+def _stop_tokens(tokens: Sequence[int], vocab: int) -> tuple[int, ...]:
+    if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence):
+        raise InvalidRequest("stop_token_ids must be a list of token ids", field="stop_token_ids")
+    if len(tokens) > MAX_STOP_TOKENS:
+        raise InvalidRequest(f"stop_token_ids has {len(tokens)} ids; at most {MAX_STOP_TOKENS}", field="stop_token_ids")
+    return tuple(_count("stop_token_ids", token, 0, vocab - 1, "the vocabulary") for token in tokens)
+
+
+def _stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    if stop is not None and not isinstance(stop, Sequence):
+        raise InvalidRequest("stop must be a text or a list of texts", field="stop")
+    texts = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(texts) > MAX_STOP:
+        raise InvalidRequest(f"stop has {len(texts)} texts; at most {MAX_STOP}", field="stop")
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequest("stop must hold texts that are not empty", field="stop")
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            raise InvalidRequest("stop holds half a surrogate pair, which is not a character", field="stop")
+        if len(text.encode()) > MAX_STOP_BYTES:
+            raise InvalidRequest(f"a stop text may have at most {MAX_STOP_BYTES} bytes", field="stop")
+    return tuple(dict.fromkeys(texts))

@@ -1,0 +1,161 @@
+"""What a caller wants of an answer, from the fields by which clients ask for JSON, a grammar, or calls of tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from cairn.text.grammar.grammar import MAX_CHOICES, Kind, Structure, ToolChoice, Wanted
+from cairn.types.errors import InvalidRequest, Unsupported
+
+FIELDS: tuple[str, ...] = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+FIELDS += ("grammar", "json_schema")
+"""What asks for a structure: OpenAI's, vLLM's and llama.cpp's."""
+_KINDS: Mapping[str, Kind] = {"json": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+_OBJECT = '{"type":"object"}'
+
+
+def wanted_of(
+    fields: Mapping[str, Any],
+    tools: Sequence[tuple[str, bool]] = (),
+    tool_choice: Any = None,
+    *,
+    parallel: bool = True,
+) -> Wanted:
+    """What the answer has to be.
+
+    `fields`: those of `FIELDS` that were given. `tools`: the name of each tool, and whether its calls must fit its
+    schema; `tool_choice` as a client sends it; `parallel`: whether one answer may call more than once. Raises
+    InvalidRequest or Unsupported, which name the field.
+    """
+    found = [one for name, value in fields.items() if value is not None for one in _structures(name, value)]
+    if len(found) > 1:
+        one, other = found[0].field, found[1].field
+        raise InvalidRequest(f"{one} and {other}: an answer can be held to one of them", field=other)
+    choice = _choice(tool_choice, [name for name, _ in tools])
+    strict = tuple(name for name, held in tools if held)
+    choice = ToolChoice(required=choice.required, names=choice.names, strict=strict, parallel=parallel)
+    return Wanted(structure=found[0] if found else None, choice=choice)
+
+
+def _structures(name: str, value: Any) -> Iterator[Structure]:
+    if name == "response_format":
+        yield from _response_format(value)
+    elif name == "structured_outputs":
+        yield from _structured_outputs(value)
+    elif name == "grammar":
+        if value != "":  # as llama.cpp's own clients send it unasked
+            yield _structure("gbnf", value, name)
+    else:
+        yield _structure("json" if name == "json_schema" else _KINDS[name.removeprefix("guided_")], value, name)
+
+
+def _response_format(given: Any) -> Iterator[Structure]:
+    """OpenAI's, with llama.cpp's `schema` beside a type; vLLM's structural tags are not built."""
+    field = "response_format"
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind == "text":
+        return
+    if kind not in ("json_object", "json_schema", "grammar", "regex"):
+        raise Unsupported(
+            f"{field}.type must be text, json_object, json_schema, grammar or regex; other forms are not built",
+            field=f"{field}.type",
+        )
+    if kind in ("grammar", "regex"):
+        name = "pattern" if kind == "regex" else "grammar"
+        yield _structure(_KINDS[kind], given.get(name), f"{field}.{name}")
+        return
+    inner = given.get("json_schema")
+    if isinstance(inner, Mapping) and "schema" in inner:
+        yield _structure("json", inner["schema"], f"{field}.json_schema.schema")
+    elif given.get("schema") is not None:
+        yield _structure("json", given["schema"], f"{field}.schema")
+    elif kind == "json_schema":
+        raise InvalidRequest(f"{field}.json_schema.schema is missing", field=f"{field}.json_schema.schema")
+    else:
+        yield Structure(kind="json", text=_OBJECT, field=field)
+
+
+def _structured_outputs(given: Any) -> Iterator[Structure]:
+    """vLLM's: one of its members says what is wanted."""
+    field = "structured_outputs"
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(f"{field} must be an object", field=field)
+    for name, value in given.items():
+        where = f"{field}.{str(name)[:64]}"
+        if value is None or (name.startswith(("disable_", "enable_")) and value is False) or name.startswith("_"):
+            continue
+        if name == "json_object":
+            if value:
+                yield Structure(kind="json", text=_OBJECT, field=where)
+        elif name in ("json", "regex", "choice", "grammar"):
+            yield _structure(_KINDS[name], value, where)
+        else:
+            raise Unsupported(f"{where} is not built", field=where)
+
+
+def _structure(kind: Kind, value: Any, field: str) -> Structure:
+    if kind == "json":
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                raise InvalidRequest(f"{field} must be a JSON schema", field=field) from None
+        if not isinstance(value, Mapping | bool):
+            raise InvalidRequest(f"{field} must be a JSON schema: an object", field=field)
+        return Structure(kind=kind, text=json.dumps(value, ensure_ascii=False), field=field)
+    if kind == "choice":
+        texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        if not texts or not 0 < len(value) <= MAX_CHOICES:
+            raise InvalidRequest(f"{field} must be a list of 1 to {MAX_CHOICES} texts", field=field)
+        return Structure(kind=kind, text=json.dumps(list(dict.fromkeys(value)), ensure_ascii=False), field=field)
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{field} must be a text that is not empty", field=field)
+    return Structure(kind=kind, text=value, field=field)
+
+
+def _choice(given: Any, offered: Sequence[str]) -> ToolChoice:
+    """OpenAI's `tool_choice`, and the forms in which some clients send its words."""
+    if isinstance(given, Mapping) and given.get("type") == "allowed_tools":
+        inner = given.get("allowed_tools", given)
+        inner = inner if isinstance(inner, Mapping) else {}
+        listed = inner.get("tools")
+        names = [_named(tool) for tool in listed] if isinstance(listed, list | tuple) else []
+        return _called(inner.get("mode", "auto"), names, offered)
+    if isinstance(given, Mapping) and given.get("type") in ("function", "tool"):
+        return _called("required", [_named(given)], offered)
+    if isinstance(given, Mapping):
+        given = given.get("type", given.get("mode"))
+    return _called("auto" if given is None else given, None, offered)
+
+
+def _called(mode: Any, names: Sequence[Any] | None, offered: Sequence[str]) -> ToolChoice:
+    mode = "required" if mode == "any" else mode
+    if mode not in ("none", "auto", "required"):
+        raise InvalidRequest(
+            "tool_choice must be 'none', 'auto' or 'required', name a function, or list allowed_tools",
+            field="tool_choice",
+        )
+    if mode == "required" and not offered:
+        raise InvalidRequest("tool_choice: there are no tools that could be called", field="tool_choice")
+    if names is not None and (not names or not all(name in offered for name in names)):
+        wrong = next((name for name in names if name not in offered), None)
+        said = f" {wrong[:64]!r}" if isinstance(wrong, str) else ""
+        raise InvalidRequest(f"tool_choice names a tool{said} that is not among tools", field="tool_choice")
+    return ToolChoice(required=mode == "required", names=None if names is None else tuple(dict.fromkeys(names)))
+
+
+def _named(tool: Any) -> Any:
+    """The name of a tool in a choice: OpenAI's has it in `function`, others beside the type."""
+    if not isinstance(tool, Mapping):
+        return None
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, Mapping) else tool.get("name")

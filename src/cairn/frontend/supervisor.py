@@ -1,0 +1,395 @@
+"""Keeps a worker alive: starts it, watches it, replaces it, and lets the requests in flight go on in the next one.
+
+A worker that ends, falls silent while it has work, or makes no progress is replaced. Requests in flight are added
+again with the tokens that were already received, so they go on with the same tokens. One that was there at two deaths
+in a row without a new token is a suspect: suspects are tried one at a time, and one that is there alone when the
+worker dies again fails alone. After `Patience.restarts` deaths in a row without any progress all requests in flight
+end, and new ones are sent away; but another worker is tried for ever, after a pause that grows up to a minute, for what
+kills workers may pass: a machine that is out of memory has some again. Only where no worker could be of use any more,
+because the code or the model is another one now, does the supervisor give up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from cairn.frontend import launch as launching
+from cairn.frontend.launch import CODE_CHANGED, First, launch
+from cairn.frontend.request_state import RequestState
+from cairn.frontend.watchdog import Patience
+from cairn.frontend.worker_connection import WorkerConnection
+from cairn.system.interfaces import Clock
+from cairn.types.errors import CairnError, GenerationFailed, ModelError, Unavailable, by_code, trace
+from cairn.types.outputs import FinishReason
+from cairn.types.request import Request
+from cairn.worker import wire
+
+
+class Questions:
+    """What the front asks the worker beside requests: each `KVQuery` is one question, and its `KVAnswer` may never
+    come."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, asyncio.Future[wire.KVAnswer]] = {}
+        self._numbers = itertools.count()
+
+    def __bool__(self) -> bool:
+        return bool(self._asked)
+
+    async def ask(self, link: WorkerConnection, what: wire.What, **fields: Any) -> wire.KVAnswer:
+        """The worker's answer. Raises what `fail` is told if that comes first."""
+        number = next(self._numbers)
+        answer: asyncio.Future[wire.KVAnswer] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        try:
+            link.send(wire.KVQuery(number, what, **fields))
+            return await answer
+        finally:
+            del self._asked[number]
+
+    def take(self, answer: wire.KVAnswer) -> None:
+        """Give an answer to whoever asked, if anybody still waits."""
+        if (asked := self._asked.get(answer.id)) is not None and not asked.done():
+            asked.set_result(answer)
+
+    def fail(self, error: CairnError) -> None:
+        """None of them will be answered."""
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+
+log = logging.getLogger(__name__)
+
+CHANGED = "the model's files were changed since this server started; restart it"
+LESS_MEMORY = "the worker was replaced by one with less memory for KV, in which this answer has no room"
+CLOSE_SECONDS = 2.0
+"""How long a worker whose socket was closed may take to end before it is killed."""
+STORE_SECONDS = 5.0
+"""How long it may take at the end of the server: the worker stores the KV that still waits for it."""
+
+
+class Supervisor:
+    """One model's worker, always the same to the service however often it is replaced.
+
+    `flights` are the requests that have not ended. The callbacks are called on the event loop's thread: `on_ready`
+    for every worker that has loaded, `on_end` for every one that has ended, `on_lost` for a request that its workers
+    did not survive.
+    """
+
+    def __init__(
+        self,
+        *,
+        patience: Patience,
+        clock: Clock,
+        on_ready: Callable[[wire.ModelReady], None],
+        on_end: Callable[[], None],
+        on_step: Callable[[wire.StepOutputs], None],
+        on_refused: Callable[[wire.Refused], None],
+        on_lost: Callable[[RequestState, CairnError], None],
+    ) -> None:
+        self._patience = patience
+        self._clock = clock
+        self._on_ready = on_ready
+        self._on_end = on_end
+        self._on_step = on_step
+        self._on_refused = on_refused
+        self._on_lost = on_lost
+        self.flights: dict[int, RequestState] = {}
+        self._sent: set[int] = set()
+        """The flights that the present worker has."""
+        self._questions = Questions()
+        self._suspects: deque[int] = deque()
+        """While there are any, the first of them is tried, alone but for those that were cleared before it."""
+        self._link: WorkerConnection | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._loaded: asyncio.Future[None] | None = None
+        self._model = b""
+        """The identity of the model that the first worker loaded."""
+        self._blocks: tuple[int, ...] = ()
+        """Those of its pools. Later ones get as many, where there is memory: requests were let in by them."""
+        self._longest = 0
+        """Tokens of the longest sequence that the last of them can compute."""
+        self._failures = 0
+        self._why = ""
+        """The end of the last worker."""
+        self._looked = clock.now()
+        self.restarts = 0
+        self.gave_up = ""
+        """Why there is no worker and will be none."""
+
+    def start(self, first: First) -> None:
+        """Take over the first worker; from now on one is kept alive."""
+        self._loaded = asyncio.get_running_loop().create_future()
+        self._loaded.add_done_callback(_seen)
+        self._link = WorkerConnection(first.worker, self._clock, self._receive)
+        self._keeper = asyncio.create_task(self._keep(self._link, first))
+
+    async def loaded(self) -> None:
+        """Wait until the first worker has loaded. Raises the typed error of what went wrong."""
+        assert self._loaded is not None
+        await asyncio.shield(self._loaded)
+
+    @property
+    def up(self) -> bool:
+        """Whether there is a worker that has loaded."""
+        return self._link is not None and self._link.ready and not self._link.ended.done()
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id; None in-process or without a worker."""
+        return self._link.pid if self._link else None
+
+    @property
+    def failing(self) -> bool:
+        """Whether workers die one after the other: a new request should not wait for the next."""
+        return self._failures > 1
+
+    @property
+    def failures(self) -> int:
+        """How many workers have ended in a row without being of use, and none is up."""
+        return 0 if self.up else self._failures
+
+    @property
+    def trouble(self) -> str:
+        """Why there is no worker, where that is more than one that is being replaced; empty where all is well."""
+        if self.gave_up or self.up or not self.failing:
+            return self.gave_up
+        return (
+            f"the worker died {self._failures} times in a row ({self._why}); another is tried, at the latest in "
+            f"{self._backoff():g} s"
+        )
+
+    @property
+    def stalled(self) -> str:
+        """Why the worker that is up does not get on; empty where it does, or has nothing to do."""
+        if self._link is None or not self.up or not (self._sent or self._questions):
+            return ""
+        return self._link.watchdog.stalled(self._patience)
+
+    @property
+    def still(self) -> float:
+        """For how many seconds it has made no progress although it has work."""
+        if self._link is None or not self.up or not self._sent:
+            return 0.0
+        return self._link.watchdog.seconds
+
+    @property
+    def pause(self) -> float:
+        """Seconds after which a client may come back while workers are failing."""
+        return max(1.0, self._backoff())
+
+    def add(self, flight: RequestState) -> None:
+        """Give a request to the worker, or to the next one. Raises `WireError` if it is too long to be sent."""
+        if self.up and not self._suspects:
+            self._send(flight.request)
+        flight.limit = min(flight.limit, self._longest)
+        self.flights[flight.request.id] = flight
+
+    def remove(self, id: int, reason: FinishReason | None) -> RequestState | None:
+        """Forget a request, and (unless `reason` is None) tell the worker that nobody wants it any more."""
+        flight = self.flights.pop(id, None)
+        if id in self._sent:
+            self._sent.discard(id)
+            if reason is not None and self._link is not None:
+                self._link.send(wire.Drop(id, reason))
+        if id in self._suspects:
+            self._next_trial()
+        return flight
+
+    def look(self) -> None:
+        """Check the worker; to be called a few times a second."""
+        now = self._clock.now()
+        late, self._looked = now - self._looked, now
+        if self._link is None:
+            return
+        if late > self._patience.silence / 2:
+            self._link.rest()  # this process itself stood still: what the worker sent has not been read yet
+        elif why := self._link.overdue(self._patience, bool(self._sent or self._questions)):
+            self._link.kill(why)
+
+    async def ask(self, what: wire.What, **fields: Any) -> wire.KVAnswer:
+        """The worker's answer to a `KVQuery`. Raises `Unavailable` where there is no worker, or it ends before."""
+        if self._link is None or not self.up:
+            raise Unavailable("the worker is being replaced", retry_after=self.pause)
+        return await self._questions.ask(self._link, what, **fields)
+
+    async def close(self) -> None:
+        """End the worker and wait until nothing of it is left. If this is cut off, the worker is killed at once."""
+        try:
+            if self._keeper is not None and not self._keeper.done():
+                self._keeper.cancel()
+                await asyncio.wait({self._keeper})
+            if self._link is not None:
+                self._link.end("closed")
+                await self._link.reap(STORE_SECONDS)
+        finally:
+            if self._link is not None:
+                self._link.kill("closed")
+                self._link = None
+            self._leave_unanswered()
+
+    # --------------------------------------------------------------------------------------------- one life
+
+    async def _keep(self, link: WorkerConnection, first: First) -> None:
+        """Keep a worker alive until cancelled or given up."""
+        try:
+            await self._replace(link, first)
+        except Exception as error:  # nobody waits for this task: without a word all would wait for ever
+            log.error("the worker cannot be replaced: %s", trace(error))
+            why = f"the worker cannot be replaced ({type(error).__name__})"
+            if self._loaded is not None and not self._loaded.done():
+                self._loaded.set_exception(ModelError(why))
+            self._give_up(why)
+
+    async def _replace(self, link: WorkerConnection, first: First) -> None:
+        why = await self._live(link)
+        while self._carry_on(why):
+            await asyncio.sleep(self._backoff())
+            try:
+                if first.code and await asyncio.to_thread(launching.code_digest) != first.code:
+                    self._give_up(CODE_CHANGED)
+                    return
+                load = msgspec.structs.replace(first.load, blocks=self._blocks)
+                worker = launch(load, first.worker.process is None)
+                self.restarts += 1
+                link = self._link = WorkerConnection(worker, self._clock, self._receive)
+            except OSError as error:
+                self._failures += 1
+                why = f"it could not be started: {error}"
+            else:
+                why = await self._live(link)
+
+    async def _live(self, link: WorkerConnection) -> str:
+        """Until a worker's end; returns why it ended."""
+        why = await asyncio.shield(link.ended)
+        self._leave_unanswered()
+        self._on_end()
+        how = await link.reap(CLOSE_SECONDS, surely=True)  # memory may not have room for two models
+        self._failures = 0 if link.progressed else self._failures + 1
+        return f"{why}; {how}"
+
+    def _leave_unanswered(self) -> None:
+        self._questions.fail(Unavailable("the worker ended before it answered", retry_after=self.pause))
+
+    def _backoff(self) -> float:
+        steps = self._patience.backoff
+        return steps[min(self._failures, len(steps) - 1)]
+
+    def _receive(self, message: wire.ToFront) -> None:
+        link = self._link
+        assert link is not None
+        if isinstance(message, wire.StepOutputs):
+            if message.ids or message.outputs:
+                link.progressed = True
+            self._on_step(message)
+            if self._suspects:
+                self._next_trial()
+        elif isinstance(message, wire.KVAnswer):
+            link.progressed = True
+            self._questions.take(message)
+        elif isinstance(message, wire.Refused):
+            self._sent.discard(message.id)
+            self._on_refused(message)
+        elif isinstance(message, wire.ModelReady):
+            self._welcome(link, message)
+        elif isinstance(message, wire.LoadFailed):
+            if self._loaded is not None and not self._loaded.done():
+                self._loaded.set_exception(by_code(message.code, message.message))
+            self._blocks = ()  # there may be no memory for as many: fewer are better than no worker
+            link.end(message.message)
+
+    def _welcome(self, link: WorkerConnection, ready: wire.ModelReady) -> None:
+        """Give a worker that has loaded what there is to do, unless it has loaded another model than the first one."""
+        self._model = self._model or ready.spec.identity
+        if ready.spec.identity != self._model:
+            link.end("it loaded another model")
+            self._give_up(CHANGED)
+            return
+        self._blocks, self._longest = ready.info.blocks, min(ready.info.context, ready.info.pool_tokens)
+        for flight in tuple(self.flights.values()):
+            if flight.limit > self._longest <= flight.length:
+                self._on_lost(flight, GenerationFailed(LESS_MEMORY))
+        link.welcome()
+        self._on_ready(ready)
+        if self._loaded is not None and not self._loaded.done():
+            self._loaded.set_result(None)
+        self._next_trial()
+
+    # ------------------------------------------------------------------------------------- after a worker's death
+
+    def _send(self, request: Request) -> None:
+        assert self._link is not None
+        self._link.send(wire.Add(request))
+        self._sent.add(request.id)
+
+    def _next_trial(self) -> None:
+        """Clear suspects that ended or got further; try the next one, or without suspects send everything."""
+        while self._suspects:
+            suspect = self.flights.get(self._suspects[0])
+            if suspect is not None and len(suspect.tokens) == suspect.survived:
+                break
+            self._suspects.popleft()
+        for id in (self._suspects[0],) if self._suspects else tuple(self.flights):
+            if id not in self._sent and self.up:
+                self._send(self.flights[id].resume(self._clock.now()))
+
+    def _carry_on(self, why: str) -> bool:
+        """Account for a death. Returns whether to start another worker."""
+        if self._loaded is not None and not self._loaded.done():
+            self._loaded.set_exception(ModelError(f"the worker ended while loading the model: {why}"))
+        if self.gave_up or (self._loaded is not None and self._loaded.exception() is not None):
+            return False
+        self._why = why
+        self._blame()
+        if self._failures > 1:
+            log.error("%s", self.trouble)
+        else:
+            log.error("the worker is replaced: %s", why)
+        if self._failures > self._patience.restarts:
+            self._lose(f"the worker died {self._failures} times in a row: {why}")
+        return True
+
+    def _give_up(self, why: str) -> None:
+        """There will be no other worker."""
+        self.gave_up = why
+        log.error(why)
+        self._lose(why)
+
+    def _lose(self, why: str) -> None:
+        """End all requests in flight."""
+        for flight in list(self.flights.values()):
+            self._on_lost(flight, GenerationFailed(why))
+
+    def _blame(self) -> None:
+        """Find the requests that may have killed the worker, and end the one that must have."""
+        sent, self._sent = self._sent, set()
+        stuck: list[int] = []
+        for flight in [self.flights[id] for id in sent]:
+            if len(flight.tokens) > flight.survived:
+                flight.survived, flight.deaths = len(flight.tokens), 0
+            flight.deaths += 1
+            if flight.deaths > 1:
+                stuck.append(flight.request.id)
+        guilty = self._suspects[0] if self._suspects and self._suspects[0] in stuck else None
+        if guilty is None and len(sent) == 1 and stuck:
+            guilty = stuck[0]
+        if not self._suspects:
+            self._suspects.extend(sorted(stuck))
+        if guilty is not None:
+            self._failures = min(self._failures, 1)
+            lost = GenerationFailed("the worker died each time it computed this request")
+            self._on_lost(self.flights[guilty], lost)
+
+
+def _seen(loaded: asyncio.Future[None]) -> None:
+    """Mark an error as seen: where the tokenizer fails first, or the start is cut off, nobody waits for the worker."""
+    if not loaded.cancelled():
+        loaded.exception()

@@ -1,0 +1,182 @@
+"""One worker's life as the front sees it: the process (or thread), the socket to it, and the signs of life."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable
+
+from cairn.frontend.launch import KILL_SECONDS, Worker
+from cairn.frontend.watchdog import Patience, Watchdog
+from cairn.system.interfaces import Clock
+from cairn.types.errors import trace
+from cairn.worker import wire
+
+log = logging.getLogger(__name__)
+
+_RECEIVE = 1 << 16  # more would be a fresh mapping from the kernel for each call
+_WELL_SECONDS = 60.0
+"""How long a worker must have served or been idle for its death to be the first in a row."""
+
+
+class WorkerConnection:
+    """One worker's life: its process (or thread), the socket to it, and what was last heard."""
+
+    def __init__(self, worker: Worker, clock: Clock, receive: Callable[[wire.ToFront], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._receive = receive
+        self._frames = wire.front_frames()
+        self._backlog = bytearray()
+        self.ended: asyncio.Future[str] = self._loop.create_future()
+        """Why it ended, once it has."""
+        self.progressed = False
+        """Whether it was of use: a request got further in it, a question was answered, or it was well for long."""
+        self._ready_at: float | None = None
+        self.watchdog = Watchdog(clock)
+        self._process, self._thread, self._sock = worker.process, worker.thread, worker.sock
+        self._sock.setblocking(False)
+        self._loop.add_reader(self._sock, self._on_readable)
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id; None in-process."""
+        return self._process.pid if self._process else None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has loaded the model, and may be used."""
+        return self._ready_at is not None
+
+    def welcome(self) -> None:
+        """It has loaded the right model."""
+        self._ready_at = self.watchdog.stepped_at
+
+    def send(self, message: wire.ToWorker) -> None:
+        """Send a frame now or as soon as the worker reads. A worker that is gone is noticed by the reader."""
+        if self.ended.done():
+            return
+        data = wire.encode(message)
+        if not self._backlog:
+            try:
+                sent = self._sock.send(data)
+            except (BlockingIOError, InterruptedError):
+                sent = 0
+            except OSError:
+                return
+            if sent == len(data):
+                return
+            data = data[sent:]
+            self._loop.add_writer(self._sock, self._on_writable)
+        self._backlog += data
+
+    def overdue(self, patience: Patience, working: bool) -> str:
+        """Why it has to be taken for dead; empty if it is well. `working`: whether it has a request or a question."""
+        if self.ended.done() or (self._process is None and not self.ready):
+            return ""
+        if not self.ready:
+            return self.watchdog.loading(patience)
+        if not working:
+            self.rest()
+        return self.watchdog.overdue(patience) if self._process is not None else ""
+
+    def rest(self) -> None:
+        """Forget how long it has been silent: it had nothing to do, or nobody could have heard it."""
+        self.watchdog.rest()
+
+    def kill(self, reason: str) -> None:
+        """End the process at once."""
+        if self._process is not None:
+            self._process.kill()
+        self.end(reason)
+
+    def end(self, reason: str) -> None:
+        """Cut the connection and end the process. Does nothing the second time."""
+        if self.ended.done():
+            return
+        with contextlib.suppress(RuntimeError):  # its event loop has ended, and some refuse even this then
+            self._loop.remove_reader(self._sock)
+            self._loop.remove_writer(self._sock)
+        with contextlib.suppress(OSError):  # the worker sees the end also where a fork of this process has the socket
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+        if self._ready_at is not None and self.watchdog.stepped_at - self._ready_at > _WELL_SECONDS:
+            self.progressed = True
+        self.ended.set_result(reason)
+
+    async def reap(self, grace: float, *, surely: bool = False) -> str:
+        """Wait until nothing is left of it; a process that is still there after `grace` seconds is killed.
+
+        One that does not end even then, because a disk or a device holds it, is given up, or with `surely` waited for.
+        Returns how it ended, in words.
+        """
+        if self._process is None:
+            if self._thread is not None:
+                await asyncio.to_thread(self._thread.join, 5.0 + grace)
+            return "its thread ended"
+        if not await self._gone(grace):
+            self._process.kill()
+            if not await self._gone(KILL_SECONDS):
+                how = f"its process {self._process.pid} was killed and does not end: a disk or a device holds it"
+                log.error("a worker: %s", how)
+                if not surely:
+                    return how
+                await self._gone(None)
+        code = self._process.returncode
+        if code >= 0:
+            return f"its process ended with exit code {code}"
+        names = {number.value: number.name for number in signal.Signals}  # not every signal has a name
+        return f"its process was ended by {names.get(-code, f'signal {-code}')}"
+
+    async def _gone(self, seconds: float | None) -> bool:
+        """Wait for the process's end. Not on a thread, which the end of the program would wait for."""
+        assert self._process is not None
+        pause = 0.001
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._process.poll() is None:
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, 0.05)
+        return self._process.poll() is not None
+
+    def _on_readable(self) -> None:
+        try:
+            data = self._sock.recv(_RECEIVE)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.end(f"the connection broke: {error}")
+            return
+        if not data:
+            self.end("it closed the connection")
+            return
+        self.watchdog.heard()
+        try:
+            messages = self._frames.feed(data)
+        except wire.WireError as error:
+            self.end(str(error))
+            return
+        for message in messages:
+            if isinstance(message, wire.Beat):
+                self.watchdog.beat(message.cpu)
+                continue
+            self.watchdog.stepped(message.stats if isinstance(message, wire.StepOutputs) else None)
+            try:
+                self._receive(message)
+            except Exception as error:  # what it said is lost, but not the tokens before: another worker goes on
+                log.error("a frame of the worker could not be used: %s", trace(error))
+                self.kill(f"the front failed: {type(error).__name__}")
+                return
+
+    def _on_writable(self) -> None:
+        try:
+            sent = self._sock.send(self._backlog)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            sent = len(self._backlog)
+        del self._backlog[:sent]
+        if not self._backlog:
+            self._loop.remove_writer(self._sock)

@@ -1,0 +1,1 @@
+"""KV on disk: files of chunks, their index, budget, repair, pins and codecs."""

@@ -1,0 +1,174 @@
+"""One chunk as a file. Pure: names and bytes, no disk.
+
+The name says what an index needs, so that a start reads no file:
+
+    <key>.<parent or ->.<model tag>.<depth>.<size of the file>        all in hexadecimal
+
+The tag stands for the engine's identity and the codec, so that chunks of many models share a folder and none reads
+another's. The content is
+
+    prefix   magic, format, length of the header, XXH3-128 of all three and the header
+    header   msgpack of `ChunkHeader`: the whole identity, what the name says, size and XXH3-128 of each section
+    tokens   4 bytes each
+    pages    as the codec wrote them
+
+Every byte is under a checksum, nothing may follow, and what the header says must be what the name says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+import msgspec
+import xxhash
+
+from cairn.kv.disk.codec import Codec
+from cairn.kv.tiers.store import Chunk
+
+FORMAT = 1
+_MAGIC = b"cairn kv"
+_PREFIX = struct.Struct("<8sII")
+_DIGEST = 16
+_START = _PREFIX.size + _DIGEST
+_LONGEST_HEADER = 4096
+_KEY = 32
+
+
+class DamagedChunk(ValueError):
+    """The file is not what it says. Never a reason to stop: the chunk is dropped and computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What a file's name says."""
+
+    key: bytes
+    parent: bytes
+    """Empty for the first chunk of a chain."""
+    tag: bytes
+    depth: int
+    size: int
+    """Bytes of the file."""
+
+    def __str__(self) -> str:
+        return f"{self.key.hex()}.{self.parent.hex() or '-'}.{self.tag.hex()}.{self.depth:x}.{self.size:x}"
+
+
+class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
+    """What a file says of itself."""
+
+    model: str
+    """Name of the model, for people."""
+    identity: bytes
+    group: int
+    key: bytes
+    parent: bytes
+    depth: int
+    codec: str
+    tokens: int
+    tokens_check: bytes
+    pages_size: int
+    pages_check: bytes
+
+
+def model_tag(identity: bytes, codec: str) -> bytes:
+    """Eight bytes that stand for what a chunk can be used with."""
+    return hashlib.sha256(len(identity).to_bytes(8, "little") + identity + codec.encode()).digest()[:8]
+
+
+def parse_name(text: str) -> Name | None:
+    """The name, or None for what no chunk is called."""
+    parts = text.split(".")
+    if len(parts) != 5:
+        return None
+    try:
+        key, tag = bytes.fromhex(parts[0]), bytes.fromhex(parts[2])
+        parent = b"" if parts[1] == "-" else bytes.fromhex(parts[1])
+        name = Name(key, parent, tag, int(parts[3], 16), int(parts[4], 16))
+    except ValueError:
+        return None
+    if min(name.depth, name.size) < 0:
+        return None
+    # Only the one way to write it counts: two names for one chunk would be counted twice.
+    return name if len(key) == _KEY and len(parent) in (0, _KEY) and str(name) == text else None
+
+
+def encode(chunk: Chunk, *, model: str, identity: bytes, codec: Codec) -> tuple[Name, list[bytes | memoryview]]:
+    """A chunk's name and what to write, in order. `ValueError` for pages that the codec does not take."""
+    pages = codec.encode(chunk.group, chunk.pages)
+    tokens = struct.pack(f"<{len(chunk.tokens)}I", *chunk.tokens)
+    header = msgspec.msgpack.encode(
+        ChunkHeader(
+            model=model[:256],
+            identity=identity,
+            group=chunk.group,
+            key=chunk.key,
+            parent=chunk.parent,
+            depth=chunk.depth,
+            codec=codec.name,
+            tokens=len(chunk.tokens),
+            tokens_check=xxhash.xxh3_128_digest(tokens),
+            pages_size=len(pages),
+            pages_check=xxhash.xxh3_128_digest(pages),
+        )
+    )
+    prefix = _PREFIX.pack(_MAGIC, FORMAT, len(header))
+    start = prefix + xxhash.xxh3_128_digest(prefix + header) + header + tokens
+    tag = model_tag(identity, codec.name)
+    return Name(chunk.key, chunk.parent, tag, chunk.depth, len(start) + len(pages)), [start, pages]
+
+
+def name_of(data: bytes | memoryview) -> Name:
+    """What a file should be called by what it says, of which nothing is checked yet; else `DamagedChunk`."""
+    view = memoryview(data)
+    if len(view) < _START:
+        raise DamagedChunk("too short")
+    length = _PREFIX.unpack(view[: _PREFIX.size])[2]
+    try:
+        header = msgspec.msgpack.decode(view[_START : _START + min(length, _LONGEST_HEADER)], type=ChunkHeader)
+    except msgspec.MsgspecError as error:
+        raise DamagedChunk("the header is not one") from error
+    return Name(header.key, header.parent, model_tag(header.identity, header.codec), header.depth, len(view))
+
+
+def verify(data: bytes | memoryview, name: Name) -> tuple[ChunkHeader, tuple[int, ...], memoryview]:
+    """Header, tokens and pages as written, every check passed; else `DamagedChunk`."""
+    view = memoryview(data)
+    if len(view) != name.size or len(view) < _START:
+        raise DamagedChunk(f"{len(view)} bytes where the name says {name.size}")
+    magic, version, length = _PREFIX.unpack(view[: _PREFIX.size])
+    if magic != _MAGIC or version != FORMAT or length > _LONGEST_HEADER or _START + length > len(view):
+        raise DamagedChunk("not the start of a chunk")
+    body = view[_START : _START + length]
+    if xxhash.xxh3_128_digest(bytes(view[: _PREFIX.size]) + bytes(body)) != view[_PREFIX.size : _START]:
+        raise DamagedChunk("the header's checksum is wrong")
+    try:
+        header = msgspec.msgpack.decode(body, type=ChunkHeader)
+    except msgspec.MsgspecError as error:
+        raise DamagedChunk("the header is not one") from error
+    said = Name(header.key, header.parent, model_tag(header.identity, header.codec), header.depth, name.size)
+    if said != name:
+        raise DamagedChunk("the header is another chunk's")
+    tokens_at = _START + length
+    pages_at = tokens_at + 4 * header.tokens
+    if header.tokens < 1 or header.pages_size < 0 or pages_at + header.pages_size != len(view):
+        raise DamagedChunk("the sections do not fill the file")
+    if xxhash.xxh3_128_digest(view[tokens_at:pages_at]) != header.tokens_check:
+        raise DamagedChunk("the checksum of the tokens is wrong")
+    if xxhash.xxh3_128_digest(view[pages_at:]) != header.pages_check:
+        raise DamagedChunk("the checksum of the pages is wrong")
+    return header, struct.unpack(f"<{header.tokens}I", view[tokens_at:pages_at]), view[pages_at:]
+
+
+def decode(data: bytes | memoryview, name: Name, *, identity: bytes, codec: Codec) -> Chunk:
+    """The chunk, or `DamagedChunk`. Its pages are a view of `data` where the codec makes none of its own."""
+    header, tokens, pages = verify(data, name)
+    if header.identity != identity or header.codec != codec.name:
+        raise DamagedChunk("the chunk is another model's")
+    try:
+        whole = codec.decode(header.group, pages)
+    except ValueError as error:
+        raise DamagedChunk("the pages do not fit the model") from error
+    return Chunk(header.key, header.parent, tokens, header.depth, whole, header.group)

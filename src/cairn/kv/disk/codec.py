@@ -1,0 +1,187 @@
+"""How the pages of a chunk are written down: as they are, or as 8-bit integers.
+
+`raw` gives back the same bits. `q8` takes about a quarter of the room of float32 pages, half of that of 16-bit ones,
+and is lossy, but for states, which it leaves as they are: what a state loses, every later token would. Whoever turns it
+on gives up the promise that a cached answer is the same answer. A store never gives chunks of one codec to a reader of
+another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, Protocol
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.types.block_size import CHUNK_BLOCKS
+from cairn.types.layer_spec import CacheGroup
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype("<f4"),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype("<f2"),
+}
+_ROUNDING = {"float32": (2**-24, 2**-149), "bfloat16": (2**-8, 2**-133), "float16": (2**-11, 2**-24)}
+"""How far a number moves when it is rounded to the type: relative to itself, and the smallest step of all."""
+
+
+class Codec(Protocol):
+    """Chunks of a group have one size before and one size after; any other is a `ValueError`."""
+
+    @property
+    def name(self) -> str:
+        """Stands in every file."""
+        ...
+
+    @property
+    def lossless(self) -> bool:
+        """Whether `decode` gives back the very bits."""
+        ...
+
+    @property
+    def state_sizes(self) -> frozenset[int]:
+        """Bytes of chunks of states as they are written down."""
+        ...
+
+    def size(self, group: int) -> int:
+        """Bytes of a chunk of the group as it is written down."""
+        ...
+
+    def encode(self, group: int, pages: bytes | memoryview) -> bytes | memoryview:
+        """A chunk's pages as they are written down. `ValueError` for pages that can not be."""
+        ...
+
+    def decode(self, group: int, data: memoryview) -> bytes | memoryview:
+        """The pages again."""
+        ...
+
+
+class Raw:
+    """The pages themselves."""
+
+    name = "raw"
+    lossless = True
+
+    def __init__(self, block_bytes: Sequence[int], states: Collection[int] = ()) -> None:
+        """`block_bytes`: of one block of each group, as `EngineInfo` says. `states`: numbers of those groups of whose
+        blocks a chunk has one."""
+        self._sizes = tuple((1 if at in states else CHUNK_BLOCKS) * size for at, size in enumerate(block_bytes))
+        self.state_sizes = frozenset(self._sizes[at] for at in states)
+
+    def size(self, group: int) -> int:
+        """Four pages, or one."""
+        return _checked(self._sizes, group)
+
+    def encode(self, group: int, pages: bytes | memoryview) -> bytes | memoryview:
+        """No copy."""
+        return _sized(pages, self.size(group))
+
+    def decode(self, group: int, data: memoryview) -> bytes | memoryview:
+        """No copy."""
+        return _sized(data, self.size(group))
+
+
+class Q8:
+    """Pages as one int8 a number and one float32 scale for each run of `head_dim` numbers, as they lie in the pages.
+
+    The scale is a 127th of the largest magnitude in the run, so each number comes back within half a scale of what it
+    was (`error_bound`), and zeros come back as zeros. Laid out as all scales, then all numbers, both in the order of
+    the pages.
+    """
+
+    name = "q8"
+    lossless = False
+
+    def __init__(
+        self,
+        block_bytes: Sequence[int],
+        head_dim: int | Sequence[int],
+        dtype: str = "float32",
+        states: Collection[int] = (),
+    ) -> None:
+        """`block_bytes` and `states` as for `Raw`; the pages of all other groups are rows of `head_dim` numbers, of
+        each group or of all: float32, bfloat16 or float16."""
+        self._dtype = _DTYPES[dtype]
+        self._states, self._raw = frozenset(states), Raw(block_bytes, states)
+        self.state_sizes = self._raw.state_sizes
+        sizes = [head_dim] * len(block_bytes) if isinstance(head_dim, int) else head_dim
+        for at, (one, size) in enumerate(zip(sizes, block_bytes, strict=True)):
+            if size % (self._dtype.itemsize * one) and at not in self._states:
+                raise ValueError(f"pages of {tuple(block_bytes)} bytes are not rows of {one} {dtype} numbers")
+        self._head_dims = tuple(sizes)
+        self._rows = tuple(
+            CHUNK_BLOCKS * size // (self._dtype.itemsize * one) for one, size in zip(sizes, block_bytes, strict=True)
+        )
+
+    def size(self, group: int) -> int:
+        """`head_dim` + 4 bytes a row."""
+        if group in self._states:
+            return self._raw.size(group)
+        return _checked(self._rows, group) * (self._head_dims[group] + 4)
+
+    def encode(self, group: int, pages: bytes | memoryview) -> bytes | memoryview:
+        """Infinite numbers and NaN are a `ValueError`: they would spoil their whole row."""
+        if group in self._states:
+            return self._raw.encode(group, pages)
+        rows = _checked(self._rows, group)
+        size = self._head_dims[group]
+        whole = _sized(pages, rows * size * self._dtype.itemsize)
+        numbers = np.frombuffer(whole, dtype=self._dtype).astype(np.float32, copy=False).reshape(rows, size)
+        largest = np.abs(numbers).max(axis=1)
+        if not np.isfinite(largest).all():
+            raise ValueError("a page has a number that is not finite")
+        scales = largest / np.float32(127)
+        # A scale below the normal floats has too few bits to divide by; such a row is as good as zero.
+        scales[scales < np.finfo(np.float32).tiny] = 0
+        divisors = np.where(scales > 0, scales, np.float32(np.inf))
+        small = np.clip(np.rint(numbers / divisors[:, None]), -127, 127).astype(np.int8)
+        return bytes(scales.astype("<f4").tobytes() + small.tobytes())
+
+    def decode(self, group: int, data: memoryview) -> bytes | memoryview:
+        """Pages in their type."""
+        if group in self._states:
+            return self._raw.decode(group, data)
+        rows = _checked(self._rows, group)
+        data = _sized(data, self.size(group))
+        scales = np.frombuffer(data[: 4 * rows], dtype="<f4")
+        small = np.frombuffer(data[4 * rows :], dtype=np.int8).reshape(rows, self._head_dims[group])
+        pages: NDArray[np.float32] = small * scales[:, None]
+        return pages.astype(self._dtype, copy=False).tobytes()
+
+
+def error_bound(largest: float, dtype: str = "float32") -> float:
+    """How far `q8` may move a number of a row whose largest magnitude this is: half a step, and rounding of floats."""
+    relative, least = _ROUNDING[dtype]
+    return largest / 254 * (1 + 1e-4) + relative * largest + least + 127 * float(np.finfo(np.float32).tiny)
+
+
+def open_codec(
+    name: Literal["raw", "q8"],
+    block_bytes: Sequence[int],
+    head_dim: int | Sequence[int],
+    dtype: str = "float32",
+    states: Collection[int] = (),
+) -> Codec:
+    """The codec with this name, for pages of rows of `head_dim` numbers, of each group or of all, of this type, but for
+    those of `states`."""
+    return Q8(block_bytes, head_dim, dtype, states) if name == "q8" else Raw(block_bytes, states)
+
+
+def state_groups(groups: Sequence[CacheGroup]) -> tuple[int, ...]:
+    """Numbers of the groups that keep states."""
+    return tuple(number for number, group in enumerate(groups) if group.kind == "state")
+
+
+def _checked(sizes: tuple[int, ...], group: int) -> int:
+    if not 0 <= group < len(sizes):
+        raise ValueError(f"cache group {group} of {len(sizes)}")
+    return sizes[group]
+
+
+def _sized(data: bytes | memoryview, size: int) -> memoryview:
+    view = memoryview(data).cast("B")
+    if len(view) != size:
+        raise ValueError(f"{len(view)} bytes where a chunk has {size}")
+    return view

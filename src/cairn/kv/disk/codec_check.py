@@ -1,0 +1,263 @@
+"""What a codec that loses bits does to a model's answers, and the memory of it in a store's folder.
+
+The model reads a text twice, one chunk after another: once with every full chunk put through `raw` before the next
+one is computed, once through the codec. So each later position sees only pages that went through the store, and what
+is computed from them goes through it again, as with a context that is stored and loaded turn after turn.
+
+Judged are the distributions of the next token: their divergence at every place, and the perplexity of the text. Not
+judged, but told, is how often both hold the same token for the likeliest: where two tokens are nearly as likely, which
+for a small model is at many places, a change far too small to matter makes another the first.
+
+    <folder>/checked-<digest of the identity>      magic, XXH3-128 of the rest, msgpack
+
+`identity` is what the chunks are stored under: the engine's, with the codec in it (`prefix.numerics`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from cairn.kv.disk.codec import Codec, Raw, state_groups
+from cairn.kv.disk.folder import StoreFolder
+from cairn.system.interfaces import FileSystem
+from cairn.types.block_size import CHUNK_BLOCKS
+from cairn.types.errors import ModelError
+from cairn.types.layer_spec import CacheGroup
+from cairn.types.outputs import TokenLogprob
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.step import NO_BLOCK, Engine, EngineInfo, Row
+
+POSITIONS = 2000
+"""Tokens that are foretold in a check."""
+MOST_DIFFERENCE = 0.01
+"""How far the perplexities may differ, up or down: beyond this and the next two a codec changes a model too much to be
+used."""
+MOST_DIVERGENCE = 0.01
+"""Nats, the mean of all places: about a hundred tokens are needed to tell one from the other by what they say."""
+MOST_AT_A_PLACE = 0.1
+"""Nats, at all places but one in a hundred: no mean hides places at which a model says something else."""
+TOP = 64
+"""Tokens whose probabilities are compared at each place, the likeliest of each side; all others count as one."""
+_MAGIC = b"cairn kv check 2"
+_ROUNDING = 1e-6
+"""Probability that is less than what sums of so many others are rounded by."""
+_DIGEST = 16
+_LARGEST = 4096
+_SCORED = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=True, top_logprobs=TOP)
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """A codec beside `raw`, on one model."""
+
+    codec: str
+    positions: int
+    """Tokens that both foretold."""
+    agreed: int
+    """Positions where both hold the same token for the likeliest."""
+    raw_perplexity: float
+    perplexity: float
+    divergence: float
+    """Kullback-Leibler, of the codec's distribution from that of `raw`, in nats: the mean."""
+    at_a_place: float
+    """What 99 of 100 places do not exceed."""
+
+    @property
+    def agreement(self) -> float:
+        """Share of positions, 0 to 1."""
+        return self.agreed / self.positions
+
+    @property
+    def difference(self) -> float:
+        """How far the perplexities differ, as a share of that of `raw`: 0.01 is 1 % worse."""
+        return self.perplexity / self.raw_perplexity - 1
+
+    @property
+    def refusal(self) -> str:
+        """Why the codec may not be used on the model, as a sentence with the figures; empty where it may."""
+        within = abs(self.difference) <= MOST_DIFFERENCE
+        if within and self.divergence <= MOST_DIVERGENCE and self.at_a_place <= MOST_AT_A_PLACE:
+            return ""
+        return (
+            f"over {self.positions:,} tokens of this model {self.codec} diverges from raw by {self.divergence:.4f} "
+            f"nats in the mean and {self.at_a_place:.4f} at the worst place in a hundred, and the perplexity differs "
+            f"by {self.difference:+.3%}; at most {MOST_DIVERGENCE}, {MOST_AT_A_PLACE} and {MOST_DIFFERENCE:.0%} are "
+            "allowed"
+        )
+
+
+class _Remembered(msgspec.Struct, frozen=True, array_like=True):
+    identity: bytes
+    found: Comparison
+
+
+def compare(engine: Engine, codec: Codec, tokens: Sequence[int]) -> Comparison:
+    """Foretell `tokens[1:]` through `raw` and through the codec; the engine's KV is overwritten.
+
+    A text longer than the context is read in pieces. Raises `ModelError` for a model whose KV the codec cannot hold.
+    """
+    if len(tokens) < 2:
+        raise ValueError("a text of one token foretells nothing")
+    plain = _read(engine, Raw(engine.info.block_bytes, state_groups(engine.info.groups)), tokens)
+    coded = _read(engine, codec, tokens)
+    agreed = sum(one.top[0][0] == other.top[0][0] for one, other in zip(plain, coded, strict=True))
+    apart = sorted(_divergence(one, other) for one, other in zip(plain, coded, strict=True))
+    return Comparison(
+        codec.name,
+        len(plain),
+        agreed,
+        _perplexity(plain),
+        _perplexity(coded),
+        math.fsum(apart) / len(apart),
+        apart[-1 - len(apart) // 100],
+    )
+
+
+def remember(files: FileSystem, folder: Path, identity: bytes, found: Comparison) -> None:
+    """Durably, in a store's folder that this process holds. Raises `OSError`."""
+    data = msgspec.msgpack.encode(_Remembered(identity, found))
+    store = StoreFolder(files, folder)
+    store.remove_leftovers()
+    temporary, _ = store.write(folder, [_MAGIC + xxhash.xxh3_128_digest(data), data])
+    try:
+        files.replace(temporary, _path(folder, identity))
+    except OSError:
+        with contextlib.suppress(OSError):
+            files.remove(temporary)
+        raise
+    files.sync_folder(folder)
+
+
+def recall(files: FileSystem, folder: Path, identity: bytes, codec: str) -> Comparison | None:
+    """What was remembered; None where nothing was, or where it is not whole. Raises `OSError` where the disk fails."""
+    try:
+        file = files.open(_path(folder, identity), "read")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        data = file.read(0, _LARGEST)
+    finally:
+        file.close()
+    start = len(_MAGIC) + _DIGEST
+    if data[:start] != _MAGIC + xxhash.xxh3_128_digest(data[start:]):
+        return None
+    try:
+        said = msgspec.msgpack.decode(data[start:], type=_Remembered)
+    except msgspec.MsgspecError:
+        return None
+    found = said.found
+    whole = said.identity == identity and found.codec == codec and found.positions >= POSITIONS
+    return found if whole else None
+
+
+def _path(folder: Path, identity: bytes) -> Path:
+    return folder / f"checked-{hashlib.sha256(identity).hexdigest()[:32]}"
+
+
+def _divergence(one: TokenLogprob, other: TokenLogprob) -> float:
+    """How far `other` diverges from `one`, over the tokens that both tell of; what is left of each side counts as one
+    token."""
+    log_p, log_q = dict(one.top) | {one.token: one.logprob}, dict(other.top) | {other.token: other.logprob}
+    found, left_p, left_q = [], 1.0, 1.0
+    for token in log_p.keys() & log_q.keys():
+        p = math.exp(log_p[token])
+        found.append(p * (log_p[token] - log_q[token]))
+        left_p, left_q = left_p - p, left_q - math.exp(log_q[token])
+    if left_p > _ROUNDING:
+        found.append(left_p * math.log(left_p / max(left_q, _ROUNDING)))
+    return max(0.0, math.fsum(found))
+
+
+def _perplexity(scores: Sequence[TokenLogprob]) -> float:
+    mean = -math.fsum(score.logprob for score in scores) / len(scores)
+    return math.exp(mean) if mean < 700 else math.inf
+
+
+def _read(engine: Engine, codec: Codec, tokens: Sequence[int]) -> list[TokenLogprob]:
+    """What the model says of each token but the first, in pieces that fit its context and its pools."""
+    span = _span(engine.info)
+    scores: list[TokenLogprob] = []
+    for at in range(0, len(tokens) - 1, span):
+        scores += _read_piece(engine, codec, tokens[at : at + span + 1])
+    return scores
+
+
+def _read_piece(engine: Engine, codec: Codec, tokens: Sequence[int]) -> list[TokenLogprob]:
+    info, last = engine.info, len(tokens) - 1
+    size = CHUNK_BLOCKS * info.block_tokens
+    scores: list[TokenLogprob] = []
+    state = 0
+    for start in range(0, last, size):
+        end = min(last, start + size)
+        for low in range(start, end, info.max_tokens):
+            high = min(end, low + info.max_tokens)
+            row = Row(tokens, low, high, _tables(info, low, high, state), low, len(tokens), _SCORED, 0)
+            state = _left(info, low, high, state)
+            (result,) = engine.prefill([row]).wait()
+            if result.error:
+                raise ModelError(f"the model cannot read the text with {codec.name}: {result.error}")
+            scores += result.prompt_logprobs
+        if end - start == size:
+            _store(engine, codec, start // info.block_tokens)
+    return scores
+
+
+def _store(engine: Engine, codec: Codec, first: int) -> None:
+    """Put the chunk that begins with the block in place `first` through the codec, in every group that has KV."""
+    for group, (pool, page) in enumerate(zip(engine.info.blocks, engine.info.block_bytes, strict=True)):
+        if engine.info.groups[group].kind == "state":
+            continue
+        ids = [place % pool for place in range(first, first + CHUNK_BLOCKS)]
+        pages = b"".join(engine.read_blocks(group, ids).wait())
+        try:
+            back = memoryview(codec.decode(group, memoryview(codec.encode(group, pages))))
+        except ValueError as error:
+            raise ModelError(f"{codec.name} cannot hold this model's KV: {error}") from error
+        views = [back[at : at + page] for at in range(0, len(pages), page)]
+        engine.write_blocks(group, ids, views).wait()
+
+
+def _left(info: EngineInfo, low: int, high: int, state: int) -> int:
+    """The block in which a row leaves its state, that found it in this one."""
+    begun = (low - 1) // info.block_tokens if low else 0
+    return state if begun == (high - 1) // info.block_tokens else 1 - state
+
+
+def _tables(info: EngineInfo, low: int, high: int, state: int) -> tuple[list[int], ...]:
+    """Blocks in the order of their numbers; a window goes round in its pool, a state in two blocks: rows that are no
+    longer than a chunk begin and end in one block, or in two of which the one is `state`."""
+    tables = []
+    for group, pool in zip(info.groups, info.blocks, strict=True):
+        count = -(-high // info.block_tokens)
+        if group.kind == "state":
+            table = [NO_BLOCK] * count
+            table[(low - 1) // info.block_tokens if low else 0] = state % pool
+            table[-1] = _left(info, low, high, state) % pool
+            tables.append(table)
+            continue
+        first = max(0, low - group.window + 1) // info.block_tokens if group.kind == "window" else 0
+        tables.append([NO_BLOCK] * first + [place % pool for place in range(first, count)])
+    return tuple(tables)
+
+
+def _span(info: EngineInfo) -> int:
+    """Positions that can be read in one piece: whole chunks, or all that the context has."""
+    size = CHUNK_BLOCKS * info.block_tokens
+    limits = [info.context]
+    for group, pool in zip(info.groups, info.blocks, strict=True):
+        if pool < _needed(group, info.block_tokens, size):
+            limits.append(pool * info.block_tokens)
+    return max(1, min(limits))
+
+
+def _needed(group: CacheGroup, block_tokens: int, chunk: int) -> float:
+    """Blocks with which a group never runs out, however long the piece."""
+    if group.kind == "state":
+        return 1
+    return -(-(group.window + chunk) // block_tokens) + 1 if group.kind == "window" else math.inf

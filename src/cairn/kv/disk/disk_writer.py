@@ -1,0 +1,172 @@
+"""How chunks come into a disk store: written under a temporary name and synced, renamed, the folder synced, indexed.
+
+In this order, so that after a crash at any point a name that an index reads belongs to a whole file, and what was
+reported as kept is there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cairn.kv.disk import chunk_file
+from cairn.kv.disk.chunk_file import Name
+from cairn.kv.disk.codec import Codec
+from cairn.kv.disk.folder import blocks
+from cairn.kv.disk.index import IndexEntry
+from cairn.kv.disk.state import DiskState
+from cairn.kv.tiers.store import Chunk, spared
+
+
+@dataclass(slots=True)
+class _Written:
+    """A chunk on its way in."""
+
+    name: Name
+    temporary: Path
+    reserved: int
+    disk: int
+    renamed: bool = False
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What a call of `keep` has to do, up to the first chunk that cannot be kept."""
+
+    held: list[IndexEntry]
+    """Chunks that others extend or rely on meanwhile."""
+    work: list[Chunk]
+    """Chunks that have to be written."""
+    done: set[int]
+    """`id` of the chunks that are there."""
+
+
+class DiskWriter:
+    """Writes chunks of one model. Any thread."""
+
+    def __init__(self, state: DiskState, *, identity: bytes, model: str, codec: Codec) -> None:
+        self._state, self._identity, self._model, self._codec = state, identity, model, codec
+        self._tag = chunk_file.model_tag(identity, codec.name)
+        self._landed = threading.Condition(state.mutex)
+
+    def keep(self, chunks: Sequence[Chunk]) -> int:
+        """How many leading ones are durable. One whose parent is neither there nor before it ends the run."""
+        state = self._state
+        plan = self._plan(chunks)
+        written: list[_Written] = []
+        kept = 0
+        try:
+            for chunk in plan.work:
+                one = self._write(chunk)
+                if one is None:
+                    break
+                written.append(one)
+            kept = self._publish(written)
+        finally:
+            with self._landed:
+                for entry in plan.held:
+                    state.index.release(entry)
+                ids = {self._tag + chunk.key for chunk in plan.work}
+                state.writing -= ids
+                state.dropped -= ids
+                self._landed.notify_all()
+        done = plan.done.union(id(chunk) for chunk in plan.work[:kept])
+        count = next((at for at, chunk in enumerate(chunks) if id(chunk) not in done), len(chunks))
+        left = chunks[count:]
+        with state.mutex:
+            state.count(refused=len(left) - len(spared(left)))
+        return count
+
+    def wait(self, ids: Collection[bytes]) -> None:
+        """Return when none of these is being written."""
+        with self._landed:
+            self._landed.wait_for(lambda: self._state.writing.isdisjoint(ids))
+
+    def _plan(self, chunks: Sequence[Chunk]) -> _Plan:
+        state, plan = self._state, _Plan([], [], set())
+        depths: dict[bytes, int] = {b"": -1}
+        with state.mutex:
+            for chunk in chunks:
+                key, parent = self._tag + chunk.key, self._tag + chunk.parent if chunk.parent else b""
+                entry, above = state.index.get(key), state.index.get(parent)
+                if entry is not None or key in depths:
+                    plan.done.add(id(chunk))
+                elif above is not None or parent in depths:
+                    depth = above.name.depth if above is not None else depths[parent]
+                    taken = state.index.known(key) or key in state.writing
+                    if state.failing or taken or chunk.depth <= depth:
+                        break
+                    plan.work.append(chunk)
+                    depths[key] = chunk.depth
+                    state.writing.add(key)
+                else:
+                    break
+                for one in (entry, above):
+                    if one is not None:
+                        state.index.hold(one)
+                        plan.held.append(one)
+                if entry is not None:
+                    state.use(entry)
+        return plan
+
+    def _write(self, chunk: Chunk) -> _Written | None:
+        """A durable file under a temporary name, or None. Its bytes are reserved until `_publish`."""
+        state = self._state
+        try:
+            name, parts = chunk_file.encode(chunk, model=self._model, identity=self._identity, codec=self._codec)
+        except ValueError:
+            return None
+        path, need = state.folder.path(name), blocks(name.size)
+        if state.folder.is_litter(path) or not state.make_room(need, reserve=True):
+            return None
+        try:
+            temporary, disk = state.write(need, lambda: state.folder.write(path.parent, parts))
+        except OSError as error:
+            with state.mutex:
+                state.reserved -= need
+            state.fail("write", error)
+            return None
+        return _Written(name, temporary, need, disk)
+
+    def _publish(self, written: Sequence[_Written]) -> int:
+        """Give the files their names, durably, then index them; how many. The rest is removed."""
+        state, kept = self._state, 0
+        if self._rename(written):
+            for one in written:
+                if not self._index(one):
+                    break
+                kept += 1
+        for one in written[kept:]:
+            state.folder.discard(state.folder.path(one.name) if one.renamed else one.temporary, one.name.size)
+            with state.mutex:
+                state.reserved -= one.reserved
+        if kept:
+            state.wrote()
+        return kept
+
+    def _rename(self, written: Sequence[_Written]) -> bool:
+        """All of them or, as far as anybody relies on it, none."""
+        folder = self._state.folder
+        try:
+            for one in written:
+                folder.files.replace(one.temporary, folder.path(one.name))
+                one.renamed = True
+        except OSError as error:
+            self._state.fail("write", error)
+            return False
+        return self._state.sync(folder.path(one.name).parent for one in written)
+
+    def _index(self, one: _Written) -> bool:
+        """Let it be found, unless it or its parent was dropped meanwhile."""
+        state, name = self._state, one.name
+        key, parent = name.tag + name.key, name.tag + name.parent if name.parent else b""
+        with state.mutex:
+            if key in state.dropped or (parent and state.index.get(parent) is None):
+                return False
+            now = state.now()
+            state.reserved -= one.reserved
+            state.index.add(state.entry(name, one.disk, now))
+            state.count(written=name.size)
+        return True

@@ -1,0 +1,349 @@
+"""The folder of a disk store: whose it is, what lies in it, and single files in it.
+
+    <folder>/cairn-kv-store        the marker: that this is a store, and its format
+    <folder>/.lock                 held by the process that has it open
+    <folder>/pins/                 see `pins`
+    <folder>/0/ ... <folder>/f/    chunks, by the first digit of their key; see `chunk_file`
+    <folder>/models/               where models share the folder: a store for each; see `model_folders`
+
+Files are written under a name that starts with `tmp-` and get their own name when they are durable. What carries such
+a name at a start is a leftover.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import threading
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cairn.kv.disk.chunk_file import FORMAT, Name, parse_name
+from cairn.system.interfaces import LOCK_FILE, Clock, FileSystem, FolderEntry, Lock
+from cairn.types.errors import ConfigError, Conflict
+
+MARKER = "cairn-kv-store"
+PINS = "pins"
+OF_MODELS = "models"
+DIGITS = "0123456789abcdef"
+_TEMPORARY = "tmp-"
+_BLOCK = 4096
+_PROBE = b"cairn" * 800
+PROBE_BYTES = _BLOCK
+"""What a probe takes on the disk."""
+
+
+@dataclass(slots=True)
+class FolderScan:
+    """What a start found. Bytes are on the disk."""
+
+    chunks: list[tuple[Name, int, float]] = field(default_factory=list)
+    """Name, bytes and time of each file that is called like a chunk and has the size that it says."""
+    pins: list[FolderEntry] = field(default_factory=list)
+    """Files that may be pins."""
+    junk: list[tuple[Path, int]] = field(default_factory=list)
+    """Path and bytes of files that are surely of no use: leftovers, cut or misplaced chunks."""
+    other: int = 0
+    """Bytes of all that is none of these."""
+
+
+def open_folder(
+    files: FileSystem,
+    folder: Path,
+    clock: Clock,
+    *,
+    fresh: bool,
+    patience: float,
+    sleep: Callable[[float], None],
+    bare: bool = False,
+) -> Lock:
+    """Hold the folder, made or checked; `bare`: without what chunks and pins lie in.
+
+    A folder that is not ours, that others may enter or that a newer Cairn wrote is a `ConfigError`; with `fresh` it is
+    set aside and a new one made. A folder that another process holds for `patience` seconds more is a `Conflict`, with
+    `fresh` too.
+    """
+    try:
+        check_folder(files, folder)
+    except ConfigError:
+        if not fresh:
+            raise
+        _set_aside(files, folder, clock, patience, sleep)
+    files.make_folder(folder)
+    lock = _wait(files, folder, clock, patience, sleep)
+    try:
+        if not check_folder(files, folder):
+            _mark(files, folder)
+        if not bare:
+            make_folders(files, folder)
+        # Names are believed from here on, also those of a process that was killed before it had synced them.
+        for name in ("",) if bare else ("", PINS, *DIGITS):
+            files.sync_folder(folder / name)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def make_folders(files: FileSystem, folder: Path) -> None:
+    """Those that pins and chunks lie in."""
+    for name in (PINS, *DIGITS):
+        files.make_folder(folder / name)
+
+
+def _set_aside(files: FileSystem, folder: Path, clock: Clock, patience: float, sleep: Callable[[float], None]) -> None:
+    """Give the folder another name, unless a process has it: that one would go on by its path, in the new folder."""
+    lock = None
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # what is no folder nobody holds
+        if files.owned(folder) and any(entry.name == LOCK_FILE for entry in files.list(folder)):
+            lock = _wait(files, folder, clock, patience, sleep)
+    try:
+        files.replace(folder, folder.with_name(f"{folder.name}.aside-{clock.time_ns()}"))
+        files.sync_folder(folder.parent)
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _wait(files: FileSystem, folder: Path, clock: Clock, patience: float, sleep: Callable[[float], None]) -> Lock:
+    """The lock. Waits where a process that is on its way out still has it."""
+    until = clock.now() + patience
+    while (lock := files.lock(folder)) is None:
+        if clock.now() >= until:
+            raise Conflict(
+                f"kv_dir: {folder} is in use by another process, which did not give it back in {patience:g} s"
+            )
+        sleep(0.1)
+    return lock
+
+
+def check_folder(files: FileSystem, folder: Path) -> bool:
+    """Whether there is a store; False where there is nothing. Raises `ConfigError` for anything else."""
+    try:
+        mode = files.mode(folder)
+    except FileNotFoundError:
+        return False
+    if not files.owned(folder):
+        raise ConfigError(f"kv_dir: {folder} belongs to another user", field="kv_dir")
+    if mode & 0o077:
+        raise ConfigError(
+            f"kv_dir: {folder} is open to others (mode {mode:04o}); it must have mode 0700", field="kv_dir"
+        )
+    try:
+        names = {entry.name for entry in files.list(folder)}
+    except NotADirectoryError:
+        raise ConfigError(f"kv_dir: {folder} is not a folder", field="kv_dir") from None
+    if MARKER not in names:
+        if any(name not in (LOCK_FILE, OF_MODELS) and not name.startswith(_TEMPORARY) for name in names):
+            raise ConfigError(f"kv_dir: {folder} is not empty and not a KV store of Cairn", field="kv_dir")
+        return False
+    file = files.open(folder / MARKER, "read")
+    try:
+        text = file.read(0, 100)
+    finally:
+        file.close()
+    said = re.fullmatch(rb"cairn kv store ([1-9][0-9]{0,8})\n", text)
+    if said is None:
+        raise ConfigError(f"kv_dir: {folder / MARKER} is not a marker of Cairn", field="kv_dir")
+    if int(said[1]) > FORMAT:
+        raise ConfigError(
+            f"kv_dir: {folder} has format {int(said[1])} of a newer Cairn; this one reads up to {FORMAT}",
+            field="kv_dir",
+        )
+    return True
+
+
+def _mark(files: FileSystem, folder: Path) -> None:
+    temporary = folder / (_TEMPORARY + MARKER)
+    with contextlib.suppress(FileNotFoundError):
+        files.remove(temporary)
+    file = files.open(temporary, "create")
+    try:
+        file.append(f"cairn kv store {FORMAT}\n".encode())
+        file.sync()
+    finally:
+        file.close()
+    files.replace(temporary, folder / MARKER)
+    files.sync_folder(folder)
+
+
+def held(files: FileSystem, folder: Path, most: int) -> int:
+    """Bytes of the chunks in a folder that nobody holds yet, by their names; no more than `most` are counted."""
+    size = 0
+    for digit in DIGITS:
+        if size < most:
+            names = (parse_name(entry.name) for entry in files.list(folder / digit))
+            size += sum(name.size for name in names if name is not None)
+    return min(size, most)
+
+
+class StoreFolder:
+    """Files in a folder that is held. Calls raise `OSError` as the system does. Any thread."""
+
+    def __init__(self, files: FileSystem, folder: Path) -> None:
+        self.files = files
+        self.folder = folder
+        self._next = 0
+        self._mutex = threading.Lock()
+        self._litter: dict[Path, int] = {}
+        """Files that should be gone and could not be removed, with their bytes."""
+
+    @property
+    def littered(self) -> int:
+        """Bytes of files that should be gone."""
+        with self._mutex:
+            return sum(self._litter.values())
+
+    def path(self, name: Name) -> Path:
+        """Where a chunk lies."""
+        return self.digit(name.key) / str(name)
+
+    def digit(self, key: bytes) -> Path:
+        """The folder of the chunks whose keys start like this one."""
+        return self.folder / key.hex()[0]
+
+    def digits(self) -> list[Path]:
+        """The folders of all chunks."""
+        return [self.folder / digit for digit in DIGITS]
+
+    def scan(self) -> FolderScan:
+        """What is there, by names and sizes; no file is read."""
+        found = FolderScan()
+        for entry in self._sift(self.folder, found):
+            found.other += entry.disk
+        for digit in DIGITS:
+            folder = self.folder / digit
+            for entry in self._sift(folder, found):
+                name = None if entry.folder else parse_name(entry.name)
+                if name is None:
+                    found.other += entry.disk
+                elif name.size == entry.size and entry.name[0] == digit:
+                    found.chunks.append((name, entry.disk, entry.modified))
+                else:
+                    found.junk.append((folder / entry.name, entry.disk))
+        found.pins = list(self._sift(self.folder / PINS, found))
+        return found
+
+    def _sift(self, folder: Path, found: FolderScan) -> Iterator[FolderEntry]:
+        """What is not a leftover."""
+        for entry in self.files.list(folder):
+            if entry.name.startswith(_TEMPORARY) and not entry.folder:
+                found.junk.append((folder / entry.name, entry.disk))
+            else:
+                yield entry
+
+    def read(self, name: Name, buffer: memoryview | None = None) -> bytes | memoryview:
+        """The whole file, in `buffer` if it has room; longer than the name says only by one byte, which shows it."""
+        file = self.files.open(self.path(name), "read")
+        try:
+            if buffer is None or len(buffer) <= name.size:
+                return file.read(0, name.size + 1)
+            return buffer[: file.read_into(0, buffer[: name.size + 1])]
+        finally:
+            file.close()
+
+    def announce(self, name: Name) -> None:
+        """A chunk's file will be read soon."""
+        self.files.announce(self.path(name))
+
+    def remove(self, name: Name) -> None:
+        """Remove a chunk's file if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            self.files.remove(self.path(name))
+
+    def remove_leftovers(self) -> None:
+        """Remove what a process that was killed left beside the chunks' folders. For who has written nothing yet and
+        does not `scan`: `write` would try the same name."""
+        found = FolderScan()
+        for _ in self._sift(self.folder, found):
+            pass
+        for path, _ in found.junk:
+            self.files.remove(path)
+
+    def write(self, folder: Path, parts: list[bytes | memoryview]) -> tuple[Path, int]:
+        """A new durable file under a temporary name, and its bytes on the disk. Leaves nothing where it fails.
+
+        ZFS says for some seconds after a sync that the file takes next to nothing, so no less is counted than was
+        written.
+        """
+        with self._mutex:
+            self._next += 1
+            while (temporary := folder / f"{_TEMPORARY}{self._next}") in self._litter:
+                self._next += 1
+        file = self.files.open(temporary, "create")
+        try:
+            try:
+                for part in parts:
+                    file.append(part)
+                file.sync()
+                return temporary, max(file.disk(), blocks(sum(len(part) for part in parts)))
+            finally:
+                file.close()
+        except OSError:
+            self.discard(temporary, sum(len(part) for part in parts))
+            raise
+
+    def discard(self, path: Path, size: int) -> None:
+        """Remove a file; where that fails, later (`tidy`)."""
+        try:
+            self.files.remove(path)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            with self._mutex:
+                self._litter[path] = blocks(size)
+
+    def tidy(self) -> Iterator[Path]:
+        """Remove what could not be removed before; of each file the folder, just before. One thread at a time."""
+        with self._mutex:
+            paths = list(self._litter)
+        for path in paths:
+            yield path.parent
+            with contextlib.suppress(FileNotFoundError):
+                self.files.remove(path)
+            with self._mutex:
+                del self._litter[path]
+
+    def is_litter(self, path: Path) -> bool:
+        """Whether the name is taken by a file that should be gone."""
+        with self._mutex:
+            return path in self._litter
+
+    def remains(self, ids: Collection[bytes]) -> bool:
+        """Whether a chunk with one of these ids (tag and key) has a file that should be gone."""
+        with self._mutex:
+            names = [parse_name(path.name) for path in self._litter]
+        return any(name is not None and name.tag + name.key in ids for name in names)
+
+    def marked(self) -> bool:
+        """Whether the marker is there."""
+        try:
+            self.files.mode(self.folder / MARKER)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def probe(self) -> None:
+        """Write, sync, read and remove a file. Makes folders that somebody removed."""
+        make_folders(self.files, self.folder)
+        path, size = self.write(self.folder, [_PROBE])
+        try:
+            file = self.files.open(path, "read")
+            try:
+                if file.read(0, len(_PROBE)) != _PROBE:
+                    raise OSError(errno.EIO, "what was written does not read the same")
+            finally:
+                file.close()
+        finally:
+            self.discard(path, size)
+
+    def free(self) -> int:
+        """Bytes that the disk still takes."""
+        return self.files.free(self.folder)
+
+
+def blocks(size: int) -> int:
+    """Bytes on the disk of a file of `size` bytes, where blocks are of the usual size."""
+    return -(-size // _BLOCK) * _BLOCK

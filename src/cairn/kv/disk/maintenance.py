@@ -1,0 +1,176 @@
+"""What a disk store does besides reading and writing chunks: learn at a start what is there, look after it later."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cairn.kv.disk import chunk_file
+from cairn.kv.disk.chunk_file import DamagedChunk
+from cairn.kv.disk.folder import FolderScan
+from cairn.kv.disk.index import IndexEntry, chains
+from cairn.kv.disk.state import DiskState
+from cairn.kv.tiers.store import Scrubbed
+
+Keys = Callable[[bytes], Sequence[bytes]]
+"""The keys of what is to be dropped, from an engine's identity."""
+
+LARGEST_BUDGET = 50 * 10**9
+"""The most bytes that a store takes without being told."""
+
+
+def default_budget(free: int, held: int) -> int:
+    """A fifth of what the disk has free or the store holds."""
+    return min(LARGEST_BUDGET, (free + held) // 5)
+
+
+def fill(state: DiskState, found: FolderScan) -> list[tuple[Path, int]]:
+    """The index of what a start found. Returns what has to go: junk, what hangs on nothing, what is there twice."""
+    index, now = state.index, state.now()
+    index.bytes = found.other
+    entries: dict[bytes, IndexEntry] = {}
+    for name, disk, modified in sorted(found.chunks, key=lambda one: str(one[0])):
+        entry = state.entry(name, disk, min(modified, now))
+        if modified > now:  # else it would look new at each start, until that time has come
+            state.used[entry.id] = entry
+        if entries.setdefault(entry.id, entry) is not entry:
+            found.junk.append((state.folder.path(name), disk))
+    for entry in chains(list(entries.values())):
+        index.add(entry)
+        del entries[entry.id]
+    return found.junk + [(state.folder.path(entry.name), entry.disk) for entry in entries.values()]
+
+
+def prune(state: DiskState, before: float, *, keep: bytes = b"") -> int:
+    """Remove chunks not used since `before`, and with `keep`, a tag, all that do not have it; how many went.
+
+    Never a pinned one, never one that a chunk which stays extends.
+    """
+    gone = 0
+    among: list[IndexEntry] | None = None
+    while True:
+        with state.mutex:
+            stale = state.index.leaves(lambda entry: entry.used < before or not entry.id.startswith(keep), among)
+            for entry in stale:
+                state.mark_deleted(entry)
+            # Only these may have become leaves: to look at all again for each step of depth takes seconds.
+            among = state.index.parents(stale)
+        cleared = state.clear(stale)
+        with state.mutex:
+            state.count(evicted=cleared)
+        gone += cleared
+        if not cleared:
+            return gone
+
+
+def scrub(state: DiskState) -> Scrubbed:
+    """Read and verify every chunk of every model; damaged ones go, with what extends them."""
+    with state.mutex:
+        entries = state.index.live()
+    checked = damaged = unreadable = 0
+    for entry in entries:
+        with state.mutex:
+            if state.index.get(entry.id) is not entry:
+                continue
+        checked += 1
+        before = state.damaged
+        data = state.read(entry)
+        if data is not None:
+            try:
+                chunk_file.verify(data, entry.name)
+            except DamagedChunk:
+                damaged += state.drop_damaged(entry)
+        elif (lost := state.damaged - before) > 0:
+            damaged += lost
+        else:
+            with state.mutex:  # else it went meanwhile
+                unreadable += state.index.get(entry.id) is entry
+    return Scrubbed(checked, damaged, unreadable)
+
+
+def clean(state: DiskState) -> None:
+    """Remove for good what could not be removed before. One thread at a time."""
+    with state.mutex:
+        deleted = state.index.deleted()
+    # Owed before anything goes, so that whatever fails below, each folder that changed is synced some day.
+    state.owe(state.folder.digit(entry.name.key) for entry in deleted)
+    state.clear(deleted)
+    try:
+        for folder in state.folder.tidy():
+            state.owe([folder])
+    except OSError as error:
+        state.fail("remove files from", error)
+    state.sync(())
+
+
+def remember_uses(state: DiskState) -> None:
+    """Put the time of the last use on the files, up to the first that the disk refuses; the rest next time.
+
+    Best effort: what is lost makes a chunk look older.
+    """
+    ahead = state.ahead()
+    while (entry := state.take_used()) is not None:
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                state.folder.files.touch(state.folder.path(entry.name), entry.used + ahead)
+            entry.saved = entry.used
+        except OSError:
+            state.put_back(entry)
+            return
+
+
+class OtherEngines:
+    """Other engines with chunks in the same folder: whose those are, and what is still to be dropped of them."""
+
+    def __init__(self, state: DiskState, tag: bytes, identity: bytes) -> None:
+        """`tag` and `identity`: of the store's own engine."""
+        self._state, self._tag, self._identity = state, tag, identity
+        self._identities: dict[bytes, bytes] = {}
+        """The identity that each tag stands for, as far as it was needed."""
+        self._owed: dict[frozenset[bytes], Keys] = {}
+        """Orders that the disk did not let be carried out, by what they say of this engine."""
+
+    def learn(self) -> bool:
+        """Read from chunks whose they are; False where one stays that nothing is known of.
+
+        A disk that fails is asked once, not for each chunk; the next time another chunk is asked first.
+        """
+        state = self._state
+        with state.mutex:
+            entries = state.index.of_other_models({self._tag, *self._identities})
+        for entry in sorted(entries, key=lambda one: one.faults):
+            if not entry.live or state.failing or entry.name.tag in self._identities:
+                continue
+            try:
+                if (data := state.read(entry)) is not None:
+                    self._identities[entry.name.tag] = chunk_file.verify(data, entry.name)[0].identity
+            except DamagedChunk:
+                state.drop_damaged(entry)
+        with state.mutex:
+            return all(one.name.tag in self._identities or not state.index.known(one.id) for one in entries)
+
+    def ids(self, keys: Keys) -> set[bytes]:
+        """Tag and key of each chunk that `keys` says of the engines that are known."""
+        return {tag + key for tag, identity in self._identities.items() for key in keys(identity)}
+
+    def note(self, keys: Keys, *, done: bool) -> None:
+        """Keep an order until it is done."""
+        if done and not self._owed:
+            return
+        mine = frozenset(keys(self._identity))
+        with self._state.mutex:
+            if done:
+                self._owed.pop(mine, None)
+            elif mine:
+                self._owed[mine] = keys
+
+    def owe(self, keys: Sequence[bytes]) -> bool:
+        """Whether an order that says any of these keys of this engine is still to be carried out."""
+        with self._state.mutex:
+            return any(not mine.isdisjoint(keys) for mine in self._owed)
+
+    def owed(self) -> list[Keys]:
+        """The orders that are still to be carried out."""
+        with self._state.mutex:
+            return list(self._owed.values())

@@ -1,0 +1,359 @@
+"""What the threads of a disk store share: the index, the folder, the room that is left, and whether the disk works.
+
+`mutex` guards the index and the figures and is never held while the disk is asked. A chunk's file belongs to one
+thread at a time: to the one that writes it (`writing`), or to whoever deleted the chunk, until its file is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from cairn.kv.disk.chunk_file import Name
+from cairn.kv.disk.folder import StoreFolder
+from cairn.kv.disk.index import STATE_SAVES, DiskIndex, IndexEntry
+from cairn.kv.tiers.store import OVERHEAD
+from cairn.system.interfaces import Clock
+from cairn.types.stats import TierStats
+
+T = TypeVar("T")
+
+_USE_STEP = 60.0
+"""Seconds: how exactly the time of the last use is remembered."""
+_JUMP_SECONDS = 86400.0
+"""How far the wall clock jumps before the times of all files are put right: that asks something of the disk for each,
+and the time to live is counted in days."""
+_BACKOFF = (1.0, 60.0)
+_LATE_SECONDS = 60.0
+"""How long a disk may take to show that something was removed. ZFS and btrfs take seconds; where a snapshot holds it,
+it never shows."""
+_MOST_FAULTS = 2
+"""Reads of one chunk that the disk may fail, one after the other, while it works otherwise; then the chunk is given
+up."""
+
+
+class DiskState:
+    """One folder's chunks, in memory. Any thread."""
+
+    def __init__(
+        self, folder: StoreFolder, clock: Clock, reserve: int, tag: bytes = b"", state_sizes: Collection[int] = ()
+    ) -> None:
+        """`reserve`: bytes of the disk that the store never grows into. Below a quarter of them it gives way.
+
+        `tag`, `state_sizes`: of the store's own engine, and how large its states are as they are written down.
+        """
+        self.folder, self.clock = folder, clock
+        self._tag, self._state_sizes = tag, tuple(state_sizes)
+        self.mutex = threading.Lock()
+        self.index = DiskIndex()
+        self.budget = 0
+        """How many bytes the store may take."""
+        self.reserved = 0
+        """Bytes of the budget for chunks that are being written."""
+        self.writing: set[bytes] = set()
+        """Ids of chunks that are being written."""
+        self.dropped: set[bytes] = set()
+        """Those of `writing` that were dropped meanwhile."""
+        self.used = OrderedDict[bytes, IndexEntry]()
+        """Chunks whose last use is not yet remembered by their files."""
+        self._reserve = reserve
+        self._low, self._gave, self._gave_at = 0, 0, 0.0
+        """What was free when the store gave way to others, the bytes given since that may not show yet, and since when
+        there are such."""
+        self._unsynced: dict[Path, object] = {}
+        """Folders that could not be made durable, each with a mark of its last failure."""
+        self._counts = TierStats()
+        self._trouble, self._full = "", ""
+        self._next_try, self._backoff = 0.0, _BACKOFF[0]
+        # The wall clock is read once: where it jumps while the store is open, nothing may grow old at once.
+        self._epoch = clock.time_ns() / 1e9 - clock.now()
+        self._jumped = 0.0
+        """How far the wall clock was ahead of `now` when the times of all files were put right."""
+
+    def entry(self, name: Name, disk: int, used: float) -> IndexEntry:
+        """A chunk for the index. Whether it is a state is told by its size, lest a start read every file."""
+        parent = name.tag + name.parent if name.parent else b""
+        beyond = (name.size - size for size in self._state_sizes if name.tag == self._tag)
+        saves = STATE_SAVES if any(0 < more <= OVERHEAD for more in beyond) else 1
+        return IndexEntry(name.tag + name.key, parent, name, disk, used, used, saves=saves)
+
+    def now(self) -> float:
+        """Seconds since 1970, never going back."""
+        return self._epoch + self.clock.now()
+
+    def ahead(self) -> float:
+        """How far the wall clock, which will be believed at the next start, is ahead of `now`. Where it jumped, the
+        uses of all chunks are to be remembered anew."""
+        ahead = self.clock.time_ns() / 1e9 - self.now()
+        with self.mutex:
+            if abs(ahead - self._jumped) >= _JUMP_SECONDS:
+                self._jumped = ahead
+                self.used = OrderedDict((one.id, one) for one in self.index.live())
+        return ahead
+
+    def take_used(self) -> IndexEntry | None:
+        """The next chunk whose file is to be given the time of its last use."""
+        with self.mutex:
+            return self.used.popitem(last=False)[1] if self.used else None
+
+    def put_back(self, entry: IndexEntry) -> None:
+        """Its file could not be given that time. It comes last now, lest it keep the others waiting for ever."""
+        with self.mutex:
+            if self.index.get(entry.id) is entry:
+                self.used.setdefault(entry.id, entry)
+
+    def emptied(self) -> None:
+        """Nothing of what was in the folder is there. With the lock held."""
+        self.index, self.used = self.index.emptied(), OrderedDict()
+
+    def stats(self) -> TierStats:
+        """Figures of all models in the folder."""
+        with self.mutex:
+            return msgspec.structs.replace(
+                self._counts,
+                chunks=len(self.index),
+                bytes=self.index.bytes + self.folder.littered,
+                budget=self.budget,
+                pinned=self.index.pinned,
+                trouble=self._trouble or self._full or self._crowded(),
+            )
+
+    def _crowded(self) -> str:
+        """Whether more is pinned than the budget holds. With the lock held."""
+        need = self.index.pinned_bytes
+        if need <= self.budget:
+            return ""
+        return (
+            f"pinned KV needs about {need:,} bytes and {self.folder.folder} may take {self.budget:,}: not all of it "
+            "can be kept; unpin some, or give --kv-disk-gb more"
+        )
+
+    @property
+    def damaged(self) -> int:
+        """Chunks that failed a check so far; `stats` looks at more."""
+        return self._counts.damaged
+
+    def count(self, **more: int) -> None:
+        """Add to the counters, with the lock held."""
+        now = {name: getattr(self._counts, name) + value for name, value in more.items()}
+        self._counts = msgspec.structs.replace(self._counts, **now)
+
+    def use(self, entry: IndexEntry) -> None:
+        """A chunk was used. With the lock held."""
+        self.index.use(entry, self.now())
+        self._note_use(entry)
+
+    def mark_deleted(self, entry: IndexEntry) -> None:
+        """Nobody finds a chunk any more; what it extends inherits its last use. With the lock held."""
+        self.index.mark_deleted(entry)
+        parent = self.index.get(entry.parent)
+        if parent is not None:
+            self._note_use(parent)
+
+    def _note_use(self, entry: IndexEntry) -> None:
+        if entry.used - entry.saved >= _USE_STEP:
+            self.used[entry.id] = entry
+
+    # ------------------------------------------------------------------------------------------------------- trouble
+
+    @property
+    def failing(self) -> bool:
+        """Whether the disk failed and did not work since."""
+        return bool(self._trouble)
+
+    def fail(self, action: str, error: OSError | str) -> None:
+        """The disk refused. Nothing is written until it was tried again, after 1, 2, 4 ... 60 seconds."""
+        why = error if isinstance(error, str) else error.strerror or type(error).__name__
+        with self.mutex:
+            self._trouble = f"the KV store cannot {action} {self.folder.folder}: {why}"
+            if self.clock.now() >= self._next_try:
+                self._next_try = self.clock.now() + self._backoff
+                self._backoff = min(2 * self._backoff, _BACKOFF[1])
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to try a disk that failed."""
+        return self.failing and self.clock.now() >= self._next_try
+
+    def works(self) -> None:
+        """The disk was tried, and works."""
+        with self.mutex:
+            self._trouble = ""
+
+    def wrote(self) -> None:
+        """A chunk was written, which shows more."""
+        with self.mutex:
+            if not self._trouble:
+                self._backoff = _BACKOFF[0]
+
+    # ---------------------------------------------------------------------------------------------------------- room
+
+    def make_room(self, need: int, *, reserve: bool = False) -> bool:
+        """Evict until `need` more bytes are within the budget and the disk; reserve them. False where it cannot be."""
+        freed = given = before = 0
+        while True:
+            try:
+                free = self.folder.free()
+            except OSError as error:
+                self.fail("read", error)
+                return False
+            with self.mutex:
+                over = self.index.bytes + self.folder.littered + self.reserved + need - self.budget
+                # On a disk that others fill the store does not grow, but what it has itself it may use again.
+                lack = need - max(free - self._reserve, freed) if need else 0
+                if given and free > before:  # this disk shows at once what was removed
+                    self._gave = max(0, self._gave - given)
+                owed = self._owed_to_others(free)
+                lack = max(lack, owed)
+                if over <= 0 and lack <= 0:
+                    self.reserved += need if reserve else 0
+                    if need:
+                        self._full = ""
+                    return True
+                victims = [] if need > self.budget else self._delete_victims(max(over, lack))
+                given, before = min(max(0, owed), sum(one.disk for one in victims)), free
+                self._gave_at = self._gave_at if self._gave else self.clock.now()
+                self._gave += given
+            cleared = self.clear(victims)
+            freed += sum(one.disk for one in victims)
+            with self.mutex:
+                self.count(evicted=cleared)
+                if cleared < max(1, len(victims)):
+                    if lack > 0:
+                        self._full = self._no_room(free)
+                    return False
+
+    def _no_room(self, free: int) -> str:
+        """What to say of a disk on which the store may take no more."""
+        kept = f"{free:,} bytes of its disk are free, and {self._reserve:,} are left to others"
+        what = "; name a folder on a larger one with --kv-dir, or keep none with --no-kv-disk"
+        return f"the KV store cannot write {self.folder.folder}: {kept}{what}"
+
+    def _owed_to_others(self, free: int) -> int:
+        """How far the disk is below a quarter of the reserve. With the lock held.
+
+        What was given for that and does not show yet counts as free: else all would be given before the first shows.
+        """
+        mark = self._reserve // 4
+        if free >= mark or not self._gave or self.clock.now() - self._gave_at > _LATE_SECONDS:
+            self._low, self._gave = free, 0
+        return mark - free - min(self._gave, max(0, self._low + self._gave - free))
+
+    def write(self, need: int, work: Callable[[], T]) -> T:
+        """Do what needs so many bytes; where a quota ends that the disk does not tell of, once more when something was
+        evicted. Raises `OSError` as the system does."""
+        try:
+            return work()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._give_way(need):
+                raise
+        return work()
+
+    def _give_way(self, need: int) -> bool:
+        """Evict as much, and for others what they are always given; whether that may help."""
+        with self.mutex:
+            victims = self._delete_victims(max(need, self._reserve // 4))
+        cleared = self.clear(victims)
+        with self.mutex:
+            self.count(evicted=cleared)
+        # Some disks have the room of what was removed only when that is durable.
+        return cleared > 0 and self.sync(self.folder.digit(one.name.key) for one in victims)
+
+    def look_again(self) -> None:
+        """If the disk was full: is it still?"""
+        try:
+            if self.make_room(0) and self._full and self.folder.free() > self._reserve:
+                with self.mutex:
+                    self._full = ""
+        except OSError as error:
+            self.fail("read", error)
+
+    def _delete_victims(self, excess: int) -> list[IndexEntry]:
+        victims = []
+        while excess > 0 and (victim := self.index.victim()) is not None:
+            self.mark_deleted(victim)
+            victims.append(victim)
+            excess -= victim.disk
+        return victims
+
+    def clear(self, deleted: Iterable[IndexEntry]) -> int:
+        """Remove the files of chunks that this thread marked as deleted, in this order; how many went."""
+        gone = 0
+        for entry in deleted:
+            try:
+                self.folder.remove(entry.name)
+            except OSError as error:
+                self.fail("remove files from", error)
+                with self.mutex:
+                    entry.going = False
+                continue
+            gone += 1
+            with self.mutex:
+                self.index.forget(entry)
+        return gone
+
+    def sync(self, folders: Iterable[Path]) -> bool:
+        """Make names durable, with what earlier calls could not; whether they are."""
+        with self.mutex:
+            owed = dict(self._unsynced)
+        waiting = list(owed | dict.fromkeys(folders))
+        for at, folder in enumerate(waiting):
+            try:
+                self.folder.files.sync_folder(folder)
+            except OSError as error:
+                self.owe(waiting[at:])
+                self.fail("write", error)
+                return False
+            with self.mutex:
+                # Where another thread failed meanwhile, this sync may have come before its change.
+                if self._unsynced.get(folder) is owed.get(folder):
+                    self._unsynced.pop(folder, None)
+        return True
+
+    def owe(self, folders: Iterable[Path]) -> None:
+        """Names in these folders are not durable until a `sync` that begins now or later."""
+        with self.mutex:
+            self._unsynced.update((folder, object()) for folder in folders)
+
+    def owes(self, folders: Iterable[Path]) -> bool:
+        """Whether a power cut may bring back what was removed from one of these folders, since a sync failed."""
+        with self.mutex:
+            return any(folder in self._unsynced for folder in folders)
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def read(self, entry: IndexEntry, buffer: memoryview | None = None) -> bytes | memoryview | None:
+        """The file, in `buffer` if it has room, or None: gone, or the disk failed."""
+        try:
+            data = self.folder.read(entry.name, buffer)
+            entry.faults = 0
+            return data
+        except FileNotFoundError:
+            self.drop_damaged(entry)
+        except OSError as error:
+            # A disk that fails altogether says nothing about this chunk.
+            alone = not self.failing
+            self.fail("read", error)
+            with self.mutex:
+                entry.faults += alone
+            if entry.faults >= _MOST_FAULTS:
+                self.drop_damaged(entry)
+        return None
+
+    def drop_damaged(self, entry: IndexEntry) -> int:
+        """Drop a damaged chunk and what extends it, unless it went meanwhile by itself; how many chunks that is."""
+        with self.mutex:
+            if self.index.get(entry.id) is not entry:
+                return 0
+            family = self.index.family([entry.id])
+            for one in family:
+                self.mark_deleted(one)
+            self.count(damaged=len(family))
+        self.clear(family)
+        return len(family)

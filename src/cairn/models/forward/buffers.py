@@ -1,0 +1,143 @@
+"""What a step of a decoder reads and writes: buffers that are allocated once, at their largest size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cairn.kernels.base import Kernels
+from cairn.kernels.program import Size, Slot
+from cairn.models.forward.latent import LatentBuffers, allocate_latent, latent_numbers
+from cairn.models.forward.moe import MixtureBuffers, allocate_mixture, mixture_numbers
+from cairn.models.forward.recurrent import RecurrentBuffers, allocate_recurrent, recurrent_numbers
+from cairn.models.forward.streams import StreamBuffers, allocate_streams, stream_numbers
+from cairn.models.forward.uneven import UnevenBuffers, allocate_uneven, uneven_numbers
+from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.model_spec import ModelSpec
+
+LOGITS_ROWS = 32
+"""Most logits rows in one run of the head; a step that wants more runs it in slices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """What a step reads and writes: arrays, views of them, or (while recording) `Slot`s in their place."""
+
+    tokens: Any
+    """int32 [M]"""
+    positions: Any
+    """int32 [M]"""
+    rows: Any
+    """int32 [B, 3]: first token, tokens, first position of each row."""
+    tables: tuple[Any, ...]
+    """A group: int32 [B, width], -1 where there is no block."""
+    slots: tuple[Any, ...]
+    """A group: int32 [M], where a token's KV goes: block * BLOCK_TOKENS + offset."""
+    wanted: Any
+    """int32 [R]: tokens of the step whose logits are wanted."""
+    hidden: Any
+    angles: tuple[Any, ...]
+    """A group; groups with the same positions share one."""
+    normed: Any
+    qkv: Any
+    query: Any
+    attended: Any
+    gates: Any
+    gated: Any
+    projected: Any
+    logits: Any
+    """float32 [R, V]"""
+    mixture: MixtureBuffers
+    latent: LatentBuffers
+    uneven: UnevenBuffers
+    recurrent: RecurrentBuffers
+    streams: StreamBuffers
+
+
+_OWN = (MixtureBuffers, RecurrentBuffers, LatentBuffers, UnevenBuffers, StreamBuffers)
+"""Buffers that one kind of layers has to itself."""
+_PASSING = frozenset(("normed", "projected", "gates", "gated"))
+"""Buffers that nothing reads outside the program that writes them: kernels that fuse leave them out."""
+
+
+def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context: int) -> Buffers:
+    """Buffers for steps of at most `tokens` tokens and `rows` rows with contexts of at most `context` tokens."""
+    width, groups = -(-context // BLOCK_TOKENS), range(len(spec.groups))
+    query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    asked = 2 * query if spec.output_gate else query
+    own = 0 if spec.latent or spec.uneven else 1  # these have buffers of their own
+    ropes = [spec.rope(group) for group in groups]
+    turns = [(rope, spec.turned_in(group)) for group, rope in enumerate(ropes)]
+    angles = {turn: kernels.allocate((tokens, 2, turn[1] // 2), "float32") for turn in dict.fromkeys(turns)}
+    return Buffers(
+        tokens=kernels.allocate((tokens,), "int32"),
+        positions=kernels.allocate((tokens,), "int32"),
+        rows=kernels.allocate((rows, 3), "int32"),
+        tables=tuple(kernels.allocate((rows, width), "int32") for _ in groups),
+        slots=tuple(kernels.allocate((tokens,), "int32") for _ in groups),
+        wanted=kernels.allocate((LOGITS_ROWS,), "int32"),
+        hidden=kernels.allocate((tokens, spec.hidden), "float32"),
+        angles=tuple(angles[turn] for turn in turns),
+        normed=kernels.allocate((tokens, spec.hidden), "float32"),
+        qkv=kernels.allocate((tokens, own * (asked + 2 * kv)), "float32"),
+        query=kernels.allocate((tokens, own * spec.heads, spec.head_dim), "float32"),
+        attended=kernels.allocate((tokens, own * query), "float32"),
+        gates=kernels.allocate((tokens, 2 * spec.ffn), "float32"),
+        gated=kernels.allocate((tokens, spec.ffn), "float32"),
+        projected=kernels.allocate((tokens, spec.hidden), "float32"),
+        logits=kernels.allocate((LOGITS_ROWS, spec.vocab), "float32"),
+        mixture=allocate_mixture(kernels, spec.experts, spec.hidden, tokens),
+        latent=allocate_latent(kernels, spec, tokens),
+        uneven=allocate_uneven(kernels, spec, tokens),
+        recurrent=allocate_recurrent(kernels, spec.recurrence, tokens),
+        streams=allocate_streams(kernels, spec, tokens),
+    )
+
+
+def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, scores: bool) -> int:
+    """Bytes that `allocate` takes, and about as much again for what kernels hold while they run.
+
+    `scores`: whether they hold those of a whole context at once, as the reference kernels do.
+    """
+    wide = spec.hidden + 3 * spec.heads * spec.head_dim + 2 * spec.kv_heads * spec.head_dim + 4 * spec.ffn
+    wide += mixture_numbers(spec.experts, spec.hidden) + recurrent_numbers(spec.recurrence)
+    wide += latent_numbers(spec) + uneven_numbers(spec) + stream_numbers(spec)
+    wide += spec.heads * spec.head_dim if spec.output_gate else 0
+    tables = len(spec.groups) * rows * context // BLOCK_TOKENS
+    held = 3 * spec.heads * context * min(tokens, 8) if scores else 0
+    return 4 * (2 * tokens * wide + 3 * LOGITS_ROWS * spec.vocab + tables + held)
+
+
+def with_slots(buffers: Buffers) -> Buffers:
+    """The buffers as symbols, for recording."""
+    sizes: dict[str, Size] = {"rows": "rows", "tables": "rows", "wanted": "logits", "logits": "logits"}
+
+    def symbol(name: str) -> Any:
+        value, size = getattr(buffers, name), sizes.get(name, "tokens")
+        if isinstance(value, _OWN):
+            return value.map(lambda array: Slot("tokens", array))
+        if not isinstance(value, tuple):
+            return Slot(size, value, name in _PASSING)
+        made = {id(one): Slot(size, one) for one in value}
+        return tuple(made[id(one)] for one in value)
+
+    return Buffers(**{name: symbol(name) for name in Buffers.__slots__})
+
+
+def cut(kernels: Kernels, buffers: Buffers, sizes: Mapping[Size, int]) -> Buffers:
+    """The buffers at a step's sizes: what a direct run of `body` or `head` takes."""
+
+    symbols = with_slots(buffers)
+    made: dict[int, Any] = {}
+
+    def view(slot: Any) -> Any:
+        if isinstance(slot, tuple):
+            return tuple(map(view, slot))
+        if isinstance(slot, _OWN):
+            return slot.map(view)
+        if id(slot) not in made:
+            made[id(slot)] = kernels.first(slot.array, sizes[slot.size])
+        return made[id(slot)]
+
+    return Buffers(**{name: view(getattr(symbols, name)) for name in Buffers.__slots__})

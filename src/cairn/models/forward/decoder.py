@@ -1,0 +1,421 @@
+"""The forward pass, written once over kernels whose arrays are opaque, and recorded once into a program.
+
+    tokens -> embed -> scale -> layers:
+        norm -> project to q, k, v -> rope and KV write -> attention -> gate -> project -> norm -> add
+        norm -> project to gates -> gate -> project -> norm -> add
+    hidden[wanted] -> norm and head -> softcap -> logits
+
+Families differ by data: which weights exist (a norm without one is left out), which group a layer's cache belongs to,
+which positions a group has, which layers keep a state in the place of attention (`models.recurrent`). The kernels fuse
+neighbours of the list when it is recorded (`kernels.fusion`). `body` and `head` may not branch on values, so that what
+was recorded at load is what every step replays. Programs are symbolic in three sizes: M tokens, B rows and R logits
+rows of a step; every buffer is allocated once at its maximum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cairn.kernels.base import Array, Kernels, Matrix, Rope
+from cairn.kernels.program import KernelCall, Program
+from cairn.models.forward.buffers import Buffers, with_slots
+from cairn.models.forward.latent import LatentAttention, build_latent, run_latent
+from cairn.models.forward.moe import Beside, Mixture, build_beside, build_mixture, run_beside, run_mixture
+from cairn.models.forward.recurrent import Recurrent, build_recurrent, run_recurrent
+from cairn.models.forward.streams import (
+    StreamBuffers,
+    StreamEnds,
+    StreamLayer,
+    build_ends,
+    build_streams,
+    run_correct,
+    run_end,
+    run_joined,
+    run_predict,
+    run_start,
+)
+from cairn.models.forward.streams import run_beside as run_beside_attention
+from cairn.models.forward.uneven import (
+    GroupAttention,
+    Inputs,
+    LayerInput,
+    build_attention,
+    build_input,
+    build_inputs,
+    run_attention,
+    run_input,
+    run_inputs,
+)
+from cairn.models.safetensors.tensor_names import XIELU
+from cairn.types.model_spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """A layer's plain MLP."""
+
+    gate_up: Matrix
+    """Without gates where there are none: what it gives goes through the activation itself."""
+    down: Matrix
+    wide: bool = False
+    """Whether it has buffers of its own, being wider than others."""
+    xielu: tuple[Array, Array] | None = None
+    """The two numbers of an activation that has some."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """A layer's attention."""
+
+    window: int
+    turned: bool
+    """Whether it knows positions."""
+    plain_norm: bool
+    """Whether queries and keys are normed without a weight."""
+    qkv: Matrix
+    """Where what it gives goes through a gate, each query head has that behind it."""
+    q_norm: Array | None
+    k_norm: Array | None
+    out: Matrix
+    sinks: Array | None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's weights as the kernels packed them, and where its KV or its state lives."""
+
+    group: int
+    index: int
+    """Place among the layers of its group."""
+    attention_norm: Array | None
+    attention: Attention | LatentAttention | GroupAttention | Recurrent | None
+    """None where the layer is an MLP alone."""
+    attention_post_norm: Array | None
+    mlp_norm: Array | None
+    mlp: Mlp | Mixture | None
+    """None where the layer is what stands before it alone."""
+    beside: Beside | None
+    """Experts beside the MLP."""
+    mlp_post_norm: Array | None
+    input: LayerInput | None
+    """What it gets beside what the layer before it gives."""
+    scalar: Array | None
+    """What is multiplied with what it gives."""
+    streams: StreamLayer | None
+    """What it has of its own where the hidden state is kept several times over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A model's weights and the constants of its forward pass."""
+
+    embedding: Array
+    embedding_scale: float
+    ropes: tuple[Rope, ...]
+    """Of each group; groups with the same positions share one."""
+    layers: tuple[Layer, ...]
+    norm: Array
+    head: Matrix
+    eps: float
+    scale: float
+    softcap: float
+    activation: str
+    logit_softcap: float
+    logit_scale: float
+    residual_scale: float
+    query_scaling: tuple[float, float] | None
+    unturned_scaling: tuple[float, float] | None
+    heads: tuple[int, int]
+    """How many heads of queries and of keys there are, and their size."""
+    late_norms: bool
+    inputs: Inputs | None
+    streams: StreamEnds | None
+    both: bool
+    """Whether tokens see what follows them too."""
+    mlp_gated: bool
+    gated: int
+    """Numbers of a head whose result goes through a gate of its own; 0: there are no gates."""
+
+
+def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Decoder:
+    """Pack checked weights (names and shapes of `weights.expected_tensors`) for the kernels.
+
+    The head is the largest matrix, so it comes first: what passes through memory beside it finds the least there. A
+    tied embedding is the head itself.
+    """
+    head = kernels.matrix([weights["model.embed_tokens.weight" if spec.tied else "lm_head.weight"]], [None])
+    ropes = [spec.rope(group) for group in range(len(spec.groups))]
+    turns = [(rope, spec.turned_in(group)) for group, rope in enumerate(ropes)]
+    made = {(rope, size): kernels.rope(size, rope.theta, rope.scaling) for rope, size in dict.fromkeys(turns)}
+    return Decoder(
+        embedding=head if spec.tied else kernels.table(weights["model.embed_tokens.weight"]),
+        embedding_scale=spec.embedding_scale,
+        ropes=tuple(made[turn] for turn in turns),
+        layers=tuple(_layer(kernels, spec, weights, layer) for layer in range(spec.layers)),
+        norm=kernels.vector(weights["model.norm.weight"]),
+        head=head,
+        eps=spec.norm_eps,
+        scale=1 / math.sqrt(spec.head_dim) if spec.attention_scale is None else spec.attention_scale,
+        softcap=spec.attention_softcap,
+        activation=spec.activation,
+        logit_softcap=spec.logit_softcap,
+        logit_scale=spec.logit_scale,
+        residual_scale=spec.residual_scale,
+        query_scaling=spec.query_scaling,
+        unturned_scaling=spec.unturned_scaling,
+        heads=(spec.heads + spec.kv_heads, spec.head_dim),
+        late_norms=spec.late_norms,
+        inputs=build_inputs(kernels, spec, weights),
+        streams=build_ends(kernels, spec, weights),
+        both=spec.both,
+        mlp_gated=spec.mlp_gated,
+        gated=spec.head_dim if spec.output_gate else 0,
+    )
+
+
+def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer: int) -> Layer:
+    prefix = f"model.layers.{layer}."
+    group = spec.group_of(layer)
+
+    def matrix(*names: str) -> Matrix:
+        found = [weights[f"{prefix}{name}.weight"] for name in names]
+        return kernels.matrix(found, [weights.get(f"{prefix}{name}.bias") for name in names])
+
+    def norm(name: str, wanted: bool = True) -> Array | None:
+        there = wanted and f"{prefix}{name}.weight" in weights
+        return kernels.vector(weights[f"{prefix}{name}.weight"]) if there else None
+
+    def vector(name: str) -> Array:
+        return kernels.vector(weights[f"{prefix}{name}"])
+
+    def mlp() -> Mlp | Mixture | None:
+        if not spec.has_mlp(layer):
+            return None
+        if spec.experts is not None and layer in spec.experts.layers and not spec.experts.beside:
+            return build_mixture(matrix, vector, spec.experts)
+        gate_up = matrix("mlp.gate_proj", "mlp.up_proj") if spec.mlp_gated else matrix("mlp.up_proj")
+        wide = spec.uneven is not None and layer in spec.uneven.wide
+        own = spec.activation == "xielu"
+        xielu = (vector(f"{XIELU}.alpha_p"), vector(f"{XIELU}.alpha_n")) if own else None
+        return Mlp(gate_up=gate_up, down=matrix("mlp.down_proj"), wide=wide, xielu=xielu)
+
+    def attention() -> Attention | LatentAttention | GroupAttention | Recurrent | None:
+        if group < 0:
+            return None
+        if spec.recurrence is not None and spec.keeps_state(layer):
+            return build_recurrent(matrix, vector, spec.recurrence)
+        if spec.uneven is not None:
+            return build_attention(matrix, norm, spec, layer)
+        if spec.latent is not None:
+            return build_latent(matrix, vector, spec, spec.latent)
+        return Attention(
+            window=spec.groups[group].sight,
+            turned=layer not in spec.unturned,
+            plain_norm=spec.plain_norm and layer not in spec.unturned,
+            qkv=matrix("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            q_norm=norm("self_attn.q_norm"),
+            k_norm=norm("self_attn.k_norm"),
+            out=matrix("self_attn.o_proj"),
+            sinks=vector("self_attn.sinks") if spec.sinks else None,
+        )
+
+    pre, post = spec.pre_norms, spec.post_norms
+    before = "pre_feedforward_layernorm" if post else "post_attention_layernorm"
+    return Layer(
+        group=group,
+        index=spec.groups[group].layers.index(spec.kv_layer(layer)) if group >= 0 else 0,
+        attention_norm=norm("input_layernorm"),
+        attention=attention(),
+        attention_post_norm=norm("post_attention_layernorm", post),
+        mlp_norm=norm("input_layernorm" if spec.mlp_layers is not None else before, pre),
+        mlp=mlp(),
+        beside=build_beside(matrix, vector, spec.experts, spec.hidden),
+        mlp_post_norm=norm("post_feedforward_layernorm", post),
+        input=build_input(matrix, vector, spec.uneven, layer),
+        scalar=vector("layer_scalar") if spec.uneven is not None and spec.uneven.streams is None else None,
+        streams=build_streams(matrix, vector, spec, layer),
+    )
+
+
+def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
+    """Every layer over the step's tokens: writes their KV and leaves their last hidden state in `b.hidden`."""
+    k.embed(decoder.embedding, b.tokens, b.hidden)
+    if decoder.embedding_scale != 1:
+        k.scale(b.hidden, decoder.embedding_scale)
+    for rope, angles in {
+        id(angles): (rope, angles) for rope, angles in zip(decoder.ropes, b.angles, strict=True)
+    }.values():
+        k.rope_angles(rope, b.positions, angles)
+    if decoder.inputs is not None:
+        run_inputs(k, decoder.inputs, b.hidden, decoder.eps, b.uneven)
+    if decoder.streams is not None:
+        _body_of_streams(k, decoder, decoder.streams, kv, b)
+        return
+    for layer in decoder.layers:
+        if layer.attention is not None:
+            _mix(k, decoder, layer, layer.attention, kv, b)
+        if layer.mlp is not None:
+            _transform(k, decoder, layer, layer.mlp, b)
+        if layer.input is not None:
+            run_input(k, layer.input, decoder.activation, decoder.eps, b.hidden, b.uneven, b.normed, b.projected)
+        if layer.scalar is not None:
+            k.scale_by(b.hidden, layer.scalar)
+
+
+def _body_of_streams(k: Kernels, decoder: Decoder, own: StreamEnds, kv: Sequence[Array], b: Buffers) -> None:
+    """Every layer of a model that keeps its hidden state several times over."""
+    streams = b.streams
+    run_start(k, own, b.hidden, streams, b.projected)
+    for layer in decoder.layers:
+        assert layer.streams is not None and layer.attention is not None and layer.mlp is not None and layer.input
+        run_predict(k, layer.streams, b.hidden, decoder.eps, streams, b.normed)
+        _mix(k, decoder, layer, layer.attention, kv, b, streams)
+        run_joined(k, b.hidden, streams)
+        _transform(k, decoder, layer, layer.mlp, b)
+        inputs = (b.uneven.inputs, b.uneven.gate)
+        how = (decoder.activation, decoder.eps, b.hidden, inputs, streams, b.normed, b.projected)
+        run_correct(k, layer.streams, layer.input, *how)
+        streams = replace(streams, here=streams.there, there=streams.here)
+    run_end(k, own, b.hidden, streams, b.projected)
+
+
+def _mix(
+    k: Kernels,
+    decoder: Decoder,
+    layer: Layer,
+    own: Attention | LatentAttention | GroupAttention | Recurrent,
+    kv: Sequence[Array],
+    b: Buffers,
+    streams: StreamBuffers | None = None,
+) -> None:
+    """The half of a layer in which tokens see each other."""
+    g = layer.group
+    x = _normed(k, decoder, layer.attention_norm, b)
+    if layer.streams is not None and streams is not None:
+        run_beside_attention(k, layer.streams, x, decoder.eps, streams)
+    if isinstance(own, Recurrent):
+        states = (kv[g], layer.index, b.rows, b.tables[g])
+        run_recurrent(k, own, x, decoder.eps, states, b.recurrent, b.projected)
+    elif isinstance(own, LatentAttention):
+        places = (b.angles[g], kv[g], layer.index, b.slots[g], b.rows, b.tables[g])
+        scaling = None if decoder.query_scaling is None else (b.positions, *decoder.query_scaling)
+        run_latent(k, own, x, *places, decoder.scale, scaling, b.latent, b.projected)
+    elif isinstance(own, GroupAttention):
+        where = (b.angles[g], kv[g], b.slots[g], b.rows, b.tables[g])
+        run_attention(k, own, x, g, layer.index, where, (decoder.eps, decoder.scale), b.uneven, b.projected)
+    else:
+        _attend(k, decoder, layer, own, kv, x, b)
+    _add(k, decoder, layer.attention_post_norm, b)
+
+
+def _transform(k: Kernels, decoder: Decoder, layer: Layer, own: Mlp | Mixture, b: Buffers) -> None:
+    """The half of a layer in which each token is alone."""
+    x = _normed(k, decoder, layer.mlp_norm, b)
+    if isinstance(own, Mixture):
+        run_mixture(k, own, decoder.activation, x, b.mixture, b.projected)
+    elif decoder.mlp_gated:
+        gates, gated = (b.uneven.gates, b.uneven.gated) if own.wide else (b.gates, b.gated)
+        k.project(x, own.gate_up, gates)
+        if layer.streams is not None and layer.streams.sparsity is not None:
+            k.sparsify(gates, layer.streams.sparsity)
+        k.gate(gates, decoder.activation, gated)
+        k.project(gated, own.down, b.projected)
+    else:
+        k.project(x, own.gate_up, b.gated)
+        if own.xielu is not None:
+            k.xielu(b.gated, *own.xielu, b.gated)
+        else:
+            k.activate(b.gated, decoder.activation, b.gated)
+        k.project(b.gated, own.down, b.projected)
+    if layer.beside is not None:
+        run_beside(k, layer.beside, decoder.activation, decoder.eps, b.hidden, b.mixture, b.normed, b.projected)
+    _add(k, decoder, layer.mlp_post_norm, b)
+
+
+def _attend(
+    k: Kernels, decoder: Decoder, layer: Layer, own: Attention, kv: Sequence[Array], x: Any, b: Buffers
+) -> None:
+    """What a layer's attention makes of x, in `b.projected`."""
+    g = layer.group
+    k.project(x, own.qkv, b.qkv)
+    if own.plain_norm:  # whose length a turn does not change
+        k.norm_heads(b.qkv, 0, *decoder.heads, None, decoder.eps)
+    angles = b.angles[g] if own.turned else None
+    norms = (own.q_norm, own.k_norm, decoder.eps)
+    k.rope_write(b.qkv, angles, *norms, kv[g], layer.index, b.slots[g], b.query, decoder.late_norms)
+    if decoder.query_scaling is not None:
+        k.scale_queries(b.query, b.positions, *decoder.query_scaling)
+    if decoder.unturned_scaling is not None and not own.turned:
+        k.scale_queries(b.query, b.positions, *decoder.unturned_scaling, 1)
+    places = (kv[g], layer.index, b.rows, b.tables[g], own.window)
+    how = (decoder.scale, b.attended, decoder.softcap, decoder.both, own.sinks)
+    k.attention(b.query, *places, *how)
+    if decoder.gated:
+        k.gate_heads(b.attended, b.qkv, decoder.gated)
+    k.project(b.attended, own.out, b.projected)
+
+
+def _normed(k: Kernels, decoder: Decoder, norm: Array | None, b: Buffers) -> Any:
+    """What a half of a layer takes: the hidden state, normed where there is a weight."""
+    if norm is None:
+        return b.hidden
+    k.norm(b.hidden, norm, decoder.eps, b.normed)
+    return b.normed
+
+
+def _add(k: Kernels, decoder: Decoder, norm: Array | None, b: Buffers) -> None:
+    """Add what a half of a layer gave to the hidden state, normed where there is a weight."""
+    if norm is not None:
+        k.norm(b.projected, norm, decoder.eps, b.normed)
+    given = b.projected if norm is None else b.normed
+    if decoder.residual_scale != 1:
+        k.scale(given, decoder.residual_scale)
+    k.add(given, b.hidden)
+
+
+def head(k: Kernels, decoder: Decoder, b: Buffers) -> None:
+    """Logits of the wanted tokens, after `body`."""
+    k.logits(b.hidden, b.wanted, decoder.norm, decoder.eps, decoder.head, b.logits)
+    if decoder.logit_scale != 1:
+        k.scale_logits(b.logits, decoder.logit_scale)
+    if decoder.logit_softcap:
+        k.softcap(b.logits, decoder.logit_softcap)
+
+
+def states(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
+    """`body`, and the model's last norm of every token in the place of its hidden state."""
+    body(k, decoder, kv, b)
+    k.norm(b.hidden, decoder.norm, decoder.eps, b.hidden)
+
+
+class Recorder:
+    """Stands in for the kernels while a forward pass is recorded: it notes every call and computes nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[KernelCall] = []
+
+    def __getattr__(self, kernel: str) -> Any:
+        def record(*arguments: Any) -> None:
+            self.calls.append(KernelCall(kernel, arguments))
+
+        return record
+
+
+def record(kernels: Kernels, decoder: Decoder, kv: Sequence[Array], buffers: Buffers) -> tuple[Program, Program]:
+    """The programs of `body` and `head` over these buffers and this KV pool."""
+    symbols = with_slots(buffers)
+    layers: Any = Recorder()
+    body(layers, decoder, kv, symbols)
+    last: Any = Recorder()
+    head(last, decoder, symbols)
+    return kernels.program(layers.calls), kernels.program(last.calls)
+
+
+def record_states(kernels: Kernels, decoder: Decoder, kv: Sequence[Array], buffers: Buffers) -> Program:
+    """The program of `states` over these buffers and this KV pool."""
+    recorder: Any = Recorder()
+    states(recorder, decoder, kv, with_slots(buffers))
+    return kernels.program(recorder.calls)

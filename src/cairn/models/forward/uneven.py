@@ -1,0 +1,232 @@
+"""The forward pass of what layers that are not alike have of their own (Gemma 4).
+
+attention:     heads of the group's own size; values normed without a weight; a layer without keys and values reads
+               those that an earlier one wrote
+layer inputs:  rows of a table (`models.row_table`) -> scale, and hidden -> project -> scale -> norm, added and scaled:
+               one for each layer;
+               behind a layer: hidden -> project -> gate with its input -> project -> norm -> add
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from cairn.kernels.base import Array, Kernels, Matrix
+from cairn.models.spec.uneven_spec import INPUTS_NORM, INPUTS_PROJECTION
+from cairn.types.layer_spec import Uneven
+from cairn.types.model_spec import ModelSpec
+
+Pack = Callable[..., Matrix]
+"""Packs the matrices of these names below a layer, with their biases."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAttention:
+    """One layer's attention, with the heads of its group."""
+
+    window: int
+    heads: int
+    kv_heads: int
+    size: int
+    """Numbers of a head."""
+    shared: bool
+    """Whether it reads what an earlier layer wrote."""
+    qkv: Matrix
+    """Of a shared one, queries alone."""
+    q_norm: Array
+    k_norm: Array | None
+    out: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What makes the inputs of all layers."""
+
+    projection: Matrix
+    norm: Array
+    layers: int
+    width: int
+    hidden: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """What one layer makes of its own."""
+
+    first: int
+    """Its first number among the inputs of all."""
+    gate: Matrix
+    projection: Matrix
+    norm: Array
+
+
+@dataclass(frozen=True, slots=True)
+class UnevenBuffers:
+    """What a step needs beside the buffers of other layers; empty for a model whose layers are alike. Those of a group
+    are shared by groups of the same sizes."""
+
+    qkv: tuple[Any, ...]
+    asked: tuple[Any, ...]
+    """Queries of layers that share keys and values: float32 [M, Q D]"""
+    query: tuple[Any, ...]
+    attended: tuple[Any, ...]
+    gates: Any
+    gated: Any
+    """Of an MLP that is twice as wide."""
+    inputs: Any
+    """float32 [M, L P]: of all layers."""
+    rows: Any
+    """float32 [M, L P]: the rows of the table that the step's tokens have, which the engine reads."""
+    gate: Any
+    """float32 [M, P]"""
+
+    def map(self, make: Callable[[Any], Any]) -> UnevenBuffers:
+        """The buffers with something made of each; of one that stands in several places once."""
+        made: dict[int, Any] = {}
+
+        def once(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(once, value))
+            if id(value) not in made:
+                made[id(value)] = make(value)
+            return made[id(value)]
+
+        return UnevenBuffers(**{one.name: once(getattr(self, one.name)) for one in fields(self)})
+
+
+def build_attention(matrix: Pack, norm: Callable[[str], Array | None], spec: ModelSpec, layer: int) -> GroupAttention:
+    """Pack one layer's attention."""
+    uneven, group = spec.uneven, spec.group_of(layer)
+    assert uneven is not None
+    shared = layer >= spec.layers - len(uneven.kv_from)
+    value = "self_attn.k_proj" if layer in uneven.keys_as_values else "self_attn.v_proj"
+    _, kv_heads, _, size = spec.page(group)
+    return GroupAttention(
+        window=spec.groups[group].sight,
+        heads=spec.heads,
+        kv_heads=kv_heads,
+        size=size,
+        shared=shared,
+        qkv=matrix("self_attn.q_proj") if shared else matrix("self_attn.q_proj", "self_attn.k_proj", value),
+        q_norm=norm("self_attn.q_norm"),
+        k_norm=norm("self_attn.k_norm"),
+        out=matrix("self_attn.o_proj"),
+    )
+
+
+def build_inputs(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Inputs | None:
+    """Pack what makes the inputs of all layers."""
+    if spec.uneven is None or not spec.uneven.inputs:
+        return None
+    return Inputs(
+        projection=kernels.matrix([weights[INPUTS_PROJECTION]], [None]),
+        norm=kernels.vector(weights[INPUTS_NORM]),
+        layers=spec.layers,
+        width=spec.uneven.inputs,
+        hidden=spec.hidden,
+    )
+
+
+def build_input(matrix: Pack, vector: Callable[[str], Array], uneven: Uneven | None, layer: int) -> LayerInput | None:
+    """Pack what one layer makes of its input."""
+    if uneven is None or not uneven.inputs:
+        return None
+    return LayerInput(
+        first=layer * uneven.inputs,
+        gate=matrix("per_layer_input_gate"),
+        projection=matrix("per_layer_projection"),
+        norm=vector("post_per_layer_input_norm.weight"),
+    )
+
+
+def allocate_uneven(kernels: Kernels, spec: ModelSpec, tokens: int) -> UnevenBuffers:
+    """Buffers for steps of at most `tokens` tokens."""
+    uneven = spec.uneven
+
+    def floats(*shape: int) -> Any:
+        return kernels.allocate((tokens, *shape), "float32")
+
+    if uneven is None:
+        none = floats(0)
+        return UnevenBuffers((), (), (), (), none, none, none, none, none)
+    pages = [spec.page(group) for group in range(len(spec.groups))]
+    every = {
+        (heads, size): (
+            floats((spec.heads + 2 * heads) * size),
+            floats(spec.heads * size),
+            floats(spec.heads, size),
+            floats(spec.heads * size),
+        )
+        for _, heads, _, size in pages
+    }
+    own = [every[page[1], page[3]] for page in pages]
+    wide, inputs = 2 * spec.ffn if uneven.wide else 0, spec.layers * uneven.inputs
+    qkv, asked, query, attended = zip(*own, strict=True)
+    return UnevenBuffers(
+        *(qkv, asked, query, attended),
+        *(floats(2 * wide), floats(wide), floats(inputs), floats(inputs), floats(uneven.inputs)),
+    )
+
+
+def uneven_numbers(spec: ModelSpec) -> int:
+    """Numbers for each token in the buffers."""
+    uneven = spec.uneven
+    if uneven is None:
+        return 0
+    pages = [spec.page(group) for group in range(len(spec.groups))]
+    heads = sum((4 * spec.heads + 2 * page[1]) * page[3] for page in pages)
+    return heads + (6 * spec.ffn if uneven.wide else 0) + 2 * spec.layers * uneven.inputs + uneven.inputs
+
+
+def run_inputs(k: Kernels, own: Inputs, hidden: Any, eps: float, b: UnevenBuffers) -> None:
+    """b.inputs[M, L P] = the inputs of all layers, of b.rows[M, L P] and hidden[M, H] as it is embedded."""
+    k.scale(b.rows, math.sqrt(own.width))
+    k.project(hidden, own.projection, b.inputs)
+    k.scale(b.inputs, 1 / math.sqrt(own.hidden))
+    k.norm_heads(b.inputs, 0, own.layers, own.width, own.norm, eps)
+    k.add(b.rows, b.inputs)
+    k.scale(b.inputs, math.sqrt(0.5))
+
+
+def run_attention(
+    k: Kernels,
+    own: GroupAttention,
+    x: Any,
+    group: int,
+    index: int,
+    places: tuple[Any, Any, Any, Any, Any],
+    how: tuple[float, float],
+    b: UnevenBuffers,
+    out: Any,
+) -> None:
+    """out[M, H] = attention of x[M, H]. `places`: angles, cache, slots, rows and tables; `how`: eps, and the scale of
+    scores."""
+    angles, kv, slots, rows, tables = places
+    eps, scale = how
+    query, attended = b.query[group], b.attended[group]
+    if own.shared:
+        asked = b.asked[group]
+        k.project(x, own.qkv, asked)
+        k.norm_heads(asked, 0, own.heads, own.size, own.q_norm, eps)
+        k.turn_heads(asked, angles, query)
+    else:
+        qkv = b.qkv[group]
+        k.project(x, own.qkv, qkv)
+        k.norm_heads(qkv, own.heads + own.kv_heads, own.kv_heads, own.size, None, eps)
+        k.rope_write(qkv, angles, own.q_norm, own.k_norm, eps, kv, index, slots, query)
+    k.attention(query, kv, index, rows, tables, own.window, scale, attended)
+    k.project(attended, own.out, out)
+
+
+def run_input(
+    k: Kernels, own: LayerInput, activation: str, eps: float, hidden: Any, b: UnevenBuffers, normed: Any, out: Any
+) -> None:
+    """hidden[M, H] += what a layer makes of its input."""
+    k.project(hidden, own.gate, b.gate)
+    k.gate_with(b.gate, activation, b.inputs, own.first, b.gate)
+    k.project(b.gate, own.projection, out)
+    k.norm(out, own.norm, eps, normed)
+    k.add(normed, hidden)

@@ -1,0 +1,1 @@
+"""GGUF files: reading, writing, and the model that their metadata describes."""

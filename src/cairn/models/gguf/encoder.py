@@ -1,0 +1,200 @@
+"""The metadata and the tensors' names of an encoder in a GGUF file -> `ModelSpec` and our names.
+
+Three architectures: `bert`, `nomic-bert` and `modern-bert`. Files hold tensors as the models' own have them, so only
+names differ. A key that is not understood and does not say "nothing" is refused by name, as with decoders.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from cairn.models.files import Fields
+from cairn.models.gguf.gguf_purpose import ENCODERS, pooling_of, ranks
+from cairn.models.gguf.reader import Gguf
+from cairn.models.gguf.spec import vocab_rows
+from cairn.models.hub.hub import model_name
+from cairn.models.spec.encoder_spec import ACTIVATIONS
+from cairn.types.errors import ModelError, ModelFileError
+from cairn.types.layer_spec import RotaryPositions
+from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, ModelSpec
+from cairn.types.pooling_spec import Embedding, EncoderSpec, Pooling
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    architecture: str
+    """transformers' name of the same model."""
+    names: Mapping[str, str]
+    """A tensor of a layer -> ours."""
+    activation: Literal["silu", "gelu"]
+    theta: float = 10_000.0
+
+
+_LAYER = {"attn_output": "o_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
+_BEHIND = {**_LAYER, "attn_output_norm": "attention_norm", "layer_output_norm": "mlp_norm"}
+_FAMILIES = {
+    "bert": _Family(
+        "BertModel", {**_BEHIND, "attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj"}, activation="gelu"
+    ),
+    "nomic-bert": _Family(
+        "NomicBertModel", {**_BEHIND, "attn_qkv": "qkv_proj", "ffn_gate": "gate_proj"}, activation="silu", theta=1000.0
+    ),
+    "modern-bert": _Family(
+        "ModernBertModel",
+        {
+            **_LAYER,
+            **{"attn_qkv": "qkv_proj", "ffn_up": "gate_up_proj", "attn_norm": "attention_norm", "ffn_norm": "mlp_norm"},
+        },
+        activation="gelu",
+        theta=160_000.0,
+    ),
+}
+_WHOLE = {
+    **{"token_embd": "embed_tokens", "token_embd_norm": "embed_norm", "position_embd": "positions"},
+    **{"token_types": "token_types", "output_norm": "norm"},
+}
+_NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?(\w+)\.(weight|bias)")
+_KEYS = frozenset(
+    (
+        *("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "pooling_type"),
+        *("attention.head_count", "attention.head_count_kv", "attention.layer_norm_epsilon", "attention.causal"),
+        *("attention.key_length", "attention.value_length", "attention.sliding_window", "rope.dimension_count"),
+        *("attention.sliding_window_pattern", "rope.freq_base", "rope.freq_base_swa", "rope.scaling.type"),
+        *("hidden_activation", "classifier.pooling_type"),
+    )
+)
+
+
+def is_encoder(gguf: Gguf) -> bool:
+    """Whether a file is an encoder's."""
+    name = gguf.metadata.get("general.architecture")
+    return isinstance(name, str) and name in ENCODERS
+
+
+def encoder_name(architecture: str, name: str) -> str | None:
+    """Our name of a tensor, or None for one that such an encoder does not have."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    layer, part, end = match.groups()
+    names = _WHOLE if layer is None else _FAMILIES[architecture].names
+    if part not in names:
+        return None
+    return f"{names[part]}.{end}" if layer is None else f"layers.{int(layer)}.{names[part]}.{end}"
+
+
+def gguf_encoder_spec(gguf: Gguf) -> ModelSpec:
+    """The spec of the encoder in a GGUF file, without its identity.
+
+    Raises `ModelFileError` for a missing or wrong key, `ModelError` for what is not built.
+    """
+    named = gguf.metadata["general.architecture"]
+    family, keys = _FAMILIES[named], _keys(gguf, named)
+    hidden, heads = keys.integer("embedding_length", 1, 1 << 20), keys.integer("attention.head_count", 1, 1 << 14)
+    if hidden % (2 * heads) or hidden // heads > MAX_HEAD_DIM:
+        raise keys.error("attention.head_count", f"such that embedding_length ({hidden}) gives heads of an even size")
+    for name, only in (("attention.head_count_kv", heads), ("rope.dimension_count", hidden // heads)):
+        if keys.integer(name, 0, 1 << 20, only) != only:
+            raise ModelError(f"{keys.path}: {keys.prefix}{name} other than {only} is not supported")
+    if keys.text("rope.scaling.type", "none") != "none":
+        raise ModelError(f"{keys.path}: rope scaling is not supported for an encoder")
+    layers = keys.integer("block_count", 1, 1 << 12)
+    activation = keys.text("hidden_activation", family.activation)
+    if activation not in ACTIVATIONS:
+        raise ModelError(f"{keys.path}: hidden_activation {activation[:80]!r} is not supported")
+    bias = "blk.0.attn_output.bias" in gguf.tensors
+    return ModelSpec(
+        name=model_name(gguf.paths[0]),
+        architecture=family.architecture,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn=keys.integer("feed_forward_length", 1, 1 << 22),
+        vocab=vocab_rows(gguf, hidden),
+        context=keys.integer("context_length", 1, MAX_CONTEXT),
+        norm_eps=keys.number("attention.layer_norm_epsilon", 0.0, 1.0),
+        rope_theta=keys.number("rope.freq_base", 1.0, 1e15, family.theta),
+        activation=ACTIVATIONS[activation],
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias="blk.0.ffn_down.bias" in gguf.tensors,
+        groups=(),
+        kind="embed",
+        embedding=Embedding(pooling=_pooling(keys)),
+        encoder=_encoder(keys, gguf, named, layers),
+    )
+
+
+def _pooling(keys: Fields) -> Pooling:
+    if ranks(keys):
+        raise ModelError(f"{keys.path}: an encoder that judges pairs is served from safetensors, not from GGUF")
+    return pooling_of(keys) or "mean"
+
+
+def _encoder(keys: Fields, gguf: Gguf, named: str, layers: int) -> EncoderSpec:
+    def rows(name: str) -> int:
+        return gguf.tensors[name].shape[0] if name in gguf.tensors else 0
+
+    if named == "bert":
+        positions = rows("position_embd.weight")
+        if positions < keys.integer("context_length", 1, MAX_CONTEXT):
+            raise keys.error("context_length", f"at most the rows of position_embd.weight ({positions})")
+        return EncoderSpec(position_rows=positions, type_rows=rows("token_types.weight"))
+    if named == "nomic-bert":
+        return EncoderSpec(positions="rotary", type_rows=rows("token_types.weight"), fused=True, gated=True)
+    window = keys.integer("attention.sliding_window", 0, MAX_CONTEXT, 0)
+    local = _local_layers(keys, layers) if window else [False] * layers
+    return EncoderSpec(
+        positions="rotary",
+        norm_first=True,
+        norm_bias="output_norm.bias" in gguf.tensors,
+        fused=True,
+        gated=True,
+        windows=tuple((window // 2 + 1) * one for one in local),
+        local=RotaryPositions(theta=keys.number("rope.freq_base_swa", 1.0, 1e15, 10_000.0)),
+    )
+
+
+def _local_layers(keys: Fields, layers: int) -> list[bool]:
+    """Which layers have a window: all but the first and every so many-th after it, or those that a list says."""
+    listed = keys.values.get("attention.sliding_window_pattern")
+    if isinstance(listed, np.ndarray):
+        if len(listed) != layers:
+            raise keys.error("attention.sliding_window_pattern", f"a whole number, or a list of {layers}")
+        return [bool(one) for one in listed.tolist()]
+    period = keys.integer("attention.sliding_window_pattern", 1, 1 << 12, 3)
+    return [layer % period > 0 for layer in range(layers)]
+
+
+def _keys(gguf: Gguf, named: str) -> Fields:
+    """The keys below the architecture's name."""
+    found: dict[str, Any] = {}
+    for key, value in gguf.metadata.items():
+        name = key.removeprefix(f"{named}.")
+        if name in _KEYS and name != key:
+            found[name] = value
+        elif name != key and (isinstance(value, np.ndarray) or value):
+            raise ModelError(f"{gguf.paths[0]}: {key[:120]} is set, which is not supported")
+    keys = Fields(found, gguf.paths[0], f"{named}.")
+    if keys.flag("attention.causal", False):
+        raise ModelError(f"{gguf.paths[0]}: {named}.attention.causal is true, which is not supported for an encoder")
+    return keys
+
+
+def check_tokens(gguf: Gguf) -> tuple[int, int]:
+    """The ids that begin and end a text of an encoder. Raises `ModelFileError` where the file does not name them."""
+    fields, count = gguf.fields, len(gguf.metadata.get("tokenizer.ggml.tokens") or ())
+    found = []
+    for names in (("cls", "bos"), ("seperator", "eos")):  # the format's spelling
+        ids = [i for name in names for i in fields.ids(f"tokenizer.ggml.{name}_token_id", count)]
+        if not ids:
+            raise ModelFileError(f"{gguf.paths[0]}: does not name the tokens that begin and end a text")
+        found.append(ids[0])
+    return found[0], found[1]

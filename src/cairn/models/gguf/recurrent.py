@@ -1,0 +1,180 @@
+"""Layers that keep a state as GGUF files describe and hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.models.files import Fields
+from cairn.models.spec.recurrent_spec import MAX_HEADS, MIXER, MOST_REACH
+from cairn.types.errors import ModelError
+from cairn.types.layer_spec import Recurrence
+from cairn.types.model_spec import MAX_HEAD_DIM
+
+Change = Callable[[NDArray[Any]], NDArray[Any]]
+Rule = Literal["", "delta", "mamba2", "conv"]
+"""What layers without attention are; "": there are none."""
+
+_SCANS = ("ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count")
+KEYS: dict[str, tuple[str, ...]] = {
+    "": (),
+    "delta": (*_SCANS, "full_attention_interval", "attention.recurrent_layers", "nextn_predict_layers"),
+    "mamba2": _SCANS,
+    "conv": ("shortconv.l_cache",),
+}
+"""What is understood below an architecture's name."""
+_BY_HEADS = ("mamba2", "conv")
+"""Rules of files in which layers without attention have no heads of keys."""
+
+DELTA = {
+    "attn_qkv": f"{MIXER}in_proj_qkv",
+    "attn_gate": f"{MIXER}in_proj_z",
+    "ssm_alpha": f"{MIXER}in_proj_a",
+    "ssm_beta": f"{MIXER}in_proj_b",
+    "ssm_ba": f"{MIXER}in_proj_ba",
+    "ssm_conv1d": f"{MIXER}conv",
+    "ssm_norm": f"{MIXER}norm",
+    "ssm_out": f"{MIXER}out_proj",
+}
+"""Tensors of such a layer: GGUF's name -> ours."""
+MAMBA2 = {
+    "ssm_in": f"{MIXER}in_proj",
+    "ssm_conv1d": f"{MIXER}conv",
+    "ssm_norm": f"{MIXER}norm",
+    "ssm_out": f"{MIXER}out_proj",
+}
+CONV = {f"shortconv.{name}": f"{MIXER}{name}" for name in ("conv", "in_proj", "out_proj")}
+WHOLE = {"ssm_a": f"{MIXER}decay", "ssm_dt.bias": f"{MIXER}dt_bias", "ssm_d": f"{MIXER}D"}
+"""The same of those whose ends differ too."""
+
+
+MLP = "mlp_layers"
+"""A key of our own: which layers are an MLP alone."""
+
+
+def by_heads(found: dict[str, Any], rule: Rule) -> None:
+    """Say with keys of their own which layers have no heads of keys, and which are an MLP alone, where lists of what
+    each layer has say so."""
+    counts, widths = found.get("attention.head_count_kv"), found.get("feed_forward_length")
+    if rule not in _BY_HEADS or not isinstance(counts, np.ndarray):
+        return
+    idle = counts == 0
+    if isinstance(widths, np.ndarray) and len(widths) == len(counts):
+        found[MLP] = widths > 0
+        idle = idle & (widths == 0)
+        _alike(found, "feed_forward_length", widths)
+    _alike(found, "attention.head_count_kv", counts)
+    found["attention.recurrent_layers"] = idle
+
+
+def only_states(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What the keys of a model that has nothing but states say in the words of others: there is one head, of which
+    nobody hears, and no MLP."""
+    layers = found.get("block_count")
+    idle = np.zeros(layers, np.bool_) if isinstance(layers, int) and 0 < layers < 1 << 12 else None
+    plain = {"attention.head_count": 1, "attention.head_count_kv": 1, "feed_forward_length": 1}
+    plain |= dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), 64)
+    return plain | {"attention.recurrent_layers": True} | ({} if idle is None else {MLP: idle})
+
+
+def _alike(found: dict[str, Any], name: str, counts: NDArray[Any]) -> None:
+    some = {one for one in counts.tolist() if one}
+    if len(some) == 1:
+        found[name] = some.pop()
+
+
+def mlp_layers(keys: Fields, layers: int) -> tuple[int, ...] | None:
+    """The layers that are an MLP, where a layer is one thing."""
+    listed = keys.values.get(MLP)
+    return None if listed is None else tuple(layer for layer in range(layers) if listed[layer])
+
+
+def recurrence(
+    keys: Fields, rule: Rule, layers: int, hidden: int, tensors: Container[str], *, tiled: bool
+) -> Recurrence | None:
+    """The layers of a file that keep a state; None where there are none. `tiled`: as `Recurrence.tiled`."""
+    limited = _limited(keys, rule, layers) if rule else []
+    if not limited or not rule:
+        return None
+    if rule == "conv":
+        reach = keys.integer("shortconv.l_cache", 2, MOST_REACH)
+        return Recurrence(kind=rule, layers=tuple(limited), reach=reach, value_size=hidden)
+    heads = keys.integer("ssm.time_step_rank", 1, MAX_HEADS)
+    key_heads = keys.integer("ssm.group_count", 1, MAX_HEADS)
+    inner = keys.integer("ssm.inner_size", 1, MAX_HEADS * MAX_HEAD_DIM)
+    if inner % heads or heads % key_heads:
+        raise ModelError(f"{keys.path}: {heads} recurrent heads cannot share {inner} values and {key_heads} keys")
+    return Recurrence(
+        kind=rule,
+        layers=tuple(limited),
+        reach=keys.integer("ssm.conv_kernel", 2, MOST_REACH),
+        heads=heads,
+        value_size=inner // heads,
+        key_heads=key_heads,
+        key_size=keys.integer("ssm.state_size", 1, MAX_HEAD_DIM),
+        tiled=tiled and heads != key_heads,
+        conv_bias=f"blk.{limited[0]}.ssm_conv1d.bias" in tensors,
+    )
+
+
+def _limited(keys: Fields, rule: Rule, layers: int) -> list[int]:
+    """The layers without attention: a list says so, or all but every so many-th."""
+    listed = keys.values.get("attention.recurrent_layers")
+    if isinstance(listed, np.ndarray):
+        if len(listed) < layers:
+            raise keys.error("attention.recurrent_layers", f"a list of {layers}")
+        return [layer for layer in range(layers) if listed[layer]]
+    if listed is not None:  # one value for all
+        return list(range(layers)) if listed else []
+    if rule in _BY_HEADS:
+        return []
+    period = keys.integer("full_attention_interval", 1, 1 << 12, 4)
+    return [layer for layer in range(layers) if (layer + 1) % period]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of ours in a tensor of the file that has another order or form."""
+
+    name: str
+    stored: tuple[int, ...]
+    """The tensor's shape in the file."""
+    change: Change
+
+
+def parts(name: str, facts: Recurrence, hidden: int) -> Iterator[Part]:
+    """What a tensor under our name has to be changed to; nothing for one that is as ours."""
+    before, mixer, rest = name.partition(f".{MIXER}")
+    if not mixer:
+        return
+    own = before + mixer
+    if rest == "conv.weight":
+        yield Part(name, (facts.channels, facts.reach), _turned)
+    if facts.kind == "mamba2" and rest in ("decay", "D"):
+        yield Part(name, (facts.heads, 1), _flat)
+    if facts.kind == "mamba2" and rest == "norm.weight":
+        yield Part(name, (facts.key_heads, facts.inner // facts.key_heads), _flat)
+    if rest == "in_proj_ba.weight":
+        # For each head of keys, what its heads learn and then how they forget.
+        fan = facts.heads // facts.key_heads
+        order = np.arange(2 * facts.heads).reshape(facts.key_heads, 2, fan)
+        for number, one in enumerate("ba"):
+            rows = order[:, number].reshape(-1)
+            yield Part(f"{own}in_proj_{one}.weight", (2 * facts.heads, hidden), partial(_rows, rows))
+
+
+def _rows(rows: NDArray[np.intp], array: NDArray[Any]) -> NDArray[Any]:
+    return array[rows]
+
+
+def _flat(array: NDArray[Any]) -> NDArray[Any]:
+    return array.reshape(-1)
+
+
+def _turned(array: NDArray[Any]) -> NDArray[Any]:
+    return np.ascontiguousarray(array.T).reshape(-1)

@@ -1,0 +1,1 @@
+"""Models by name: finding, downloading, checking and removing them."""

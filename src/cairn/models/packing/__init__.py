@@ -1,0 +1,1 @@
+"""Weights in memory: formats, quantising, unpacking, and packed files."""

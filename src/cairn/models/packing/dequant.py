@@ -1,0 +1,333 @@
+"""The number formats of GGUF tensors: as groups of codes with scales, and as float32, exactly as the format says.
+
+A row is cut into blocks of 32 or 256 values that share scales. Every function takes blocks as uint8 [n, bytes]. Most
+formats are groups of 32 codes that share a scale, and at times a minimum: `split` gives them as they are, and
+`dequantize` multiplies them out. Q4_K, Q5_K and Q6_K are split as super-blocks, with whole numbers for scales. Those of
+groups of 16 (Q2_K, IQ2_XS, IQ2_S, IQ1_M) fit no codes of 8 bits; `turn` gives their values. Products are rounded in
+float32 in the order written here, which is that of the format's own reference. `dequantize` works in slices, so beside
+its result it needs a few MB.
+
+Layouts, in bytes (d, m: float16 scale and minimum; low half bytes hold the first half of the values); `codebooks` has
+those of the others:
+
+    Q4_0  d qs[16]              Q5_0  d qh[4] qs[16]      Q8_0    d qs[32]        MXFP4   e qs[16]
+    Q4_1  d m qs[16]            Q5_1  d m qh[4] qs[16]    IQ4_NL  d qs[16]        IQ4_XS  d sh[2] sl[4] qs[128]
+    Q2_K  sc[16] qs[64] d m     Q3_K  hm[32] qs[64] sc[12] d
+    Q4_K  d m sc[12] qs[128]    Q5_K  d m sc[12] qh[32] qs[128]    Q6_K  ql[128] qh[64] sc[16] d
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.models.packing import codebooks
+
+Blocks = NDArray[np.uint8]
+Codes = NDArray[np.uint8] | NDArray[np.int8]
+Floats = NDArray[np.float32]
+
+SLICE = 1 << 19
+"""Values that are turned at a time."""
+
+IQ4 = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.int8)
+"""The sixteen values of IQ4_NL and IQ4_XS."""
+FP4 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
+"""The sixteen values of MXFP4, doubled."""
+
+
+class Split(NamedTuple):
+    """Groups of codes as `kernels.base.Quantized` has them: the values are scale * (code - 8) with 4 bits and no
+    minimum, else scale * code (+ minimum); in super-blocks as it says there.
+    """
+
+    codes: Codes
+    """[n, values]: from 0 on as uint8 with 4 to 6 bits, int8 with 8 bits."""
+    scale: NDArray[Any]
+    """[n, groups]: float16 or float32; in super-blocks uint8, or int8 with 6 bits"""
+    minimum: NDArray[Any] | None = None
+    """[n, groups]"""
+    block_scale: NDArray[np.float16] | None = None
+    """[n, 1]: there in super-blocks"""
+    block_minimum: NDArray[np.float16] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """One number format: `values` numbers in `bytes` bytes."""
+
+    name: str
+    values: int
+    bytes: int
+    dtype: np.dtype[Any] | None = None
+    """How a format of single numbers is stored; None for the quantised ones."""
+    bits: Literal[4, 5, 6, 8] = 8
+    """How many bits the codes have that `split` gives."""
+    split: Callable[[Blocks], Split] | None = None
+    """Blocks as groups of codes; None for a format that is no such groups."""
+    scaled: tuple[str, str] = ("float16", "")
+    """Types of the scales and the minima that `split` gives; "" for no minima."""
+    blocks: bool = False
+    """Whether `split` gives super-blocks."""
+    table: Literal["", "fp4", "iq4"] = ""
+    """As `Quantized.table`, of what `split` gives."""
+    turn: Callable[[Blocks], Floats] | None = None
+    """Blocks as values, where that is not what `split` says."""
+
+
+def dequantize(kind: BlockFormat, blocks: Blocks) -> Floats:
+    """The values of quantised blocks [n, kind.bytes], as float32 [n * kind.values]."""
+    assert kind.dtype is None, "single numbers are viewed, not turned"
+    out = np.empty((len(blocks), kind.values), np.float32)
+    step = SLICE // kind.values
+    # Damaged scales may be infinite; the products are then not finite, which the engine reports where it matters.
+    with np.errstate(all="ignore"):
+        for at in range(0, len(blocks), step):
+            part = np.ascontiguousarray(blocks[at : at + step])
+            out[at : at + step] = kind.turn(part) if kind.turn is not None else _multiplied(kind, part)
+    return out.reshape(-1)
+
+
+def _multiplied(kind: BlockFormat, blocks: Blocks) -> Floats:
+    assert kind.split is not None
+    codes, scale, minimum, block_scale, block_minimum = kind.split(blocks)
+    values = codes.astype(np.float32).reshape(len(blocks), scale.shape[1], -1)
+    if kind.bits == 6 or (kind.bits == 4 and minimum is None):
+        values -= 32 if kind.bits == 6 else 8
+    values *= _floats(scale, block_scale)[:, :, None]
+    if minimum is not None:
+        values += _floats(minimum, block_minimum)[:, :, None]
+    return values.reshape(len(blocks), -1)
+
+
+def _floats(numbers: NDArray[Any], block: NDArray[np.float16] | None) -> Floats:
+    wide = numbers.astype(np.float32)
+    return wide if block is None else wide * block.astype(np.float32)
+
+
+def _half(blocks: Blocks, at: int) -> NDArray[np.float16]:
+    """The float16 at byte `at` of each block, [n, 1]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2")
+
+
+def _wide(blocks: Blocks, at: int) -> Floats:
+    """`_half` in float32, where products with it are to be."""
+    return _half(blocks, at).astype(np.float32)
+
+
+def _nibbles(packed: Blocks) -> Blocks:
+    """Low halves of all bytes, then high halves."""
+    return np.concatenate([packed & 15, packed >> 4], axis=-1)
+
+
+def _bits(packed: Blocks) -> Blocks:
+    """Bits of little-endian bytes, lowest first."""
+    return np.unpackbits(packed, axis=-1, bitorder="little")
+
+
+def _q4_0(b: Blocks) -> Split:
+    return Split(_nibbles(b[:, 2:]), _half(b, 0))
+
+
+def _q4_1(b: Blocks) -> Split:
+    return Split(_nibbles(b[:, 4:]), _half(b, 0), _half(b, 2))
+
+
+def _q5_0(b: Blocks) -> Split:
+    quants = _nibbles(b[:, 6:]) | _bits(b[:, 2:6]) << 4
+    return Split(quants.view(np.int8) - np.int8(16), _half(b, 0))
+
+
+def _q5_1(b: Blocks) -> Split:
+    quants = _nibbles(b[:, 8:]) | _bits(b[:, 4:8]) << 4
+    return Split(quants.view(np.int8), _half(b, 0), _half(b, 2))
+
+
+def _q8_0(b: Blocks) -> Split:
+    return Split(np.ascontiguousarray(b[:, 2:]).view(np.int8), _half(b, 0))
+
+
+def _iq4_nl(b: Blocks) -> Split:
+    return Split(IQ4[_nibbles(b[:, 2:])], _half(b, 0))
+
+
+def _mxfp4(b: Blocks) -> Split:
+    # Half of 2 ** (e - 127), because the table is doubled; the two smallest exponents are denormal.
+    exponent = b[:, :1].astype(np.uint32)
+    bits = np.where(exponent < 2, np.uint32(0x00200000) << exponent, (exponent - np.uint32(1)) << np.uint32(23))
+    return Split(FP4[_nibbles(b[:, 1:])], bits.view(np.float32))
+
+
+def _quarters(packed: Blocks) -> Blocks:
+    """Two-bit numbers of [n, 64]: of each 32 bytes first all lowest pairs, then the next: [n, 16, 16]."""
+    shifts = np.array((0, 2, 4, 6), np.uint8).reshape(1, 1, 4, 1)
+    pairs: Blocks = ((packed.reshape(-1, 2, 1, 32) >> shifts) & np.uint8(3)).reshape(-1, 16, 16)
+    return pairs
+
+
+def _q2_k(b: Blocks) -> Floats:
+    scales, d, m = b[:, :16], _wide(b, 80), _wide(b, 82)
+    scale = (d * (scales & 15).astype(np.float32))[:, :, None]
+    least = (m * (scales >> 4).astype(np.float32))[:, :, None]
+    return (scale * _quarters(b[:, 16:80]).astype(np.float32) - least).reshape(-1, 256)
+
+
+def _q3_k_quants(b: Blocks) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
+    """Scales [n, 16], from -32 to 31, and the numbers [n, 16, 16] that they scale, from -4 to 3."""
+    low = _nibbles(b[:, 96:104])
+    shifts = np.array((0, 2, 4, 6), np.uint8).reshape(1, 4, 1)
+    high = ((b[:, None, 104:108] >> shifts) & np.uint8(3)).reshape(-1, 16)
+    # A bit of the mask that is set means that 4 is not taken off.
+    places = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
+    mask = ((b[:, None, :32] >> places) & np.uint8(1)).reshape(-1, 16, 16)
+    quants = _quarters(b[:, 32:96]).view(np.int8) - ((mask ^ np.uint8(1)) << np.uint8(2)).view(np.int8)
+    return (low | high << 4).view(np.int8) - np.int8(32), quants
+
+
+def _q3_k(b: Blocks) -> Floats:
+    scales, quants = _q3_k_quants(b)
+    scale = _wide(b, 108) * scales.astype(np.float32)
+    return (scale[:, :, None] * quants.astype(np.float32)).reshape(-1, 256)
+
+
+def _q3_k_split(b: Blocks) -> Split:
+    """Scales of 16 values are whole numbers, so they go into the codes, and no bit is lost.
+
+    A product reaches from -124 to 128, so where 128 stands codes and scale change their signs.
+    """
+    scales, quants = _q3_k_quants(b)
+    whole = (scales.astype(np.int16)[:, :, None] * quants).reshape(-1, 8, 32)
+    turned = whole.max(axis=-1) > 127
+    codes = np.where(turned[:, :, None], -whole, whole).astype(np.int8).reshape(-1, 256)
+    return Split(codes, np.where(turned, -_half(b, 108), _half(b, 108)))
+
+
+def _six_bits(packed: Blocks) -> tuple[Blocks, Blocks]:
+    """Eight scales and eight minima of six bits each out of [n, 12]."""
+    first, second, mixed = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = np.concatenate([first & 63, mixed & 15 | (first >> 6) << 4], axis=1)
+    least = np.concatenate([second & 63, mixed >> 4 | (second >> 6) << 4], axis=1)
+    return scales, least
+
+
+def _k_split(b: Blocks, quants: Codes) -> Split:
+    """quants [n, 8, 32] with the scales and minima of Q4_K and Q5_K."""
+    scales, least = _six_bits(b[:, 4:16])
+    return Split(quants.reshape(-1, 256), scales, least, _half(b, 0), -_half(b, 2))
+
+
+def _pairs(packed: Blocks) -> Blocks:
+    """Half bytes of [n, 128]: of each 32 bytes first all low halves, then all high ones: [n, 8, 32]."""
+    return _nibbles(packed.reshape(-1, 4, 32)).reshape(-1, 8, 32)
+
+
+def _q4_k(b: Blocks) -> Split:
+    return _k_split(b, _pairs(b[:, 16:]))
+
+
+def _q5_k(b: Blocks) -> Split:
+    places = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
+    high: Blocks = (b[:, None, 16:48] >> places) & np.uint8(1)
+    return _k_split(b, _pairs(b[:, 48:]) | high << np.uint8(4))
+
+
+def _q6_k(b: Blocks) -> Split:
+    low = _nibbles(b[:, :128].reshape(-1, 2, 64)).reshape(-1, 8, 32)
+    shifts = np.array((0, 2, 4, 6), np.uint8).reshape(1, 1, 4, 1)
+    high = ((b[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & np.uint8(3)).reshape(-1, 8, 32)
+    quants = (low | high << np.uint8(4)).reshape(-1, 256)
+    return Split(quants, np.ascontiguousarray(b[:, 192:208]).view(np.int8), None, _half(b, 208))
+
+
+def _iq4_xs(b: Blocks) -> Split:
+    low = np.stack([b[:, 4:8] & 15, b[:, 4:8] >> 4], axis=-1).reshape(-1, 8)
+    shifts = np.arange(0, 16, 2, dtype=np.uint16)
+    high = (np.ascontiguousarray(b[:, 2:4]).view("<u2") >> shifts & 3).astype(np.uint8)
+    scale = _wide(b, 0) * ((low | high << 4).astype(np.float32) - 32)
+    return Split(IQ4[_nibbles(b[:, 8:].reshape(-1, 8, 16))].reshape(-1, 256), scale)
+
+
+def _grouped(make: Callable[[Blocks], codebooks.Grouped]) -> Callable[[Blocks], Split]:
+    """Groups of 32, as they are."""
+    return lambda blocks: Split(*make(blocks))
+
+
+def _values(make: Callable[[Blocks], codebooks.Grouped]) -> Callable[[Blocks], Floats]:
+    """Groups of any size, multiplied out."""
+
+    def turn(blocks: Blocks) -> Floats:
+        codes, scale = make(blocks)
+        return (codes.reshape(*scale.shape, -1) * scale[:, :, None]).reshape(len(blocks), -1)
+
+    return turn
+
+
+def _iq3_s(b: Blocks) -> Split:
+    """Odd numbers from -15 to 15: codes of 4 bits with a minimum."""
+    codes, scale = codebooks.iq3_s(b)
+    return Split(((codes + np.int8(15)) >> 1).view(np.uint8), 2 * scale, -15 * scale)
+
+
+def _iq1_s(b: Blocks) -> Split:
+    """Three numbers a group, eight apart: codes of 4 bits with a minimum, which is the least of them."""
+    codes, scale = codebooks.iq1_s(b)
+    steps = (codes + np.int8(9)) >> 3  # -9, -1 and 7, or -7, 1 and 9
+    least = codes[:, ::32] - 8 * steps[:, ::32]
+    return Split(steps.view(np.uint8), 8 * scale, least * scale)
+
+
+def _one_scale(make: Callable[[Blocks], NDArray[np.int8]], at: int) -> Callable[[Blocks], Split]:
+    """Small whole numbers that share the float16 at byte `at`: codes of 4 bits."""
+
+    def split(blocks: Blocks) -> Split:
+        codes = make(blocks)
+        groups = codes.shape[1] // 32
+        return Split((codes + np.int8(8)).view(np.uint8), np.repeat(_half(blocks, at), groups, axis=1))
+
+    return split
+
+
+_BOTH = ("uint8", "uint8")
+_WIDE = ("float32", "")
+_WIDE_BOTH = ("float32", "float32")
+
+KINDS: dict[int, BlockFormat] = {
+    0: BlockFormat("F32", 1, 4, np.dtype("<f4")),
+    1: BlockFormat("F16", 1, 2, np.dtype("<f2")),
+    2: BlockFormat("Q4_0", 32, 18, bits=4, split=_q4_0),
+    3: BlockFormat("Q4_1", 32, 20, bits=4, split=_q4_1, scaled=("float16", "float16")),
+    6: BlockFormat("Q5_0", 32, 22, split=_q5_0),
+    7: BlockFormat("Q5_1", 32, 24, split=_q5_1, scaled=("float16", "float16")),
+    8: BlockFormat("Q8_0", 32, 34, split=_q8_0),
+    10: BlockFormat("Q2_K", 256, 84, turn=_q2_k),
+    11: BlockFormat("Q3_K", 256, 110, split=_q3_k_split, turn=_q3_k),
+    12: BlockFormat("Q4_K", 256, 144, bits=4, split=_q4_k, scaled=_BOTH, blocks=True),
+    13: BlockFormat("Q5_K", 256, 176, bits=5, split=_q5_k, scaled=_BOTH, blocks=True),
+    14: BlockFormat("Q6_K", 256, 210, bits=6, split=_q6_k, scaled=("int8", ""), blocks=True),
+    16: BlockFormat("IQ2_XXS", 256, 66, split=_grouped(codebooks.iq2_xxs), scaled=_WIDE),
+    17: BlockFormat("IQ2_XS", 256, 74, turn=_values(codebooks.iq2_xs)),
+    18: BlockFormat("IQ3_XXS", 256, 98, split=_grouped(codebooks.iq3_xxs), scaled=_WIDE),
+    19: BlockFormat("IQ1_S", 256, 50, bits=4, split=_iq1_s, scaled=_WIDE_BOTH, turn=_values(codebooks.iq1_s)),
+    20: BlockFormat("IQ4_NL", 32, 18, split=_iq4_nl, table="iq4"),
+    21: BlockFormat("IQ3_S", 256, 110, bits=4, split=_iq3_s, scaled=_WIDE_BOTH, turn=_values(codebooks.iq3_s)),
+    22: BlockFormat("IQ2_S", 256, 82, turn=_values(codebooks.iq2_s)),
+    23: BlockFormat("IQ4_XS", 256, 136, split=_iq4_xs, scaled=_WIDE, table="iq4"),
+    29: BlockFormat("IQ1_M", 256, 56, turn=_values(codebooks.iq1_m)),
+    30: BlockFormat("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
+    34: BlockFormat("TQ1_0", 256, 54, bits=4, split=_one_scale(codebooks.tq1_0, 52)),
+    35: BlockFormat("TQ2_0", 256, 66, bits=4, split=_one_scale(codebooks.tq2_0, 64)),
+    39: BlockFormat("MXFP4", 32, 17, split=_mxfp4, scaled=_WIDE, table="fp4"),
+    41: BlockFormat("Q1_0", 128, 18, bits=4, split=_one_scale(codebooks.q1_0, 0)),
+}
+"""The number of a tensor's type -> what it means."""
+
+OTHER_KINDS = {
+    **{9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 31: "Q4_0_4_4", 32: "Q4_0_4_8"},
+    **{33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 40: "NVFP4", 42: "Q2_0"},
+}
+"""Types that are not read, so that they are refused by name."""

@@ -1,0 +1,309 @@
+"""Packed matrices kept in a file, so that the next start reads them instead of packing the model again.
+
+One file for what was packed, in the user's cache folder beside stored KV: derived data, safe to delete. It is written
+under a temporary name while the model is loaded, and renamed when it is whole. It is called by the key of what is in
+it: the model's identity (with its files' digests), the form of its weights, the kernels, and the versions of all that
+packs; so a model that was moved or is there twice finds it, and one that was replaced does not. Another key in it, a
+description that does not fit the model, a wrong size or checksum: the file is not used, and written again. Beyond a
+budget those that no start has used for longest go.
+
+    magic [8], zeros to 4096, the matrices' memory without holes, a description as JSON, its SHA-256 [32], its length as
+    uint32 [4]
+
+The description: {"key", "errors" (of rounded tensors), "matrices": [{"parts": [[out, in, form]], "bytes", "check"}]},
+`check` the XXH3-64 of the memory. It stands at the end because checks are known when all is written.
+
+Experts that are larger than memory are not read from the file but mapped: the system reads their pages when they are
+used, and lets go of them when it needs the room. They are checked once, which takes as long as reading them; then the
+file is vouched for until anything touches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.kernels.native import NativeKernels
+from cairn.models.forward import decoder
+from cairn.models.hub.digests import memory_path, vouch, vouched
+from cairn.models.packing import quantize
+from cairn.models.packing.packed_matrices import (
+    MAGIC,
+    START,
+    DamagedMatrices,
+    Described,
+    Passing,
+    Reading,
+    Writing,
+    as_kernels,
+    as_weights,
+)
+from cairn.models.packing.weight_format import HeldWeights
+from cairn.models.spec.config import identity_of
+from cairn.types.errors import CairnError, ConfigError, ModelError
+from cairn.types.model_spec import ModelSpec
+
+VERSION = 3
+"""The version of the file; the order that kernels stream is of their own version."""
+KEPT_FROM = 64 << 20
+"""Bytes of packed weights from which a file is worth its room: smaller models are packed in some 100 ms."""
+SPARE = 1 << 30
+"""Bytes that must stay free on the disk."""
+LARGEST_BUDGET = 50 * 10**9
+UNUSED_DAYS = 30
+_MOST_DESCRIPTION = 16 << 20
+_END = 36
+_PART = ".part"
+_WHOLE = ".packed"
+_NAME = 32
+"""Digits of the key in a file's name."""
+
+
+def folder() -> Path:
+    """Where the files are kept."""
+    return memory_path().parent / "packed"
+
+
+def build(
+    kernels: Any, spec: ModelSpec, weights: HeldWeights, place: Path, size: int, budget: int | None = None
+) -> decoder.Decoder:
+    """`decoder.build`, through the file of the model at `place` where its `size` in bytes, as it is held, is worth it.
+
+    `budget`: bytes of all files together, `default_budget` without. A disk that cannot be read or written costs packing
+    and nothing else.
+    """
+    if size < KEPT_FROM or not spec.identity or not isinstance(kernels, NativeKernels):
+        return decoder.build(kernels, spec, weights)
+    key = _key(spec, weights, kernels)
+    try:
+        path = _path(key)
+        with contextlib.suppress(DamagedMatrices, FileNotFoundError, msgspec.DecodeError), path.open("rb", 0) as file:
+            return _read(path, file, key, kernels, spec, weights)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        prune()
+        if not make_room(size, budget):
+            return decoder.build(kernels, spec, weights)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=_PART)
+    except (OSError, ConfigError):
+        return decoder.build(kernels, spec, weights)
+    return _written(Writing, handle, temporary, path, key, kernels, spec, weights, place)[0]
+
+
+def build_mapped(
+    kernels: NativeKernels, spec: ModelSpec, weights: HeldWeights, place: Path, size: int, budget: int | None = None
+) -> decoder.Decoder:
+    """The same with experts that are mapped from the file. It is packed one matrix at a time, none of which is held
+    meanwhile. Without a `budget` the file may be as large as the disk has room for.
+
+    Raises `ModelError` where the file cannot be written or read.
+    """
+    key = _key(spec, weights, kernels)
+    wants = f"{spec.name}: experts that are mapped are read from a packed copy of {size / 1e9:.2f} GB"
+    try:
+        path = _path(key)
+        with contextlib.suppress(DamagedMatrices, FileNotFoundError, msgspec.DecodeError), path.open("rb", 0) as file:
+            return _read(path, file, key, kernels, spec, weights, mapped=True)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        prune()
+        if not make_room(size, max(size, usage().budget) if budget is None else budget):
+            raise ModelError(f"{wants}, for which there is no room in {path.parent}, or not within keep_packed_gb")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=_PART)
+        if not _written(Passing, handle, temporary, path, key, kernels, spec, weights, place)[1]:
+            raise ModelError(f"{wants}, which could not be written to {path.parent}")
+        with path.open("rb", 0) as file:
+            return _read(path, file, key, kernels, spec, weights, mapped=True)
+    except (OSError, ConfigError, DamagedMatrices) as error:
+        raise ModelError(f"{wants}, which cannot be kept: {error}") from error
+
+
+def _path(key: str) -> Path:
+    return folder() / f"{key[:_NAME]}{_WHOLE}"
+
+
+def _written(
+    how: Callable[[NativeKernels, HeldWeights, Any], Writing],
+    handle: int,
+    temporary: str,
+    path: Path,
+    key: str,
+    kernels: NativeKernels,
+    spec: ModelSpec,
+    weights: HeldWeights,
+    place: Path,
+) -> tuple[decoder.Decoder, bool]:
+    """Pack a model into a file of a temporary name, and give it its own; what was built, and whether that went well."""
+    kept = False
+    try:
+        with os.fdopen(handle, "wb", 0) as file:
+            _hold(file.fileno())
+            writing = how(kernels, weights, file)
+            built = decoder.build(as_kernels(writing), spec, as_weights(weights))
+            writing.finish(key)
+        if writing.whole and _unchanged(spec, place):
+            with contextlib.suppress(OSError):
+                os.replace(temporary, path)
+                kept = True
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+    return built, kept
+
+
+def default_budget(free: int, held: int) -> int:
+    """A fifth of what the disk has free or the files hold."""
+    return min(LARGEST_BUDGET, (free + held) // 5)
+
+
+@dataclass(frozen=True, slots=True)
+class PackUsage:
+    """What the files take. Bytes."""
+
+    files: int
+    bytes: int
+    budget: int
+
+
+def usage(budget: int | None = None) -> PackUsage:
+    """What there is now, and what there may be: `budget`, or what it is where none is given."""
+    sizes, free = [], 0
+    with contextlib.suppress(OSError, ConfigError):
+        sizes = [size for _, size, _ in _whole()]
+        place = folder()
+        free = shutil.disk_usage(next(one for one in (place, *place.parents) if one.is_dir())).free
+    return PackUsage(len(sizes), sum(sizes), default_budget(free, sum(sizes)) if budget is None else budget)
+
+
+def make_room(size: int, budget: int | None = None) -> bool:
+    """Remove the files that no start has used for longest, until `size` bytes more are within the budget.
+
+    False, and nothing is removed, where they could not be: they exceed it alone, or the disk has no room for them.
+    """
+    found = sorted(_whole())
+    free, held = shutil.disk_usage(folder()).free, sum(one for _, one, _ in found)
+    budget = default_budget(free, held) if budget is None else budget
+    if size > budget or free + max(0, held + size - budget) < size + SPARE:
+        return False
+    for _, one, path in found:
+        if held + size <= budget:
+            break
+        path.unlink(missing_ok=True)
+        held -= one
+    return True
+
+
+def _whole() -> list[tuple[float, int, Path]]:
+    """When each file was last used, its bytes and its path."""
+    found = []
+    for path in folder().glob(f"*{_WHOLE}"):
+        with contextlib.suppress(FileNotFoundError):
+            stat = path.stat()
+            found.append((stat.st_mtime, stat.st_size, path))
+    return found
+
+
+def prune() -> tuple[int, int]:
+    """Remove files that no start has used for `UNUSED_DAYS`, and what an ended write left; (files, bytes) removed."""
+    files = size = 0
+    now = time.time()
+    with contextlib.suppress(OSError, ConfigError):
+        for path in folder().iterdir():
+            with contextlib.suppress(OSError):
+                stat = path.stat()
+                ended = path.suffix == _PART and _ended(path)
+                if ended or stat.st_mtime < now - UNUSED_DAYS * 86400:
+                    path.unlink()
+                    files, size = files + 1, size + stat.st_size
+    return files, size
+
+
+def _unchanged(spec: ModelSpec, place: Path) -> bool:
+    """Whether what was packed is what the key says: a model may be replaced while it is loaded."""
+    with contextlib.suppress(CairnError):
+        return identity_of(spec, place) == spec.identity
+    return False
+
+
+def _hold(handle: int) -> bool:
+    """Lock a file for as long as it is open; False where another process has it, or the disk knows no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _ended(path: Path) -> bool:
+    """Whether nobody writes a file any more: a process that was killed left it, and a few would fill the disk."""
+    with path.open("rb") as file:
+        return _hold(file.fileno())
+
+
+def _key(spec: ModelSpec, weights: HeldWeights, kernels: NativeKernels) -> str:
+    facts = (VERSION, quantize.VERSION, weights.form, kernels.numerics)
+    return hashlib.sha256(spec.identity + repr(facts).encode()).hexdigest()
+
+
+def _read(
+    path: Path,
+    file: Any,
+    key: str,
+    kernels: NativeKernels,
+    spec: ModelSpec,
+    weights: HeldWeights,
+    mapped: bool = False,
+) -> decoder.Decoder:
+    described = _described(file)
+    if described.key != key:
+        raise DamagedMatrices
+    file.seek(START)
+    whole = _mapped(file) if mapped else None
+    checked = mapped and vouched(path, file, bytes.fromhex(key))
+    reading = Reading(kernels, weights, file, described.matrices, whole, checked)
+    built = decoder.build(as_kernels(reading), spec, as_weights(weights))
+    weights.errors.update(described.errors)
+    with contextlib.suppress(OSError):
+        os.utime(file.fileno())  # this start used it
+        if mapped:
+            vouch(path, file, bytes.fromhex(key))
+    return built
+
+
+def _mapped(file: Any) -> NDArray[np.uint8]:
+    """A file's bytes, of which the system reads no more than what is used."""
+    found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_RANDOM"):
+        found.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(found, np.uint8)
+
+
+def _described(file: Any) -> Described:
+    size = os.fstat(file.fileno()).st_size
+    if size < START + _END or file.read(len(MAGIC)) != MAGIC:
+        raise DamagedMatrices
+    file.seek(size - _END)
+    end = file.read(_END)
+    length = int.from_bytes(end[32:], "little")
+    if length > min(_MOST_DESCRIPTION, size - START - _END):
+        raise DamagedMatrices
+    file.seek(size - _END - length)
+    text = file.read(length)
+    if hashlib.sha256(text).digest() != end[:32]:
+        raise DamagedMatrices
+    found = msgspec.json.decode(text, type=Described)
+    if START + sum(one.bytes for one in found.matrices) + length + _END != size:
+        raise DamagedMatrices
+    return found

@@ -1,0 +1,1 @@
+"""Safetensors files: names, shapes and quantised forms of their tensors."""

@@ -1,0 +1,93 @@
+"""Weights some of whose tensors are stored as codes: under one mapping with those of plain numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.kernels.base import Quantized
+from cairn.models.safetensors import tensor_meta as known
+from cairn.models.safetensors.tensor_meta import TensorMeta
+
+_KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+class Coded(Protocol):
+    """A matrix that is stored as codes."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)"""
+        ...
+
+    @property
+    def kind(self) -> tuple[str, bool]:
+        """Its number format, and whether `packed` has to round it."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in its file, about."""
+        ...
+
+    def values(self) -> NDArray[np.float32]:
+        """Its numbers [out, in]."""
+        ...
+
+    def packed_outline(self) -> TensorMeta | None:
+        """What `packed` gives; None for a matrix that the groups of kernels do not fit."""
+        ...
+
+    def packed(self) -> tuple[Quantized, float]:
+        """The matrix as codes of kernels, and its relative error."""
+        ...
+
+
+class CodedWeights(Mapping[str, NDArray[Any]]):
+    """`weights.open_weights` where some tensors are `Coded`. An array that was asked for is not kept: ask once."""
+
+    def __init__(self, plain: Mapping[str, NDArray[Any]], coded: Mapping[str, Coded]) -> None:
+        self._plain, self._coded = plain, coded
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self._coded[name].values() if name in self._coded else self._plain[name]
+
+    def outline(self, name: str) -> TensorMeta:
+        """What `[name]` gives, and the bytes of memory that it makes."""
+        if name not in self._coded:
+            return known.outline(self._plain, name)
+        shape = self._coded[name].shape
+        return TensorMeta(shape, "float32", 4 * math.prod(shape))
+
+    def packed_outline(self, name: str) -> TensorMeta | None:
+        """What `packed` gives; None for a tensor that is not given as codes."""
+        return self._coded[name].packed_outline() if name in self._coded else None
+
+    def packed(self, name: str) -> tuple[Quantized, float]:
+        """A tensor that has a `packed_outline` as codes, and its relative error."""
+        return self._coded[name].packed()
+
+    def kind(self, name: str) -> tuple[str, bool]:
+        """A tensor's number format in the file, and whether `packed` has to round it."""
+        if name in self._coded:
+            return self._coded[name].kind
+        return _KINDS[str(self._plain[name].dtype)], False
+
+    def stored(self, name: str) -> tuple[str, int]:
+        """A tensor's number format in the file, and the bytes that it takes there."""
+        if name in self._coded:
+            return self._coded[name].kind[0], self._coded[name].nbytes
+        return _KINDS[str(self._plain[name].dtype)], self._plain[name].nbytes
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._plain or name in self._coded
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._plain, *self._coded))
+
+    def __len__(self) -> int:
+        return len(self._plain) + len(self._coded)

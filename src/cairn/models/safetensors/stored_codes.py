@@ -1,0 +1,258 @@
+"""Matrices of safetensors that are stored in fewer bits, as numbers and as codes of the kernels.
+
+    float8   e4m3 numbers, a scale for all of them, for each output, or for each block of outputs and inputs
+    four     e2m1 numbers with a scale for each 16 (e4m3, and one for all) or 32 (e8m0)
+    whole    numbers of 4 or 8 bits, of which a middle or a zero point is taken off, and scales for groups of inputs
+
+Whole numbers and fp4 become codes of kernels exactly where groups are multiples of 32 neighbours. Everything else is
+rounded to 8 bits. All goes in slices, so beside the result a few MB are needed.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.kernels.base import GROUP, Quantized
+from cairn.models.packing.dequant import FP4, SLICE, Codes
+from cairn.models.packing.quantize import rounded
+from cairn.models.safetensors.tensor_meta import TensorMeta, codes
+
+Floats = NDArray[np.float32]
+Rows = NDArray[np.int64]
+
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+FLOAT_E8 = np.dtype(ml_dtypes.float8_e8m0fnu)
+_FLOAT8 = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)
+
+
+class StoredMatrix(ABC):
+    """A matrix [out, in] as it is stored."""
+
+    kind: str
+    shape: tuple[int, int]
+    nbytes: int
+
+    @abstractmethod
+    def values(self, rows: Rows) -> Floats:
+        """The numbers of some outputs [n, in]."""
+
+    def outline(self, rows: int) -> TensorMeta | None:
+        """What `packed` gives of so many outputs; None where these are no codes of kernels."""
+        return None
+
+    def packed(self, rows: Rows) -> Quantized:
+        """Some outputs as codes of kernels, without a loss; only where there is an `outline`."""
+        raise NotImplementedError
+
+
+class Float8(StoredMatrix):
+    """Numbers of 8 bits with scales [outputs, inputs], of which one is for `block` of them, or for all."""
+
+    def __init__(self, weight: NDArray[Any], scales: NDArray[Any], block: tuple[int, int]) -> None:
+        """`scales` [r, c], where r and c are 1, one for each block, or one for each output or input."""
+        self.kind, self.nbytes = "FP8", weight.nbytes + scales.nbytes
+        self.shape = (weight.shape[0], weight.shape[1])
+        self._bytes, self._scales = weight.view(np.uint8), scales
+        self._block = tuple(
+            of if there == 1 else 1 if there == of else size
+            for of, there, size in zip(weight.shape, scales.shape, block, strict=True)
+        )
+
+    @staticmethod
+    def fits(weight: NDArray[Any], scales: NDArray[Any], block: tuple[int, int]) -> bool:
+        """Whether there are as many scales as a matrix in such blocks has."""
+        return scales.ndim == 2 and all(
+            there in (1, of, -(-of // size)) for of, there, size in zip(weight.shape, scales.shape, block, strict=True)
+        )
+
+    def values(self, rows: Rows) -> Floats:
+        """The numbers of some outputs [n, in]."""
+        found: Floats = _FLOAT8[self._bytes[rows]]
+        scales = self._scales[rows // self._block[0]].astype(np.float32)
+        found *= np.repeat(scales, self._block[1], axis=1)[:, : self.shape[1]] if scales.shape[1] > 1 else scales
+        return found
+
+
+class Four(StoredMatrix):
+    """Numbers of 4 bits, two in a byte, the first in its low half; their scales are times a factor, and divided."""
+
+    def __init__(
+        self, packed: NDArray[np.uint8], scales: NDArray[Any], factor: np.float32, divisor: np.float32, nbytes: int
+    ) -> None:
+        """`scales` [out, G] in e4m3, or in e8m0, which may be called bytes."""
+        self.kind, self.nbytes = "NVFP4" if scales.dtype == FLOAT8 else "MXFP4", nbytes
+        self.shape = (len(packed), 2 * packed.shape[1])
+        self._packed, self._factor, self._divisor = packed, factor, divisor
+        self._scales = scales if scales.dtype == FLOAT8 else scales.view(FLOAT_E8)
+        self._size = self.shape[1] // scales.shape[1]
+
+    def values(self, rows: Rows) -> Floats:
+        """The numbers of some outputs [n, in]."""
+        return np.repeat(self._scale(rows), self._size, axis=1) * self._codes(rows)
+
+    def outline(self, rows: int) -> TensorMeta | None:
+        """What `packed` gives."""
+        return None if self._size % GROUP else codes((rows, self.shape[1]), 8, "float32")
+
+    def packed(self, rows: Rows) -> Quantized:
+        """Some outputs as codes of kernels."""
+        found, step = np.empty((len(rows), self.shape[1]), np.int8), max(1, SLICE // self.shape[1])
+        for at in range(0, len(rows), step):
+            found[at : at + step] = self._codes(rows[at : at + step])
+        return Quantized(8, found, np.repeat(self._scale(rows), self._size // GROUP, axis=1))
+
+    def _codes(self, rows: Rows) -> NDArray[np.int8]:
+        """Twice the numbers."""
+        packed = self._packed[rows]
+        return FP4[np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)]
+
+    def _scale(self, rows: Rows) -> Floats:
+        """Half the scales."""
+        found: Floats = self._scales[rows].astype(np.float32) * self._factor / self._divisor
+        return found * np.float32(0.5)
+
+
+class IntegerCodes(StoredMatrix):
+    """Whole numbers c with scales: (c - zero) * scale, where c and zero are counted from the middle."""
+
+    def __init__(
+        self,
+        kind: str,
+        shape: tuple[int, int],
+        nbytes: int,
+        bits: Literal[4, 8],
+        read: Callable[[Rows], NDArray[np.int8]],
+        scales: NDArray[Any],
+        zeros: Callable[[Rows], NDArray[np.int16]] | None,
+        groups: NDArray[np.intp] | None = None,
+    ) -> None:
+        """`read` gives c of some outputs [n, in], `zeros` theirs [n, G]; `scales` are [out, G].
+
+        `groups`: which one each input belongs to; None where neighbours do.
+        """
+        self.kind, self.shape, self.nbytes = kind, shape, nbytes
+        self._bits, self._read, self._scales, self._zeros, self._groups = bits, read, scales, zeros, groups
+        self._size = shape[1] // scales.shape[1]
+
+    def values(self, rows: Rows) -> Floats:
+        """The numbers of some outputs [n, in]."""
+        found = self._read(rows).astype(np.float32)
+        scale = self._scales[rows].astype(np.float32)
+        if self._zeros is not None:
+            found -= self._spread(self._zeros(rows).astype(np.float32))
+        found *= self._spread(scale)
+        return found
+
+    def outline(self, rows: int) -> TensorMeta | None:
+        """What `packed` gives: a scale that is not of float16 counts as float32, which it may turn out not to need."""
+        if self._groups is not None or self._size % GROUP:
+            return None
+        half = self._scales.dtype == np.float16 and self._zeros is None
+        scale = "float16" if half else "float32"
+        return codes((rows, self.shape[1]), self._bits, scale, "" if self._zeros is None else scale)
+
+    def packed(self, rows: Rows) -> Quantized:
+        """Some outputs as codes of kernels."""
+        share = self._size // GROUP
+        scale: NDArray[Any] = self._scales[rows].astype(np.float32)
+        zeros = None if self._zeros is None else self._zeros(rows)
+        minimum = None
+        if zeros is not None and zeros.any():
+            first = zeros + np.int16(8 if self._bits == 4 else 0)  # codes of 4 bits are counted from 0
+            minimum = np.repeat(-first.astype(np.float32) * scale, share, axis=1)
+        elif (half := scale.astype(np.float16)).astype(np.float32).tobytes() == scale.tobytes():
+            scale = half
+        shape = len(rows), self.shape[1]
+        found: Codes = np.empty(shape, np.uint8) if self._bits == 4 else np.empty(shape, np.int8)
+        step = max(1, SLICE // self.shape[1])
+        for at in range(0, len(rows), step):
+            part = self._read(rows[at : at + step])
+            found[at : at + step] = part + np.int8(8) if self._bits == 4 else part
+        return Quantized(self._bits, found, np.repeat(scale, share, axis=1), minimum)
+
+    def _spread(self, numbers: Floats) -> Floats:
+        """Numbers of groups [n, G] as numbers of inputs [n, in], or as one that all have."""
+        if self._groups is not None:
+            return numbers[:, self._groups]
+        return np.repeat(numbers, self._size, axis=1) if numbers.shape[1] > 1 else numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """`coded_weights.Coded`: some outputs of a stored matrix, or these as inputs where it is turned."""
+
+    source: StoredMatrix
+    rows: Rows
+    turned: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)"""
+        shape = len(self.rows), self.source.shape[1]
+        return (shape[1], shape[0]) if self.turned else shape
+
+    @property
+    def kind(self) -> tuple[str, bool]:
+        """Its number format, and whether `packed` has to round it."""
+        return self.source.kind, self._exact() is None
+
+    @property
+    def nbytes(self) -> int:
+        """Its share of the bytes of what is stored."""
+        return self.source.nbytes * len(self.rows) // self.source.shape[0]
+
+    def values(self) -> Floats:
+        """Its numbers [out, in]."""
+        inner = self.source.shape[1]
+        found, step = np.empty((len(self.rows), inner), np.float32), max(1, SLICE // inner)
+        with np.errstate(all="ignore"):
+            for at in range(0, len(self.rows), step):
+                found[at : at + step] = self.source.values(self.rows[at : at + step])
+        return np.ascontiguousarray(found.T) if self.turned else found
+
+    def packed_outline(self) -> TensorMeta | None:
+        """What `packed` gives; None for a matrix that the groups of kernels do not fit."""
+        if self.shape[1] % GROUP:
+            return None
+        passing = 4 * math.prod(self.shape) if self.turned else 0
+        return self._exact() or codes(self.shape, 8, "float16", passing=passing)
+
+    def packed(self) -> tuple[Quantized, float]:
+        """The matrix as codes of kernels, and its relative error."""
+        if self._exact() is not None:
+            return self.source.packed(self.rows), 0.0
+        if self.turned:
+            whole = self.values()
+            return rounded(lambda begin, end: whole[begin:end], self.shape, 8)
+        return rounded(lambda begin, end: self.source.values(self.rows[begin:end]), self.shape, 8)
+
+    def _exact(self) -> TensorMeta | None:
+        return None if self.turned else self.source.outline(len(self.rows))
+
+
+def marked(shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """An array of the shape of a stored matrix that holds the number of each row in all of it.
+
+    Where a family splits, turns or puts in order what it stores, it does so with this in the matrix' place, and
+    `picked` reads from the outcome what was done.
+    """
+    rows = np.arange(math.prod(shape[:-1])).reshape(*shape[:-1], 1)
+    return np.broadcast_to(rows, shape)
+
+
+def picked(source: StoredMatrix, part: NDArray[np.int64]) -> Picked | None:
+    """What became of a stored matrix that was `marked`; None for what is no rows of it."""
+    if part.ndim != 2:
+        return None
+    for turned, one in ((False, part), (True, part.T)):
+        if one.shape[1] == source.shape[1] and (one.strides[1] == 0 or bool((one == one[:, :1]).all())):
+            return Picked(source, np.array(one[:, 0]), turned)
+    return None

@@ -1,0 +1,437 @@
+"""Safetensors files -> mapped arrays, checked whole before anything is built; GGUF files are `gguf.weights`'.
+
+The format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian length of the header, the
+header as a JSON object of `{name: {dtype, shape, data_offsets}}`, then the data without holes. Arrays are views of
+the mapped file: opening a model copies nothing. Pickle files (.bin, .pt) are never opened.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.models.files import (
+    INDEX,
+    MAX_NAME_BYTES,
+    WEIGHTS,
+    Fields,
+    is_gguf,
+    opened,
+    parse_object,
+    read_json,
+    reading,
+    shards,
+)
+from cairn.models.gguf.reader import read_gguf
+from cairn.models.gguf.weights import GgufWeights
+from cairn.models.safetensors.coded_weights import Coded, CodedWeights
+from cairn.models.safetensors.mxfp4 import PARTS, joined
+from cairn.models.safetensors.quantized_config import Scheme, scheme_of
+from cairn.models.safetensors.quantized_files import ENDS, Stored, modules
+from cairn.models.safetensors.stored_codes import Picked, StoredMatrix, picked
+from cairn.models.safetensors.tensor_names import XIELU, own_tensors
+from cairn.models.spec.encoder_spec import encoder_tensors
+from cairn.models.spec.encoder_spec import own_name as encoder_name
+from cairn.models.spec.families import AHEAD, FAMILIES
+from cairn.models.spec.family import Family
+from cairn.models.spec.latent_spec import latent_tensors
+from cairn.models.spec.moe_spec import mixture_tensors
+from cairn.models.spec.recurrent_spec import MIXER, recurrent_tensors
+from cairn.models.spec.uneven_spec import uneven_tensors
+from cairn.types.errors import ModelFileError
+from cairn.types.model_spec import ModelSpec
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+_WHOLE: dict[str, np.dtype[Any]] = {
+    **{"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "I8": np.dtype("i1"), "U8": np.dtype("u1")},
+    **{"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu)},
+}
+"""Types of places that old checkpoints list beside the weights, of the halves of MXFP4, and of the parts of quantised
+modules; no weight that is whole has them."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own bound."""
+MAX_TENSORS = 1 << 16
+"""How many tensors one file may hold; the largest models have some thousands."""
+MAX_BRACES = 1 << 17
+"""How many braces a header may hold, where each tensor has one; the rest is for what __metadata__ may quote."""
+
+_HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|.*\.self_attn\.(bias|masked_bias)")
+"""Buffers that old checkpoints carry beside the weights and that the config determines."""
+
+_PART = re.compile(r"(?:model\.language_model\.|language_model\.model\.|language_model\.(?=lm_head\.))(.*)")
+_OTHER_PARTS = re.compile(
+    r"(model\.)?(vision_tower|visual|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
+)
+"""Of a model that also sees or hears: only texts are served."""
+_AHEAD = re.compile(r"mtp\..*")
+"""What guesses further tokens where that stands beside the layers."""
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a model of this spec has, in transformers' names for decoders, in ours for
+    encoders; matrices are [out, in]."""
+    if spec.encoder is not None:
+        return encoder_tensors(spec)
+    query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (spec.vocab, spec.hidden),
+        "model.norm.weight": (spec.hidden,),
+    }
+    shapes |= {f"{one.place}.weight": (one.outputs, one.inputs) for one in spec.embedding.dense if one.inside}
+    if spec.judge is not None and spec.judge.apart:
+        shapes["judge.weight"] = (2, spec.hidden)
+    if not spec.tied:
+        shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
+    attention = {
+        "self_attn.q_proj": (2 * query if spec.output_gate else query, spec.hidden, spec.qkv_bias),
+        "self_attn.k_proj": (kv, spec.hidden, spec.qkv_bias),
+        "self_attn.v_proj": (kv, spec.hidden, spec.qkv_bias),
+        "self_attn.o_proj": (spec.hidden, query, spec.out_bias),
+    }
+    mlp = {
+        **({"mlp.gate_proj": (spec.ffn, spec.hidden, spec.mlp_bias)} if spec.mlp_gated else {}),
+        "mlp.up_proj": (spec.ffn, spec.hidden, spec.mlp_bias),
+        "mlp.down_proj": (spec.hidden, spec.ffn, spec.mlp_bias),
+    }
+    if spec.uneven is not None:
+        return shapes | uneven_tensors(spec, spec.uneven)
+    latent = {} if spec.latent is None else latent_tensors(spec, spec.latent)
+    norms = _norms(spec)
+    heads = {name: size for name, size in norms.items() if name.startswith("self_attn.")}
+    mixture = {} if spec.experts is None else mixture_tensors(spec, spec.experts)
+    recurrent = {} if spec.recurrence is None else recurrent_tensors(spec, spec.recurrence)
+    for layer in range(spec.layers):
+        prefix = f"model.layers.{layer}."
+        attends, has_mlp = spec.attends(layer), spec.has_mlp(layer)
+        sparse = spec.experts is not None and layer in spec.experts.layers
+        plain = (attention if attends and not latent else {}) | (mlp if has_mlp and not sparse else {})
+        own: list[tuple[Mapping[str, tuple[int, ...]], bool]] = [
+            *((latent, attends), (mixture, sparse), (recurrent, spec.keeps_state(layer))),
+            ({"self_attn.sinks": (spec.heads,)}, spec.sinks and attends),
+            ({f"{XIELU}.alpha_p": (1,), f"{XIELU}.alpha_n": (1,)}, spec.activation == "xielu"),
+            (_with_biases(plain), True),
+            ({f"{name}.weight": (size,) for name, size in norms.items() if attends or name not in heads}, True),
+        ]
+        shapes |= {prefix + name: shape for part, there in own if there for name, shape in part.items()}
+    return shapes
+
+
+def _with_biases(matrices: Mapping[str, tuple[int, int, bool]]) -> dict[str, tuple[int, ...]]:
+    """The tensors of matrices (out, in, whether there is a bias)."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, (rows, columns, bias) in matrices.items():
+        found[f"{name}.weight"] = (rows, columns)
+        if bias:
+            found[f"{name}.bias"] = (rows,)
+    return found
+
+
+def _norms(spec: ModelSpec) -> dict[str, int]:
+    """Name and size of a layer's norms."""
+    query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    # A layer that is one thing has one norm.
+    norms = {"post_attention_layernorm": spec.hidden} if spec.mlp_layers is None else {}
+    if spec.pre_norms:
+        norms["input_layernorm"] = spec.hidden
+    if spec.post_norms:
+        norms["post_feedforward_layernorm"] = spec.hidden
+    if spec.pre_norms and spec.post_norms:
+        norms["pre_feedforward_layernorm"] = spec.hidden
+    if spec.qk_norm:
+        whole = spec.qk_norm_whole
+        norms |= {
+            "self_attn.q_norm": query if whole else spec.head_dim,
+            "self_attn.k_norm": kv if whole else spec.head_dim,
+        }
+    return norms
+
+
+def parameters(spec: ModelSpec) -> int:
+    """Numbers in a model of this spec, by its shapes alone."""
+    return sum(math.prod(shape) for shape in expected_tensors(spec).values())
+
+
+SMALL = 1 << 25
+"""Parameters: 64 MiB in 16 bits."""
+
+
+def small(spec: ModelSpec) -> bool:
+    """Whether a model has so few parameters that rounding what is held of it in memory buys nothing.
+
+    Weights and KV of such a model are held in float32 unless an option says otherwise: its answers are then those of
+    the arithmetic that it was trained in.
+    """
+    return parameters(spec) < SMALL
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights of a folder or a GGUF file, in a fixed order; empty if there are none.
+
+    Raises `ModelFileError` for an index that is broken or names a file that is not there.
+    """
+    if is_gguf(folder):
+        return list(shards(folder))
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if (folder / INDEX).is_file():
+        return sorted({folder / name for name in _weight_map(folder).values()})
+    return []
+
+
+def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
+    """Every tensor of the model as a read-only array: float32, float16 or bfloat16, mapped from its file.
+
+    A GGUF's packed tensors are unpacked into float32 each time one is asked for: ask once. The names are those of
+    `expected_tensors`, each with the expected shape: a missing, unknown or misshapen tensor, a truncated file and a
+    folder without safetensors are a `ModelFileError`, raised before anything is returned.
+    """
+    if is_gguf(folder):
+        return GgufWeights(read_gguf(folder), expected_tensors(spec), spec)
+    files = weight_files(folder)
+    if not files:
+        raise _no_weights(folder)
+    homes = _weight_map(folder) if files != [folder / WEIGHTS] else None
+    expected = expected_tensors(spec)
+    family = None if spec.encoder is not None else FAMILIES[spec.architecture]
+    found: dict[str, NDArray[Any]] = {}
+    halves: dict[str, NDArray[Any]] = {}
+    coded: dict[str, Coded] = {}
+    scheme = stored_scheme(folder, spec)
+    stored = _stored(files, homes)
+    for one in stored if scheme is None else modules(scheme, stored):
+        path = one.path
+        for name, part in _parts(spec, one.name, one.array):
+            if name in found or name in coded:
+                raise ModelFileError(f"{path}: the tensor {name[:120]!r} is there under two names")
+            if name in expected and one.source is not None:
+                coded[name] = _picked(path, name, one.source, part, expected[name])
+            elif name in expected:
+                _check(path, name, part, expected[name])
+                found[name] = 1 + part.astype(np.float32) if family and _moved(family, name) else part
+            elif name.endswith(PARTS) and name.rpartition(".")[0] in expected and name not in halves:
+                halves[name] = part
+            elif not (_HARMLESS.fullmatch(name) or (spec.tied and name == "lm_head.weight") or not name):
+                raise _unknown(path, name, spec, scheme)
+    coded |= joined(folder, found, halves, expected)
+    whole: Mapping[str, Any] = CodedWeights(found, coded) if coded else found
+    missing = next((name for name in expected if name not in whole), None)
+    if missing is not None:
+        named = {own_name(name, spec): home for name, home in (homes or {}).items()}
+        home = WEIGHTS if homes is None else named.get(missing, INDEX)
+        raise ModelFileError(f"{folder / home}: the tensor {missing} of shape {list(expected[missing])} is missing")
+    return whole
+
+
+def _unknown(path: Path, name: str, spec: ModelSpec, scheme: Scheme | None) -> ModelFileError:
+    if scheme is None and name.rpartition(".")[2] in ENDS:
+        return ModelFileError(
+            f"{path}: the tensor {name[:120]!r} is of quantised weights, of which config.json does not say how"
+        )
+    return ModelFileError(f"{path}: the tensor {name[:120]!r} is not part of a {spec.architecture}")
+
+
+def stored_scheme(folder: Path, spec: ModelSpec) -> Scheme | None:
+    """How the folder's config says that its weights are quantised; None for plain numbers, and for a GGUF file."""
+    path = folder / "config.json"
+    if spec.encoder is not None or is_gguf(folder) or not path.is_file():
+        return None
+    return scheme_of(Fields(read_json(path), path), FAMILIES[spec.architecture].packed)
+
+
+def _stored(files: Sequence[Path], homes: Mapping[str, str] | None) -> Iterator[Stored]:
+    """The tensors of all files, each where the index puts it."""
+    for path in files:
+        for name, array in _tensors(path):
+            if homes is not None and homes.get(name) != path.name:
+                place = homes.get(name, "no file")
+                raise ModelFileError(f"{path}: holds the tensor {name[:120]!r}, which {INDEX} puts in {place}")
+            yield Stored(path, name, array)
+
+
+def _picked(path: Path, name: str, source: StoredMatrix, part: NDArray[Any], shape: tuple[int, ...]) -> Picked:
+    """A part of a quantised module as one of ours."""
+    found = picked(source, part)
+    if found is None:
+        raise ModelFileError(f"{path}: the tensor {name} is quantised, where only plain numbers are supported")
+    if found.shape != shape:
+        raise ModelFileError(
+            f"{path}: the tensor {name} has the shape {list(found.shape)}, expected {list(shape)} from config.json"
+        )
+    return found
+
+
+def _parts(spec: ModelSpec, stored: str, array: NDArray[Any]) -> Iterator[tuple[str, NDArray[Any]]]:
+    """A stored tensor as those of `expected_tensors`."""
+    name = own_name(stored, spec)
+    if spec.encoder is not None:
+        return iter([(name, array)])
+    return own_tensors(spec, bool(FAMILIES[spec.architecture].ahead) * AHEAD, name, array)
+
+
+def _moved(family: Family, name: str) -> bool:
+    """Whether a tensor is a norm's that multiplies by 1 + w."""
+    return (family.gemma or (family.centred and MIXER not in name)) and name.endswith("norm.weight")
+
+
+def _check(path: Path, name: str, array: NDArray[Any], shape: tuple[int, ...]) -> None:
+    if array.dtype in _WHOLE.values():
+        raise _wrong_type(
+            f"{path}: the tensor {name}", next(one for one, kind in _WHOLE.items() if kind == array.dtype)
+        )
+    if array.shape != shape:
+        raise ModelFileError(
+            f"{path}: the tensor {name} has the shape {list(array.shape)}, expected {list(shape)} from config.json"
+        )
+
+
+def open_tensors(path: Path) -> dict[str, NDArray[Any]]:
+    """Every tensor of one safetensors file. Raises `ModelFileError` for a broken one."""
+    return dict(_tensors(path))
+
+
+def located(folder: Path, spec: ModelSpec, name: str) -> tuple[Path, int, tuple[int, ...], np.dtype[Any]]:
+    """Where one tensor lies: its file, its first byte there, its shape and its type."""
+    for path in weight_files(folder):
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            header = _header(path, file.read(8), size)
+            entries = _entries(path, file.read(header), size - 8 - header)
+        for stored, (dtype, shape, begin, _) in entries.items():
+            if own_name(stored, spec) == name:
+                return path, 8 + header + begin, shape, dtype
+    raise ModelFileError(f"{folder}: the tensor {name} is missing")
+
+
+def own_name(name: str, spec: ModelSpec) -> str:
+    """The name of `expected_tensors` of a stored tensor; "" for one that is not used, its own for an unknown one."""
+    if spec.encoder is not None:
+        return encoder_name(spec, name)
+    family = FAMILIES[spec.architecture]
+    if family.ahead and _AHEAD.fullmatch(name):
+        return ""
+    if family.nested:
+        return _text_name(name)
+    bare = spec.kind == "embed" and not name.startswith(("model.", "lm_head."))
+    return f"model.{name}" if bare else name
+
+
+def _text_name(name: str) -> str:
+    """The name of a tensor of a model's text part without what it has for being a part; "" for one of another part."""
+    if _OTHER_PARTS.match(name):
+        return ""
+    match = _PART.fullmatch(name)
+    return name if match is None else "lm_head.weight" if match[1] == "lm_head.weight" else f"model.{match[1]}"
+
+
+def _no_weights(folder: Path) -> ModelFileError:
+    wanted = f"expected {WEIGHTS}, or {INDEX} and its files"
+    with reading(folder):
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
+    if pickles:
+        return ModelFileError(
+            f"{folder}: the weights are only in {pickles[0]}, a pickle, which is never opened; {wanted}"
+        )
+    return ModelFileError(f"{folder}: there are no weights; {wanted}")
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name, from the index. File names are plain names of files in the same folder."""
+    path = folder / INDEX
+    homes = Fields(read_json(path), path).object("weight_map").values
+    if not homes:
+        raise ModelFileError(f"{path}: weight_map must be an object from tensor names to file names")
+    for home in homes.values():
+        plain = isinstance(home, str) and re.fullmatch(r"[\w.-]+\.safetensors", home)
+        if not plain or len(home.encode()) > MAX_NAME_BYTES:
+            raise ModelFileError(f"{path}: weight_map must name .safetensors files in its folder, found {home!r:.80}")
+    for name in set(homes.values()):
+        if not (folder / name).is_file():
+            raise ModelFileError(f"{folder / name}: the file is missing, and {INDEX} names it")
+    return homes
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
+    """The tensors of one file, after its whole header was checked against its size."""
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        header = _header(path, file.read(8), size)
+        text = file.read(header)
+        data = np.memmap(file, np.uint8, "r", offset=8 + header) if size > 8 + header else np.empty(0, np.uint8)
+    entries = _entries(path, text, len(data))
+    for name, (dtype, shape, begin, end) in entries.items():
+        # A plain ndarray: slices of np.memmap carry a subclass through every operation.
+        yield name, np.asarray(data[begin:end]).view(dtype).reshape(shape)
+
+
+def _header(path: Path, prefix: bytes, size: int) -> int:
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+        raise ModelFileError(
+            f"{path}: not a whole safetensors file: its {size} bytes cannot hold the header it announces"
+        )
+    return length
+
+
+_Entry = tuple[np.dtype[Any], tuple[int, ...], int, int]
+
+
+def _entries(path: Path, text: bytes, size: int) -> dict[str, _Entry]:
+    """Header entries, which must cover the `size` bytes of data exactly: no hole, no overlap, nothing beyond."""
+    if text.count(b"{") > MAX_BRACES:  # before it is parsed, which would take seconds and ten times its size
+        raise ModelFileError(f"{path}: its header describes more than {MAX_TENSORS} tensors")
+    header = parse_object(text, path, unique=True)
+    header.pop("__metadata__", None)
+    if len(header) > MAX_TENSORS:
+        raise ModelFileError(f"{path}: its header describes {len(header)} tensors, more than {MAX_TENSORS}")
+    entries = {name: _entry(path, name, entry) for name, entry in header.items()}
+    at = 0
+    for name, (_, _, begin, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
+        if begin != at:
+            raise ModelFileError(f"{path}: the tensor {name[:120]!r} starts at byte {begin}, expected {at}")
+        at = end
+    if at != size:
+        state = "truncated" if at > size else "too long"
+        raise ModelFileError(f"{path}: the file is {state}: its header describes {at} bytes of data, found {size}")
+    return entries
+
+
+def _entry(path: Path, name: str, entry: object) -> _Entry:
+    where = f"{path}: the tensor {name[:120]!r}"
+    if not isinstance(entry, dict):
+        raise ModelFileError(f"{where} must be described by an object")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    kind: np.dtype[Any] | None = {**DTYPES, **_WHOLE}.get(dtype) if isinstance(dtype, str) else None
+    if kind is None:
+        raise _wrong_type(where, dtype)
+    if not _counts(shape) or len(shape) > 8 or not _counts(offsets) or len(offsets) != 2:
+        raise ModelFileError(f"{where} needs a shape and two data_offsets of whole numbers")
+    if 0 in shape:  # no model has such a tensor, and its other dimensions may be more than numpy has room for.
+        raise ModelFileError(f"{where} has the shape {shape}, which holds no numbers")
+    begin, end = offsets
+    if end - begin != math.prod(shape) * kind.itemsize:
+        raise ModelFileError(f"{where} has {end - begin} bytes, expected {dtype} of shape {shape}")
+    return kind, tuple(shape), begin, end
+
+
+def _wrong_type(where: str, dtype: object) -> ModelFileError:
+    return ModelFileError(f"{where} has the type {dtype!r:.40}; supported are {', '.join(DTYPES)}")
+
+
+def _counts(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(one) is int and 0 <= one < 1 << 62 for one in value)

@@ -1,0 +1,461 @@
+"""config.json, generation_config.json and tokenizer files, or the metadata of a GGUF file -> `ModelSpec`.
+
+Field names and defaults are those of transformers' configuration classes (`configuration_llama.py` and its
+siblings, `modeling_rope_utils.py`). Families are rows of one table; a family whose meaning is not built is refused
+by name, and so is anything in a config that would change a number and is not understood.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from cairn.models.files import Fields, is_gguf, read_json, read_optional_json, reading
+from cairn.models.gguf.encoder import gguf_encoder_spec
+from cairn.models.gguf.encoder import is_encoder as is_gguf_encoder
+from cairn.models.gguf.reader import read_gguf
+from cairn.models.gguf.spec import SAMPLING, cache_groups, gguf_spec, suggested
+from cairn.models.hub.digests import file_digest
+from cairn.models.hub.hub import model_name
+from cairn.models.safetensors.weights import stored_scheme, weight_files
+from cairn.models.spec.embedding_files import check_width, embedding_of, judge_of
+from cairn.models.spec.encoder_spec import encoder_spec, is_encoder
+from cairn.models.spec.families import family_of, sees_both, text_config
+from cairn.models.spec.family import Family
+from cairn.models.spec.judge import with_judge
+from cairn.models.spec.latent_spec import latent_fields
+from cairn.models.spec.moe_spec import mixture
+from cairn.models.spec.positions_spec import (
+    check_divisors,
+    global_positions,
+    local_positions,
+    long_rope,
+    query_scaling,
+    rope_scaling,
+    rotary,
+    stretched,
+    unturned,
+    unturned_scaling,
+)
+from cairn.models.spec.recurrent_spec import mlp_layers, recurrence, with_state
+from cairn.models.spec.uneven_spec import one_width, proportional, uneven_fields
+from cairn.types.errors import ModelError, ModelFileError
+from cairn.types.layer_spec import CacheGroup, Experts, RopeScaling, RotaryPositions
+from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, Kind, ModelSpec
+from cairn.types.pooling_spec import Embedding
+
+ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""`hidden_act` as configs spell it -> the kernels' name."""
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+
+
+def load_spec(folder: Path, *, identify: bool = True) -> ModelSpec:
+    """The spec of the model in a folder or a GGUF file.
+
+    Reads every file once to know the model's identity, unless told not to.
+
+    Raises `ModelFileError` for a missing or wrong file or field, `ModelError` for an architecture or an option of
+    one that is not built.
+    """
+    with reading(folder):
+        spec = with_judge(_load_gguf(folder) if is_gguf(folder) else _load(folder), folder)
+        return identified(spec, folder) if identify else spec
+
+
+def _load_gguf(path: Path) -> ModelSpec:
+    gguf = read_gguf(path)
+    return gguf_encoder_spec(gguf) if is_gguf_encoder(gguf) else gguf_spec(gguf)
+
+
+def check_decodes(spec: ModelSpec) -> ModelSpec:
+    """The spec of a decoder. Raises `ModelError` for an encoder, of which something makes no sense."""
+    if spec.whole:
+        named = f"an encoder ({spec.architecture})" if spec.encoder is not None else "made for embeddings"
+        raise ModelError(f"{spec.name} is {named}: it generates nothing and keeps no KV")
+    return spec
+
+
+def identified(spec: ModelSpec, folder: Path) -> ModelSpec:
+    """The spec with the identity of the model there. Reads every file once."""
+    with reading(folder):
+        return msgspec.structs.replace(spec, identity=identity_of(spec, folder))
+
+
+def _load(folder: Path) -> ModelSpec:
+    if not folder.is_dir():
+        raise ModelFileError(
+            f"{folder}: expected a .gguf file, or a folder with config.json, a tokenizer and safetensors files"
+        )
+    config = Fields(read_json(folder / "config.json"), folder / "config.json")
+    if is_encoder(config):
+        return encoder_spec(config, folder)
+    modules = embedding_of(folder)
+    judge = judge_of(folder)
+    kind: Kind = "rerank" if judge is not None else "chat" if modules is None else "embed"
+    architecture, family = family_of(config, bare=modules is not None)
+    config = text_config(config, family)
+    heads = config.integer("num_attention_heads", 1, 1 << 14)
+    hidden = config.integer("hidden_size", 1, 1 << 20)
+    layers = config.integer("num_hidden_layers", 1, 1 << 12)
+    vocab = config.integer("vocab_size", 1, MAX_VOCAB)
+    if family.mixture and family.window == "none" and config.flag("use_sliding_window", False):
+        raise ModelError(f"{config.path}: use_sliding_window is true, which is not supported for {architecture}")
+    scaled = family.sinks or family.activation == "xielu"  # whose usual scaling is none of the plain ones
+    if scaled and not (config.has("rope_scaling") or config.has("rope_parameters")):
+        raise ModelError(f"{config.path}: rope_scaling is missing")
+    if config.has("swiglu_limit") and config.number("swiglu_limit", 0.0, 1e6) != 7:
+        raise ModelError(f"{config.path}: swiglu_limit other than 7 is not supported")
+    rope, theta, context = _positions(config, family)
+    if family.local_rope:
+        context = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # which states the scaled length
+    head_dim = 2 if family.latent else config.integer("head_dim", 2, MAX_HEAD_DIM, family.head_dim or hidden // heads)
+    kept = recurrence(config, family, layers, hidden)
+    alone = (mlp_layers(config, layers) if family.mixture else ()) if family.alone else None
+    experts = mixture(config, family, layers)
+    spec = ModelSpec(
+        name=model_name(folder),
+        architecture=architecture,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=config.integer("num_key_value_heads", 1, heads, _kv_heads(config, family) or heads),
+        head_dim=head_dim,
+        ffn=_ffn(config, family, experts),
+        vocab=vocab,
+        context=context,
+        norm_eps=config.number(_eps(config), 0.0, 1.0, 1e-6),
+        rope_theta=theta * stretched(config, family) ** (head_dim / max(1, head_dim - 2)),
+        rope_scaling=rope,
+        long_rope=long_rope(config, family),
+        activation=_activation(config, family),
+        qk_norm=_bias(config, family.qk_norm),
+        qk_norm_whole=family.qk_norm_whole,
+        late_norms=family.late_norms,
+        pre_norms=family.pre_norms,
+        sinks=family.sinks,
+        experts=experts,
+        unturned=_unturned(config, family, layers),
+        query_scaling=query_scaling(config) if family.query_scaling else None,
+        unturned_scaling=unturned_scaling(config) if family.window == "unturned" else None,
+        plain_norm=_bias(config, family.plain_norm),
+        rotary=rotary(config, head_dim) if family.rotary else None,
+        qkv_bias=_bias(config, family.qkv_bias),
+        out_bias=_bias(config, family.out_bias),
+        mlp_bias=_bias(config, family.mlp_bias),
+        **_multiplied(config, family, hidden, head_dim),
+        both=sees_both(config),
+        # The files of one that makes embeddings have no head, whatever its config says.
+        tied=config.flag(_tied(config), False) or kind == "embed",
+        groups=with_state(
+            _groups(config, family, layers, context, RotaryPositions(theta=theta, scaling=rope)), kept, alone or ()
+        ),
+        recurrence=kept,
+        mlp_layers=alone,
+        mlp_gated=family.mlp_gated,
+        output_gate=family.output_gate,
+        eos_ids=_eos(config, folder, vocab),
+        bos_id=next(iter(config.ids("bos_token_id", vocab, absent=True)), None),
+        defaults=_defaults(folder),
+        kind=kind,
+        embedding=modules or Embedding(),
+        judge=judge,
+    )
+    own = latent_fields(config, family, layers, rope) | uneven_fields(config, family, spec.groups, layers)
+    if own and kind != "chat":
+        raise ModelError(f"{config.path}: a {architecture} that makes embeddings is not supported")
+    spec = msgspec.structs.replace(spec, **own)
+    check_width(spec.embedding, hidden, folder)
+    if family.long_rope:
+        check_divisors(config, (rope, spec.long_rope), spec.turned)
+    if spec.heads % spec.kv_heads:
+        raise config.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    if spec.head_dim % 2:
+        raise config.error("head_dim", "an even number, because rotary positions turn pairs")
+    return spec
+
+
+def _positions(config: Fields, family: Family) -> tuple[RopeScaling, float, int]:
+    """Rope scaling, theta and context of the layers without a window."""
+    if family.uneven:
+        return proportional(config, family)
+    return rope_scaling(global_positions(config) if family.local_rope else config, family)
+
+
+def _eps(config: Fields) -> str:
+    """The field that says what is added in a norm."""
+    return next((name for name in ("norm_eps", "layer_norm_epsilon") if config.has(name)), "rms_norm_eps")
+
+
+def _tied(config: Fields) -> str:
+    """The field that says whether the head is the embedding."""
+    return "tie_embedding" if config.has("tie_embedding") else "tie_word_embeddings"
+
+
+def _kv_heads(config: Fields, family: Family) -> int | None:
+    """The family's where the key is absent; an explicit null says as many as heads."""
+    return None if "num_key_value_heads" in config.values else family.kv_heads
+
+
+def _ffn(config: Fields, family: Family, experts: Experts | None) -> int:
+    """Width of the plain MLP."""
+    if family.streams:
+        return one_width(config)
+    if family.mixture == "granite" and experts is None:
+        return config.integer("shared_intermediate_size", 1, 1 << 22)
+    key = next((name for name in ("block_ff_dim", "intermediate_size_mlp") if config.has(name)), "intermediate_size")
+    width = config.integer(key, 1, 1 << 22, experts.ffn if experts else None)
+    if family.recurrence != "conv" or family.mixture or not config.flag("block_auto_adjust_ff_dim", True):
+        return width
+    part, step = (
+        config.number("block_ffn_dim_multiplier", 1e-3, 1e3, 1.0),
+        config.integer("block_multiple_of", 1, 1 << 16, 256),
+    )
+    return -(-int(part * int(2 * width / 3)) // step) * step
+
+
+def _unturned(config: Fields, family: Family, layers: int) -> tuple[int, ...]:
+    """The layers that know no positions."""
+    if family.positions:
+        named = config.text(family.positions, "nope")
+        if named not in ("nope", "rope"):
+            raise config.error(family.positions, "rope or nope")
+        return tuple(range(layers)) if named == "nope" else ()
+    return unturned(config, layers) if family.unturned else ()
+
+
+def _bias(config: Fields, rule: bool | str) -> bool:
+    return config.flag(rule, False) if isinstance(rule, str) else rule
+
+
+def _activation(config: Fields, family: Family) -> Literal["silu", "gelu_tanh", "clamped_silu", "relu2", "xielu"]:
+    if family.activation is not None:
+        if family.activation == "xielu" and config.text("hidden_act", "xielu") != "xielu":
+            raise ModelError(f"{config.path}: hidden_act other than xielu is not supported")
+        return family.activation
+    key = "hidden_activation" if config.has("hidden_activation") else "hidden_act"
+    name = config.text(key, "silu")
+    if name not in ACTIVATIONS:
+        raise ModelError(
+            f"{config.path}: {key} {name[:80]!r} is not supported; supported are {', '.join(sorted(ACTIVATIONS))}"
+        )
+    return ACTIVATIONS[name]
+
+
+def _multiplied(config: Fields, family: Family, hidden: int, head_dim: int) -> dict[str, Any]:
+    """What a family multiplies by beyond the plain decoder, and norms behind attention and MLP."""
+    if family.gemma:
+        return _gemma(config, family, hidden, head_dim)
+    if not family.multipliers:
+        return {"post_norms": family.post_norms}
+    return {
+        "embedding_scale": config.number("embedding_multiplier", 1e-6, 1e6, 1.0),
+        "attention_scale": config.number("attention_multiplier", 1e-6, 1e6, 1.0),
+        "residual_scale": config.number("residual_multiplier", 1e-6, 1e6, 1.0),
+        "logit_scale": 1 / config.number("logits_scaling", 1e-6, 1e6, 1.0),
+    }
+
+
+def _gemma(config: Fields, family: Family, hidden: int, head_dim: int) -> dict[str, Any]:
+    """What Gemma's spec has beyond the plain decoder's."""
+    scale = config.number("query_pre_attn_scalar", 1e-6, 1e6) ** -0.5
+    return {
+        "post_norms": True,
+        "embedding_scale": math.sqrt(hidden),
+        "attention_scale": scale if scale != head_dim**-0.5 else None,
+        # A config may name it beside norms of q and k, which have taken its place: transformers then passes it over.
+        "attention_softcap": 0.0 if family.qk_norm else config.number_or_zero("attn_logit_softcapping", 1e-3, 1e6, 0.0),
+        "logit_softcap": config.number_or_zero("final_logit_softcapping", 1e-3, 1e6, 0.0),
+    }
+
+
+def _groups(
+    config: Fields, family: Family, layers: int, context: int, positions: RotaryPositions
+) -> tuple[CacheGroup, ...]:
+    """Layers by cache kind. A window that no context can outgrow is full attention."""
+    limited: list[int] = []
+    window = 0
+    if family.window == "all":
+        if not _no_window(config):
+            window = config.integer("sliding_window", 1, MAX_CONTEXT, 4096)
+            limited = list(range(layers))
+    elif family.window == "unturned":
+        window, limited = _pieces(config, layers, context)
+    elif _by_layer(config, family):
+        window = config.integer("sliding_window", 1, MAX_CONTEXT, None if family.period else 4096)
+        if sees_both(config):  # the config counts the tokens on both sides
+            window = window // 2 + 1
+        limited = _window_layers(config, family, layers)
+    own = local_positions(config, family) if family.local_rope else None
+    if family.unscaled and positions.scaling.kind != "none":
+        own = RotaryPositions(theta=positions.theta)
+    pieces = family.window == "unturned"
+    return cache_groups(layers, limited, min(window, context), context, own, pieces=pieces)
+
+
+def _pieces(config: Fields, layers: int, context: int) -> tuple[int, list[int]]:
+    """The size of the pieces that positions are cut into, and the layers that see their own alone."""
+    if "attention_chunk_size" in config.values and not config.has("attention_chunk_size"):
+        return context, []
+    turned = [layer for layer in range(layers) if layer not in unturned(config, layers)]
+    if config.has("layer_types"):
+        kinds = config.values["layer_types"]
+        known = ("full_attention", "chunked_attention")
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+            raise config.error("layer_types", f"a list of {layers} entries, each full_attention or chunked_attention")
+        turned = [layer for layer, kind in enumerate(kinds) if kind == "chunked_attention"]
+    return config.integer("attention_chunk_size", 1, MAX_CONTEXT, 8192), turned
+
+
+def _by_layer(config: Fields, family: Family) -> bool:
+    """Whether some layers are limited."""
+    if family.window == "by type":
+        return True
+    return family.window == "by layer" and config.flag("use_sliding_window", False) and not _no_window(config)
+
+
+def _no_window(config: Fields) -> bool:
+    """A missing field means transformers' default; an explicit null means full attention."""
+    return "sliding_window" in config.values and not config.has("sliding_window")
+
+
+def _window_layers(config: Fields, family: Family, layers: int) -> list[int]:
+    if not config.has("layer_types") and family.period:
+        period = config.integer("sliding_window_pattern", 1, 1 << 12, family.period)
+        return [
+            layer
+            for layer in range(layers)
+            if (layer + 1) % period and not (family.uneven and not family.streams and layer == layers - 1)
+        ]
+    if not config.has("layer_types"):
+        return list(range(config.integer("max_window_layers", 0, 1 << 12, 28), layers))
+    kinds = config.values["layer_types"]
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        raise config.error("layer_types", f"a list of {layers} entries, each full_attention or sliding_attention")
+    if family.uneven and not family.streams and kinds[-1] != "full_attention":
+        raise config.error("layer_types", "a list whose last entry is full_attention")
+    return [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+
+
+class _Added(msgspec.Struct):
+    """The part of tokenizer.json that lists its added tokens."""
+
+    added_tokens: list[dict[str, Any]] = []
+
+
+def _eos(config: Fields, folder: Path, vocab: int) -> tuple[int, ...]:
+    """Ids that end a generation: of generation_config.json, config.json and the tokenizer's eos_token together.
+
+    What the texts of a tokenizer and the chat template say beyond that is known to the front (`text.tokenizer`).
+    """
+    path = folder / "generation_config.json"
+    first = Fields(read_optional_json(path), path).ids("eos_token_id", vocab)
+    second = config.ids("eos_token_id", vocab)
+    added = _added(folder) if first and not set(second) <= set(first) else None
+    if added:  # a config.json that came from another model would end answers at ordinary words
+        second = tuple(i for i in second if i in added)
+    return tuple(dict.fromkeys((*first, *second, *_named_eos(folder, vocab))))
+
+
+def _named_eos(folder: Path, vocab: int) -> tuple[int, ...]:
+    """The tokenizer's eos_token, where its configuration says which id that is."""
+    path = folder / "tokenizer_config.json"
+    tokenizer = Fields(read_optional_json(path), path)
+    token = tokenizer.values.get("eos_token")
+    content = token.get("content") if isinstance(token, dict) else token
+    for number, added in tokenizer.object("added_tokens_decoder").values.items():
+        is_eos = isinstance(added, dict) and content is not None and added.get("content") == content
+        if is_eos and number.isdecimal() and int(number[:12]) < vocab:
+            return (int(number[:12]),)
+    return ()
+
+
+def _added(folder: Path) -> set[int]:
+    """The ids of the added tokens; none where tokenizer.json does not say."""
+    try:
+        listed = msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_Added).added_tokens
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return set()  # who loads the tokenizer says what is wrong with it
+    return {one["id"] for one in listed if isinstance(one.get("id"), int)}
+
+
+def _defaults(folder: Path) -> dict[str, float]:
+    """Sampling defaults of generation_config.json. An explicit `do_sample: false` is temperature 0."""
+    path = folder / "generation_config.json"
+    fields = Fields(read_optional_json(path), path)
+    found = suggested(fields, {name: name for name in SAMPLING})
+    if fields.has("do_sample") and not fields.flag("do_sample", True):
+        found["temperature"] = 0.0
+    return found
+
+
+_LATER: dict[str, Any] = {
+    **{"post_norms": False, "embedding_scale": 1.0, "attention_scale": None},
+    **{"attention_softcap": 0.0, "logit_softcap": 0.0, "encoder": None},
+    **{"pre_norms": True, "qk_norm_whole": False, "rotary": None, "unturned": (), "query_scaling": None},
+    **{"sinks": False, "residual_scale": 1.0, "logit_scale": 1.0, "experts": None},
+    **{"both": False, "long_rope": None, "latent": None, "late_norms": False, "uneven": None},
+    **{"recurrence": None, "output_gate": False, "mlp_layers": None, "mlp_gated": True},
+    **{"unturned_scaling": None, "plain_norm": False},
+}
+"""Facts that specs did not have from the beginning, with what they are where they change nothing."""
+
+
+_LATER_OF_EXPERTS: dict[str, Any] = {"gated": True, "beside": False, "weighs_input": False}
+_LATER_OF_GROUPS: dict[str, Any] = {
+    "rope": None,
+    "kv_heads": None,
+    "head_dim": None,
+    "once": False,
+    "numbers": 0,
+    "pieces": False,
+}
+
+
+def _facts(spec: ModelSpec) -> dict[str, Any]:
+    """A spec's facts. What changes nothing is left out of them, so that models keep the identity that they had before
+    somebody thought of it, and with it their stored KV."""
+    found: dict[str, Any] = msgspec.to_builtins(spec)
+    for name, plain in _LATER.items():
+        if found[name] == plain:
+            del found[name]
+    del found["long"], found["kind"], found["embedding"], found["judge"]
+    if found.get("experts"):
+        for name, plain in _LATER_OF_EXPERTS.items():
+            if found["experts"][name] == plain:
+                del found["experts"][name]
+    if found.get("uneven") and found["uneven"]["streams"] is None:
+        del found["uneven"]["streams"]
+    for group in found["groups"]:
+        for name, plain in _LATER_OF_GROUPS.items():
+            if group[name] == plain:
+                del group[name]
+    return found
+
+
+def identity_of(spec: ModelSpec, folder: Path) -> bytes:
+    """SHA-256 over the spec's facts, the weights and the tokenizer. Names, sampling defaults and EOS change no KV.
+
+    A folder's files have fixed names, which say what each holds; a GGUF file may be called anything.
+    """
+    facts = _facts(msgspec.structs.replace(spec, name="", defaults={}, eos_ids=(), identity=b""))
+    digest = hashlib.sha256(b"cairn-model-1\0")
+    digest.update(hashlib.sha256(msgspec.json.encode(facts, order="sorted")).digest())
+    tokenizer = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    for number, path in enumerate([*weight_files(folder), *tokenizer]):
+        # The index only says which file holds a tensor, so the files themselves say everything.
+        name = str(number) if is_gguf(folder) else path.name
+        digest.update(name.encode() + b"\0" + file_digest(path))
+    if (scheme := stored_scheme(folder, spec)) is not None:  # what the same bytes mean
+        digest.update(repr(scheme).encode())
+    return digest.digest()

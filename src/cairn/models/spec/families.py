@@ -1,0 +1,398 @@
+"""The architectures of folders that are built. This imports nothing large: whoever starts looks here first."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from cairn.models.files import Fields
+from cairn.models.safetensors.quantized_config import scheme_of
+from cairn.models.spec.family import Family
+from cairn.types.errors import ModelError
+
+_GEMMA: dict[str, Any] = {
+    **{"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8},
+    **{"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
+    **{"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "bos_token_id": 2, "eos_token_id": 1},
+}
+_GEMMA_2 = Family(
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    window="by type",
+    period=2,
+    gemma=True,
+    defaults=_GEMMA
+    | {"vocab_size": 256_000, "max_position_embeddings": 8192}
+    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+)
+_GEMMA_3 = Family(
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    qk_norm=True,
+    window="by type",
+    period=6,
+    local_rope=True,
+    gemma=True,
+    defaults=_GEMMA
+    | {"vocab_size": 262_208, "max_position_embeddings": 131_072}
+    | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+)
+
+_GEMMA_4 = Family(
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    qk_norm=True,
+    post_norms=True,
+    window="by type",
+    period=6,
+    local_rope=True,
+    uneven=True,
+    mixture="gemma4",
+    defaults={
+        **{"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512},
+        **{"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "bos_token_id": 2, "eos_token_id": 1},
+        "vocab_size": 262_144,
+        "max_position_embeddings": 131_072,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        },
+    },
+)
+
+_GEMMA_3N = Family(
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    qk_norm=True,
+    post_norms=True,
+    window="by type",
+    period=5,
+    local_rope=True,
+    uneven=True,
+    streams=True,
+    defaults={
+        **{"num_key_value_heads": 2, "head_dim": 256, "sliding_window": 512, "num_kv_shared_layers": 15},
+        **{"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "bos_token_id": 2, "eos_token_id": 1},
+        **{"vocab_size": 262_400, "max_position_embeddings": 32_768, "final_logit_softcapping": 30.0},
+    },
+)
+
+_OLMO_2 = Family(
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    qk_norm=True,
+    qk_norm_whole=True,
+    pre_norms=False,
+    post_norms=True,
+    defaults={"rms_norm_eps": 1e-5},
+)
+_QWEN_3_5 = Family(
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    qk_norm=True,
+    head_dim=256,
+    kv_heads=4,
+    rotary=True,
+    ahead=True,
+    recurrence="delta",
+    output_gate=True,
+    centred=True,
+    sections=True,
+    defaults={"partial_rotary_factor": 0.25},
+)
+_QWEN_3_5_MOE = replace(_QWEN_3_5, kv_heads=2, mixture="qwen3.5")
+_LFM: dict[str, Any] = {"norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True}
+_LFM_2 = Family(qk_norm=True, kv_heads=8, recurrence="conv", defaults=_LFM)
+_ALWAYS_FULL: dict[str, Any] = {"sliding_window": None}
+"""Where a config that says no window means none."""
+
+_DEEPSEEK_3 = Family(
+    latent=True,
+    mixture="deepseek3",
+    out_bias="attention_bias",
+    ahead=True,
+    defaults={"norm_topk_prob": True, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "n_shared_experts": 1},
+)
+
+_MISTRAL_4 = replace(
+    _DEEPSEEK_3,
+    mixture="mistral4",
+    ahead=False,
+    query_scaling=True,
+    defaults={
+        **{"norm_topk_prob": True, "n_shared_experts": 1},
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        },
+    },
+)
+
+_LLAMA_4 = Family(
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    head_dim=128,
+    kv_heads=8,
+    window="unturned",
+    unturned=True,
+    plain_norm="use_qk_norm",
+    mixture="llama4",
+    defaults={"use_qk_norm": True, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "intermediate_size_mlp": 16384},
+)
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
+    "Llama4ForCausalLM": _LLAMA_4,
+    "Llama4ForConditionalGeneration": replace(_LLAMA_4, nested=True),
+    "MistralForCausalLM": Family(kv_heads=8, window="all"),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, kv_heads=32, window="by layer"),
+    "Qwen3ForCausalLM": Family(
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        qk_norm=True,
+        head_dim=128,
+        kv_heads=32,
+        window="by layer",
+    ),
+    "Qwen2MoeForCausalLM": Family(qkv_bias="qkv_bias", mixture="qwen2", defaults={"qkv_bias": True}),
+    "Qwen3MoeForCausalLM": Family(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, mixture="qwen3"),
+    "MixtralForCausalLM": Family(
+        kv_heads=8, window="all", mixture="mixtral", defaults=_ALWAYS_FULL | {"rope_theta": 1e6}
+    ),
+    "OlmoeForCausalLM": Family(
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        qk_norm=True,
+        qk_norm_whole=True,
+        mixture="olmo",
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "GptOssForCausalLM": Family(
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        head_dim=64,
+        kv_heads=8,
+        window="by type",
+        period=2,
+        mixture="gpt-oss",
+        sinks=True,
+        activation="clamped_silu",
+        packed=True,
+        defaults={"attention_bias": True, "sliding_window": 128, "rope_theta": 150_000.0, "rms_norm_eps": 1e-5},
+    ),
+    "Glm4MoeForCausalLM": Family(
+        qkv_bias="attention_bias",
+        qk_norm="use_qk_norm",
+        kv_heads=8,
+        mixture="glm4",
+        rotary=True,
+        ahead=True,
+        defaults={
+            **{"partial_rotary_factor": 0.5, "norm_topk_prob": True, "first_k_dense_replace": 1},
+            **{"rms_norm_eps": 1e-5},
+        },
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        latent=True, mixture="deepseek2", out_bias="attention_bias", defaults={"norm_topk_prob": False}
+    ),
+    "DeepseekV3ForCausalLM": _DEEPSEEK_3,
+    "Glm4MoeLiteForCausalLM": replace(
+        _DEEPSEEK_3, mixture="glm4 lite", defaults={"norm_topk_prob": True, "rms_norm_eps": 1e-5, "n_shared_experts": 1}
+    ),
+    "Mistral4ForCausalLM": _MISTRAL_4,
+    "GraniteForCausalLM": Family(
+        qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", multipliers=True
+    ),
+    "SmolLM3ForCausalLM": Family(
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        kv_heads=4,
+        unturned=True,
+        defaults={"rope_theta": 2e6},
+    ),
+    "Olmo2ForCausalLM": _OLMO_2,
+    "Olmo3ForCausalLM": replace(
+        _OLMO_2,
+        window="by type",
+        period=4,
+        unscaled=True,
+        defaults={"rope_theta": 5e5, "rms_norm_eps": 1e-5, "sliding_window": 4096},
+    ),
+    "SeedOssForCausalLM": Family(
+        qkv_bias="attention_bias", out_bias="attention_out_bias", mlp_bias="mlp_bias", defaults={"attention_bias": True}
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        qk_norm=True,
+        late_norms=True,
+        stretched=True,
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "ApertusForCausalLM": Family(
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        qk_norm=True,
+        mlp_gated=False,
+        activation="xielu",
+        defaults={"rope_theta": 12e6, "rms_norm_eps": 1e-5},
+    ),
+    "Phi3ForCausalLM": Family(
+        window="all",
+        rotary=True,
+        long_rope=True,
+        defaults=_ALWAYS_FULL | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    ),
+    "Ministral3ForCausalLM": Family(kv_heads=8, window="all", query_scaling=True, defaults=_ALWAYS_FULL),
+    "Gemma3nForCausalLM": _GEMMA_3N,
+    "Gemma3nForConditionalGeneration": replace(_GEMMA_3N, nested=True),
+    "Gemma4ForCausalLM": _GEMMA_4,
+    "Gemma4ForConditionalGeneration": replace(_GEMMA_4, nested=True),
+    "Qwen3_5ForCausalLM": _QWEN_3_5,
+    "Qwen3_5ForConditionalGeneration": replace(_QWEN_3_5, nested=True),
+    "Qwen3_5MoeForCausalLM": _QWEN_3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": replace(_QWEN_3_5_MOE, nested=True),
+    "Qwen3NextForCausalLM": replace(
+        _QWEN_3_5,
+        kv_heads=2,
+        mixture="qwen2",
+        defaults={"partial_rotary_factor": 0.25, "norm_topk_prob": True},
+    ),
+    "Lfm2ForCausalLM": _LFM_2,
+    "Lfm2MoeForCausalLM": replace(
+        _LFM_2, mixture="lfm2", defaults=_LFM | {"norm_topk_prob": True, "num_dense_layers": 2}
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        mixture="granite",
+        multipliers=True,
+        recurrence="mamba2",
+        positions="position_embedding_type",
+    ),
+    "NemotronHForCausalLM": Family(
+        head_dim=128,
+        kv_heads=8,
+        mixture="nemotron",
+        recurrence="nemotron",
+        positions="position_embedding_type",
+        alone=True,
+        mlp_gated=False,
+        activation="relu2",
+        mlp_bias="mlp_bias",
+        ahead=True,
+        defaults={"layer_norm_epsilon": 1e-5, "norm_topk_prob": True},
+    ),
+    "Mamba2ForCausalLM": Family(
+        recurrence="mamba",
+        alone=True,
+        # Nothing limits its context, and no config says one.
+        defaults={
+            **{"num_attention_heads": 1, "intermediate_size": 1, "max_position_embeddings": 1 << 17, "head_dim": 64},
+            **{"num_heads": 128, "layer_norm_epsilon": 1e-5, "hidden_size": 4096},
+        },
+    ),
+    "Gemma2ForCausalLM": _GEMMA_2,
+    "Gemma3ForCausalLM": _GEMMA_3,
+    "Gemma3ForConditionalGeneration": replace(_GEMMA_3, nested=True),
+}
+
+
+_PARTS = {
+    "Mistral3ForConditionalGeneration": {
+        "mistral": "MistralForCausalLM",
+        "ministral3": "Ministral3ForCausalLM",
+        "mistral4": "Mistral4ForCausalLM",
+    }
+}
+"""Models that also see, whose text part is one of several families: its `model_type` says which."""
+FAMILIES |= {
+    f"{name} ({kind})": replace(FAMILIES[own], nested=True)
+    for name, kinds in _PARTS.items()
+    for kind, own in kinds.items()
+}
+
+
+def without_part(architecture: str) -> str:
+    """The architecture that a model's text part has by itself, where that is one of several."""
+    name, _, kind = architecture.partition(" (")
+    return _PARTS.get(name, {}).get(kind.removesuffix(")"), architecture)
+
+
+AHEAD = 8
+"""How many layers behind the last may guess further tokens."""
+MODULES = "modules.json"
+"""The file by which a folder says that its model makes embeddings."""
+ENCODERS = (
+    *("BertModel", "BertForMaskedLM", "BertForSequenceClassification"),
+    *("RobertaModel", "RobertaForMaskedLM", "RobertaForSequenceClassification"),
+    *("XLMRobertaModel", "XLMRobertaForMaskedLM", "XLMRobertaForSequenceClassification"),
+    *("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification"),
+    "NomicBertModel",
+)
+"""The architectures of encoders; what each means is in `encoder_spec`."""
+
+
+_HEAD = re.compile(r"(For[A-Z]\w+|Model)$")
+"""What follows the family in an architecture's name."""
+
+
+def named_architecture(config: Fields) -> str:
+    """The architecture that a config.json names."""
+    named = config.values.get("architectures")
+    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
+        raise config.error("architectures", "a list with one architecture name")
+    return named[0]
+
+
+def check_architecture(config: Fields) -> None:
+    """Raise `ModelError` for a config.json whose architecture is not built."""
+    if named_architecture(config) not in ENCODERS:
+        family_of(config, bare=(config.path.parent / MODULES).exists())
+
+
+def family_of(config: Fields, *, bare: bool = False) -> tuple[str, Family]:
+    """The architecture of a config.json, and what it means. Raises `ModelError` naming one that is not built.
+
+    `bare`: the model may be named as one without a head, as those that make embeddings are.
+    """
+    name = named_architecture(config)
+    headed = f"{name.removesuffix('Model').removesuffix('Text')}ForCausalLM"
+    if bare and name.endswith("Model") and headed in FAMILIES:
+        name = headed
+    if name in _PARTS:
+        kind = config.object("text_config").text("model_type", "mistral")
+        if kind not in _PARTS[name]:
+            raise ModelError(f"{config.path}: a {name} whose text part is {kind[:80]!r} is not supported")
+        name = f"{name} ({kind})"
+    if name not in FAMILIES:
+        known = ", ".join(
+            sorted({_HEAD.sub("", one.partition(" (")[0]) for one in (*FAMILIES, *ENCODERS)})
+        )  # a line, not a page
+        raise ModelError(f"{config.path}: the architecture {name[:80]!r} is not supported; supported are {known}")
+    scheme_of(config, FAMILIES[name].packed)
+    if sees_both(config) and not bare:
+        raise ModelError(f"{config.path}: use_bidirectional_attention is true; such a model does not generate text")
+    if not config.flag("is_causal", True) or (sees_both(config) and not FAMILIES[name].local_rope):
+        raise ModelError(f"{config.path}: attention in both directions is not supported for {name}")
+    return name, FAMILIES[name]
+
+
+def sees_both(config: Fields) -> bool:
+    """Whether a decoder's tokens see what follows them too."""
+    if config.values.get("use_bidirectional_attention") == "vision":  # of images alone
+        return False
+    return config.has("use_bidirectional_attention") and config.flag("use_bidirectional_attention", False)
+
+
+def text_config(config: Fields, family: Family) -> Fields:
+    """The fields of the part that answers, with what the family has where the config says nothing."""
+    inner = config.object("text_config") if family.nested else config
+    around = {key: config.values[key] for key in _AROUND if key in config.values}
+    return Fields({**family.defaults, **inner.values, **around}, config.path, inner.prefix)
+
+
+_AROUND = ("eos_token_id", "bos_token_id", "tie_word_embeddings")
+"""What a config says beside its `text_config` of that part too."""

@@ -1,0 +1,67 @@
+"""Which decoders judge pairs of texts: those that Qwen3-Reranker's template asks, and that say "yes" or "no".
+
+A folder says it with a LogitScore module of sentence-transformers, a GGUF file with the pooling type of ranking; the
+first folders of Qwen3-Reranker say it with their name alone, as llama.cpp's converter reads it too, and with the option
+`kind` whoever serves a model says it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from cairn.models.files import MAX_TOKENIZER_BYTES, is_gguf, read_small
+from cairn.models.gguf.reader import read_gguf
+from cairn.types.errors import ModelError, ModelFileError
+from cairn.types.model_spec import ModelSpec
+from cairn.types.pooling_spec import JudgeSpec
+
+FAMILY = "Qwen3ForCausalLM"
+_NAME = "qwen3-reranker"
+_YES, _NO = "yes", "no"
+
+
+class _TokenIds(msgspec.Struct):
+    vocab: dict[str, int]
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The part of tokenizer.json that says which id a token has."""
+
+    model: _TokenIds
+
+
+def with_judge(spec: ModelSpec, folder: Path, kind: str = "auto") -> ModelSpec:
+    """The spec of a model that judges where its name, or `kind` "rerank", says so; else as it is.
+
+    Raises `ModelError` for a model that cannot.
+    """
+    if spec.judge is not None and spec.architecture != FAMILY:
+        raise ModelError(f"{folder}: judging by two tokens is supported for {FAMILY}, not for {spec.architecture}")
+    named = spec.kind == "chat" and spec.architecture == FAMILY and _NAME in spec.name.lower()
+    if spec.kind == "rerank" or not (named or kind == "rerank"):
+        return spec
+    if spec.architecture != FAMILY or spec.kind != "chat":
+        raise ModelError(f"kind is rerank, but {spec.name} is no model that can judge; a decoder must be {FAMILY}")
+    yes, no = _ids(folder)
+    if max(yes, no) >= spec.vocab:
+        raise ModelFileError(f"{folder}: the tokens {_YES!r} and {_NO!r} are {yes} and {no} of {spec.vocab}")
+    return msgspec.structs.replace(spec, kind="rerank", judge=JudgeSpec(yes=yes, no=no))
+
+
+def _ids(folder: Path) -> tuple[int, int]:
+    if is_gguf(folder):
+        tokens = read_gguf(folder).metadata.get("tokenizer.ggml.tokens")
+        known = {token: i for i, token in enumerate(tokens) if token in (_YES, _NO)} if isinstance(tokens, list) else {}
+    else:
+        path = folder / "tokenizer.json"
+        try:
+            known = msgspec.json.decode(
+                read_small(path, MAX_TOKENIZER_BYTES, "tokenizer.json"), type=_TokenizerFile
+            ).model.vocab
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ModelFileError(f"{path}: not a tokenizer.json of the tokenizers library ({error})") from error
+    if _YES not in known or _NO not in known:
+        raise ModelError(f"{folder}: its tokenizer has no tokens {_YES!r} and {_NO!r}, by which a decoder judges")
+    return known[_YES], known[_NO]

@@ -1,0 +1,216 @@
+"""Decoders whose layers are not alike (Gemma 4), as configs describe them: heads by group, keys and values that later
+layers read of earlier ones, values that are keys, inputs of each layer's own.
+
+Field names are those of transformers' `configuration_gemma4.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+from typing import Any
+
+import msgspec
+
+from cairn.models.files import Fields
+from cairn.models.spec.family import Family
+from cairn.models.spec.moe_spec import mixture_tensors
+from cairn.types.errors import ModelError
+from cairn.types.layer_spec import NEVER, CacheGroup, RopeScaling, Streams, Uneven
+from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, ModelSpec
+
+INPUTS = "model.embed_tokens_per_layer.weight"
+INPUTS_PROJECTION = "model.per_layer_model_projection.weight"
+INPUTS_NORM = "model.per_layer_projection_norm.weight"
+
+
+def proportional(config: Fields, family: Family) -> tuple[RopeScaling, float, int]:
+    """Rope scaling, theta and context of the layers without a window: the first pairs of a head are turned, with the
+    frequencies that they have among all."""
+    rope = config.object("rope_parameters").object("full_attention")
+    named = rope.text("rope_type", "default")
+    known = ("default",) if family.streams else ("default", "proportional")
+    if family.streams and config.object("rope_scaling").values:
+        raise ModelError(f"{config.path}: rope_scaling is set, which is not supported")
+    if named not in known:
+        raise ModelError(f"{config.path}: rope scaling {named[:80]!r} is not supported; supported is proportional")
+    size = config.integer("global_head_dim", 2, MAX_HEAD_DIM, 512)
+    pairs = size // 2
+    part = rope.number("partial_rotary_factor", 0.0, 1.0, 1.0) if named == "proportional" else 1.0
+    factor = rope.number("factor", 1e-3, 1e6, 1.0) if named == "proportional" else 1.0
+    turned = int(part * size // 2)
+    factors = (factor,) * turned + (NEVER,) * (pairs - turned)
+    scaling = RopeScaling() if set(factors) == {1.0} else RopeScaling(factors=factors)
+    context = config.integer("max_position_embeddings", 2, MAX_CONTEXT)
+    place = rope if rope.has("rope_theta") else config
+    return scaling, place.number("rope_theta", 1.0, 1e15, 1e6), context
+
+
+def uneven_fields(config: Fields, family: Family, groups: tuple[CacheGroup, ...], layers: int) -> dict[str, Any]:
+    """What a spec says of layers that are not alike; {} for a family whose layers are. `groups` hold all layers."""
+    if not family.uneven:
+        return {}
+    hidden, vocab = config.integer("hidden_size", 1, 1 << 20), config.integer("vocab_size", 1, 1 << 22)
+    same = config.flag("attention_k_eq_v", False)
+    whole = next((group.layers for group in groups if group.rope is None), ())
+    shared = config.integer("num_kv_shared_layers", 0, layers - 1, 0)
+    inputs = config.integer("hidden_size_per_layer_input", 0, 1 << 16, 256)
+    rows = config.integer("vocab_size_per_layer_input", 1, 1 << 22, 262_144) if inputs else 0
+    if inputs and rows < vocab and not family.streams:  # where what is beyond the table is its first row
+        raise config.error("vocab_size_per_layer_input", f"at least vocab_size ({vocab})")
+    none_writes = config.error("num_kv_shared_layers", "so few that a layer of each kind has keys and values")
+    uneven = Uneven(
+        kv_from=sources(groups, layers - shared, layers, none_writes),
+        keys_as_values=whole if same else (),
+        wide=tuple(range(layers - shared, layers)) if config.flag("use_double_wide_mlp", False) else (),
+        inputs=inputs,
+        input_rows=rows,
+        streams=_streams(config, layers) if family.streams else None,
+    )
+    heads = config.integer("num_key_value_heads", 1, 1 << 14, 4)
+    if same and config.has("num_global_key_value_heads"):
+        heads = config.integer("num_global_key_value_heads", 1, 1 << 14)
+    size = config.integer("head_dim" if family.streams else "global_head_dim", 2, MAX_HEAD_DIM, 512)
+    if size % 2 or config.integer("num_attention_heads", 1, 1 << 14) % heads:
+        raise ModelError(f"{config.path}: {heads} key-value heads of {size} numbers do not fit the query heads")
+    return {
+        "uneven": uneven,
+        "embedding_scale": math.sqrt(hidden),
+        "attention_scale": 1.0,
+        "logit_softcap": config.number_or_zero("final_logit_softcapping", 1e-3, 1e6, 0.0),
+        "groups": shared_groups(groups, layers - shared, heads, size),
+    }
+
+
+def shared_groups(groups: Sequence[CacheGroup], first: int, kv_heads: int, head_dim: int) -> tuple[CacheGroup, ...]:
+    """The groups of all layers without those from `first` on, which keep nothing; layers without a window have heads of
+    their own."""
+    own = {"kv_heads": kv_heads, "head_dim": head_dim}
+    return tuple(
+        msgspec.structs.replace(
+            group,
+            layers=tuple(layer for layer in group.layers if layer < first),
+            **({} if group.rope is not None else own),
+        )
+        for group in groups
+    )
+
+
+def one_width(config: Fields) -> int:
+    """The width of all layers' MLP, which may be listed."""
+    listed = config.values.get("intermediate_size")
+    if isinstance(listed, list):
+        if len(set(map(str, listed))) != 1:
+            raise ModelError(f"{config.path}: an intermediate_size that differs by layer is not supported")
+        return Fields({"intermediate_size": listed[0]}, config.path).integer("intermediate_size", 1, 1 << 22)
+    return config.integer("intermediate_size", 1, 1 << 22)
+
+
+def _streams(config: Fields, layers: int) -> Streams:
+    """The streams of a config."""
+    count = config.integer("altup_num_inputs", 2, 16, 4)
+    listed = config.values.get("activation_sparsity_pattern")
+    if listed is None:
+        sparse = 10 if layers > 10 else 0
+        listed = [0.95] * sparse + [0.0] * (layers - sparse)
+    shares = [listed] * layers if isinstance(listed, int | float) else listed
+    numbers = isinstance(shares, list) and all(type(one) in (int, float) and 0 <= one < 1 for one in shares)
+    if not numbers or len(shares) != layers:
+        raise config.error("activation_sparsity_pattern", f"a list of {layers} numbers from 0 to less than 1")
+    return Streams(
+        count=count,
+        active=config.integer("altup_active_idx", 0, count - 1, 0),
+        rank=config.integer("laurel_rank", 1, 1 << 16, 64),
+        sparsity=tuple(NormalDist().inv_cdf(one) if one else None for one in shares) if any(shares) else (),
+        scaled=config.flag("altup_correct_scale", True),
+    )
+
+
+def sources(groups: Sequence[CacheGroup], first: int, layers: int, none_writes: ModelError) -> tuple[int, ...]:
+    """Of each layer from `first` on, the layer whose keys and values it reads: the last before them of its kind. Raises
+    `none_writes` where there is none."""
+    found = []
+    for layer in range(first, layers):
+        alike = next(group.layers for group in groups if layer in group.layers)
+        before = [one for one in alike if one < first]
+        if not before:
+            raise none_writes
+        found.append(before[-1])
+    return tuple(found)
+
+
+def uneven_tensors(spec: ModelSpec, uneven: Uneven) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor but the embedding, the last norm and the output."""
+    found: dict[str, tuple[int, ...]] = {}
+    if uneven.inputs:
+        wide = spec.layers * uneven.inputs
+        found[INPUTS] = (uneven.input_rows, wide)
+        found[INPUTS_PROJECTION] = (wide, spec.hidden)
+        found[INPUTS_NORM] = (uneven.inputs,)
+    if uneven.streams is not None:
+        found |= stream_tensors(spec, uneven.streams)
+    for layer in range(spec.layers):
+        found |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer(spec, uneven, layer).items()}
+    return found
+
+
+def _layer(spec: ModelSpec, uneven: Uneven, layer: int) -> dict[str, tuple[int, ...]]:
+    _, kv_heads, _, size = spec.page(spec.group_of(layer))
+    query, kv, hidden = spec.heads * size, kv_heads * size, spec.hidden
+    ffn = 2 * spec.ffn if layer in uneven.wide else spec.ffn
+    matrices = {"q_proj": (query, hidden)}
+    if layer < spec.layers - len(uneven.kv_from):
+        matrices["k_proj"] = (kv, hidden)
+        if layer not in uneven.keys_as_values:
+            matrices["v_proj"] = (kv, hidden)
+    found: dict[str, tuple[int, ...]] = {f"self_attn.{name}.weight": shape for name, shape in matrices.items()}
+    if spec.qkv_bias:
+        found |= {f"self_attn.{name}.bias": shape[:1] for name, shape in matrices.items()}
+    if spec.out_bias:
+        found["self_attn.o_proj.bias"] = (hidden,)
+    found["self_attn.o_proj.weight"] = (hidden, query)
+    found["self_attn.q_norm.weight"] = (size,)
+    if "k_proj" in matrices:
+        found["self_attn.k_norm.weight"] = (size,)
+    found |= {"mlp.gate_proj.weight": (ffn, hidden), "mlp.up_proj.weight": (ffn, hidden)}
+    found["mlp.down_proj.weight"] = (hidden, ffn)
+    places = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+    found |= {f"{place}_layernorm.weight": (hidden,) for place in places}
+    if uneven.streams is None:
+        found["layer_scalar"] = (1,)
+    else:
+        found |= stream_layer_tensors(spec, uneven.streams)
+    if spec.experts is not None:
+        found |= mixture_tensors(spec, spec.experts)
+    if uneven.inputs:
+        found["per_layer_input_gate.weight"] = (uneven.inputs, hidden)
+        found["per_layer_projection.weight"] = (hidden, uneven.inputs)
+        found["post_per_layer_input_norm.weight"] = (hidden,)
+    return found
+
+
+STREAMS, MERGES = "model.altup_projections", "model.altup_unembed_projections"
+"""What makes streams of the embedding, and what makes one state of them: a matrix for each but the first."""
+
+
+def stream_tensors(spec: ModelSpec, streams: Streams) -> dict[str, tuple[int, ...]]:
+    """What makes streams and what joins them."""
+    square = (spec.hidden, spec.hidden)
+    places = (STREAMS, MERGES)
+    return {f"{place}.{number}.weight": square for place in places for number in range(streams.count - 1)}
+
+
+def stream_layer_tensors(spec: ModelSpec, streams: Streams) -> dict[str, tuple[int, ...]]:
+    """A layer's own."""
+    hidden, count = spec.hidden, streams.count
+    return {
+        "altup.correct_output_scale": (hidden,),
+        "altup.correction_coefs.weight": (count, count),
+        "altup.prediction_coefs.weight": (count * count, count),
+        "altup.modality_router.weight": (count, hidden),
+        "altup.router_norm.weight": (hidden,),
+        "laurel.linear_left.weight": (streams.rank, hidden),
+        "laurel.linear_right.weight": (hidden, streams.rank),
+        "laurel.post_laurel_norm.weight": (hidden,),
+    }

@@ -1,0 +1,1 @@
+"""The models of one server: registry, loading, swapping, and the one that a call gets."""

@@ -1,0 +1,288 @@
+"""Loads and unloads the models of a server, and makes room in memory for one at the cost of others.
+
+One is loaded or unloaded at a time: whoever does either holds `turn`, and all that changes anything here wants it held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from cairn.config.config import Config, TenantTurns
+from cairn.frontend.launch import First, launch_first
+from cairn.frontend.request_table import Used
+from cairn.frontend.service import Service
+from cairn.frontend.watchdog import Patience
+from cairn.router.fit import Fit, free_now, measure
+from cairn.router.model_leases import ModelLeases
+from cairn.router.registry import ModelRegistry
+from cairn.router.served_model import LoadedModel, ServedModel, locate
+from cairn.router.services import RequestIds, Services
+from cairn.system.interfaces import Clock
+from cairn.system.posix import SystemClock
+from cairn.types.errors import CairnError, ModelError, Unavailable
+from cairn.worker.stores import GB
+
+log = logging.getLogger(__name__)
+
+FAILED_SECONDS = 10.0
+"""After a model could not be loaded, how long a call for it is told why, before another attempt."""
+FLUSH_SECONDS = 10.0
+"""How long KV may be stored before a model is unloaded."""
+CLOSE_SECONDS = 15.0
+LOOK_SECONDS = 0.02
+"""How often to look whether a model's requests are over."""
+
+
+class ModelLoader:
+    """What is loaded of a registry's models, and the memory that is left for others."""
+
+    def __init__(
+        self,
+        registry: ModelRegistry,
+        leases: ModelLeases,
+        *,
+        in_process: bool = False,
+        clock: Clock | None = None,
+        patience: Patience | None = None,
+        free: Callable[[], int] = free_now,
+        turns: TenantTurns | None = None,
+    ) -> None:
+        """`free` tells the bytes of memory that are free; `turns`: of tenants that are not like all others."""
+        self.services: Services | None = None
+        """Those that are loaded; None before the first one is."""
+        self.turn = asyncio.Lock()
+        """Held while a model is loaded or unloaded."""
+        self.want: Callable[[str], bool] | None = None
+        """See `Services.want`."""
+        self._registry, self._leases = registry, leases
+        self._in_process, self._clock, self._patience = in_process, clock or SystemClock(), patience
+        self._free, self._turns = free, turns
+        self._ids = RequestIds(self._clock)
+        self._used: Used | None = None
+        self._retiring: set[LoadedModel] = set()
+        """Models whose names are another's now, while their last requests go on."""
+
+    def tell(self, used: Used) -> None:
+        """Let somebody know what the requests of all models use, also of those that are loaded later."""
+        self._used = used
+        for _, loaded in self._registry.loaded():
+            loaded.service.used = used
+
+    # ---------------------------------------------------------------------------------------------------- to load
+
+    async def start(
+        self,
+        config: Config,
+        part: float,
+        *,
+        first: First | None = None,
+        fit: Fit | None = None,
+        place: Path | None = None,
+    ) -> Service:
+        """A service of a model that answers in no name yet; `first`: its worker, where that was started before."""
+        if fit is not None and fit.mapped:  # whatever memory the machine has beyond what models may take
+            config = msgspec.structs.replace(config, experts="mapped")
+        if first is None:
+            blocks = fit.blocks if fit is not None else ()
+            launching = asyncio.ensure_future(
+                asyncio.to_thread(launch_first, config, self._in_process, place, blocks, part, self._turns)
+            )
+            try:
+                first = await asyncio.shield(launching)
+            except asyncio.CancelledError:
+                launching.add_done_callback(_end_first)
+                raise
+        return await Service.start(config, first, patience=self._patience, clock=self._clock, ids=self._ids)
+
+    def loaded(self, model: ServedModel, service: Service, fit: Fit | None) -> None:
+        """A model was loaded."""
+        model.failure = model.delay = ""
+        model.loads += 1
+        self.take(model, service, fit)
+
+    def take(self, model: ServedModel, service: Service, fit: Fit | None) -> None:
+        """From now on this service answers in the model's names."""
+        before = model.loaded.service if model.loaded is not None else None
+        if self._used is not None:
+            service.used = self._used
+        model.loaded = LoadedModel(service, fit, self._clock.now(), model.ttl)
+        model.spec, model.identity = service.spec, service.spec.identity
+        model.name = service.name
+        model.names |= service.names
+        self._registry.name(model, (model.name, *sorted(service.names)))
+        if self.services is None:
+            self.services = Services(service)
+            self.services.want = self.want
+            return
+        self.services.add(service)
+        if before is self.services.first:
+            self.services.lead(service)
+
+    def failed(self, model: ServedModel, error: Exception) -> None:
+        """A model could not be loaded, or had no room."""
+        if isinstance(error, Unavailable):  # no room now: nothing is wrong with the model
+            model.delay = str(error)
+            return
+        model.failures += 1
+        model.failure = str(error) if isinstance(error, CairnError) else type(error).__name__
+        model.failed_at = self._clock.now()
+        log.error("%s cannot be loaded: %s", model.name, model.failure)
+
+    # ---------------------------------------------------------------------------------------------------- to unload
+
+    async def unload(self, model: ServedModel, grace: float, *, surely: bool) -> bool:
+        """Unload it; whether it was. Without `surely` one stays that is still used after `grace`, or that is of a call
+        which waits for another model."""
+        loaded = model.loaded
+        assert loaded is not None
+        loaded.closing = True
+        try:
+            if not await self._ended(loaded, grace, None if surely else model) and not surely:
+                return False
+            await self._end(loaded.service)
+            model.loaded = None
+            return True
+        finally:
+            loaded.closing = False
+
+    async def retire(self, old: LoadedModel, grace: float) -> None:
+        """A model whose names are another's now: it ends once what it has is over, or after `grace` seconds. Without
+        the turn."""
+        old.closing = True
+        self._retiring.add(old)
+        try:
+            await self._ended(old, grace)
+            await self._end(old.service)
+        finally:
+            self._retiring.discard(old)
+
+    async def _ended(self, loaded: LoadedModel, grace: float, model: ServedModel | None = None) -> bool:
+        """Wait until nobody has it any more, but not longer, nor for a call that has `model` and waits itself."""
+        end = self._clock.now() + grace
+        while not loaded.idle:
+            if self._clock.now() >= end or (model is not None and self._leases.waits(model)):
+                return False
+            await asyncio.sleep(LOOK_SECONDS)
+        return True
+
+    async def _end(self, service: Service) -> None:
+        """Store its KV and close it."""
+        with contextlib.suppress(CairnError, TimeoutError):
+            await asyncio.wait_for(service.flush(), FLUSH_SECONDS)
+        assert self.services is not None
+        self.services.remove(service)
+        await service.drain(0)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(service.close(), CLOSE_SECONDS)
+
+    # ---------------------------------------------------------------------------------------------------- room
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes for all loaded models; None: what is free."""
+        config = self._registry.config
+        return None if config.memory_gb is None else int(config.memory_gb * GB)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether models are measured before they are loaded; else the worker itself looks before it loads."""
+        return self._registry.several or self.budget is not None
+
+    def left(self) -> int:
+        """Bytes that another model may take."""
+        held = sum(model.held for model, _ in self._registry.loaded())
+        held += sum(old.fit.held for old in self._retiring if old.fit is not None)
+        if self.budget is not None:
+            return self.budget - held
+        return self._free() - sum(_untouched(model) for model, _ in self._registry.loaded())
+
+    async def measure(self, config: Config, place: Path, left: int) -> Fit:
+        """What a model takes of `left` bytes."""
+        return await measure(config, place, max(0, left), in_process=self._in_process)
+
+    async def make_room(self, model: ServedModel, config: Config, place: Path, *, evict: bool) -> Fit | None:
+        """Unload what was not used for longest until there is room; what the model takes.
+
+        Unavailable where the others do not give way, ModelError where all room would be too little.
+        """
+        if not self.bounded:
+            return None
+        await self.measure_first()
+        end = self._clock.now() + self._registry.config.load_timeout
+        while True:
+            count, most = sum(1 for _ in self._registry.loaded()), self._registry.config.max_loaded
+            left = self.left()
+            fit = await self.measure(config, place, left)
+            if fit.most <= left and count < most:
+                return fit
+            victim = self._victim() if evict or model.pinned else None
+            if victim is None:
+                if not count:
+                    raise ModelError(
+                        f"{model.name} needs {shown_gb(fit.most)} of memory, and {shown_gb(left)} are there for models"
+                    )
+                raise Unavailable(
+                    f"there is no room for {model.name} ({shown_gb(fit.most)}; {shown_gb(left)} are left, and {count} "
+                    f"of {most} models are loaded) and no other that may be unloaded",
+                    retry_after=FAILED_SECONDS,
+                )
+            if not await self.unload(victim, max(0.0, end - self._clock.now()), surely=False):
+                if self._leases.waits(victim) and self._clock.now() < end:
+                    continue
+                raise Unavailable(
+                    f"{victim.name} would have to make room for {model.name}, and is in use",
+                    retry_after=victim.loaded.service.metrics.mean_seconds if victim.loaded is not None else 1.0,
+                )
+            log.info("%s was unloaded to make room for %s", victim.name, model.name)
+
+    async def measure_first(self) -> None:
+        """Measure the model that was loaded before anybody asked what it takes."""
+        for model, loaded in self._registry.loaded():
+            if loaded.fit is None and model.place is None:
+                with contextlib.suppress(CairnError):
+                    await asyncio.to_thread(locate, model)
+            if loaded.fit is None and model.place is not None:
+                blocks = loaded.service.info.blocks
+                with contextlib.suppress(CairnError):
+                    loaded.fit = await measure(
+                        model.config, model.place, self._free(), in_process=self._in_process, blocks=blocks
+                    )
+
+    def _victim(self) -> ServedModel | None:
+        """The loaded model that makes room for another: an idle one before others, then the one that was not used for
+        longest; never a pinned one, nor one of a call that waits for another model."""
+        found = [
+            (loaded.idle, -loaded.used, model)
+            for model, loaded in self._registry.loaded()
+            if not model.pinned and not self._leases.waits(model)
+        ]
+        return max(found, key=lambda one: one[:2])[2] if found else None
+
+
+def shown_gb(size: int) -> str:
+    """Bytes as a person reads them."""
+    return f"{size / GB:.2f} GB"
+
+
+def _end_first(launching: asyncio.Future[First]) -> None:
+    """A worker that nobody waits for any more."""
+    if not launching.cancelled() and launching.exception() is None:
+        launching.result().end()
+
+
+def _untouched(model: ServedModel) -> int:
+    """Bytes that a loaded model may take still: its pool holds no memory before it is used."""
+    loaded = model.loaded
+    if loaded is None or (pid := loaded.service.stats().worker_pid) is None:
+        return 0
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return max(0, model.held - pages * 4096)

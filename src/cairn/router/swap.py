@@ -1,0 +1,130 @@
+"""Puts another model in the place of one that is served."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cairn.config.config import Config, ModelOptions
+from cairn.frontend.service import Service
+from cairn.router.fit import Fit
+from cairn.router.loader import ModelLoader, shown_gb
+from cairn.router.registry import ModelRegistry
+from cairn.router.served_model import LoadedModel, ServedModel, locate
+from cairn.types.errors import CairnError, Conflict, InvalidRequest, ModelError
+
+log = logging.getLogger(__name__)
+
+
+class ModelSwap:
+    """One swap. `to` is a place, a hub id, or the name of another model of the server that is not loaded."""
+
+    def __init__(self, registry: ModelRegistry, loader: ModelLoader, model: ServedModel, to: str, grace: float) -> None:
+        """Raises Conflict or InvalidRequest for what cannot take the model's place. With the turn."""
+        self._registry, self._loader = registry, loader
+        self._model, self._to, self._grace = model, to, grace
+        self._config = self._new_config()
+
+    async def run(self, later: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+        """Load the new model beside the old one where there is room for both, else after it; on any failure the old one
+        answers as before. `later` does what need not be waited for."""
+        model, config = self._model, self._config
+        place = await asyncio.to_thread(_located, config)
+        old = model.loaded
+        if old is not None and place == model.place and _alike(config, model.config):
+            raise InvalidRequest(f"{self._to} is what {model.name} is already", field="to")
+        fit = None if old is None else await self._fit_beside(place)
+        if old is not None and fit is None:
+            await self._swap_after(old, place)
+            return
+        if old is None and self._loader.bounded:
+            fit = await self._loader.make_room(model, config, place, evict=False)
+        self._swapped(place, await self._start(place, fit), fit)
+        if old is not None:
+            later(self._loader.retire(old, self._grace))
+
+    def _new_config(self) -> Config:
+        """What the new model is loaded with: as an option of the server has it, else as the old one; with the names of
+        the old one."""
+        model, to = self._model, self._to
+        named = {"served_name": model.name, "alias": model.config.alias, "models": ()}
+        other = self._registry.get(to)
+        if other is model and not model.swaps:
+            raise InvalidRequest(f"{to} is what {model.name} is already", field="to")
+        if other is not None and other is not model:  # what it was before a swap is another place again
+            if other.loaded is not None:
+                raise Conflict(f"{to} is loaded already, under its own name; unload it first", field="to")
+            return msgspec.structs.replace(other.config, **named)
+        return msgspec.structs.replace(model.config, model=to, tokenizer=None, **named)
+
+    async def _fit_beside(self, place: Path) -> Fit | None:
+        """What the other takes, if there is room for both. Two of the same files want one folder of KV, and of a server
+        with one model nobody has measured what that takes."""
+        registry, loader = self._registry, self._loader
+        if not registry.several or place == self._model.place:
+            return None
+        if sum(1 for _ in registry.loaded()) >= registry.config.max_loaded:
+            return None
+        await loader.measure_first()
+        left = loader.left()
+        fit = await loader.measure(self._config, place, left)
+        return fit if fit.most <= left else None
+
+    async def _swap_after(self, old: LoadedModel, place: Path) -> None:
+        """Unload the old one first. What would not fit even then is refused before."""
+        model, loader = self._model, self._loader
+        room = loader.left() + (old.fit.held if old.fit is not None else 0)
+        fit = await loader.measure(self._config, place, room) if loader.bounded else None
+        if fit is not None and fit.most > room:
+            raise ModelError(
+                f"{self._to} needs {shown_gb(fit.most)} of memory, and {shown_gb(room)} are there without {model.name}"
+            )
+        await loader.unload(model, self._grace, surely=True)
+        try:
+            service = await self._start(place, fit)
+        except BaseException as error:
+            await asyncio.shield(self._roll_back(old.fit))
+            if isinstance(error, CairnError) or not isinstance(error, Exception):
+                raise
+            raise ModelError(f"{self._to} could not be loaded ({type(error).__name__})") from error
+        self._swapped(place, service, fit)
+
+    async def _roll_back(self, fit: Fit | None) -> None:
+        """The old model again, whose worker is gone."""
+        model, loader = self._model, self._loader
+        try:
+            place = await asyncio.to_thread(locate, model)
+            loader.take(model, await loader.start(model.config, model.part, fit=fit, place=place), fit)
+        except Exception as error:
+            loader.failed(model, error)
+
+    async def _start(self, place: Path, fit: Fit | None) -> Service:
+        """A service of the new model under the old one's name."""
+        try:
+            return await self._loader.start(self._config, self._model.part, fit=fit, place=place)
+        except CairnError:
+            raise
+        except Exception as error:
+            raise ModelError(f"{self._config.model} could not be loaded ({type(error).__name__})") from error
+
+    def _swapped(self, place: Path, service: Service, fit: Fit | None) -> None:
+        model = self._model
+        model.config, model.reference, model.place = self._config, self._to, place
+        model.swaps += 1
+        self._loader.loaded(model, service, fit)
+        log.info("%s is now %s", model.name, self._to)
+
+
+def _located(config: Config) -> Path:
+    return locate(ServedModel(config, ModelOptions(model=config.model)))
+
+
+def _alike(one: Config, other: Config) -> bool:
+    """Whether a model is loaded in the same way, wherever it lies and whatever it is called."""
+    same: dict[str, Any] = {"model": "", "served_name": None, "alias": (), "models": ()}
+    return msgspec.structs.replace(one, **same) == msgspec.structs.replace(other, **same)

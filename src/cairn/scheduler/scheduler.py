@@ -1,0 +1,391 @@
+"""Who computes what in the next step: `plan`, run it, `commit`, again.
+
+A step is one engine call of at most `step_tokens` tokens: every running sequence that only needs its next token first,
+then the prompts that are being computed, in chunks, then new sequences. Sequences join and leave at every step.
+
+Tenants take turns (`Rounds`): each in turn begins one request, whoever has how many waiting. Which of its own that is
+says `rank`, lowest first: the time of arrival, less `AGE_SECONDS` for every level of priority. Waiting therefore raises
+all of a tenant's alike, and a request is only ever overtaken by those of its tenant that arrive within `AGE_SECONDS`
+times the difference in priority after it; what priority one tenant asks for is nothing to the others. Which tenants
+come before others is said by the server's owner alone, as classes (`Classes`). One that does not
+fit is not overtaken at all; one that waits for another to compute their common prefix may be, for a bounded time, and a
+long one by short ones as below. When blocks run out, the running sequence that began last goes back to waiting, before
+all that never ran: it keeps its tokens and its turn and computes its KV again. The one that began first is never
+preempted, so something always finishes.
+
+Of a long prompt a step takes no more than an engine needs to be fast, and half of the step is for short ones, which are
+whole in it: neither the next token nor the next turn of an agent waits until somebody's 20,000 tokens are read. Those
+take at most twice as long by that. Long prompts wait for each other, and a short one passes none of its tenant's that
+has a higher priority, nor begins where it would take the row or the blocks that the next of them needs.
+
+A waiting sequence is ready, or blocked on a block that another brings or on its own load (then it is passed), or on
+blocks (then nobody passes it). It stays so until the cache says that something has happened; no step looks before.
+Whatever it is blocked on comes from those that run and from loads, and these end. So something always wakes it; and
+where nothing runs, or by a wake that was forgotten, nobody waits for ever: `Cache.recheck`.
+
+Beside rows that want their next token, a step takes no more of prompts than there is time for (`PrefillPace`): on a
+slow machine they are read in smaller steps, and a stream's tokens come as often.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections.abc import Callable
+
+from cairn.kv.pool.blocks import BlockPool
+from cairn.kv.pool.cache import Cache
+from cairn.kv.pool.sequence_kv import Match
+from cairn.scheduler.encoder_queue import encoded
+from cairn.scheduler.plan import Limits, Plan, PrefillPace, StepBudget, sizes
+from cairn.scheduler.queue import Passed, WaitingQueue
+from cairn.scheduler.sequence import MAX_PRIORITY, Matcher, Sequence, State, check_prompt
+from cairn.system.interfaces import Clock
+from cairn.types.errors import Conflict, InvalidRequest
+from cairn.types.outputs import FinishReason, Output, Timing
+from cairn.types.request import Request
+from cairn.types.stats import SchedulerStats
+from cairn.types.step import Row, RowResult
+
+RUNNING = State.RUNNING
+"""Asked of each row of each step, and to find it in its class takes ten times as long."""
+FORCE_SECONDS = 0.004
+"""How long a step may be held up by looking for tokens that grammars leave no choice about."""
+PATIENCE = 32
+"""Steps after which nobody waits any more for what a running prompt, which had no part of them, was to compute."""
+LONG_TOKENS = 256
+"""Prompts at least so long are stored at first touch: they are expensive, and rarely asked for once."""
+
+
+class Admission(enum.Enum):
+    """What is to be done with a waiting sequence whose turn it is."""
+
+    RUNS = "runs"
+    PASSES = "passes"
+    """It waits on, and those behind it may run."""
+    STOPS = "stops"
+    """It waits on, and nobody passes it."""
+
+
+class Scheduler:
+    """All requests of one engine. One thread; `add`, `drop`, `plan` and `commit` are all that changes anything."""
+
+    def __init__(self, cache: Cache, limits: Limits, clock: Clock) -> None:
+        self._cache = cache
+        self._clock = clock
+        self._step_tokens = min(limits.step_tokens, cache.info.max_tokens)
+        self._max_rows = min(limits.max_running, cache.info.max_rows, self._step_tokens)
+        self._pace = PrefillPace(limits.step_seconds, limits.least_tokens)
+        self._longest = min(cache.info.context, cache.longest)
+        self._sequences: dict[int, Sequence] = {}
+        self._waiting = WaitingQueue(limits.weights, limits.priorities, clock.now)
+        self._running: list[Sequence] = []
+        self._planned: Plan | None = None
+        self._next_deadline = math.inf
+        self._serial, self._turns = itertools.count(), itertools.count(1)
+        self._queries = self._hits = self._preemptions = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no request at all."""
+        return not self._sequences
+
+    def stats(self) -> SchedulerStats:
+        """What the scheduler holds now."""
+        return SchedulerStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            waiting_tokens=self._waiting.tokens,
+            groups=self._cache.use(),
+            prefix_queries=self._queries,
+            prefix_hits=self._hits,
+            preemptions=self._preemptions,
+            token_seconds=self._pace.token_seconds,
+        )
+
+    def add(self, request: Request, matcher: Matcher | None = None) -> None:
+        """Queue a request; `matcher` follows its grammar, where it has one.
+
+        The front bounds the queue (`admission.Queue`): here what it sent must fit, also when it is all sent again.
+        Raises `InvalidRequest` or `ContextTooLong` for one that could never run and `Conflict` for an id in use.
+        """
+        if request.id in self._sequences:
+            raise Conflict(f"request {request.id} is running already")
+        check_prompt(request, self._cache.info.context, self._longest, self._cache.info.vocab)
+        if abs(request.priority) > MAX_PRIORITY:
+            raise InvalidRequest(f"priority {request.priority} is not within {MAX_PRIORITY} of 0", field="priority")
+        now = self._clock.now()
+        durable = request.durable or len(request.prompt) >= LONG_TOKENS
+        kv = self._cache.context(request.salt, durable=durable, stored=request.stored)
+        sequence = Sequence(request, kv, self._longest, next(self._serial), now, matcher)
+        sequence.force(self._in_time(now))
+        self._sequences[request.id] = sequence
+        self._waiting.push(sequence)
+        self._next_deadline = min(self._next_deadline, sequence.deadline)
+
+    def drop(self, id: int, reason: FinishReason) -> Output | None:
+        """End a request in any state and give back its blocks now; None if there is no such request (any more)."""
+        sequence = self._sequences.get(id)
+        if sequence is None:
+            return None
+        return Output(id=id, finish=reason, timing=self._end(sequence, State.CANCELLED, self._clock.now()))
+
+    def plan(self) -> Plan | None:
+        """Choose the rows of the next step and make room for them. None if there is nothing to do, or (unless `idle`)
+        nothing but to wait for loads."""
+        if self._planned is not None:
+            raise RuntimeError("the last plan was not committed")
+        now = self._clock.now()
+        ended, started = self._expire(now), list[int]()
+        prompts, preemptions = list[Sequence](), self._preemptions
+        self._cache.recheck(running=bool(self._running))
+        work: dict[Sequence, int] = {}
+        for sequence in tuple(self._running):
+            if sequence.missing > 1:
+                prompts.append(sequence)
+            elif self._fit(sequence, end := sequence.computed + 1):
+                work[sequence] = end
+        budget = StepBudget(self._step_tokens - len(work), self._pace.tokens(len(work)))
+        for sequence in prompts:
+            if not budget.kept or budget.short(sequence.missing):
+                self._chunk(sequence, budget, work)
+        if self._preemptions == preemptions:
+            self._admit(work, budget, now, ended, started)
+        if budget.kept:
+            budget.use_rest()
+            for sequence in tuple(self._running):
+                self._chunk(sequence, budget, work)
+        if self._preemptions != preemptions:
+            work = {sequence: end for sequence, end in work.items() if sequence.state is State.RUNNING}
+        self._lapse(work)
+        copies = self._cache.copies()
+        if not work and not ended:
+            return None
+        rows = [sequence.row(end) for sequence, end in work.items()]
+        self._planned = Plan(rows, list(work), ended, started, copies, *sizes(rows, prompts=budget.taken > 0))
+        return self._planned
+
+    def commit(self, plan: Plan, results: list[RowResult] | Exception, seconds: float = 0.0) -> list[Output]:
+        """Take the results of the last plan, in the order of its rows, or what the engine raised instead.
+
+        `seconds`: how long the engine took; a machine that nobody measures is one that takes no time.
+        Requests that were dropped in between get nothing. If the engine raised, all requests of the step end with an
+        error; nothing that the step wrote is ever found by a key.
+        """
+        if plan is not self._planned:
+            raise RuntimeError("this is not the plan that was made last")
+        self._planned = None
+        now, outputs = self._clock.now(), list(plan.ended)
+        in_time = self._in_time(now)
+        if not isinstance(results, Exception) and len(results) != len(plan.rows):
+            results = RuntimeError(f"{len(results)} results for {len(plan.rows)} rows")
+        if isinstance(results, Exception):
+            error = f"the engine failed while it computed this request ({type(results).__name__})"
+            results = [RowResult(error=error)] * len(plan.rows)
+        elif plan.rows:
+            self._pace.took(plan.singles, plan.chunked, seconds)
+        for sequence, row, result in zip(plan.sequences, plan.rows, results, strict=True):
+            if sequence.state is not RUNNING:
+                continue
+            if (output := self._advance(sequence, row, result, now, in_time)) is not None:
+                outputs.append(output)
+        return outputs
+
+    def _expire(self, now: float) -> list[Output]:
+        """End what is past its deadline."""
+        if now < self._next_deadline:
+            return []
+        late = [sequence for sequence in self._sequences.values() if sequence.deadline <= now]
+        ended = [self._fail(sequence, now, FinishReason.DEADLINE) for sequence in late]
+        self._next_deadline = min((s.deadline for s in self._sequences.values()), default=math.inf)
+        return ended
+
+    def _fit(self, sequence: Sequence, end: int) -> bool:
+        """Give a running sequence room up to `end`, at the cost of those behind it; False if it was preempted."""
+        while sequence.state is RUNNING:
+            if end <= sequence.kv.table.capacity or self._cache.grow(sequence.kv, end):
+                return True
+            if self._cache.below is not None and self._cache.below.yield_blocks():
+                continue
+            victim = max(self._running, key=Sequence.by_turn)
+            victim.become(State.WAITING)
+            self._cache.close(victim.kv, victim.tokens)
+            victim.computed = 0
+            self._running.remove(victim)
+            self._waiting.push(victim)
+            self._preemptions += 1
+        return False
+
+    def _chunk(self, sequence: Sequence, budget: StepBudget, work: dict[Sequence, int]) -> None:
+        """Plan as much (more) of a running prompt as the step and the blocks have room for."""
+        if sequence.state is not State.RUNNING:
+            return
+        start = work.get(sequence, sequence.computed)
+        share = budget.offer(sequence.target - start)
+        count = share.tokens
+        while count > 1 and not self._cache.grow(sequence.kv, start + count):
+            count //= 2
+        if count < 1 or (sequence in work and not self._cache.grow(sequence.kv, start + count)):
+            return  # it has its part, and more of it is worth nobody's blocks
+        if not self._fit(sequence, start + count):
+            return
+        work[sequence], sequence.stalled = start + count, 0
+        budget.take(share, count)
+
+    def _lapse(self, work: dict[Sequence, int]) -> None:
+        """Let nobody wait for a prompt that has had no part of a step for long."""
+        if len(work) == len(self._running):
+            return
+        for sequence in self._running:
+            sequence.stalled += sequence not in work
+            if sequence.stalled == PATIENCE:
+                self._cache.lapse(sequence.kv, sequence.tokens)
+
+    def _admit(
+        self, work: dict[Sequence, int], budget: StepBudget, now: float, ended: list[Output], started: list[int]
+    ) -> None:
+        """Let waiting sequences run, in order, while there is room in the step, a row and blocks."""
+        if self._cache.blocked == len(self._waiting):
+            return
+        passed = Passed()
+        for sequence in self._waiting:
+            if budget.left < 1 or len(self._running) + passed.any >= self._max_rows:
+                break
+            if budget.kept and passed.again(sequence, budget.kept):
+                continue
+            finish = sequence.ending()
+            if finish is None and (turn := self._open(sequence, budget, passed)) is not Admission.RUNS:
+                if turn is Admission.STOPS:
+                    break
+                if budget.kept:
+                    passed.add(sequence)
+                continue
+            self._start(sequence, now, started, whole=finish is not None)
+            if finish is None and sequence.computed >= sequence.target:
+                finish = FinishReason.LENGTH
+            if finish is not None:
+                cache, timing = sequence.report, self._end(sequence, State.FINISHED, now)
+                tokens = sequence.news()
+                ended.append(Output(id=sequence.request.id, tokens=tokens, finish=finish, cache=cache, timing=timing))
+            else:
+                self._chunk(sequence, budget, work)
+
+    def _open(self, sequence: Sequence, budget: StepBudget, passed: Passed) -> Admission:
+        """Give a waiting sequence blocks, what is cached among them, if it may run now."""
+        if (known := self._known(sequence, budget, passed)) is not None:
+            return known
+        kv, kept, spare, ahead = sequence.kv, budget.kept, len(self._running), 0
+        reuse = sequence.scored >= sequence.to_score
+        sequence.long_beside = 0
+        match = Match(0, len(sequence.tokens))
+        if reuse:
+            match = self._cache.match(kv, sequence.tokens, spare, kept or None)
+        if match.blocked_on is not None:
+            return Admission.PASSES
+        if kept and not kv.claim.tried:  # what was loaded must be held before others take its blocks
+            missing = sequence.target - match.covered
+            if missing > kept:
+                sequence.long_beside = kept
+                return Admission.PASSES
+            if not budget.short(missing):
+                return Admission.STOPS
+            ahead = passed.needs(self._cache.info.block_tokens)
+        covered = self._cache.open(kv, sequence.tokens, match, reuse=reuse, spare=spare, ahead=ahead)
+        if covered is None:
+            sequence.ahead = ahead
+            sequence.spare = spare
+            return Admission.STOPS
+        sequence.computed = covered
+        return Admission.RUNS
+
+    def _known(self, sequence: Sequence, budget: StepBudget, passed: Passed) -> Admission | None:
+        """What the last look at a waiting sequence says for this step too, since nothing has happened meanwhile."""
+        match, kept = sequence.kv.claim.match, budget.kept
+        if match is None:
+            return None
+        beside = kept > 0 and not sequence.kv.claim.tried
+        if isinstance(match.blocked_on, BlockPool):
+            spare, ahead = len(self._running), passed.needs(self._cache.info.block_tokens) if beside else 0
+            short = not beside or sequence.target - match.covered <= kept
+            fewer = spare >= sequence.spare and ahead >= sequence.ahead
+            return Admission.STOPS if self._running and short and fewer else None
+        return None if match.blocked_on is None else Admission.PASSES
+
+    def _start(self, sequence: Sequence, now: float, started: list[int], *, whole: bool) -> None:
+        """A waiting sequence runs, from what is computed of it on. `whole`: its answer is there without a step."""
+        sequence.become(State.RUNNING)
+        self._waiting.start(sequence)
+        self._running.append(sequence)
+        sequence.turn = sequence.turn or next(self._turns)
+        if sequence.admitted is None:
+            reuse = sequence.scored >= sequence.to_score and not whole
+            miss = self._cache.miss(sequence.kv, sequence.tokens, sequence.computed) if reuse else None
+            sequence.start(now, miss, whole=whole)
+            started.append(sequence.request.id)
+            self._queries += sequence.prompt_len if reuse else 0
+            self._hits += min(sequence.computed, sequence.prompt_len)
+
+    def _in_time(self, now: float) -> Callable[[], bool]:
+        """Whether there is time yet to look for forced tokens, from `now` on."""
+        return lambda: self._clock.now() <= now + FORCE_SECONDS
+
+    def _advance(
+        self, sequence: Sequence, row: Row, result: RowResult, now: float, in_time: Callable[[], bool]
+    ) -> Output | None:
+        """Take one row's result: what it computed is published, what it sampled is appended."""
+        if result.error:
+            return self._fail(sequence, now, FinishReason.ERROR, result.error)
+        end = sequence.computed = row.end
+        if end - row.start > 1 or end % self._cache.info.block_tokens in self._cache.turns:
+            self._cache.publish(sequence.kv, sequence.tokens, end)
+        if result.prompt_logprobs:
+            sequence.scored += len(result.prompt_logprobs)
+        if not row.samples or row.want == "hidden":
+            return self._unsampled(sequence, row, result, now)
+        if result.token is None:
+            return self._fail(sequence, now, FinishReason.ERROR, "the engine gave neither a token nor an error")
+        finish, tokens = sequence.take(result.token, result.mu, in_time)
+        cache = None
+        if sequence.first_token is None:
+            sequence.first_token, cache = now, sequence.report
+        return Output(
+            id=sequence.request.id,
+            tokens=tokens,
+            logprobs=() if result.logprob is None else (result.logprob,),
+            prompt_logprobs=result.prompt_logprobs,
+            mu=sequence.mu,
+            finish=finish,
+            cache=cache,
+            timing=None if finish is None else self._end(sequence, State.FINISHED, now),
+        )
+
+    def _unsampled(self, sequence: Sequence, row: Row, result: RowResult, now: float) -> Output | None:
+        """What there is to say of a row that gives no token: it is in the middle of a prompt, or all that was asked."""
+        if row.end < sequence.target:
+            scores = result.prompt_logprobs
+            return Output(id=sequence.request.id, prompt_logprobs=scores) if scores else None
+        cache, timing = sequence.report, self._end(sequence, State.FINISHED, now)
+        if row.want == "hidden":
+            return encoded(sequence.request, result, cache, timing)
+        return Output(
+            id=sequence.request.id,
+            prompt_logprobs=result.prompt_logprobs,
+            finish=FinishReason.LENGTH,
+            cache=cache,
+            timing=timing,
+        )
+
+    def _fail(self, sequence: Sequence, now: float, reason: FinishReason, error: str = "") -> Output:
+        return Output(id=sequence.request.id, finish=reason, error=error, timing=self._end(sequence, State.FAILED, now))
+
+    def _end(self, sequence: Sequence, state: State, now: float) -> Timing:
+        """The one way out: nothing of the request stays here, its blocks are given back."""
+        if sequence.state is State.RUNNING:
+            self._running.remove(sequence)
+        else:
+            self._waiting.discard(sequence)
+        sequence.become(state)
+        self._cache.close(sequence.kv, sequence.tokens)
+        del self._sequences[sequence.request.id]
+        return sequence.timing(now)

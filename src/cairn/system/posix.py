@@ -1,0 +1,362 @@
+"""The outside world itself: this machine's clocks, chance and files."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import json
+import logging
+import os
+import secrets
+import select
+import socket
+import stat
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Literal, TextIO
+
+from cairn.config.config import PREFIX
+from cairn.system.interfaces import LOCK_FILE, FolderEntry
+
+
+def without_secrets() -> dict[str, str]:
+    """The environment for a process that needs none of Cairn's variables and no keys: those come in a frame."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) and name != "HF_TOKEN"}
+
+
+def log_to_stderr(level: str, form: Literal["text", "json"] = "text") -> None:
+    """What a process of the server has to tell, from this level on. Only our own loggers become talkative: libraries
+    might log what passes through them."""
+    handler = _Patient(sys.stderr)
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonLines() if form == "json" else plain)
+    logging.basicConfig(handlers=[handler])
+    logging.getLogger("cairn").setLevel(level.upper())
+
+
+FACTS = "facts"
+"""The attribute of a record (`extra`) whose items are fields of its own in a JSON line."""
+
+
+class JsonLines(logging.Formatter):
+    """Each record as a JSON object on a line of its own: time, level, logger, message, and the `facts` that it has."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line: dict[str, object] = {
+            "time": f"{at:%Y-%m-%dT%H:%M:%S}.{at.microsecond // 1000:03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, FACTS, {}),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class _Patient(logging.StreamHandler[TextIO]):
+    """Leaves out what is of no importance while nobody reads: a full pipe would hold up all that this process does."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write, or not."""
+        if record.levelno > logging.INFO or _takes(self.stream):
+            super().emit(record)
+
+
+def _takes(stream: TextIO) -> bool:
+    """Whether a line can be written without waiting."""
+    try:
+        handle = stream.fileno()
+    except (OSError, ValueError):  # in memory, or closed
+        return True
+    poll = select.poll()
+    poll.register(handle, select.POLLOUT)
+    return bool(poll.poll(0))
+
+
+class SystemClock:
+    """The machine's clocks."""
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return time.monotonic()
+
+    def time_ns(self) -> int:
+        """Wall clock."""
+        return time.time_ns()
+
+
+class SystemRng:
+    """The operating system's generator."""
+
+    def bits64(self) -> int:
+        """Bits from `secrets`."""
+        return secrets.randbits(63)
+
+
+_SIOCGIFADDR = 0x8915
+"""Linux's call for an interface's address."""
+_INET6 = Path("/proc/net/if_inet6")
+
+
+class SystemNetwork:
+    """The machine's own interfaces; where they cannot be listed, the one that leads outside."""
+
+    def addresses(self) -> list[str]:
+        """`Network.addresses`."""
+        import ipaddress  # for a server alone
+
+        found = [*self._interfaces(), *self._inet6()] or self._outside()
+        usual = [one for one in map(ipaddress.ip_address, found) if not (one.is_loopback or one.is_link_local)]
+        return [str(one) for one in dict.fromkeys(usual)]
+
+    @staticmethod
+    def _interfaces() -> list[str]:
+        found = []
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):  # it has no address
+                    told = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                    found.append(socket.inet_ntoa(told[20:24]))
+        return found
+
+    @staticmethod
+    def _inet6() -> list[str]:
+        try:
+            lines = _INET6.read_text().splitlines()
+        except OSError:
+            return []
+        return [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line.split()[0])) for line in lines]
+
+    @staticmethod
+    def _outside() -> list[str]:
+        """The address that a packet to elsewhere would carry; none is sent."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            try:
+                sock.connect(("192.0.2.1", 9))
+                return [str(sock.getsockname()[0])]
+            except OSError:
+                return []
+
+
+class SystemFiles:
+    """`FileSystem` over the machine's own. POSIX only."""
+
+    def open(self, path: Path, mode: Literal["read", "append", "create"]) -> SystemFile:
+        """Never through a symbolic link, never inherited by a child process."""
+        flags = {"read": os.O_RDONLY, "append": os.O_RDWR | os.O_APPEND}.get(mode)
+        if flags is None:
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return SystemFile(handle)
+
+    def announce(self, path: Path) -> None:
+        """`posix_fadvise`, where there is one."""
+        advise = getattr(os, "posix_fadvise", None)
+        if advise is not None:
+            with contextlib.suppress(OSError):
+                file = self.open(path, "read")
+                try:
+                    advise(file.handle, 0, 0, os.POSIX_FADV_WILLNEED)
+                finally:
+                    file.close()
+
+    def replace(self, source: Path, target: Path) -> None:
+        """`rename`."""
+        os.replace(source, target)
+
+    def remove(self, path: Path) -> None:
+        """`unlink`."""
+        os.unlink(path)
+
+    def make_folder(self, path: Path) -> None:
+        """Each folder that is made is synced into its parent."""
+        if path.is_dir():  # perhaps since a moment, by a process that was killed before it synced that
+            with contextlib.suppress(PermissionError):  # of a parent that this user may enter, not read
+                self.sync_folder(path.parent)
+            return
+        if path.parent != path:
+            self.make_folder(path.parent)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        self.sync_folder(path.parent)
+
+    def list(self, path: Path) -> list[FolderEntry]:
+        """Links are listed as what they are, files of their own size. What vanishes meanwhile is left out."""
+        entries = []
+        with os.scandir(path) as found:
+            for one in found:
+                with contextlib.suppress(FileNotFoundError):
+                    facts = one.stat(follow_symlinks=False)
+                    if stat.S_ISDIR(facts.st_mode):
+                        entries.append(FolderEntry(one.name, 0, True, facts.st_mtime))
+                    else:
+                        disk = facts.st_blocks * 512
+                        entries.append(FolderEntry(one.name, facts.st_size, False, facts.st_mtime, disk))
+        return entries
+
+    def mode(self, path: Path) -> int:
+        """The permission bits of the name itself, not of what a link leads to."""
+        return stat.S_IMODE(os.lstat(path).st_mode)
+
+    def owned(self, path: Path) -> bool:
+        """Whether the effective user owns it."""
+        return os.lstat(path).st_uid == os.geteuid()
+
+    def touch(self, path: Path, modified: float) -> None:
+        """`utimensat`."""
+        os.utime(path, (modified, modified), follow_symlinks=False)
+
+    def sync_folder(self, path: Path) -> None:
+        """`fsync` of the folder."""
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _sync(handle)
+        finally:
+            os.close(handle)
+
+    def free(self, path: Path) -> int:
+        """What `statvfs` leaves to an ordinary user."""
+        facts = os.statvfs(path)
+        return facts.f_bavail * facts.f_frsize
+
+    def lock(self, path: Path) -> SystemLock | None:
+        """`flock` on a file in the folder. The file stays: removing it would let two processes hold two of them."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        handle = os.open(path / LOCK_FILE, flags, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return None
+        except BaseException:
+            os.close(handle)
+            raise
+        return SystemLock(handle, path / LOCK_FILE)
+
+
+class SystemFile:
+    """`File` over a descriptor."""
+
+    __slots__ = ("_failed", "_handle")
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        self._failed: OSError | None = None
+
+    @property
+    def handle(self) -> int:
+        """The descriptor."""
+        return self._handle
+
+    def read(self, offset: int, size: int) -> bytes:
+        """`pread` until all is there or the file ends."""
+        data = os.pread(self._handle, size, offset)
+        if len(data) in (0, size):
+            return data
+        parts, got = [data], len(data)
+        while got < size and (data := os.pread(self._handle, size - got, offset + got)):
+            parts.append(data)
+            got += len(data)
+        return b"".join(parts)
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """`preadv` until it is full or the file ends."""
+        got = 0
+        while got < len(buffer) and (more := os.preadv(self._handle, [buffer[got:]], offset + got)):
+            got += more
+        return got
+
+    def append(self, data: bytes | bytearray | memoryview) -> None:
+        """`write` until all is there."""
+        rest = memoryview(data).cast("B")
+        while rest:
+            done = os.write(self._handle, rest)
+            if done == 0:
+                raise OSError(errno.EIO, "nothing was written")
+            rest = rest[done:]
+
+    def truncate(self, size: int) -> None:
+        """`ftruncate`."""
+        os.ftruncate(self._handle, size)
+
+    def size(self) -> int:
+        """The size of the open file, also when its name is gone."""
+        return os.fstat(self._handle).st_size
+
+    def disk(self) -> int:
+        """Its blocks."""
+        return os.fstat(self._handle).st_blocks * 512
+
+    def sync(self) -> None:
+        """`fsync`. Once it failed it fails for ever: the kernel forgets what it could not write."""
+        if self._failed is not None:
+            raise OSError(self._failed.errno, "an earlier sync failed")
+        try:
+            _sync(self._handle)
+        except OSError as error:
+            self._failed = error
+            raise
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        if self._handle >= 0:
+            handle, self._handle = self._handle, -1
+            os.close(handle)
+
+
+class SystemLock:
+    """A `flock`, held while its descriptor is open."""
+
+    __slots__ = ("_handle", "_path")
+
+    def __init__(self, handle: int, path: Path) -> None:
+        self._handle, self._path = handle, path
+
+    def held(self) -> bool:
+        """Whether the path has the open file. A disk that does not tell has not taken it away."""
+        try:
+            there = os.lstat(self._path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
+        try:
+            return os.path.samestat(there, os.fstat(self._handle))
+        except OSError as error:  # NFS says of a file that another machine removed that it is stale
+            return error.errno != errno.ESTALE
+
+    def release(self) -> None:
+        """A second call does nothing."""
+        if self._handle >= 0:
+            handle, self._handle = self._handle, -1
+            # A fork of this process has the file open still, and would keep the lock.
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)
+            os.close(handle)
+
+
+_NO_FULL_SYNC = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY)
+"""What volumes say that do not have macOS' call, such as some that are reached over a network."""
+
+
+def _sync(handle: int) -> None:
+    """`fsync` as far as the drive: macOS needs its own call for that."""
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is not None:
+        try:
+            fcntl.fcntl(handle, full)
+            return
+        except OSError as error:
+            if error.errno not in _NO_FULL_SYNC:
+                raise
+    os.fsync(handle)

@@ -1,0 +1,184 @@
+"""OpenAI's chat messages -> the plain dicts that chat templates of the Hugging Face hub expect."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from cairn.text.output.json_scan import MAX_DEPTH
+from cairn.text.tokens.tokenizer import INLINE
+from cairn.types.errors import InvalidRequest, Unsupported
+
+_THOUGHT = re.compile(r"\s*<think>\n*+(.*?)\n?</think>\n*", re.DOTALL)
+_NAMES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "text"}) | {
+    "object", "array", "string", "integer", "number", "boolean", "null"
+}  # fmt: skip
+"""Roles, and the types of parts, calls and schemas: a template compares with them, so they stay as they are."""
+_DEEPEST = 1000
+"""Values are walked through so deep, which is deeper than they can be rendered: a list of Python's may hold itself."""
+
+
+_MARKS = [chr(code) for block in (range(0xFDE0, 0xFDF0), range(0x10F000, 0x10FF00)) for code in block]
+
+
+def plain_message(message: Mapping[str, Any], index: int, *, thinks: bool) -> dict[str, Any]:
+    """One message as a template sees it; fields that are None or unknown are left out.
+
+    Content is a text (text parts are joined by line breaks), `developer` is `system`, the arguments of a tool call are
+    an object. If the template knows reasoning (`thinks`), content that begins with `<think>...</think>` is taken apart,
+    so that the template decides what becomes of it. Raises InvalidRequest or Unsupported naming the field.
+    """
+    where = f"messages[{index}]"
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise InvalidRequest(f"{where}.role must be a text", field=f"{where}.role")
+    role = "system" if role == "developer" else role
+    content = _content(message.get("content"), f"{where}.content")
+    plain: dict[str, Any] = {"role": role, "content": content}
+    if role == "assistant":
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if not reasoning and thinks and (found := _THOUGHT.match(content)):
+            reasoning, plain["content"] = found[1], content[found.end() :]
+        if reasoning:
+            if not isinstance(reasoning, str):
+                field = f"{where}.reasoning_content"
+                raise InvalidRequest(f"{field} must be a text", field=field)
+            plain["reasoning_content"] = reasoning
+        if calls := message.get("tool_calls"):
+            if not isinstance(calls, list | tuple):
+                raise InvalidRequest(f"{where}.tool_calls must be a list", field=f"{where}.tool_calls")
+            plain["tool_calls"] = [_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
+    for name in ("name", "tool_call_id"):
+        if message.get(name) is not None:
+            plain[name] = message[name]
+    return plain
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, keys included. InvalidRequest for a key that is none, as Python's dicts may have, and
+    for values nested more than 1000 deep."""
+    return (item for item in _values_in(value) if isinstance(item, str))
+
+
+def length(value: Any) -> int:
+    """How much there is to read in a JSON value: characters of texts, and one for all that has none, which takes its
+    time too. Counted until it is more than INLINE. Raises as `texts_in` does."""
+    count = 0
+    for item in _values_in(value):
+        count += max(len(item), 1) if isinstance(item, str) else 1
+        if count > INLINE:
+            break
+    return count
+
+
+def _values_in(value: Any) -> Iterator[Any]:
+    """All there is in a JSON value, itself and keys included. Without recursion, by which each would cost its depth."""
+    levels: list[Iterator[Any]] = [iter((value,))]
+    while levels:
+        if len(levels) > _DEEPEST:
+            raise InvalidRequest("messages or tools are nested too deeply", field="messages")
+        for item in levels[-1]:
+            yield item
+            if isinstance(item, str):
+                continue
+            if isinstance(item, Mapping):
+                yield from map(_key, item)
+                levels.append(iter(item.values()))
+                break
+            if isinstance(item, list | tuple):
+                levels.append(iter(item))
+                break
+        else:
+            levels.pop()
+
+
+def _key(key: object) -> str:
+    if not isinstance(key, str):
+        raise InvalidRequest(f"messages or tools have the key {key!r:.40}; keys must be texts", field="messages")
+    return key
+
+
+def unused_marks(texts: Iterable[str]) -> tuple[str, str]:
+    """Two private characters that no text contains. InvalidRequest where there are none."""
+    used = {mark for text in texts if not text.isascii() for mark in set(text)}
+    free = (mark for mark in _MARKS if mark not in used)
+    try:
+        return next(free), next(free)
+    except StopIteration:
+        raise InvalidRequest("messages use every private character there is", field="messages") from None
+
+
+def with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with `change` applied to every text, keys included, but for the roles and types that there are."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): item if _is_name(key, item) else with_texts(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_texts(item, change) for item in value]
+    return value
+
+
+def with_message_texts(message: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """A plain message with `change` applied to every text in it, but for roles, types and the names of its fields."""
+    made = {key: item if _is_name(key, item) else with_texts(item, change) for key, item in message.items()}
+    if "tool_calls" in message:
+        made["tool_calls"] = [
+            {
+                "type": call["type"],
+                "function": {key: with_texts(item, change) for key, item in call["function"].items()},
+                **({"id": change(call["id"])} if "id" in call else {}),
+            }
+            for call in message["tool_calls"]
+        ]
+    return made
+
+
+def _is_name(key: str, value: Any) -> bool:
+    return key in ("role", "type") and isinstance(value, str) and value in _NAMES
+
+
+def _content(content: Any, field: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise InvalidRequest(f"{field} must be a text or a list of parts", field=field)
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise Unsupported(f"{field} has a part of type {kind!r}; only 'text' is supported", field=field)
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{field} has a text part without text", field=field)
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _call(call: Any, field: str) -> dict[str, Any]:
+    """A tool call with its arguments as an object. Arguments that are no JSON object, or one deeper than a call may be,
+    stay as they are: an answer that was cut in the middle of a call must not spoil every later turn."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"{field}.function.name must be a text", field=f"{field}.function.name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) and not _is_deep(parsed) else arguments
+    plain = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
+    return {**plain, "id": call["id"]} if isinstance(call.get("id"), str) else plain
+
+
+def _is_deep(value: dict[str, Any]) -> bool:
+    """Whether it is nested deeper than MAX_DEPTH."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        items = (item for each in level for item in (each.values() if isinstance(each, dict) else each))
+        level = [item for item in items if isinstance(item, dict | list)]
+    return bool(level)

@@ -1,0 +1,552 @@
+"""Messages -> prompt ids, as the model's chat template says.
+
+messages -> plain dicts (`messages`), control tokens in their texts broken up by a mark (`control_tokens`)
+         -> made to fit what the template can show (`template_traits`), rendered in a process of its own (`render`)
+         -> ids (`tokenizer`), answers of old put back as they were sampled (`replay`)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from cairn.config.config import Config
+from cairn.system.interfaces import Clock
+from cairn.system.posix import SystemClock
+from cairn.text.chat.messages import length, plain_message, texts_in, unused_marks, with_message_texts, with_texts
+from cairn.text.chat.replay import AnswerIdentity, Prefix, ReplayTable, answer_of, assemble
+from cairn.text.chat.sampled import offered_by, opener, visible_ids
+from cairn.text.chat.template_traits import Traits, find_traits, fitted, in_parts, left_out, standing_in
+from cairn.text.chat.templates import (
+    ANSWERED,
+    defaults,
+    given_template,
+    load_text,
+    response_template,
+    turn_ends,
+    unusable,
+)
+from cairn.text.chat.tools_by_instruction import with_tools_by_instruction
+from cairn.text.grammar.compiler import Compiler
+from cairn.text.grammar.grammar import ANYTHING, Structure, Wanted
+from cairn.text.output.call_formats import BY_NAME, CallFormat, format_of, name_of
+from cairn.text.output.choose_call_format import chosen_form
+from cairn.text.output.reasoning_formats import HARMONY, thinks, thoughts_of
+from cairn.text.output.tool_parser import FUNCTION, offered_tools
+from cairn.text.render.fair_time import LongTexts
+from cairn.text.render.parent import Renderer, launch
+from cairn.text.render.render_wire import Job, Setup
+from cairn.text.tokens.length import check_length
+from cairn.text.tokens.tokenizer import INLINE, Tokenizer, valid_text
+from cairn.types.errors import CairnError, ConfigError, InvalidRequest, ModelFileError, Unsupported
+from cairn.types.request import OfferedTool, OutputFormat
+
+log = logging.getLogger("cairn.text")
+
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
+"""Names in a template that are the server's to set, beside those of the special tokens."""
+
+_NAMED = re.compile(r"""\.([^\W\d]\w*)|(['"])([\w-]+)\2""")
+"""A field that a template looks up, or a word that it compares with."""
+NO_TEMPLATE = "this model has no chat template"
+ELSE = "use /v1/completions, or start the server with --chat-template NAME or FILE"
+"""What can be done without one."""
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A chat as the model will see it."""
+
+    tokens: tuple[int, ...]
+    output: OutputFormat
+    """How the answer is to be read."""
+    grammar: str = ""
+    """`Request.grammar`: what the answer has to be."""
+
+
+class Sampled(NamedTuple):
+    """The ids that were sampled for an answer, and by what they are found again."""
+
+    before: bytes
+    """SHA-256 of the ids before it."""
+    answer: AnswerIdentity
+    ids: Sequence[int]
+    opened: int
+    """How many of the ids end the prompt that was answered."""
+
+
+class _Read(NamedTuple):
+    """A chat that was checked: the template's name, messages before and after control tokens in them were broken up."""
+
+    template: str
+    clean: list[dict[str, Any]]
+    plain: list[dict[str, Any]]
+    traits: Traits
+    offered: tuple[OfferedTool, ...]
+    tools: Any
+    arguments: Any
+    mark: str
+    edge: str
+    form: CallFormat | None
+    """How tools are called; None where there are none."""
+
+
+class Chat:
+    """One model's chats. Made by `Chat.start`; every method runs on the event loop that started it."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, templates: Mapping[str, str], config: Config, clock: Clock | None = None
+    ) -> None:
+        """`templates`: name -> text, none for a model that has no chat template. `clock` tells them the date."""
+        self._clock = clock or SystemClock()
+        self.context: int | None = None
+        """Tokens that the engine takes, once it has told."""
+        self.long = LongTexts()
+        self.tokenizer = tokenizer
+        self._templates = templates
+        self._named = {match[1] or match[3] for text in templates.values() for match in _NAMED.finditer(text)}
+        self._forms = {name: format_of(text) for name, text in templates.items()}
+        """How each template shows calls."""
+        self._thought = thoughts_of(templates.values())
+        """How the model sets what it thinks apart."""
+        self._thinks = thinks(self._thought, templates.values())
+        self._keep_reasoning = config.reasoning_history == "keep"
+        self._tells_tools = config.tool_instructions
+        self._table = ReplayTable()
+        self._traits = {name: (Traits(), Traits()) for name in templates}
+        """The traits of each template, without tools and with them."""
+        self._refusal = NO_TEMPLATE
+        """Why there is no renderer."""
+        self._grammars = Compiler()
+        self._renderer: Renderer | None = None
+        if templates:
+            variables = tokenizer.special_tokens
+            self._renderer = Renderer(
+                Setup(templates=dict(templates), variables=variables, timeout=config.template_timeout)
+            )
+
+    @classmethod
+    async def start(cls, folder: Path, config: Config, clock: Clock | None = None) -> Chat:
+        """Read a model's tokenizer and chat templates and start the process that renders them.
+
+        Raises ModelFileError if one of their files is broken, ConfigError if `chat_template` names none that can be
+        used. A model without a template, or with one that does not compile, starts; `prompt` then refuses.
+        """
+        given = None if config.chat_template is None else await asyncio.to_thread(given_template, config.chat_template)
+        process = launch()
+        try:
+            tokenizer, templates = await asyncio.to_thread(load_text, folder, config.tokenizer)
+            declared = None if given is not None else await asyncio.to_thread(response_template, folder)
+            chat = cls(tokenizer, templates if given is None else {"default": given}, config, clock)
+        except BaseException:
+            process.end()
+            raise
+        if chat._renderer is None:
+            process.end()
+            return chat
+        try:
+            await chat._renderer.start(process)
+        except ModelFileError as error:
+            await chat._renderer.close()
+            chat._renderer = None
+            why = unusable(chat._templates, str(error))
+            if given is not None:
+                raise ConfigError(f"chat_template: {config.chat_template}: {why}", field="chat_template") from None
+            chat._refusal = f"this model's chat template cannot be used: {why}"
+            log.warning("%s: %s; %s", folder, chat._refusal, ELSE)
+            return chat
+        try:
+            await chat._look_at_templates(declared)
+        except BaseException:
+            await chat._renderer.close()
+            raise
+        return chat
+
+    async def _look_at_templates(self, declared: Any) -> None:
+        """Find out what each template shows of messages, what it ends the assistant's turns with, and how it calls
+        tools. `declared`: the model's response template."""
+        assert self._renderer is not None
+        renderer = self._renderer
+
+        async def render(name: str, messages: list[dict[str, Any]], given: dict[str, Any]) -> str | None:
+            now = self._clock.time_ns() / 1e9
+            variables = defaults(self._templates[name], given.get("tools"), now) | given
+            payload = _json({"messages": [messages], "variables": variables})
+            try:
+                return (await renderer.render(Job(template=name, payload=payload, marks="", now=now)))[0]
+            except InvalidRequest:
+                return None
+
+        for name in self._templates:
+            try:
+                self._traits[name] = await find_traits(partial(render, name))
+            except CairnError as error:  # a machine that has no time to find out
+                log.warning("what the chat template shows of messages is not known: %s", error)
+        plain = self._traits["default"][0]
+        given = {} if plain.absent else {"tools": None, "documents": None}
+        try:
+            text = await render("default", in_parts(ANSWERED, plain.parts), given)
+        except CairnError:
+            text = None
+        if text is not None and not self._thought.turn:  # there a part of an answer ends so, and it goes on
+            self.tokenizer.end_ids |= turn_ends(text, self.tokenizer)
+        ends = {text for text, i in self.tokenizer.controls.ids.items() if i in self.tokenizer.end_ids}
+        for name, text in self._templates.items():
+            try:
+                self._forms[name] = await chosen_form(
+                    text, partial(render, name), self._traits[name][True], declared, ends
+                )
+            except (CairnError, RecursionError, ValueError) as error:
+                log.warning("how the chat template calls tools is known by its signs alone: %s", error)
+        await renderer.settled()
+
+    @property
+    def template(self) -> str:
+        """The text of the template that chats are rendered with; empty where the model has none."""
+        return self._templates.get("default", "")
+
+    @property
+    def thinks(self) -> bool:
+        """Whether a template knows reasoning."""
+        return self._thinks
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether a template shows tools, and calls of them are read."""
+        return any(self._teaches(name) for name in self._templates)
+
+    @property
+    def tells_tools(self) -> bool:
+        """Whether tools are told of in the first message, because no template shows them."""
+        return self._tells_tools and not self.calls_tools
+
+    async def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        tenant: str = "default",
+        share: str = "",
+        template_args: Mapping[str, Any] | None = None,
+        wanted: Wanted = ANYTHING,
+    ) -> Prompt:
+        """Render and encode a chat up to the beginning of the assistant's next message.
+
+        Messages are OpenAI's: role, content (text or text parts), reasoning_content, tool_calls, tool_call_id, name.
+        `template_args` are variables of the template, such as enable_thinking; `share` is whose time is taken; `wanted`
+        is what the answer has to be. Raises
+        InvalidRequest or Unsupported naming the field, ContextTooLong for a chat far beyond the context, Overloaded if
+        too many of that share wait to be rendered.
+        """
+        chat = await self._read_apart(share, messages, tools, template_args)
+        found = dict(self._answers(tenant, chat.clean))
+        answers = {f"{chat.edge}{n}{chat.edge}": answer for n, answer in found.items()}
+        conversations = [chat.plain]
+        if found:
+            stand_ins = zip(found, answers, strict=True)
+            shown = dict(enumerate(chat.plain)) | {n: self._marked(chat.plain[n], text) for n, text in stand_ins}
+            conversations.append(list(shown.values()))
+        try:
+            texts = await self._render(chat, conversations, share)
+        except InvalidRequest:
+            if not found:
+                raise
+            texts = await self._render(chat, [chat.plain], share)  # the template wants the answers as they are
+        await self._check_shown(chat, texts[0], share)
+        await self._check_length(texts[0], chat.mark, share)
+        if sum(map(len, texts)) > INLINE:
+            tokens = await self.long.run(share, self._encode, texts, chat.mark, answers, tenant)
+        else:
+            tokens = self._encode(texts, chat.mark, answers, tenant)
+        return await self._held_to(chat, self._prompt(chat, texts[0], tokens), wanted, tools, share)
+
+    async def extend(
+        self,
+        before: Sequence[int],
+        messages: Sequence[Mapping[str, Any]],
+        new: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        share: str = "",
+        template_args: Mapping[str, Any] | None = None,
+        wanted: Wanted = ANYTHING,
+    ) -> Prompt | None:
+        """The prompt for new messages behind `before`, the exact ids of a conversation whose last message is an answer.
+
+        Only what the new messages add is encoded. None where the template does not tell what that is: `prompt` then
+        renders and encodes the conversation as a whole. Raises as `prompt` does.
+        """
+        if self._thought.shut and (not before or before[-1] not in self.tokenizer.control_ids):
+            return None  # the answer was cut
+        chat = await self._read_apart(share, [*messages, *new], tools, template_args)
+        answer = f"{chat.edge}0{chat.edge}"
+        shown = list(chat.plain)
+        shown[len(messages) - 1] = self._marked(shown[len(messages) - 1], answer)
+        try:
+            (text,) = await self._render(chat, [shown], share)
+        except InvalidRequest:
+            return None
+        before_it, found, added = text.partition(answer)
+        place = self._thought.place(before_it, added)
+        if not found or place is None:
+            return None
+        _, added = place
+        if answer in added or next(self.tokenizer.controls.find(added), None) is None:
+            return None
+        if left_out(chat.plain[len(messages) :], added):
+            return None
+        await self._check_length(added, chat.mark, share)
+        encode = self.tokenizer.encode_rendered
+        long = len(added) > INLINE
+        ids = await self.long.run(share, encode, added, chat.mark) if long else encode(added, chat.mark)
+        return await self._held_to(chat, self._prompt(chat, added, [*before, *ids]), wanted, tools, share)
+
+    async def _held_to(
+        self, chat: _Read, prompt: Prompt, wanted: Wanted, tools: Sequence[Mapping[str, Any]] | None, share: str
+    ) -> Prompt:
+        """The prompt with the grammar of what is wanted, if anything is."""
+        grammar = await self._compiler.held_to(wanted, prompt.output, tools, chat.form, share)
+        output = prompt.output
+        if wanted.choice.names is not None:
+            offered = tuple(tool for tool in output.offered if tool.name in wanted.choice.names)
+            output = msgspec.structs.replace(output, offered=offered)
+        return msgspec.structs.replace(prompt, grammar=grammar, output=output)
+
+    async def grammar(self, structure: Structure | None, output: OutputFormat, *, share: str = "") -> str:
+        """`Request.grammar` of an answer that is read by `output`; "" where nothing is wanted.
+
+        Raises InvalidRequest naming the field for what cannot be compiled, or not within the limits; else as `prompt`.
+        """
+        return await self._compiler.held_to(Wanted(structure=structure), output, None, None, share)
+
+    async def _read_apart(self, share: str, *chat: Any) -> _Read:
+        """`_read`, where it may take long in a thread: of what a template drops there may be megabytes."""
+        return await self.long.run(share, self._read, *chat) if length(chat) > INLINE else self._read(*chat)
+
+    def _read(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_args: Mapping[str, Any] | None,
+    ) -> _Read:
+        """Check a chat and make it plain."""
+        if self._renderer is None:
+            raise InvalidRequest(f"{self._refusal}; {ELSE}", field="messages")
+        if not messages:
+            raise InvalidRequest("messages is empty; it must hold at least one message", field="messages")
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        traits = self._traits[name][bool(tools)]
+        form = self._forms[name] if self._teaches(name) else BY_NAME["hermes"] if self._tells_tools else None
+        if tools and form is None:
+            raise Unsupported(
+                "this model's chat template does not show tools, or not how to call them in a form that is read here, "
+                "and --no-tool-instructions keeps the model from being told of them in its first message",
+                field="tools",
+            )
+        arguments = self._arguments(template_args or {})
+        try:
+            clean = [plain_message(message, n, thinks=self._thinks) for n, message in enumerate(messages)]
+            mark, edge = unused_marks([*texts_in([clean, tools or [], arguments]), *self._templates.values()])
+            broken = partial(self._broken, mark=mark)
+            shown = tools if self._teaches(name) else None
+            told = clean if not tools or shown else with_tools_by_instruction(clean, tools)
+            plain = [self._with_thinking(with_message_texts(message, broken)) for message in told]
+            offered = with_texts(shown or None, broken)
+            given = {valid_text(name): with_texts(value, broken) for name, value in arguments.items()}
+        except RecursionError:
+            raise InvalidRequest("messages or tools are nested too deeply", field="messages") from None
+        known = offered_tools(tools or (), xml=form is not None and form.kind == "tagged")
+        return _Read(name, clean, plain, traits, known, offered, given, mark, edge, form if tools else None)
+
+    def _marked(self, message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+        """An answer that a mark stands for. Where a template writes something around it, and looks back at the calls
+        that results belong to, they stay, and the mark stands in one."""
+        if not (self._thought.turn and message.get("tool_calls")):
+            return {"role": "assistant", "content": mark}
+        first, *others = message["tool_calls"]
+        first = {**first, "function": {**first["function"], "arguments": mark}}
+        return {"role": "assistant", "content": "", "tool_calls": [first, *others]}
+
+    def _with_thinking(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message with its reasoning by the name that the templates of gpt-oss know it by; they refuse it beside a
+        content and calls."""
+        said = message.get("reasoning_content")
+        if self._thought is not HARMONY or not said or (message["content"] and message.get("tool_calls")):
+            return message
+        return {**message, "thinking": said}
+
+    def _teaches(self, name: str) -> bool:
+        """Whether a template shows tools and a form of calls that `output_parser` reads."""
+        return self._traits[name][True].offers and self._forms[name] is not None
+
+    async def _render(self, chat: _Read, conversations: list[Any], share: str) -> list[str]:
+        assert self._renderer is not None
+        now = self._clock.time_ns() / 1e9
+        nothing = {} if chat.traits.absent else {"tools": None, "documents": None}
+        variables = nothing | defaults(self._templates[chat.template], chat.tools, now) | chat.arguments
+        variables |= {"tools": chat.tools} if chat.tools else {}
+        shown = [fitted(conversation, chat.traits) for conversation in conversations]
+        payload = _json({"messages": shown, "variables": variables})
+        job = Job(template=chat.template, payload=payload, marks=chat.mark + chat.edge, now=now)
+        return [self.tokenizer.begun_chat(text) for text in await self._renderer.render(job, share)]
+
+    async def _check_shown(self, chat: _Read, text: str, share: str) -> None:
+        """InvalidRequest naming the message where the template leaves one's content or calls out. Reasoning it may."""
+        lost = left_out(chat.plain, text)
+        if not lost:
+            return
+        # Not there as they are: a template may write them in another way, and then shows what stands in for them.
+        shown = list(chat.plain)
+        names = {one: f"{chat.edge}{number}{chat.edge}" for number, one in enumerate(lost)}
+        for n in {n for n, _ in lost}:
+            kinds = [kind for at, kind in lost if at == n]
+            shown[n] = standing_in(shown[n], {kind: names[n, kind] for kind in kinds})
+        try:
+            (text,) = await self._render(chat, [shown], share)
+        except InvalidRequest:
+            return  # it looks at them
+        for n, kind in lost:
+            if names[n, kind] not in text:
+                field = f"messages[{n}].{kind}"
+                raise InvalidRequest(f"this model's chat template leaves {field} out of the prompt", field=field)
+
+    async def _check_length(self, rendered: str, mark: str, share: str) -> None:
+        """What a template put into the prompt: contents, tools, calls, and of reasoning what it keeps."""
+        if self.context is not None:
+            encode = partial(self.tokenizer.encode_rendered, mark=mark)
+            await check_length(encode, [rendered], self.context, "messages", self.long, share)
+
+    def _prompt(self, chat: _Read, text: str, tokens: Sequence[int]) -> Prompt:
+        """`text`: what was rendered, or its end."""
+        thought = text[-64:].rstrip().endswith(self._thought.open)
+        return Prompt(
+            tuple(tokens),
+            OutputFormat(
+                reasoning=self._thinks,
+                thoughts=self._thought.name,
+                reasoning_open=thought and self._thinks,
+                tools=chat.form is not None,
+                xml=chat.form is not None and FUNCTION in self._templates[chat.template],
+                calls=_read_apart(chat.form),
+                offered=chat.offered,
+            ),
+        )
+
+    def remember(
+        self, tenant: str, prompt_tokens: Sequence[int], generated_tokens: Sequence[int], message: Mapping[str, Any]
+    ) -> Sampled | None:
+        """Keep what was sampled for `message`, as the client saw it, so that it can be put back when it returns.
+
+        Returns what is kept, for `recall` after a restart; None where that cannot be told exactly.
+        """
+        sampled = self.sampled(prompt_tokens, generated_tokens, message)
+        if sampled is not None:
+            self.recall(tenant, sampled)
+        return sampled
+
+    def recall(self, tenant: str, sampled: Sampled) -> None:
+        """Put into the table what `remember` once returned."""
+        self._table.put(tenant, sampled.before, sampled.answer, sampled.ids)
+
+    def sampled(
+        self, prompt_tokens: Sequence[int], generated_tokens: Sequence[int], message: Mapping[str, Any]
+    ) -> Sampled | None:
+        """What stands in the context for `message` when the conversation goes on; None if that cannot be told."""
+        ended = bool(generated_tokens) and generated_tokens[-1] in self.tokenizer.end_ids
+        if self._renderer is None or (self._thought.turn and not ended):
+            return None  # an answer that was cut lacks what a form writes behind it
+        seen = plain_message(message, 0, thinks=False)
+        answer = answer_of(plain_message(message, 0, thinks=self._thinks))
+        size = opener(self.tokenizer, prompt_tokens, self._thought)
+        before = list(prompt_tokens[: len(prompt_tokens) - size])
+        opened = list(prompt_tokens[len(before) :])
+        if answer is None or (not self._keep_reasoning and (opened or answer.reasoning)):
+            return None
+        thought = bool(opened) and self._thought.close.encode() not in b"".join(map(self.tokenizer.token_bytes, opened))
+        called = offered_by(seen)
+        for tools, one_call in ((True, False), (True, True), (False, False)):
+            output = OutputFormat(
+                reasoning=self._thinks,
+                thoughts=self._thought.name,
+                reasoning_open=thought,
+                tools=tools,
+                xml=tools and any(FUNCTION in text for text in self._templates.values()),
+                calls=next(filter(None, map(_read_apart, self._forms.values())), "") if tools else "",
+                offered=called if tools else (),
+                one_call=one_call,
+            )
+            ids = visible_ids(self.tokenizer, generated_tokens, seen, output)
+            if ids is not None:
+                return Sampled(Prefix().digest(before), answer, opened + ids, len(opened))
+        return None
+
+    def knows(self, name: str) -> bool:
+        """Whether a template looks at an argument of this name."""
+        return any(name in text for text in self._templates.values())
+
+    async def close(self) -> None:
+        """End the rendering process."""
+        await self._compiler.close()
+        if self._renderer is not None:
+            await self._renderer.close()
+
+    @property
+    def _compiler(self) -> Compiler:
+        """What makes grammars, in the process that renders where there is one."""
+        self._grammars.renderer = self._renderer
+        return self._grammars
+
+    def _answers(self, tenant: str, messages: list[dict[str, Any]]) -> list[tuple[int, AnswerIdentity]]:
+        """(place, identity) of the assistant messages that may have been sampled here."""
+        found = []
+        for n, message in enumerate(messages):
+            answer = answer_of(message) if message["role"] == "assistant" else None
+            if answer is not None and self._table.knows(tenant, answer):
+                found.append((n, answer))
+        return found
+
+    def _broken(self, text: str, mark: str) -> str:
+        """What a template looks up or compares with stays as it is where that is a part of a control token only."""
+        return self.tokenizer.controls.break_up(valid_text(text), mark, whole=text not in self._named)
+
+    def _arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        taken = sorted(given.keys() & (RESERVED | self.tokenizer.special_tokens.keys()))
+        if taken:
+            raise InvalidRequest(f"chat_template_kwargs may not set {taken[0]!r}", field="chat_template_kwargs")
+        return dict(given)
+
+    def _encode(self, texts: list[str], mark: str, answers: Mapping[str, AnswerIdentity], tenant: str) -> list[int]:
+        def encode(text: str) -> list[int]:
+            return self.tokenizer.encode_rendered(text, mark)
+
+        if len(texts) == 1:
+            return encode(texts[0])
+        return assemble(
+            texts[0],
+            texts[1],
+            answers,
+            encode,
+            lambda before, answer: self._table.find(tenant, before, answer),
+            lambda text: next(self.tokenizer.controls.find(text), None) is not None,
+            self._thought,
+        )
+
+
+def _read_apart(form: CallFormat | None) -> str:
+    """What a form that has a reader of its own is told by."""
+    return name_of(form) if form is not None and not form.plain else ""
+
+
+def _json(value: Any) -> bytes:
+    """JSON with integers of any size, which msgpack does not hold."""
+    try:
+        return json.dumps(value, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"messages or tools are not JSON: {error}", field="messages") from error

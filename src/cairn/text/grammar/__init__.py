@@ -1,0 +1,1 @@
+"""Grammars that an answer is held to."""

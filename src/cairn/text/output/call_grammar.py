@@ -1,0 +1,300 @@
+"""A form of calls and the tools that were offered -> the grammar of answers that call them, in llguidance's Lark.
+
+What it allows, the parser of the same form reads as calls (`tool_parser`, `call_section`): names are literal, arguments
+are held to their schemas, and a text in tags never holds a tag that would end it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from cairn.text.grammar.grammar import HARMONY_FINAL, MAX_TEXT, GrammarError, literal, with_blanks
+from cairn.text.output.call_formats import CallFormat
+from cairn.text.output.tool_parser import is_text
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_OPEN = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"))
+_OPEN |= {"anyOf", "oneOf", "allOf"}
+"""Keys of a schema beside which others may be meant."""
+_NO_CALL = r"~/[ \t\r\n]*(```[a-z_]*[ \t\r\n]*)?\{(.|\n)*/"
+"""A text that does not begin as the call of an answer without tags does."""
+
+
+class Offered(NamedTuple):
+    """A tool as far as calls of it are held to it."""
+
+    name: str
+    schema: Mapping[str, Any]
+
+
+def callable_tools(
+    tools: Sequence[Mapping[str, Any]], names: Sequence[str] | None, held: Sequence[str] | None
+) -> list[Offered]:
+    """The tools that may be called. Only the arguments of those that are `held` (None: of all) fit their schemas."""
+    found = []
+    for tool in tools:
+        function = tool["function"]
+        name, schema = function["name"], _closed(function.get("parameters") or ANY_OBJECT)
+        if names is None or name in names:
+            found.append(Offered(name, schema if held is None or name in held else ANY_OBJECT))
+    return found
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arguments that a schema does not name are not made up, unless it says that there may be others."""
+    return schema if schema.keys() & _OPEN else {**schema, "additionalProperties": False}
+
+
+def lark_of_calls(form: CallFormat, tools: Sequence[Offered], *, required: bool, parallel: bool) -> str:
+    """Answers that call these tools: at least one where `required`, else text may stand alone or before the calls."""
+    made = _Grammar(form)
+    made.rule("call", " | ".join([made.call(tool) for tool in tools]))
+    if form.kind == "channel":
+        made.rule("start", "call" if required else f"call | {_literal(HARMONY_FINAL)} ANY")
+        made.rule("ANY", "/(.|\\n)*/")
+        return made.text()
+    several = parallel and bool(form.begin)
+    more = f" ({_literal(form.joint)} call)*" if several and not form.single else ""
+    opened, closed = ("[", "]") if form.listed or form.kind == "python" else ("", "")
+    made.rule("rest", f"{_literal(opened)} call{more} {_literal(closed + form.end)}")
+    again = f" ({_literal(form.apart + form.begin)} rest)*" if several and form.single else ""
+    if required:
+        made.rule("start", f"{_literal(form.begin)} rest{again}")
+        return made.text()
+    made.rule("ANY", rf"/(.|\n)*/ & {_NO_CALL}")
+    if not form.begin:
+        made.rule("start", "rest | ANY")
+        return made.text()
+    sign = form.begin.rstrip("\n")
+    made.rule("start", f"ANY | before {_literal(form.begin[len(sign) :])} rest{again}")
+    made.rule("before[lazy]", f"ANY {_literal(sign)}")
+    return made.text()
+
+
+class _Grammar:
+    """Rules, as they are needed."""
+
+    def __init__(self, form: CallFormat) -> None:
+        self._form = form
+        self._rules: list[str] = []
+        self._size = 0
+        self._count = 0
+
+    def text(self) -> str:
+        """All of them."""
+        return "\n".join(["%llguidance {}", *reversed(self._rules)]) + "\n"
+
+    def rule(self, name: str, body: str) -> None:
+        """Add one. GrammarError where all of them have grown too long."""
+        self._size += len(name) + len(body)
+        if self._size > 4 * MAX_TEXT:
+            raise GrammarError(f"the tools make a grammar of more than {4 * MAX_TEXT} characters, the limit")
+        self._rules.append(f"{name}: {body}")
+
+    def call(self, tool: Offered) -> str:
+        """The rule of a call of this tool."""
+        form, name = self._form, self._new("f")
+        if form.kind == "object":
+            start = f'{{{form.head}{json.dumps(tool.name)}, "{form.arguments}": '
+            self.rule(name, f"{_numbered(start)} {_json(tool.schema)} {_literal(form.tail)}")
+        elif form.kind == "python":
+            given = self._keywords(tool.schema, "=", ", ", _json)
+            self.rule(name, f"{_literal(tool.name + '(')} {given} {_literal(')')}")
+        elif form.kind == "braces":
+            given = self._keywords(tool.schema, ":", ",", self._braced)
+            start = form.open.replace("{name}", tool.name) + "{"
+            self.rule(name, f"{_literal(start)} {given} {_literal('}')}")
+        elif form.kind == "channel":
+            header = f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>"
+            self.rule(name, f"{_literal(header)} {_json(tool.schema)}")
+        else:
+            opened = _numbered(form.open.replace("{name}", tool.name))
+            arguments = _json(tool.schema) if form.kind == "named" else self._tagged(tool.schema)
+            self.rule(name, f"{opened} {arguments} {_literal(form.close)}")
+        return name
+
+    def _new(self, kind: str) -> str:
+        self._count += 1
+        return f"{kind}{self._count}"
+
+    def _tagged(self, schema: Mapping[str, Any]) -> str:
+        """Arguments in tags, in the order of the schema; those that are not required may be left out."""
+        form = self._form
+        parts = []
+        for key, value, required in _arguments(schema):
+            name = self._new("a")
+            told = form.words[0 if is_text(value) else 1]
+            before = _literal(form.key[0] + key + form.key[1].replace("{kind}", told))
+            self.rule(name, f"{before} {self._value(value)}")
+            parts.append(name if required else f"{name}?")
+        return " ".join(parts)
+
+    def _value(self, schema: Any) -> str:
+        """A value and the tag behind it."""
+        form = self._form
+        if not is_text(schema):
+            return f"{_json(schema)} {_literal(form.value_end)}"
+        if isinstance(schema, Mapping) and _fits_tags(schema.get("enum"), self._stops()):
+            return f"({' | '.join(map(_literal, schema['enum']))}) {_literal(form.value_end)}"
+        # A text ends where its tag comes; a line break before that is the model's to write.
+        tag = form.value_end.strip()
+        if pattern := _whole_pattern(schema):
+            return f"{self._matching(pattern)} {_literal(form.value_end)}"
+        name = self._new("v")
+        self.rule(f"{name}[lazy]", f"{self._free()} {_literal(tag)}")
+        return f"{name} {_literal(form.value_end.partition(tag)[2])}".rstrip()
+
+    def _matching(self, pattern: str) -> str:
+        """A text that fits a pattern, and holds nothing that would end it."""
+        name = self._new("v").upper()
+        self.rule(name, rf"/{pattern}/ & ~/(.|\n)*({_either(self._stops())})(.|\n)*/")
+        return name
+
+    def _stops(self) -> list[str]:
+        """What a text in tags may not hold: what ends its call or the section."""
+        parts = (self._form.value_end, self._form.close, self._form.end)
+        return [part.strip() for part in parts if part.strip()]
+
+    def _free(self) -> str:
+        if not any(one.startswith("FREE:") for one in self._rules):
+            stops = _either(self._stops()[1:])
+            self.rule("FREE", rf"/(.|\n)*/ & ~/(.|\n)*({stops})(.|\n)*/")
+        return "FREE"
+
+    def _keywords(self, schema: Mapping[str, Any], is_: str, joint: str, value: Callable[[Any], str]) -> str:
+        """Keyword arguments: those that must be there, then any of the others."""
+        given = [(f"{_literal(key + is_)} {value(one)}", required) for key, one, required in _arguments(schema)]
+        apart = _literal(joint)
+        needed = [self._named("p", one) for one, required in given if required]
+        others = [self._named("p", one) for one, required in given if not required]
+        if needed:
+            return f" {apart} ".join(needed) + "".join(f" ({apart} {one})?" for one in others)
+        if not others:
+            return ""
+        starts, rest = list[str](), ""
+        for one in reversed(others):  # what may follow each is one rule, which the one before it goes on with
+            starts.append(f"{one} {rest}".rstrip())
+            rest = self._named("r", f"({apart} {one})? {rest}".rstrip())
+        return f"({' | '.join(reversed(starts))})?"
+
+    def _braced(self, schema: Any) -> str:
+        """A value in braces. How long texts and lists are is not held to, nor a pattern that is not of a whole text."""
+        if not isinstance(schema, Mapping):
+            return self._any()
+        if isinstance(values := schema.get("enum"), list) and values:
+            return f"({' | '.join(_literal(self._written(one)) for one in values)})"
+        choices = [one for key in ("anyOf", "oneOf") for one in schema.get(key) or ()]
+        choices = choices or [{**schema, "type": one} for one in _kinds(schema.get("type"))]
+        if choices:
+            return f"({' | '.join(map(self._braced, choices))})"
+        kind = schema.get("type")
+        if kind == "string" and (pattern := _whole_pattern(schema)):
+            mark = _literal(self._form.value_end)
+            return f"{mark} {self._matching(pattern)} {mark}"
+        if kind == "string":
+            return self._marked()
+        if kind == "array":
+            item = self._braced(schema.get("items"))
+            return f'"[" ({item} ("," {item})*)? "]"'
+        if kind == "object" and isinstance(schema.get("properties"), Mapping):
+            return f'"{{" {self._keywords(schema, ":", ",", self._braced)} "}}"'
+        return _json(schema) if kind in ("integer", "number", "boolean", "null") else self._any()
+
+    def _marked(self) -> str:
+        """A text between marks."""
+        if not any(one.startswith("marked[lazy]:") for one in self._rules):
+            mark = _literal(self._form.value_end)
+            self.rule("marked[lazy]", f"{mark} {self._free()} {mark}")
+        return "marked"
+
+    def _any(self) -> str:
+        """Any value in braces."""
+        if not any(one.startswith("any:") for one in self._rules):
+            self.rule("any", "marked | scalar | object | list")
+            self.rule("scalar", f"{_json({'type': ['number', 'boolean', 'null']})}")
+            self.rule("object", '"{" (pair ("," pair)*)? "}"')
+            self.rule("pair", '/[A-Za-z_][A-Za-z0-9_]{0,63}/ ":" any')
+            self.rule("list", '"[" (any ("," any)*)? "]"')
+            self._marked()
+        return "any"
+
+    def _written(self, value: Any) -> str:
+        """A value of an enum as it is written in braces."""
+        mark = self._form.value_end
+        if isinstance(value, str):
+            if mark in value or self._form.end in value:
+                raise GrammarError(f"{value[:64]!r} cannot be written in this model's calls")
+            return f"{mark}{value}{mark}"
+        if isinstance(value, Mapping):
+            return "{" + ",".join(f"{self._written(key)}:{self._written(one)}" for key, one in value.items()) + "}"
+        return "[" + ",".join(map(self._written, value)) + "]" if isinstance(value, list) else json.dumps(value)
+
+    def _named(self, kind: str, body: str) -> str:
+        name = self._new(kind)
+        self.rule(name, body)
+        return name
+
+
+def _arguments(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
+    """(name, schema, whether it must be there) of each argument that a schema names."""
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, Mapping):
+        return []
+    needed = set(map(str, required)) if isinstance(required, list) else set()
+    if wrong := next((key for key in needed if not _NAME.fullmatch(key)), None):
+        raise GrammarError(f"an argument named {wrong[:64]!r} cannot be written in this model's calls")
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return [
+        (key, {**shared, **value} if shared and isinstance(value, Mapping) else value, key in needed)
+        for key, value in properties.items()
+        if _NAME.fullmatch(key)
+    ]
+
+
+_NAME = re.compile(r"[^<>\n\"'=,(){}\s]{1,128}")
+"""Names of arguments that can stand in tags."""
+
+
+def _fits_tags(values: Any, stops: Sequence[str]) -> bool:
+    """Whether an enum's values can be written in tags as they are."""
+    if not isinstance(values, list) or not values or not all(isinstance(one, str) for one in values):
+        return False
+    return not any(stop in one for one in values for stop in stops) and not any(one.strip() != one for one in values)
+
+
+def _json(schema: Any) -> str:
+    return f"%json {json.dumps(with_blanks(schema), ensure_ascii=False)}"
+
+
+def _either(texts: Sequence[str]) -> str:
+    """A pattern of any of these texts, as it stands between slashes."""
+    return "|".join(re.escape(text).replace("/", r"\/") for text in texts)
+
+
+def _whole_pattern(schema: Any) -> str:
+    """The pattern of a whole text, as it stands between slashes; "" where a schema has none, or of a part only."""
+    pattern = schema.get("pattern") if isinstance(schema, Mapping) else None
+    if not isinstance(pattern, str) or not (pattern.startswith("^(?:") and pattern.endswith(")$")):
+        return ""
+    return re.sub(r"(?<!\\)/", r"\/", pattern[1:-1])
+
+
+def _kinds(kind: Any) -> list[str]:
+    """The types of a schema that has several, each once."""
+    return [one for n, one in enumerate(kind) if one not in kind[:n]] if isinstance(kind, list) else []
+
+
+def _numbered(text: str) -> str:
+    """A text with {index} for a number or {id} for letters and digits, at most once."""
+    for made_up, pattern in (("{index}", "[0-9]{1,3}"), ("{id}", "[0-9A-Za-z]{9}")):
+        before, found, behind = text.partition(made_up)
+        if found:
+            return f"{_literal(before)} /{pattern}/ {_literal(behind)}"
+    return _literal(text)
+
+
+def _literal(text: str) -> str:
+    return literal(text) if text else ""

@@ -1,0 +1,386 @@
+"""Reads calls in the forms of `call_formats` that have a section of their own, from a text that comes in pieces.
+
+As in `tool_parser`, a call comes out whole or not at all, and what is no call is content, all of it and unchanged.
+Linear: a text is looked at again only behind a mark that begins another section, and Python's calls only where their
+end comes.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from typing import ClassVar
+
+from cairn.text.output.brace_calls import brace_call
+from cairn.text.output.call_formats import CallFormat
+from cairn.text.output.json_scan import JsonScanner
+from cairn.text.output.python_calls import literal, python_calls
+from cairn.text.output.tool_parser import ParsedCall, call_of
+from cairn.text.tokens.tokenizer import valid_text
+from cairn.types.request import OutputFormat
+
+MAX_NAME = 256
+MAX_ENDS = 32
+"""How often the end of Python's calls may turn out to stand in a text."""
+_BLANK = re.compile(r"\s{0,64}")
+_MADE_UP = {"{index}": re.compile(r"[0-9]{0,9}"), "{id}": re.compile(r"[0-9A-Za-z]{0,64}")}
+"""What a model makes up where a form has these."""
+
+
+class _SectionAt(enum.Enum):
+    """What comes next."""
+
+    SECTION = enum.auto()
+    OPEN = enum.auto()
+    OBJECT = enum.auto()
+    ARGUMENTS = enum.auto()
+    KEY = enum.auto()
+    VALUE = enum.auto()
+    JSON_VALUE = enum.auto()
+    TEXT_VALUE = enum.auto()
+    CLOSE = enum.auto()
+    JOINT = enum.auto()
+    PYTHON = enum.auto()
+    CLOSED = enum.auto()
+    FAILED = enum.auto()
+
+
+_SCANNED = frozenset(
+    {_SectionAt.OBJECT, _SectionAt.ARGUMENTS, _SectionAt.JSON_VALUE, _SectionAt.TEXT_VALUE, _SectionAt.PYTHON}
+)
+"""What is read on where it stopped; all else is looked at again from its beginning, which is near."""
+
+
+class _Wait(Exception):
+    """What is there does not say yet."""
+
+
+class SectionReader:
+    """Reads from just behind the mark that begins a section up to its end: the same interface as `tools.CallReader`."""
+
+    def __init__(self, opening: str, output: OutputFormat, form: CallFormat) -> None:
+        """`opening` is the text already consumed for this section: content if it turns out to be none."""
+        self._form = form
+        self._values = {tool.name: tool.values for tool in output.offered}
+        self._text = opening
+        self._opening = len(opening)
+        self._at = _SectionAt.SECTION
+        self._next = len(opening)
+        """Where reading goes on."""
+        self._start = 0
+        """Behind the last call that came out: what follows is content if it is none."""
+        self._searched = self._from = 0
+        self._ends = 0
+        self._in_list = False
+        self._pending: ParsedCall | None = None
+        self._name = self._key = ""
+        self._is_text = False
+        self._members: dict[str, str] = {}
+        self._scanner = JsonScanner()
+        self._calls: list[ParsedCall] = []
+
+    @property
+    def closed(self) -> bool:
+        """The end of the section was read."""
+        return self._at is _SectionAt.CLOSED
+
+    @property
+    def failed(self) -> bool:
+        """This is no call, or no longer one: `rest` is content, `again` is to be read again as what follows it."""
+        return self._at is _SectionAt.FAILED
+
+    @property
+    def rest(self) -> str:
+        """What was read and belongs to no call, without `again`."""
+        return self._text[self._start : self._again]
+
+    @property
+    def again(self) -> str:
+        """The end of what belongs to no call, in which another may begin."""
+        return self._text[self._again :]
+
+    def take(self) -> list[ParsedCall]:
+        """The calls that came out since the last time."""
+        calls, self._calls = self._calls, []
+        return calls
+
+    def feed(self, text: str, start: int) -> int:
+        """Read on from text[start]. Returns where it stopped: len(text) unless `closed` or `failed`."""
+        self._text += text[start:]
+        while not self.closed and not self.failed:
+            before = self._next
+            try:
+                self._step()
+            except _Wait:
+                if self._at not in _SCANNED:
+                    self._next = before
+                return len(text)
+        if self.failed:
+            return len(text)
+        over = len(self._text) - self._next
+        self._text = self._text[: self._next]
+        return len(text) - over
+
+    def finish(self, *, by_model: bool) -> None:
+        """The text ends here, by the model's own will or because it was cut."""
+        if self._at is _SectionAt.PYTHON and by_model and self._python(len(self._text)):
+            self._at = _SectionAt.CLOSED
+        whole = self._at is _SectionAt.JOINT and (by_model or not self._form.end)
+        self._at = _SectionAt.CLOSED if whole or self.closed else _SectionAt.FAILED
+
+    @property
+    def _again(self) -> int:
+        """Where in what was kept another section may begin: at its last mark, or at what may become one."""
+        mark, text = self._form.begin.strip(), self._text
+        first = self._start or self._opening
+        last = text.rfind(mark, first)
+        if last < 0:
+            sizes = range(min(len(mark) - 1, len(text) - first), 0, -1)
+            last = len(text) - next((size for size in sizes if text.endswith(mark[:size])), 0)
+        return last - (last > first and text[last - 1] == "\n")  # the line break that sets it apart
+
+    def _step(self) -> None:
+        """Go as far as one element; _Wait where what is there does not say yet what it is."""
+        self._steps[self._at](self)
+
+    def _section(self) -> None:
+        form = self._form
+        if form.kind in ("python", "braces"):
+            self._searched, self._at = self._next, _SectionAt.PYTHON
+            return
+        self._in_list = form.listed and self._take("[")  # some write one object without its list
+        self._at = _SectionAt.OPEN
+
+    def _open(self) -> None:
+        form = self._form
+        self._scanner = JsonScanner()
+        if form.kind == "object":
+            self._blank()
+            self._at = _SectionAt.OBJECT
+            return
+        before, _, behind = form.open.partition("{name}")
+        kind = "{id}" if "{id}" in behind else "{index}"
+        behind, numbered, after = behind.partition(kind)
+        stops = [part.strip() for part in (behind, form.key[0], form.end) if part.strip()]
+        stops += ["\n"] if behind and not behind.strip() else []
+        stops += ["{"] if form.kind == "named" and not stops else []
+        if not self._take(before) or (name := self._until(*stops)) is None or not name.strip():
+            self._fail()
+            return
+        self._take(behind)
+        if numbered and not (self._word(_MADE_UP[kind]) and self._take(after)):
+            self._fail()
+            return
+        self._name, self._members = name.strip(), {}
+        self._at = _SectionAt.ARGUMENTS if form.kind == "named" else _SectionAt.KEY
+
+    def _object(self) -> None:
+        """A whole object: a call's own, or its arguments."""
+        self._next = self._scanner.feed(self._text, self._next)
+        if self._scanner.failed:
+            self._fail()
+        if not self._scanner.done:
+            raise _Wait
+        text = self._scanner.text.strip()
+        own = self._at is _SectionAt.OBJECT
+        call = (
+            call_of(self._usual(self._scanner.members))
+            if own
+            else ParsedCall(self._name, text)
+            if text.startswith("{")
+            else None
+        )
+        self._end_call(call)
+
+    def _usual(self, members: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """The members of a call by the names that `tool_parser` knows."""
+        names = {self._form.named: "name", self._form.arguments: "arguments"}
+        taken = {key for key, _ in members}
+        return [
+            (new if (new := names.get(key, key)) == key or new not in taken else key, value) for key, value in members
+        ]
+
+    def _end_call(self, call: ParsedCall | None) -> None:
+        self._pending, self._at = call, _SectionAt.FAILED if call is None else _SectionAt.CLOSE
+
+    def _tag(self) -> None:
+        """The next argument, or the end of the call."""
+        if self._take(self._form.key[0]):
+            key = self._until(self._form.key[1].partition("{kind}")[0].partition("\n")[0])
+            if key is None or not key.strip() or key.strip() in self._members:
+                self._fail()
+                return
+            self._key, self._at = key.strip(), _SectionAt.VALUE
+        elif self._begins(self._form.close or self._form.end) is None:
+            self._fail()
+        else:
+            given = self._members.items()
+            written = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in given)
+            self._end_call(ParsedCall(self._name, f"{{{written}}}"))
+
+    def _value(self) -> None:
+        """Behind the name of an argument: what else stands before its value."""
+        before, told, behind = self._form.key[1].partition("{kind}")
+        text, other = self._form.words
+        known = self._key not in self._values.get(self._name, ())
+        if told and not self._take(before):
+            self._fail()
+            return
+        if told:
+            word = text if self._begins(text) is not None else other
+            known = word == text
+            if not self._take(word):
+                self._fail()
+                return
+        if not self._take(behind if told else before):
+            self._fail()
+            return
+        if self._form.key[1].endswith("\n"):
+            self._need(1)
+            self._next += self._text[self._next] == "\n"
+        self._scanner = JsonScanner()
+        self._from = self._searched = self._next
+        self._is_text = known
+        self._at = _SectionAt.TEXT_VALUE if known else _SectionAt.JSON_VALUE
+
+    def _json_value(self) -> None:
+        """What should be JSON and is none stays a text."""
+        if not self._scanner.failed:
+            self._next = self._scanner.feed(self._text, self._next)
+        if not self._scanner.failed and not self._scanner.done:
+            raise _Wait
+        if not self._scanner.failed and self._take(self._form.value_end):
+            self._members[self._key], self._at = self._scanner.text.strip(), _SectionAt.KEY
+        else:
+            self._next, self._at = self._from, _SectionAt.TEXT_VALUE
+
+    def _text_value(self) -> None:
+        tag = self._form.value_end.strip()
+        end = self._text.find(tag, self._searched)
+        if end < 0:
+            self._searched = max(self._next, len(self._text) - len(tag) + 1)
+            raise _Wait
+        value = self._text[self._next : end]
+        value = value.removesuffix("\n") if self._form.value_end.startswith("\n") else value
+        written = None if self._is_text else literal(value.strip())
+        self._members[self._key] = written or json.dumps(valid_text(value), ensure_ascii=False)
+        self._next, self._at = end + len(tag), _SectionAt.KEY
+
+    def _close(self) -> None:
+        assert self._pending is not None
+        if not self._take(self._form.close):
+            self._fail()
+            return
+        self._calls.append(self._pending)
+        self._start, self._at = self._next, _SectionAt.JOINT
+
+    def _joint(self) -> None:
+        """Behind a call: another one, or the end of the section."""
+        form = self._form
+        listed = self._in_list and self._take("]")
+        over = listed and not form.end.strip()
+        if over or (form.end.strip() and self._take(form.end)):
+            self._start, self._at = self._next, _SectionAt.CLOSED
+        elif listed or form.single or not self._take(form.joint.strip()):
+            self._fail()
+        else:
+            self._blank()
+            self._need(1)
+            self._at = _SectionAt.OPEN
+
+    def _find_end(self) -> None:
+        """Python's calls, and those in braces, are read where they end."""
+        end = self._text.find(self._form.end, self._searched)
+        if end < 0:
+            self._searched = max(self._next, len(self._text) - len(self._form.end) + 1)
+            raise _Wait
+        if self._python(end):
+            self._next = self._start = end + len(self._form.end)
+            self._at = _SectionAt.CLOSED
+            return
+        self._ends += 1
+        self._searched = end + 1
+        if self._ends == MAX_ENDS:
+            self._fail()
+
+    def _python(self, end: int) -> bool:
+        text = self._text[self._next : end]
+        if self._form.kind == "braces":
+            call = brace_call(text, self._form.value_end, self._form.open.partition("{name}")[0])
+            calls = None if call is None else [call]
+        else:
+            calls = python_calls(text)
+        self._calls += calls or []
+        if calls:
+            self._start = end
+        return calls is not None
+
+    # ------------------------------------------------------------------------------------------------ small steps
+
+    def _fail(self) -> None:
+        self._at = _SectionAt.FAILED
+
+    def _need(self, count: int) -> None:
+        if len(self._text) < self._next + count:
+            raise _Wait
+
+    def _blank(self) -> None:
+        found = _BLANK.match(self._text, self._next)
+        self._next = found.end() if found else self._next
+
+    def _begins(self, wanted: str) -> int | None:
+        """Behind which place a text stands that comes next, any white space before its words; None where none does."""
+        at = self._next
+        for word in wanted.split():
+            found = _BLANK.match(self._text, at)
+            at = found.end() if found else at
+            there = self._text[at : at + len(word)]
+            if there != word:
+                if word.startswith(there) and at + len(there) == len(self._text):
+                    raise _Wait
+                return None
+            at += len(word)
+        return at
+
+    def _take(self, wanted: str) -> bool:
+        """Go behind a text that comes next."""
+        if (at := self._begins(wanted)) is None:
+            return False
+        self._next = at
+        return True
+
+    def _word(self, pattern: re.Pattern[str]) -> bool:
+        """Go behind a number or the like."""
+        found = pattern.match(self._text, self._next)
+        assert found is not None
+        if found.end() == len(self._text):
+            raise _Wait
+        self._next = found.end()
+        return bool(found.group())
+
+    def _until(self, *stops: str) -> str | None:
+        """What stands before the first of some texts, which is near; None where none is."""
+        area = self._text[self._next : self._next + MAX_NAME]
+        places = [at for stop in stops if (at := area.find(stop)) >= 0]
+        if not places:
+            if len(area) == MAX_NAME:
+                return None
+            raise _Wait
+        end = min(places)
+        self._next += end
+        return area[:end]
+
+    _steps: ClassVar = {
+        _SectionAt.SECTION: _section,
+        _SectionAt.OPEN: _open,
+        _SectionAt.OBJECT: _object,
+        _SectionAt.ARGUMENTS: _object,
+        _SectionAt.KEY: _tag,
+        _SectionAt.VALUE: _value,
+        _SectionAt.JSON_VALUE: _json_value,
+        _SectionAt.TEXT_VALUE: _text_value,
+        _SectionAt.CLOSE: _close,
+        _SectionAt.JOINT: _joint,
+        _SectionAt.PYTHON: _find_end,
+    }

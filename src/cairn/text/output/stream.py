@@ -1,0 +1,261 @@
+"""One choice's tokens -> deltas: detokenizer, then splitter, then stop strings.
+
+    tokens -> text (`detokenizer`) -> content | reasoning | tool calls (`output_parser`) -> content to a stop (`stops`)
+
+Stop strings are looked for in content only: reasoning and the JSON of a tool call are not what a caller means by
+"stop at". The same steps serve streams and whole answers, so both give the same text.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+from cairn.text.output.output_parser import all_markers, markers, splitter
+from cairn.text.output.pieces import Piece
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.outputs import Delta, FinishReason, ToolCallDelta
+from cairn.types.request import Request
+
+
+class StopScanner:
+    """Cuts a stream of text at the stop string that is completed first; of several, at the one that began first.
+
+    Text that could still become a stop string is held back, so what is shown does not depend on how the stream was
+    cut into pieces. At most one stop string's length is held and searched again for a piece. Control tokens may be
+    part of a stop string: their text is looked at, and never shown.
+    """
+
+    __slots__ = ("_held", "_hidden", "_stops", "hit")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self._hidden: list[tuple[int, int]] = []
+        """Where in the text held back control tokens are."""
+        self.hit = False
+        """Whether a stop string was found; everything after it is dropped."""
+
+    def push(self, text: str, *, hidden: bool = False) -> str:
+        """What may be shown now. `hidden`: the text is that of a control token, which is not shown."""
+        if self.hit:
+            return ""
+        if hidden:
+            self._hidden.append((len(self._held), len(self._held) + len(text)))
+        if self._held:
+            text = self._held + text
+        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        self.hit = bool(found)
+        keep = min(found)[1] if found else self._start_of_partial(text)
+        self._held = "" if found else text[keep:]
+        return self._shown(text, keep)
+
+    def release(self) -> str:
+        """Text held back; it is shown after all because nothing follows, or because stops do not count here."""
+        held, self._held = self._held, ""
+        return self._shown(held, len(held))
+
+    def _shown(self, text: str, end: int) -> str:
+        """The part of `text` before `end` that is shown; the rest is what is held."""
+        if not self._hidden:
+            return text[:end]
+        pieces, at = [], 0
+        for start, stop in self._hidden:
+            pieces.append(text[at : min(start, end)])
+            at = min(stop, end)
+        self._hidden = [(max(start - end, 0), stop - end) for start, stop in self._hidden if stop > end]
+        return "".join([*pieces, text[at:end]])
+
+    def _start_of_partial(self, text: str) -> int:
+        """Where the longest end of `text` begins that is the beginning of a stop string; len(text) if there is none."""
+        first = len(text)
+        for stop in self._stops:
+            start = text.find(stop[0], max(len(text) - len(stop) + 1, 0), first)
+            while start >= 0 and not stop.startswith(text[start:]):
+                start = text.find(stop[0], start + 1, first)
+            if start >= 0:
+                first = start
+        return first
+
+
+_ORDER = {"reasoning": 0, "text": 1}
+
+
+def hidden_controls(tokenizer: Tokenizer) -> dict[str, int]:
+    """Text -> id of the control tokens that are never shown, so that as a stop text each is a stop token too."""
+    hidden, shown = tokenizer.special_ids | tokenizer.end_ids, all_markers(tokenizer.token_id)
+    return {text: i for text, i in tokenizer.controls.ids.items() if i in hidden and text not in shown}
+
+
+class TextStream:
+    """What one request says. Tokens in `request.generated` are part of its text but are not reported again."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+        output = request.output
+        formats = output.reasoning or output.tools
+        spelt = {*markers(output), *(all_markers(tokenizer.token_id) if request.grammar else ())}
+        kept = {i for tag in spelt if (i := tokenizer.token_id(tag)) is not None}
+        ends = tokenizer.control_ids.intersection(request.sampling.stop_token_ids)
+        skip = (tokenizer.special_ids | ends) - kept
+        self._detokenizer = tokenizer.detokenizer(skip=skip, after=request.prompt if output.continues else ())
+        self._splitter = splitter(output, request.id, request.choice) if formats else None
+        self._stops = StopScanner(request.stop) if request.stop else None
+        self._stop_tokens = {
+            i: text
+            for stop in request.stop
+            for start, end in tokenizer.controls.find(stop)
+            if (i := tokenizer.controls.ids[text := stop[start:end]]) in skip
+        }
+        """Control tokens in stop strings that are no text."""
+        self._in_content = not output.reasoning_open
+        self._unstoppable = request.sampling.min_tokens
+        self.tokens: list[int] = []
+        """Every token that counts: those after the one that completed a stop string do not."""
+        self.before: list[Delta] = []
+        """What `request.generated` says."""
+        if request.generated:
+            self.before = self.push(request.generated)
+            self._unstoppable -= len(self.tokens)
+            self.tokens = []
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was hit, or the only call is complete: the generation is over, further tokens are ignored."""
+        return (self._stops is not None and self._stops.hit) or (self._splitter is not None and self._splitter.over)
+
+    @property
+    def unread_call(self) -> bool:
+        """Something began as a call of a tool does and could not be read as one: it is content."""
+        return self._splitter is not None and self._splitter.unread
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens that count."""
+        return len(self.tokens)
+
+    def push(self, tokens: Sequence[int]) -> list[Delta]:
+        """Take new tokens; at least one delta comes back for tokens that count.
+
+        The first delta carries the tokens, also where their text is held back or dropped.
+        """
+        if self._splitter is None and self._stops is None:
+            self.tokens += tokens
+            return [Delta(text=self._detokenizer.push(tokens), tokens=tuple(tokens))]
+        pieces: list[Piece] = []
+        counted = len(self.tokens)
+        for token in tokens:
+            if self.stopped:
+                break
+            self.tokens.append(token)
+            unseen = self._stop_tokens.get(token, "") if len(self.tokens) > self._unstoppable else ""
+            said = self._detokenizer.push((token,))
+            split = self._split(said + self._detokenizer.flush() if unseen else said)
+            pieces += self._visible(split)
+            if split:
+                self._in_content = self._is_content(split)
+            if unseen and not self.stopped:
+                pieces += self._unseen(unseen)
+        counted = len(self.tokens) - counted
+        return _deltas(pieces, tuple(tokens[:counted]))
+
+    def finish(self, reason: FinishReason) -> tuple[list[Delta], FinishReason]:
+        """The generation ended: the text still held back, and the reason as a caller is to see it.
+
+        STOP becomes TOOL_CALLS if a complete tool call came out. A stop string in the last text turns LENGTH into STOP.
+        """
+        pieces: list[Piece] = []
+        if not self.stopped:
+            pieces = self._split(self._detokenizer.flush())
+            if self._splitter is not None:
+                pieces += self._splitter.finish(by_model=reason is FinishReason.STOP)
+            pieces = self._visible(pieces)
+            if self._stops is not None and (held := self._stops.release()):
+                pieces.append(("text", held))
+        if self.stopped and reason is FinishReason.LENGTH:
+            reason = FinishReason.STOP
+        if reason is FinishReason.STOP and self._splitter is not None and self._splitter.complete_calls:
+            reason = FinishReason.TOOL_CALLS
+        return _deltas(pieces, ()), reason
+
+    @staticmethod
+    def _is_content(pieces: list[Piece]) -> bool:
+        return not isinstance(pieces[-1], ToolCallDelta) and pieces[-1][0] == "text"
+
+    def _split(self, text: str) -> list[Piece]:
+        if not text:
+            return []
+        return [("text", text)] if self._splitter is None else self._splitter.push(text)
+
+    def _unseen(self, text: str) -> list[Piece]:
+        """Look for stop strings in the text of a control token, where content is.
+
+        What was said stands before it, held back or not: if the token completes a stop, the answer ends here as if the
+        model had ended it. If not, what is held back in order to be told from a call goes on.
+        """
+        before = self._stops, self._splitter
+        self._stops = copy.deepcopy(self._stops)
+        split: list[Piece] = []
+        if self._splitter is not None:
+            self._splitter = self._splitter.copy()
+            split = self._splitter.finish(by_model=True)
+        pieces = self._visible(split)
+        if self._stops is not None and (self._is_content(split) if split else self._in_content):
+            pieces += self._hidden(text)
+            if self.stopped:
+                return pieces
+        self._stops, self._splitter = before
+        if not self._in_content or (self._splitter is not None and self._splitter.may_call):
+            return []
+        pieces = [] if self._splitter is None else self._visible(self._splitter.release())
+        return pieces + self._hidden(text)
+
+    def _hidden(self, text: str) -> list[Piece]:
+        shown = "" if self._stops is None else self._stops.push(text, hidden=True)
+        return [("text", shown)] if shown else []
+
+    def _visible(self, pieces: list[Piece]) -> list[Piece]:
+        """Apply stop strings to content; whatever follows a stop is dropped."""
+        stops = self._stops
+        if stops is None:
+            return pieces
+        seen: list[Piece] = []
+        for piece in pieces:
+            if stops.hit:
+                break
+            if isinstance(piece, ToolCallDelta) or piece[0] != "text":
+                # A stop string does not reach across what is no content.
+                text, after = stops.release(), [piece]
+            elif len(self.tokens) <= self._unstoppable:
+                text, after = piece[1], []
+            else:
+                text, after = stops.push(piece[1]), []
+            if text:
+                seen.append(("text", text))
+            seen += after
+        return seen
+
+
+def _deltas(pieces: list[Piece], tokens: tuple[int, ...]) -> list[Delta]:
+    """Make as few deltas as keep the order: one holds reasoning, then text, then tool calls."""
+    deltas: list[Delta] = []
+    texts = ["", ""]
+    calls: list[ToolCallDelta] = []
+    highest = 0
+
+    def close() -> None:
+        nonlocal texts, calls, highest, tokens
+        if any(texts) or calls or tokens:
+            deltas.append(Delta(text=texts[1], reasoning=texts[0], tool_calls=tuple(calls), tokens=tokens))
+        texts, calls, highest, tokens = ["", ""], [], 0, ()
+
+    for piece in pieces:
+        rank = 2 if isinstance(piece, ToolCallDelta) else _ORDER[piece[0]]
+        if rank < highest:
+            close()
+        highest = rank
+        if isinstance(piece, ToolCallDelta):
+            calls.append(piece)
+        else:
+            texts[rank] += piece[1]
+    close()
+    return deltas

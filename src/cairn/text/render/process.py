@@ -1,0 +1,266 @@
+"""The process in which chat templates are rendered and grammars compiled; run as `python -m cairn.text.render.process`.
+
+A template is a program from a model file. It runs here, in jinja2's immutable sandbox, with a bound on memory and on
+processor time, so that a bomb costs its own request and this process and nothing else. The time is the process's own,
+so a busy machine makes nothing too slow: the system ends the process by SIGPROF when it has had enough, whatever it is
+doing. The parent talks over file descriptor 0, a socket; the process ends when that closes. It
+imports as little as it can: it is started with every server and again after every kill.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jinja2
+import msgspec
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from cairn.text.grammar.grammar import GrammarError, checked
+from cairn.text.render.render_wire import (
+    GRAMMAR_MEMORY,
+    GRAMMAR_SECONDS,
+    MAX_FRAME,
+    Compile,
+    Job,
+    Rendered,
+    Setup,
+    frame,
+)
+
+MEMORY = 48 << 20
+"""Bytes of address space that rendering may add, beside `MEMORY_FACTOR` times the size of the job itself."""
+MEMORY_FACTOR = 16
+KEPT = 32 << 20
+"""Bytes of address space that a grammar may leave behind; past that the process is replaced."""
+COMPILE_SECONDS = 5.0
+"""Most seconds of processor time to compile a model's templates; past that the process ends."""
+
+
+class TemplateRaised(jinja2.TemplateError):
+    """The template called `raise_exception`."""
+
+
+class _Generation(Extension):
+    """`{% generation %}`: marks what the assistant wrote, for training; here its body is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as an instance attribute)
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@jinja2.pass_context
+def _as_it_is(_: jinja2.runtime.Context, value: object) -> object:
+    """What jinja2 does with a value before it prints it: nothing. Because this takes the context, and optimizing is
+    off, compiling computes no constant expression, and so no bomb goes off before a job's bounds are set."""
+    return value
+
+
+class _Functions(list[Any]):
+    """Tools as `functions`: printed as JSON, which some templates do with them; others walk through them."""
+
+    def __str__(self) -> str:
+        return json.dumps(list(self), ensure_ascii=False, indent=4)
+
+
+def environment(marks: Callable[[], str] = str, now: Callable[[], float] = time.time) -> ImmutableSandboxedEnvironment:
+    """jinja2 as chat templates of the Hugging Face hub expect it (transformers, "Writing a chat template").
+
+    `marks` tells the characters that JSON escapes must not hide, `now` the seconds since 1970.
+    """
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        for mark in marks() if ensure_ascii else "":
+            text = re.sub(rf"(?<!\\)((?:\\\\)*)\\u{ord(mark):04x}", rf"\1{mark}", text)
+        return text
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateRaised(message)
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        optimized=False,
+        finalize=_as_it_is,
+        extensions=[_Generation, "jinja2.ext.loopcontrols"],
+    )
+    made.filters["tojson"] = tojson
+    made.globals["raise_exception"] = raise_exception
+    made.globals["strftime_now"] = lambda pattern: datetime.datetime.fromtimestamp(now()).strftime(pattern)
+    return made
+
+
+def receive(channel: socket.socket) -> bytes | None:
+    """One frame's content; None at the end of the stream or before a frame that is too long."""
+    head = _exactly(channel, 4)
+    size = int.from_bytes(head, "little") if head is not None else MAX_FRAME + 1
+    return _exactly(channel, size) if size <= MAX_FRAME else None
+
+
+def _exactly(channel: socket.socket, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        piece = channel.recv(min(size - len(data), 1 << 20))
+        if not piece:
+            return None
+        data += piece
+    return bytes(data)
+
+
+def _sentence(error: BaseException) -> str:
+    """Why a template failed, in one line and without a word of the prompt beyond what the template itself says."""
+    if isinstance(error, TemplateRaised):
+        return f"the chat template refuses these messages: {error.message}"
+    if isinstance(error, MemoryError):
+        return "the chat template needs too much memory for these messages"
+    if isinstance(error, RecursionError):
+        return "the chat template nests too deeply for these messages"
+    line = " ".join(str(error).split())[:300]
+    return f"the chat template cannot render these messages: {line or type(error).__name__}"
+
+
+def _memory_in_use() -> int | None:
+    """Address space in bytes; None where the system does not tell."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
+
+
+def cpu_seconds() -> float:
+    """Processor time of this process. `time.process_time` stands still between two ticks of the system while a timer of
+    processor time runs (Linux), and so long a template may take."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+class _Room:
+    """Renders jobs. One `Setup`, then any number of jobs."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._marks = ""
+        self._now = 0.0
+        self._timeout = setup.timeout
+        self._environment = environment(lambda: self._marks, lambda: self._now)
+        self._variables = setup.variables
+        self._base = _memory_in_use()
+        self._bound(MEMORY)
+        signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)
+        self._templates = {name: self._environment.from_string(text) for name, text in setup.templates.items()}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        self._base = _memory_in_use()
+
+    def render(self, job: Job, size: int) -> Rendered:
+        """`size` is the length of the job's frame in bytes. Raises MemoryError past the bound."""
+        began = cpu_seconds()
+        self._marks = job.marks
+        self._now = job.now
+        self._bound(MEMORY + MEMORY_FACTOR * size)
+        signal.setitimer(signal.ITIMER_PROF, self._timeout)
+        try:
+            template = self._templates[job.template]
+            payload = json.loads(job.payload)
+            variables = {**self._variables, **payload["variables"]}
+            if "functions" in variables:
+                variables["functions"] = _Functions(variables["functions"])
+            texts = [
+                template.render({**variables, "messages": messages, "add_generation_prompt": True})
+                for messages in payload["messages"]
+            ]
+            return Rendered(texts=texts, seconds=cpu_seconds() - began)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def compile(self, job: Compile) -> Rendered:
+        """The grammar of an answer. What is wrong with it is said in `error`; raises MemoryError past the bound."""
+        began = cpu_seconds()
+        import llguidance  # noqa: F401  with no bound: what it takes stays
+
+        self._base = before = _memory_in_use()
+        self._bound(GRAMMAR_MEMORY)
+        signal.setitimer(signal.ITIMER_PROF, GRAMMAR_SECONDS)
+        try:
+            texts, error = [checked(job.shape)], ""
+        except GrammarError as wrong:
+            texts, error = [], str(wrong)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        self._base = after = _memory_in_use()
+        last = before is not None and after is not None and after - before > KEPT
+        return Rendered(texts=texts, error=error, last=last, seconds=cpu_seconds() - began)
+
+    def _bound(self, extra: int) -> None:
+        if self._base is not None:
+            _, hard = resource.getrlimit(resource.RLIMIT_AS)
+            limit = self._base + extra
+            resource.setrlimit(
+                resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
+            )
+
+
+def main() -> None:
+    """Serve the parent until it closes the socket or a job went out of bounds."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides: it closes the socket or kills
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    channel = socket.socket(fileno=0)
+    channel.sendall(frame(Rendered()))
+    data = receive(channel)
+    if data is None:
+        return
+    try:
+        room = _Room(msgspec.msgpack.decode(data, type=Setup))
+    except jinja2.TemplateSyntaxError as error:
+        channel.sendall(frame(Rendered(error=f"line {error.lineno}: {error.message}")))
+        return
+    except (MemoryError, RecursionError):
+        channel.sendall(frame(Rendered(error="it takes too much to compile")))
+        return
+    channel.sendall(frame(Rendered()))
+    while (data := receive(channel)) is not None:
+        size = len(data)
+        job = msgspec.msgpack.decode(data, type=Job | Compile)
+        del data
+        spent = False
+        try:
+            found = room.compile(job) if isinstance(job, Compile) else room.render(job, size)
+            answer = frame(found)
+        except Exception as error:
+            spent = isinstance(error, MemoryError)
+            found = Rendered(error=_sentence(error))
+            answer = b"" if spent else frame(found)
+        if spent:
+            # Give the memory back before anything else is built; the parent starts a fresh process.
+            del job
+            channel.sendall(frame(Rendered(error=_sentence(MemoryError()), last=True)))
+            return
+        channel.sendall(answer)
+        if found.last:
+            return
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)

@@ -1,0 +1,167 @@
+"""The narrow waist: above it policy (who runs, what is cached), below it arithmetic.
+
+It carries token ids, block ids, pages and hidden states, and nothing else. An engine keeps no per-request state: a
+`Row` says everything about its request, so aborting one means no longer naming its row, and no state can go stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from cairn.types.layer_spec import CacheGroup
+from cairn.types.outputs import TokenLogprob
+from cairn.types.request import Want
+from cairn.types.sampling_params import SamplingParams
+
+T_co = TypeVar("T_co", covariant=True)
+
+NOT_FINITE = "the model gave numbers that are not finite"
+"""What is wrong with a row of which a hidden state is wanted."""
+NO_BLOCK = -1
+"""An entry of a window or state group's table: a block that the window has passed, or where no state is kept."""
+
+
+class Pending(Protocol, Generic[T_co]):
+    """Work that was started. Overlap is when you wait, not a second loop."""
+
+    def wait(self) -> T_co:
+        """Block until it is done; raises what the work raised."""
+        ...
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A run of positions of one sequence: compute `tokens[start:end]`, reading and writing KV through `tables`.
+
+    The KV of positions before `start` is already in the tables' blocks. Position p of group g lives in slot
+    p % block_tokens of block tables[g][p // block_tokens]; each table covers at least `end` positions.
+
+    A block of a state group holds the state after the last computed position of its own. A row begins with the one at
+    tables[g][(start - 1) // block_tokens], or with zeros at 0, and leaves one at tables[g][(end - 1) // block_tokens].
+    Wherever else it fills a block, it leaves the state there if the table has one; other entries are ignored.
+    """
+
+    tokens: Sequence[int]
+    """Every token of the sequence known so far: the prompt, then what was sampled. Not to be kept or changed."""
+    start: int
+    end: int
+    tables: tuple[Sequence[int], ...]
+    logits_from: int | None
+    """First position whose logits are wanted; None in the middle of a prompt.
+
+    Logits at p < len(tokens) - 1 give the log-probability of tokens[p + 1] (`RowResult.prompt_logprobs`); logits at
+    p == len(tokens) - 1 sample the next token. So a row samples exactly if it wants logits and end == len(tokens).
+    """
+    prompt_len: int
+    """Length of the original prompt: where `min_tokens` and the presence and frequency penalties start to count."""
+    sampling: SamplingParams
+    choice: int
+    want: Want = "token"
+    """`hidden`: the row gives a state in the place of a token, where it wants logits: that of position end - 1 after
+    the model's last norm; of an encoder, whose row is a whole text, its pooled states, or what a head makes of them."""
+    second: int = 0
+    """Where the second of two texts begins that have types of their own; 0: there is one."""
+    mu: float = 0.0
+    """Mirostat's state, of a row that samples by it."""
+    mask: Pending[bytes] | None = None
+    """Which tokens may come next, where a row samples under a grammar: bit t % 8 of byte t // 8 for token t, in whole
+    words of 4 bytes. It may be computed beside the step. Empty where the grammar cannot be followed any further."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step samples the token after this row."""
+        return self.logits_from is not None and self.end == len(self.tokens)
+
+
+class RowResult(msgspec.Struct, frozen=True):
+    """What a step made of one row. At most one of `token`, `hidden` and `error` is set."""
+
+    token: int | None = None
+    logprob: TokenLogprob | None = None
+    """That of the sampled token; set if `sampling.logprobs`."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    error: str = ""
+    """This row alone failed, for instance with non-finite logits."""
+    hidden: bytes = b""
+    """float32, of a row that wants that."""
+    mu: float | None = None
+    """Mirostat's state after `token`, of a row that samples by it."""
+
+
+class Ready(Generic[T_co]):
+    """Work that is already done: what a synchronous engine returns."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: T_co) -> None:
+        self._value = value
+
+    def wait(self) -> T_co:
+        """The value, at once."""
+        return self._value
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the layers above need to know of a loaded engine."""
+
+    groups: tuple[CacheGroup, ...]
+    blocks: tuple[int, ...]
+    """Blocks in the pool of each group."""
+    block_tokens: int
+    block_bytes: tuple[int, ...]
+    """Bytes of one block of each group: the size of a page."""
+    context: int
+    """Longest sequence in tokens: the model's limit or the configured one, whichever is less."""
+    vocab: int
+    max_rows: int
+    """Most rows in one call."""
+    max_tokens: int
+    """Most tokens in one call, all rows together."""
+    identity: bytes
+    """Root of every KV key: changes with anything that could change a number (weights, dtype, kernels, layout)."""
+    device: str
+    note: str = ""
+    """What loading did to the model's numbers, if anything: a sentence for the log."""
+    kv_dtype: str = "float32"
+    """Type of a page's numbers: float32, bfloat16 or float16 (numpy's names)."""
+    generates: bool = True
+    """False for an encoder: it has no groups, and `embed` is all that it can do."""
+
+
+class Engine(Protocol):
+    """Implementations: `engine.cpu`, `engine.encoder`, `engine.fake`. One thread calls; a call that raises leaves the
+    KV of its own rows undefined and everything else as it was."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What was loaded; constant."""
+        ...
+
+    def prefill(self, rows: Sequence[Row]) -> Pending[list[RowResult]]:
+        """One step over rows of any length, one-token rows included: the weights are streamed once."""
+        ...
+
+    def decode(self, rows: Sequence[Row]) -> Pending[list[RowResult]]:
+        """`prefill` for rows of exactly one token each: a static shape."""
+        ...
+
+    def embed(self, rows: Sequence[Row]) -> Pending[list[RowResult]]:
+        """`prefill` for rows that all want hidden states. An encoder's rows are whole texts without tables: what it
+        gives for one is the same bit for bit whatever stands beside it."""
+        ...
+
+    def read_blocks(self, group: int, ids: Sequence[int]) -> Pending[list[memoryview]]:
+        """Pages of a group's blocks, `block_bytes[group]` bytes each; views on the CPU, valid until the next call."""
+        ...
+
+    def write_blocks(self, group: int, ids: Sequence[int], pages: Sequence[memoryview]) -> Pending[None]:
+        """Fill blocks with pages that `read_blocks` gave, here or in another process with the same identity."""
+        ...
+
+    def close(self) -> None:
+        """Give threads and memory back. No call follows."""
+        ...

@@ -1,0 +1,115 @@
+"""`cairn cache check-codec`: load a model, compare a codec with `raw` on it, and remember that where the KV lies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+import cairn
+from cairn.config.config import Config
+from cairn.config.paths import expanded, with_folder
+from cairn.kv.disk.codec import Q8, state_groups
+from cairn.kv.disk.codec_check import POSITIONS, Comparison, compare, remember
+from cairn.kv.disk.folder import open_folder
+from cairn.models.hub.hub import locate
+from cairn.models.spec.config import check_decodes, load_spec
+from cairn.system.interfaces import Clock, FileSystem
+from cairn.text.chat.templates import load_text
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.block_size import CHUNK_BLOCKS
+from cairn.types.errors import ConfigError
+from cairn.types.model_spec import ModelSpec
+from cairn.types.step import Engine
+from cairn.worker.stores import keyed
+
+_CONTEXT = 2048
+_STEP = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a check found."""
+
+    model: str
+    folder: Path
+    """The store that remembers it."""
+    found: Comparison
+    raw_bytes: int
+    """What one token's KV takes as it is, all groups together."""
+    bytes: int
+
+
+def check_codec(config: Config, files: FileSystem, clock: Clock, env: Mapping[str, str], text: Path | None) -> Checked:
+    """Compare `q8` with `raw` over the first 2,000 tokens of a text; by default, of Cairn's own source.
+
+    Raises `ConfigError` for a text that is too short and a folder that is no store, `Conflict` where a server has the
+    store open, `ModelError`, and `OSError` where what was found cannot be written.
+    """
+    folder = locate(config.model, dict(env))
+    tokens = _tokens(load_text(folder, config.tokenizer)[0], text)
+    store = _store(config, env)
+    lock = open_folder(files, store, clock, fresh=config.kv_fresh, patience=5.0, sleep=time.sleep)
+    try:
+        spec, engine = _load(config, folder)
+        try:
+            codec = _codec(spec, engine)
+            found = compare(engine, codec, tokens)
+            info = keyed(engine.info, codec.name)
+        finally:
+            engine.close()
+        remember(files, store, info.identity, found)
+    finally:
+        lock.release()
+    chunk = CHUNK_BLOCKS * info.block_tokens
+    kept = [group for group in range(len(info.groups)) if group not in state_groups(info.groups)]
+    return Checked(
+        model=config.served_name or spec.name,
+        folder=store,
+        found=found,
+        raw_bytes=sum(info.block_bytes[group] for group in kept) // info.block_tokens,
+        bytes=sum(codec.size(group) for group in kept) // chunk,
+    )
+
+
+def _store(config: Config, env: Mapping[str, str]) -> Path:
+    named = with_folder(msgspec.structs.replace(config, kv_disk=True), env).kv_dir
+    assert named is not None  # a server always has one
+    return expanded(named).absolute()
+
+
+def _load(config: Config, folder: Path) -> tuple[ModelSpec, Engine]:
+    """The model with room for one short sequence. None of what is changed here changes a number."""
+    from cairn.engine.device import load_engine
+
+    context = min(check_decodes(load_spec(folder, identify=False)).context, config.context or _CONTEXT, _CONTEXT)
+    small = msgspec.structs.replace(config, context=context, max_running=1, step_tokens=_STEP, kv_gb=None)
+    return load_engine(small, folder)
+
+
+def _codec(spec: ModelSpec, engine: Engine) -> Q8:
+    try:
+        return Q8(engine.info.block_bytes, spec.head_dims, engine.info.kv_dtype, state_groups(engine.info.groups))
+    except ValueError as error:
+        raise ConfigError(f"q8 cannot hold the KV of {spec.name}: {error}", field="kv_codec") from error
+
+
+def _tokens(tokenizer: Tokenizer, text: Path | None) -> list[int]:
+    """The first 2,001 of them: one more than is foretold."""
+    if text is None:
+        sources = sorted((Path(cairn.__file__).parent / "entrypoints").glob("*.py"))
+        said = "\n".join(source.read_text(encoding="utf-8") for source in sources)
+    else:
+        try:
+            said = text.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--text: {text} is no text that can be read: {error}") from error
+    tokens = tokenizer.encode_prompt(said, special=False)
+    if len(tokens) <= POSITIONS:
+        raise ConfigError(
+            f"--text: {text or 'the text'} has {len(tokens):,} tokens of this model; a check needs {POSITIONS + 1:,}"
+        )
+    return tokens[: POSITIONS + 1]

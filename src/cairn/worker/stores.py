@@ -1,0 +1,139 @@
+"""The stores below a worker's pool, as its options say."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from cairn.config.config import Config
+from cairn.config.paths import expanded, users_folder
+from cairn.kv.disk.codec import Codec, open_codec, state_groups
+from cairn.kv.disk.codec_check import recall
+from cairn.kv.disk.folder import OF_MODELS, held
+from cairn.kv.disk.layout import Layout
+from cairn.kv.disk.model_folders import places
+from cairn.kv.disk.store import DiskStore
+from cairn.kv.pool.prefix import numerics
+from cairn.kv.pool.sequence_kv import TierName
+from cairn.kv.ram import RamStore
+from cairn.kv.tiers.store import Store
+from cairn.system.interfaces import Clock, FileSystem
+from cairn.types.errors import ConfigError, Conflict
+from cairn.types.model_spec import ModelSpec
+from cairn.types.step import EngineInfo
+
+GB = 10**9
+PATIENCE = 5.0
+"""Seconds that a process on its way out may hold a folder."""
+MOST_AHEAD = 1 << 30
+"""Bytes of the KV pool whose memory is taken while the model loads, at most."""
+
+
+def stored_bytes(config: Config, files: FileSystem) -> int:
+    """Bytes of KV, of any model, that the folder may have to bring up; at most as many as memory is taken for ahead,
+    and 0 in any doubt."""
+    if config.kv_dir is None or not config.kv_disk or config.kv_load == "never":
+        return 0
+    home, size = expanded(config.kv_dir).absolute(), 0
+    stores = [home]
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            stores += [home / OF_MODELS / entry.name for entry in files.list(home / OF_MODELS)]
+        for store in stores:
+            with contextlib.suppress(FileNotFoundError):
+                size += held(files, store, MOST_AHEAD - size)
+    except OSError:
+        return 0
+    return size
+
+
+def keyed(info: EngineInfo, codec: str) -> EngineInfo:
+    """What the layers above an engine are told of it, with the codec in every key: see `prefix.numerics`."""
+    return dataclasses.replace(info, identity=numerics(info.identity, codec))
+
+
+def open_stores(
+    config: Config,
+    spec: ModelSpec,
+    info: EngineInfo,
+    clock: Clock,
+    files: FileSystem,
+    env: Mapping[str, str],
+    part: float = 0.0,
+) -> tuple[dict[TierName, Store], str]:
+    """The fastest first, none where no option asks for one; and why there is no disk store although there should be.
+
+    `info` as `keyed`; `part` as of `wire.Load`. Raises `ConfigError` for a folder that is no store of ours, for options
+    that make no sense together and for a codec that loses bits and was not compared with `raw` on this model or agrees
+    too little with it, and `Conflict` where another process holds the folder; but the user's own folder, which nobody
+    named, is then done without. A disk that does not work is no error: see `DiskStore`.
+    """
+    stores: dict[TierName, Store] = {}
+    trouble = ""
+    if config.kv_ram_gb is not None:
+        if info.device == "cpu":
+            raise ConfigError(
+                "kv_ram_gb is for engines whose pool is not in host memory; on the CPU a larger kv_gb does the same",
+                field="kv_ram_gb",
+            )
+        stores["ram"] = RamStore(int(config.kv_ram_gb * GB))
+    if config.kv_dir is not None and config.kv_disk:
+        folder = expanded(config.kv_dir).absolute()
+        try:
+            codec = _codec(config, spec, info, files, folder)
+        except OSError as error:
+            return stores, f"no KV is kept on the disk: what check-codec found cannot be read: {error}"
+        try:
+            possible = places(folder, spec.identity)
+            for place in possible:
+                try:
+                    stores["disk"] = DiskStore(
+                        files,
+                        place,
+                        identity=info.identity,
+                        model=config.served_name or spec.name,
+                        codec=codec,
+                        clock=clock,
+                        budget=None if config.kv_disk_gb is None else int(config.kv_disk_gb * GB),
+                        share=part or 1.0,
+                        ttl=config.kv_ttl or math.inf,
+                        fresh=config.kv_fresh,
+                        home=folder,
+                        layout=Layout(info.block_tokens, info.groups),
+                        patience=PATIENCE,
+                    )
+                    break
+                except Conflict:  # the same model twice: the next to open the usual place takes in the other one
+                    if place == possible[-1]:
+                        raise
+        except (ConfigError, Conflict) as error:
+            if folder != users_folder(env).absolute():
+                raise
+            trouble = f"no KV is kept on the disk: {error}"
+    return stores, trouble
+
+
+def _codec(config: Config, spec: ModelSpec, info: EngineInfo, files: FileSystem, folder: Path) -> Codec:
+    try:
+        codec = open_codec(config.kv_codec, info.block_bytes, spec.head_dims, info.kv_dtype, state_groups(info.groups))
+    except ValueError as error:
+        raise ConfigError(f"kv_codec: q8 cannot hold the KV of {spec.name}: {error}", field="kv_codec") from error
+    if codec.lossless:
+        return codec
+    found = recall(files, folder, info.identity, codec.name)
+    if found is None:
+        # What else is part of the keys: without it another model's numbers would be compared.
+        named = {"kernels": config.kernels, "weights": config.weights, "kv-dtype": config.kv_dtype}
+        flags = "".join(f" --{name} {value}" for name, value in named.items() if value != "auto")
+        raise ConfigError(
+            f"kv_codec: {codec.name} was not compared with raw on this model; run: cairn cache check-codec "
+            f"{shlex.quote(config.model)} --kv-dir {shlex.quote(str(folder))}{flags}",
+            field="kv_codec",
+        )
+    if found.refusal:
+        raise ConfigError(f"kv_codec: {found.refusal}", field="kv_codec")
+    return codec
