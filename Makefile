@@ -117,7 +117,7 @@ prove: .venv/.bench  ## the full figures of docs/reliability.md, at most an hour
 	@$(MAKE) --no-print-directory clients || echo "Other makers' clients cannot be had here: their tests are skipped." >&2
 	$(PYTEST) --prove
 	if [ -x .venv/clients/bin/python ]; then OMP_NUM_THREADS=1 .venv/clients/bin/python -m pytest --prove \
-	  tests/clients tests/api/test_anthropic.py tests/api/test_ollama.py; fi
+	  tests/clients tests/api/anthropic/test_messages.py tests/api/ollama/test_chat.py; fi
 	if [ -d .venv/older ]; then PYTHONPATH=.venv/older OMP_NUM_THREADS=1 .venv/clients/bin/python -m pytest \
 	  tests/clients -k "llama_index or instructor"; fi
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
-from tests.tiny_models import write_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from cairn.config.config import Config
@@ -20,6 +19,7 @@ from cairn.models.spec.config import load_spec
 from cairn.text.tokens.gguf import SPLITS
 from cairn.types.sampling_params import SamplingParams
 from cairn.types.step import Row
+from tests.tiny_models import write_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 120,

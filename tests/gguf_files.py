@@ -12,11 +12,11 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file
-from tests import gguf_recurrent, gguf_uneven
 
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
 from cairn.text.tokens.gguf import BYTE, CONTROL, UNKNOWN, UNUSED, USER
+from tests import gguf_recurrent, gguf_uneven
 
 NAMES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
 NAMES |= {"Qwen3ForCausalLM": "qwen3", "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3"}

@@ -13,7 +13,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
-from tests.recurrent_models import RECURRENT, as_stored
 
 import cairn.engine.cpu
 from cairn.config.config import Config
@@ -26,6 +25,7 @@ from cairn.models.spec.config import load_spec
 from cairn.types.model_spec import ModelSpec
 from cairn.types.sampling_params import SamplingParams
 from cairn.types.step import Row, RowResult
+from tests.recurrent_models import RECURRENT, as_stored
 
 PLAIN: dict[str, Any] = {
     "hidden_size": 48,

@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
-from tests.files import CrashFiles
-
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.agent_service import AgentService, create_agent
 from cairn.agents.archive import Archive
@@ -28,6 +26,7 @@ from cairn.text.chat.prompt import Sampled
 from cairn.text.chat.replay import AnswerIdentity
 from cairn.types.request import Request
 from cairn.types.sampling_params import SamplingParams
+from tests.files import CrashFiles
 
 FOLDER = Path("/agents")
 

@@ -9,10 +9,6 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.files import CrashFiles
-from tests.service.tiny import config, make_model
-from tests.text.text_models import QWEN_TEMPLATE
-
 from cairn.agents.agents import Agents
 from cairn.agents.running_turn import RunningTurn
 from cairn.config.config import Config
@@ -22,6 +18,9 @@ from cairn.system.posix import SystemClock
 from cairn.text.chat.replay import ReplayTable
 from cairn.types.errors import CairnError
 from cairn.types.outputs import Delta, Done
+from tests.files import CrashFiles
+from tests.service.tiny import config, make_model
+from tests.text.text_models import QWEN_TEMPLATE
 
 FOLDER = Path("/agents")
 SALTS = {"default": b"default", "other": b"other"}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from desk import Desk, desk
 
 from cairn.agents.agents import list_agents
 from cairn.agents.replay_records import KEEP_SECONDS
 from cairn.types.errors import NotFound
+from tests.agents.desk import Desk, desk
 
 DAY = 86_400.0
 STEPS = pytest.mark.parametrize("step", [200 * DAY, -200 * DAY])

@@ -16,10 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from house import FOLDER, Draw, House, file_of, hear, house
-from tests.api.process import Served
-from tests.files import CrashFiles, Fault
-from tests.service.tiny import collect, request
 
 from cairn.agents.agents import Agents
 from cairn.agents.log.index import RecordKind
@@ -41,6 +37,10 @@ from cairn.types.errors import (
     NotFound,
     Unavailable,
 )
+from tests.agents.house import FOLDER, Draw, House, file_of, hear, house
+from tests.api.process import Served
+from tests.files import CrashFiles, Fault
+from tests.service.tiny import collect, request
 
 Figure = Callable[[str, str], None]
 

@@ -12,9 +12,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from house import Clock, House, house
-from tests.files import Fault
-from tests.service.tiny import collect, request, until
 
 from cairn.agents import kv, request_contexts
 from cairn.agents.agent_registry import AgentRegistry
@@ -27,6 +24,9 @@ from cairn.text.chat.prompt import Sampled
 from cairn.text.chat.replay import AnswerIdentity
 from cairn.types.errors import Conflict, Unavailable
 from cairn.types.stats import Placed
+from tests.agents.house import Clock, House, house
+from tests.files import Fault
+from tests.service.tiny import collect, request, until
 
 LONG = "A context that is long enough to fill some chunks of sixty-four tokens each. " * 4
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.agents.house import hear, house
-from tests.files import CrashFiles
 
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.archive import Archive
@@ -23,6 +21,8 @@ from cairn.agents.turn_tree import Agent, Turn
 from cairn.system.posix import SystemFiles, SystemRng
 from cairn.types.errors import Damaged, Unavailable
 from cairn.types.sampling_params import SamplingParams
+from tests.agents.house import hear, house
+from tests.files import CrashFiles
 
 MOST = 600
 """Bytes of a turn."""

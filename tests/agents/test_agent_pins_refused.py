@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from house import house
 
 from cairn.agents import kv
 from cairn.kv.disk import state as disk_state
 from cairn.system.posix import SystemFile, SystemFiles
 from cairn.types.errors import Unavailable
+from tests.agents.house import house
 
 LONG = "A context that is long enough to fill some chunks of sixty-four tokens each. " * 4
 

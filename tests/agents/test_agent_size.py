@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from tests.agents.house import house
 
 from cairn.agents import portable
 from cairn.agents.agent_registry import AgentRegistry
@@ -29,6 +28,7 @@ from cairn.agents.turn_tree import Agent, Turn
 from cairn.agents.types import Savings
 from cairn.types.errors import ContextTooLong, InvalidRequest
 from cairn.types.stats import Placed
+from tests.agents.house import house
 
 TURNS = 300
 NOW = 1e9

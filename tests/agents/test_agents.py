@@ -8,8 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from house import FOLDER, GREEDY, Draw, Heard, House, file_of, hear, house
-from tests.files import CrashFiles
 
 from cairn.agents.agent_service import check_id
 from cairn.agents.log.index import RecordKind
@@ -18,6 +16,8 @@ from cairn.agents.log.records import EndRecord, TokensRecord, decode
 from cairn.frontend.requests import SamplingOptions
 from cairn.types.errors import Conflict, ContextTooLong, Damaged, InvalidRequest, NotFound
 from cairn.types.stats import Miss
+from tests.agents.house import FOLDER, GREEDY, Draw, Heard, House, file_of, hear, house
+from tests.files import CrashFiles
 
 SYSTEM = [{"role": "system", "content": "You remember."}]
 

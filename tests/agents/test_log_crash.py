@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
-from tests.files import Crash, CrashFiles, Fault
-from tests.laws import token_log
-from tests.laws.token_log import ERRORS, FOLDER, Draw, Model, Work, crash_everywhere, fault_at, reopen
 
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.log import Log
 from cairn.agents.log.segment import Record
+from tests.files import Crash, CrashFiles, Fault
+from tests.laws import token_log
+from tests.laws.token_log import ERRORS, FOLDER, Draw, Model, Work, crash_everywhere, fault_at, reopen
 
 Figure = Callable[[str, str], None]
 

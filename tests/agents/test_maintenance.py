@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from desk import Desk, desk
-from tests.files import CrashFile, Fault
 
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.log.segment import Record
@@ -18,6 +16,8 @@ from cairn.agents.turn_tree import Agent
 from cairn.types.errors import Unavailable
 from cairn.types.outputs import Done, FinishReason, Usage
 from cairn.types.stats import CacheReport
+from tests.agents.desk import Desk, desk
+from tests.files import CrashFile, Fault
 
 MANY = 150
 DONE = Done(reason=FinishReason.STOP, usage=Usage(prompt_tokens=3, completion_tokens=1), cache=CacheReport())

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.agents.house import Draw, file_of, house
 
 from cairn.agents import portable
 from cairn.agents.archive import Archive
@@ -30,6 +29,7 @@ from cairn.agents.types import Savings
 from cairn.types.errors import CairnError, Conflict, InvalidRequest
 from cairn.types.sampling_params import SamplingParams
 from cairn.types.stats import Miss
+from tests.agents.house import Draw, file_of, house
 
 SYSTEM = [{"role": "system", "content": "You remember."}]
 

@@ -13,9 +13,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from house import FOLDER, House, file_of, hear, house
-from tests.agents.test_portable import forged, with_agent
-from tests.files import Fault
 
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.content import Content
@@ -27,6 +24,9 @@ from cairn.agents.turn_tree import Turn
 from cairn.frontend.requests import SamplingOptions
 from cairn.types.errors import Conflict, Damaged, NotFound, Unavailable
 from cairn.types.outputs import Delta
+from tests.agents.house import FOLDER, House, file_of, hear, house
+from tests.agents.test_portable import forged, with_agent
+from tests.files import Fault
 
 SYSTEM = [{"role": "system", "content": "You remember."}]
 TEXTS = ("the first message", "the second message", "the third message")

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from house import GREEDY, House, house
 
 from cairn.agents import replay_records as replays_module
 from cairn.agents.log.index import RecordKind
@@ -16,6 +15,7 @@ from cairn.frontend.requests import requests
 from cairn.text.chat.prompt import Sampled
 from cairn.text.chat.replay import AnswerIdentity
 from cairn.types.outputs import Delta
+from tests.agents.house import GREEDY, House, house
 
 SAMPLED = Sampled(b"b" * 32, AnswerIdentity(b"v" * 32, "because"), [1, 2, 3], 1)
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from house import GREEDY, House, house
-from tests.agents.test_agent_kv import LONG
 
 from cairn.frontend.service import Service
 from cairn.types.outputs import Done, FinishReason
+from tests.agents.house import GREEDY, House, house
+from tests.agents.test_agent_kv import LONG
 
 
 def listening(at: House, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:

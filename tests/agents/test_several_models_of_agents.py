@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from house import GREEDY, hear
-from tests.service.several import several
-from tests.service.tiny import until
 
 from cairn.agents.agents import Agents
 from cairn.config.config import Config
 from cairn.router.models import Models
 from cairn.system.posix import SystemClock, SystemFiles, SystemRng
 from cairn.types.errors import NotLoaded, Unavailable
+from tests.agents.house import GREEDY, hear
+from tests.service.several import several
+from tests.service.tiny import until
 
 LONG = "tell me of the sea " * 30
 SALTS = {"default": b""}

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tests.agents.house import House, house
-from tests.api.sockets import events, site
 
 from cairn.api.http.auth import salts
 from cairn.config.config import Config
+from tests.agents.house import House, house
+from tests.api.sockets import events, site
 
 
 @contextlib.asynccontextmanager

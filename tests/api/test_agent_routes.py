@@ -14,10 +14,6 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from sockets import Site, request_bytes, site
-from tests.agents.house import House, hear, house, talking_model
-from tests.agents.test_portable import forged, with_agent, with_turn
-from tests.text.walks import accepts
 
 from cairn.agents.agents import Agents
 from cairn.agents.kv import AgentKv
@@ -32,6 +28,10 @@ from cairn.engine.fake import FakeEngine
 from cairn.frontend.requests import SamplingOptions
 from cairn.kv.disk.chunk_file import parse_name
 from cairn.text.grammar.grammar import ToolChoice, Wanted
+from tests.agents.house import House, hear, house, talking_model
+from tests.agents.test_portable import forged, with_agent, with_turn
+from tests.api.sockets import Site, request_bytes, site
+from tests.text.walks import accepts
 
 TURN = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.service.test_requests import SPEC
 
 from cairn.api.lifetime import _announce, elsewhere
 from cairn.config.config import Config
 from cairn.system.posix import SystemNetwork
+from tests.frontend.test_requests import SPEC
 
 
 class House:

@@ -9,15 +9,15 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted import ScriptedService, done
-from sockets import Site, events, site
-from tests.scripted_model import write_scripted
-from tests.service.tiny import make_model, serving
-from tests.text import text_models
 
 from cairn.config.config import Config
 from cairn.frontend.service import Service, names_of
 from cairn.types.outputs import Delta
+from tests.api.scripted import ScriptedService, done
+from tests.api.sockets import Site, events, site
+from tests.scripted_model import write_scripted
+from tests.service.tiny import make_model, serving
+from tests.text import text_models
 
 HI = [{"role": "user", "content": "hi"}]
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}

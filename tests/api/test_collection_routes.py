@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from tests.agents.house import talking_model
 from tests.api.homes import home, plain
 from tests.rag.document_files import docx, paragraph, pdf

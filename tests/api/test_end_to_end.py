@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from process import Served, served
+
+from tests.api.process import Served, served
 
 MESSAGES: Any = [{"role": "user", "content": "Tell me something about a server that keeps what it has computed."}]
 

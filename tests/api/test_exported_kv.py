@@ -12,13 +12,13 @@ import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tests.agents.house import house, talking_model
-from tests.api.sockets import site
 
 from cairn.api.http.auth import salts
 from cairn.config.config import Config, Secret, TenantKeys
 from cairn.kv.disk.portable_kv import MAGIC
 from cairn.kv.disk.store import DiskStore
+from tests.agents.house import house, talking_model
+from tests.api.sockets import site
 
 OCTETS = {"content-type": "application/octet-stream"}
 KEY = {"authorization": "Bearer " + "eve" * 4}

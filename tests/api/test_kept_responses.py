@@ -7,13 +7,13 @@ from typing import Any, get_args
 
 import pytest
 from openai.types.responses import response as types
-from sockets import site
-from test_responses import keeping, kept, post
-from tests.service.tiny import make_model, serving
 
 from cairn.api.chat.cache_diagnosis import Parting, response_diagnostics
 from cairn.api.openai.responses_schemas import ResponseBody
 from cairn.engine.fake import FakeEngine
+from tests.api.openai.test_responses import keeping, kept, post
+from tests.api.sockets import site
+from tests.service.tiny import make_model, serving
 
 GRAMMAR = {"type": "grammar", "syntax": "regex", "definition": "[a-z]+"}
 TOOLS = [

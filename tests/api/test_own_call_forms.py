@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sockets import events, site
-from tests.scripted_model import write_scripted
-from tests.text.call_templates import FURTHER, template
 
 from cairn.config.config import Config
 from cairn.frontend.service import Service
+from tests.api.sockets import events, site
+from tests.scripted_model import write_scripted
+from tests.text.call_templates import FURTHER, template
 
 CONTROL = 3
 F = {

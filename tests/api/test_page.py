@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
-from scripted import ScriptedService
-from sockets import site
 
 from cairn.api.app import build_app
 from cairn.api.page import FOLDER, KINDS
 from cairn.config.config import Config, Secret
+from tests.api.scripted import ScriptedService
+from tests.api.sockets import site
 
 FILES = sorted(path for path in FOLDER.iterdir() if path.is_file())
 TEXT = {path.name: path.read_text() for path in FILES}

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sockets import Site, events, site
-from tests.scripted_model import write_scripted
-from tests.text.walks import accepts
 
 from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.text.chat.prompt import Chat
 from cairn.text.grammar.grammar import Shape, Structure, checked
+from tests.api.sockets import Site, events, site
+from tests.scripted_model import write_scripted
+from tests.text.walks import accepts
 
 CONTROL = 3
 HARMONY = (

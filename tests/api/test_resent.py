@@ -16,8 +16,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from process import Served, free_port
+
 from tests.agents.house import talking_model
+from tests.api.process import Served, free_port
 from tests.service.tiny import CONTROLS
 
 CHUNK = 64

@@ -21,9 +21,6 @@ from typing import Any
 
 import httpx
 import pytest
-from process import FOLDERS, Served, alive, free_port, served
-from scripted import ScriptedService, done
-from sockets import answer, events, request_bytes
 
 from cairn.agents.log.log import Log
 from cairn.api import lifetime, server
@@ -39,6 +36,9 @@ from cairn.router.served_model import served_models
 from cairn.system.posix import SystemFile, SystemFiles
 from cairn.types.errors import ConfigError, ModelFileError, Unavailable
 from cairn.types.outputs import Delta
+from tests.api.process import FOLDERS, Served, alive, free_port, served
+from tests.api.scripted import ScriptedService, done
+from tests.api.sockets import answer, events, request_bytes
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 FIRST: Any = object()

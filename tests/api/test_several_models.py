@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from process import Served, served
+
+from tests.api.process import Served, served
 from tests.service.several import make_models
 
 

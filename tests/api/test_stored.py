@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 
 import pytest
-from scripted import ScriptedService
-from sockets import site
 
 from cairn.cli import main
 from cairn.config.config import Config, Secret
 from cairn.frontend.service import Service
 from cairn.types.errors import Unavailable
 from cairn.types.stats import KvStats, Swept, TierStats
+from tests.api.scripted import ScriptedService
+from tests.api.sockets import site
 
 PATHS = ("/v1/cache/flush", "/v1/cache/scrub", "/v1/cache/prune")
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process import KV_GB, Served, alive, served
-from sockets import events, request_bytes
 
 import cairn
 from cairn.config.config import Config
@@ -21,6 +19,8 @@ from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.sampling_params import SamplingParams
+from tests.api.process import KV_GB, Served, alive, served
+from tests.api.sockets import events, request_bytes
 
 DEMO = Path(cairn.__file__).parent / "demo"
 TOKENS = 64

@@ -14,7 +14,8 @@ import httpx
 import openai
 import pydantic
 import pytest
-from process import Served, served
+
+from tests.api.process import Served, served
 
 ASKED: Any = [{"role": "user", "content": "Tell me of a city, as JSON."}]
 WEATHER: Any = {

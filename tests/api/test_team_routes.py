@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process import served
-from tests.agents.house import talking_model
-from tests.api.homes import home, plain
 
 from cairn.config.config import Secret, TenantKeys
+from tests.agents.house import talking_model
+from tests.api.homes import home, plain
+from tests.api.process import served
 
 MEMBERS = [{"name": name, "role": f"The {name}.", "max_tokens": 8, "temperature": 0.8} for name in ("ada", "bob", "cy")]
 TEAM: dict[str, Any] = {

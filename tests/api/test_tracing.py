@@ -15,9 +15,6 @@ from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from sockets import Site, site
-from tests.service.several import several
-from tests.service.tiny import collect, make_model, request, serving
 
 from cairn.api.app import build_app
 from cairn.api.tracing import Tracing, endpoint_of, route_of
@@ -26,6 +23,9 @@ from cairn.frontend import service as service_module
 from cairn.system.posix import JsonLines
 from cairn.system.spans import PRESENT, Spans
 from cairn.types.errors import ConfigError
+from tests.api.sockets import Site, site
+from tests.service.several import several
+from tests.service.tiny import collect, make_model, request, serving
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 PROMPT = "a prompt that nobody may log"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.clients.stage import Prompter, stage, usage_of
 
 EPHEMERAL = {"type": "ephemeral"}

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process import served
+
 from tests.agents.house import talking_model
 from tests.api.homes import home, plain
+from tests.api.process import served
 from tests.workflows.test_checks import node
 from tests.workflows.test_runs import REPAIR
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.api.sockets import site
 
 from cairn.config.config import Config
 from cairn.frontend.service import Service
+from tests.api.sockets import site
 
 AGENTS, TURNS = 3, 4
 TINY = (AGENTS, TURNS, 600, 50, 200)

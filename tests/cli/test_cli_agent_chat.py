@@ -13,13 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.api.process import served
 
 from cairn.cli import agent_chat, main
 from cairn.cli.agent_chat import AgentConversation
 from cairn.cli.client import Client
 from cairn.cli.output import printable
 from cairn.types.errors import CairnError, Unavailable
+from tests.api.process import served
 
 HALF = b'data: {"choices": [{"index": 0, "delta": {"content": "half"}}]}\n\n'
 REST = b'data: {"choices": [{"index": 0, "delta": {"content": " and half"}, "finish_reason": "stop"}]}\n\n'

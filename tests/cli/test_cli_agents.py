@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.api.process import Served, served
 
 from cairn.cli import main
 from cairn.cli.agents import tree
 from cairn.cli.client import Client
 from cairn.types.errors import CairnError
+from tests.api.process import Served, served
 
 
 @pytest.fixture(scope="module")

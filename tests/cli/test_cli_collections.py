@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from tests.api.process import Served, served
 from tests.cli.test_cli_agents import rows, run
 from tests.rag.document_files import docx, paragraph, pdf

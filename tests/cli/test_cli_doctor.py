@@ -6,12 +6,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.quantized_models import awq, float8, write_quantized
-from tests.tiny_models import MODELS, load, write_model
 
 from cairn.cli.doctor import _fit
 from cairn.config.config import Config
 from cairn.kv.pool.cache import Cache
+from tests.quantized_models import awq, float8, write_quantized
+from tests.tiny_models import MODELS, load, write_model
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "head_dim": 16, "max_position_embeddings": 4096}
 CONFIG = Config(step_tokens=256, max_running=16, threads=1, kv_gb=0.05)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.encoders import write_encoder, write_tokenizer
 
 from cairn import LLM, AsyncLLM
 from cairn.cli import main
 from cairn.types.errors import ContextTooLong, InvalidRequest
+from tests.encoders import write_encoder, write_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.api.process import served
-from tests.cli.test_cli import run
 
 from cairn.cli.launch import ServerAddress, filled, start
 from cairn.cli.launch_table import AGENTS
 from cairn.models.hub.addresses import SHORT, plain
 from cairn.models.hub.hub import repository_of
+from tests.api.process import served
+from tests.cli.test_cli import run
 
 PLACE = ServerAddress("http://127.0.0.1:8000", "org/model:Q8_0", "secret", 32768)
 AGENT = """#!/usr/bin/env python3

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.text import text_models
-from tests.text.test_gguf_text import published
-from tests.tiny_models import write_model
 
 from cairn import LLM
 from cairn.cli import quantize
 from cairn.models.gguf import writer as gguf_writer
 from cairn.types.errors import ConfigError, ModelError
+from tests.text import text_models
+from tests.text.test_gguf_text import published
+from tests.tiny_models import write_model
 
 HELLO = [{"role": "user", "content": "Hello, who are you?"}]
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.api.process import Served, served
-from tests.cli.test_cli_agents import rows, run
 
 from cairn.cli.team_view import _live as team_view_of_a_terminal
 from cairn.cli.team_view import line_of
+from tests.api.process import Served, served
+from tests.cli.test_cli_agents import rows, run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

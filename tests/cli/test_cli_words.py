@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from tests.cli.test_cli import elsewhere, run, sentence, sse  # noqa: F401  (elsewhere: used by its name)
 
 from cairn import __version__
 from cairn.cli import answer_source
 from cairn.models.hub import hub, removal
 from cairn.models.hub.removal import plan, remove
 from cairn.types.errors import ModelError
+from tests.cli.test_cli import elsewhere, run, sentence, sse  # noqa: F401  (elsewhere: used by its name)
 
 ANSWER = sse(
     {"choices": [{"index": 0, "delta": {"content": "Hello you"}}]},

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 
 import pytest
+
 from tests.clients.stage import FACTS, NODE, SAID, Prompter, calling, stage
 
 

@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.api.process import Served
-from tests.scripted_model import write_scripted
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from cairn.text.tokens.detokenizer import _BYTES
+from tests.api.process import Served
+from tests.scripted_model import write_scripted
 
 PARTS = """\
 {%- set results = namespace(n=0) %}

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tests.clients.stage import Prompter, calling, environment, found, stage
 
 from cairn.cli.launch import ServerAddress, start
 from cairn.cli.launch_table import AGENTS
+from tests.clients.stage import Prompter, calling, environment, found, stage
 
 TURNS = 10
 KILLED = 5

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from tests.clients.stage import FACTS, PAGES, Prompter, environment, found, run_script, stage
 
 from cairn.cli.launch_table import AGENTS
+from tests.clients.stage import FACTS, PAGES, Prompter, environment, found, run_script, stage
 
 BASE = "http://127.0.0.1:8000"
 ASKED, LAST = "How warm is it in Oslo?", "It is warm."

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
 from tests.api.process import Served
 
 schemathesis = pytest.importorskip("schemathesis")

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import httpx
 import pytest
 from pydantic import BaseModel
+
 from tests.clients.stage import FACTS, SAID, Prompter, run_script
 
 ASKED = "How warm is it in Oslo?"

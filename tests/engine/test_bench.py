@@ -6,7 +6,6 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from tests.tiny_models import write_model
 
 from cairn.config.config import Config
 from cairn.engine.bench import Workload, open_bench
@@ -14,6 +13,7 @@ from cairn.kernels.roofline import Roofline
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
 from cairn.types.errors import ConfigError
+from tests.tiny_models import write_model
 
 
 def test_bytes_and_operations_are_those_of_the_shape(tmp_path: Path) -> None:

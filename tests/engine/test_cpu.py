@@ -9,6 +9,17 @@ import msgspec
 import numpy as np
 import pytest
 import threadpoolctl
+
+from cairn.config.config import Config
+from cairn.engine import cpu
+from cairn.engine.cpu import CpuEngine
+from cairn.engine.device import load_engine
+from cairn.kernels import native, reference
+from cairn.models.spec.config import load_spec
+from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.errors import ModelError
+from cairn.types.sampling_params import SamplingParams
+from cairn.types.step import NO_BLOCK, Row, RowResult
 from tests.tiny_models import (
     GREEDY,
     KERNELS,
@@ -21,17 +32,6 @@ from tests.tiny_models import (
     write_config,
     write_model,
 )
-
-from cairn.config.config import Config
-from cairn.engine import cpu
-from cairn.engine.cpu import CpuEngine
-from cairn.engine.device import load_engine
-from cairn.kernels import native, reference
-from cairn.models.spec.config import load_spec
-from cairn.types.block_size import BLOCK_TOKENS
-from cairn.types.errors import ModelError
-from cairn.types.sampling_params import SamplingParams
-from cairn.types.step import NO_BLOCK, Row, RowResult
 
 
 def test_info_says_what_was_loaded(tmp_path: Path) -> None:

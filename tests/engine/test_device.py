@@ -3,8 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.gguf_files import write_gguf
-from tests.tiny_models import GREEDY, prompt, write_model
 
 from cairn.config.config import Config
 from cairn.engine.cpu import CpuEngine
@@ -12,6 +10,8 @@ from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
 from cairn.types.errors import ModelError
 from cairn.types.step import Row
+from tests.gguf_files import write_gguf
+from tests.tiny_models import GREEDY, prompt, write_model
 
 
 def test_auto_and_cpu_load_the_cpu_engine(tmp_path: Path) -> None:

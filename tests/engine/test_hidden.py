@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.tiny_models import GREEDY, KERNELS, MODELS, Driver, load, prompt, write_model
 
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.types.step import Row
+from tests.tiny_models import GREEDY, KERNELS, MODELS, Driver, load, prompt, write_model
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -9,8 +9,6 @@ import msgspec
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
-from tests.gguf_files import write_gguf
-from tests.tiny_models import BFLOAT16, KERNELS, MODELS, random_tensors, write_config, write_model
 
 from cairn.config.config import Config
 from cairn.engine import memory
@@ -35,6 +33,8 @@ from cairn.models.spec.config import load_spec
 from cairn.types.errors import ModelError
 from cairn.types.layer_spec import CacheGroup
 from cairn.types.model_spec import ModelSpec
+from tests.gguf_files import write_gguf
+from tests.tiny_models import BFLOAT16, KERNELS, MODELS, random_tensors, write_config, write_model
 
 
 @pytest.fixture

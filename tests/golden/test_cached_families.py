@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.text.text_models import KINDS, QWEN_CONFIG, QWEN_TEMPLATE
-from tests.text.text_models import write_model as write_text
-from tests.tiny_models import MODELS, write_model
 
 from cairn import LLM
 from cairn.text.tokens.tokenizer import Tokenizer
+from tests.text.text_models import KINDS, QWEN_CONFIG, QWEN_TEMPLATE
+from tests.text.text_models import write_model as write_text
+from tests.tiny_models import MODELS, write_model
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 30
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tests.tiny_models import GREEDY, Driver, load
 
 import cairn
 from cairn.types.step import Row
+from tests.tiny_models import GREEDY, Driver, load
 
 DEMO = Path(cairn.__file__).parent / "demo"
 

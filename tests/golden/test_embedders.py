@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.encoders import load_encoder, text_row, write_encoder, write_modules, write_reranker
-from tests.tiny_models import GREEDY, KERNELS, MODELS, load, prompt, write_model
 from tokenizers import Tokenizer
 
 from cairn import LLM
@@ -24,6 +22,8 @@ from cairn.models.spec.config import load_spec
 from cairn.types.errors import ContextTooLong, InvalidRequest, ModelError
 from cairn.types.pooling_spec import JudgeSpec
 from cairn.types.step import Row
+from tests.encoders import load_encoder, text_row, write_encoder, write_modules, write_reranker
+from tests.tiny_models import GREEDY, KERNELS, MODELS, load, prompt, write_model
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 65, 100, 130)
 CLOSE = 3e-5

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.encoders import ENCODERS, JUDGES, load_encoder, text_row, write_encoder
-from tests.tiny_models import KERNELS, prompt
 
 from cairn.engine.encoder import EncoderEngine
+from tests.encoders import ENCODERS, JUDGES, load_encoder, text_row, write_encoder
+from tests.tiny_models import KERNELS, prompt
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 65, 100, 130)
 CLOSE = 2e-5

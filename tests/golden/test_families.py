@@ -11,13 +11,13 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file, save_file
-from tests.tiny_models import BFLOAT16, KERNELS, MODELS, Driver, load, prompt, write_config, write_model
 
 from cairn.engine.cpu import CpuEngine
 from cairn.kernels import paged
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.reference import ReferenceKernels
 from cairn.models.spec.config import load_spec
+from tests.tiny_models import BFLOAT16, KERNELS, MODELS, Driver, load, prompt, write_config, write_model
 
 CLOSE = 1e-4
 STEPS = 64

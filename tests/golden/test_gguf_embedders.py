@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tests.encoders import load_encoder, text_row, write_modules
-from tests.gguf_files import write_gguf
-from tests.golden.test_embedders import dense, judge, said_yes, write_gemma
-from tests.tiny_models import GREEDY, load, prompt, write_model
 
 from cairn import LLM
 from cairn.models.spec.config import load_spec
 from cairn.types.errors import ModelError, ModelFileError
 from cairn.types.pooling_spec import JudgeSpec
 from cairn.types.step import Row
+from tests.encoders import load_encoder, text_row, write_modules
+from tests.gguf_files import write_gguf
+from tests.golden.test_embedders import dense, judge, said_yes, write_gemma
+from tests.tiny_models import GREEDY, load, prompt, write_model
 
 __all__ = ["judge"]
 

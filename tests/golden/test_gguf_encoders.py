@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
-from tests.encoders import ENCODERS, load_encoder, text_row, write_encoder, write_tokenizer
-from tests.gguf_files import write_encoder_gguf
-from tests.tiny_models import KERNELS, prompt
 
 from cairn.models.spec.config import load_spec
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import ModelError, ModelFileError
+from tests.encoders import ENCODERS, load_encoder, text_row, write_encoder, write_tokenizer
+from tests.gguf_files import write_encoder_gguf
+from tests.tiny_models import KERNELS, prompt
 
 LENGTHS = (1, 16, 17, 70, 130)
 NAMES = ["bert", "bert, odd sizes", "modern bert", "modern bert, two of three", "nomic bert"]

@@ -13,15 +13,15 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file, save_file
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from cairn.models.spec.config import load_spec
+from cairn.text.tokens.tokenizer import Tokenizer
 from tests.api.process import served
 from tests.gguf_files import hub_tensors, permuted, write_gguf
 from tests.text.text_models import KINDS, LLAMA2_CONFIG, QWEN_CONFIG, QWEN_TEMPLATE
 from tests.text.text_models import write_model as write_text
 from tests.tiny_models import MODELS, Driver, load, prompt, write_model
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-from cairn.models.spec.config import load_spec
-from cairn.text.tokens.tokenizer import Tokenizer
 
 LENGTH = 70
 

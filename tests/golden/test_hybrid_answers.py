@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.text.text_models import KINDS, QWEN_CONFIG, QWEN_TEMPLATE
-from tests.text.text_models import write_model as write_text
-from tests.tiny_models import MODELS, prompt, write_model
 
 from cairn import LLM
 from cairn.text.tokens.tokenizer import Tokenizer
+from tests.text.text_models import KINDS, QWEN_CONFIG, QWEN_TEMPLATE
+from tests.text.text_models import write_model as write_text
+from tests.tiny_models import MODELS, prompt, write_model
 
 SMALL: dict[str, Any] = {"kv_gb": 0.05, "threads": 1, "step_tokens": 96, "max_running": 6}
 

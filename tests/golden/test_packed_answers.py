@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
+
 from tests.golden.test_same_answer import mixed_batch, same_bits
-from tests.models.test_weight_format import PACKED, SIZES, packed_model
+from tests.models.packing.test_weight_format import PACKED, SIZES, packed_model
 from tests.tiny_models import KERNELS, Driver, load, prompt, write_model
 
 FORMS = ("bf16", "int8", "int4")

@@ -7,9 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.golden.test_families import check
-from tests.quantized_models import BFLOAT16, Pack, awq, compressed, eight, float8, four, gptq, write_quantized
-from tests.tiny_models import MODELS, Driver, load, prompt
 
 from cairn.kernels.base import Quantized
 from cairn.kernels.quantized import dequantized
@@ -18,6 +15,9 @@ from cairn.models.safetensors.coded_weights import CodedWeights
 from cairn.models.safetensors.tensor_meta import outlines
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
+from tests.golden.test_families import check
+from tests.quantized_models import BFLOAT16, Pack, awq, compressed, eight, float8, four, gptq, write_quantized
+from tests.tiny_models import MODELS, Driver, load, prompt
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}

@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests import real_models
-from tests.api.process import served
-from tests.tiny_models import load
 from tools.make_gemma_figures import FILE, GENERATED
 
 from cairn.engine.cpu import CpuEngine
@@ -19,6 +16,9 @@ from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.sampling_params import SamplingParams
 from cairn.types.step import Row
+from tests import real_models
+from tests.api.process import served
+from tests.tiny_models import load
 
 FIGURES: dict[str, Any] = json.loads(FILE.read_text("utf-8"))
 TYPICAL, LARGEST, CLEAR = 0.25, 1.2, 0.8

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.real_models import minilm
 
 from cairn import LLM
+from tests.real_models import minilm
 
 TEXTS = (
     "A man is eating food.",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests import real_models
 
 from cairn import LLM
 from cairn.kernels import native
+from tests import real_models
 
 RUNNING = [name for name, runs in native.variants().items() if runs]
 

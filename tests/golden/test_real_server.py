@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import openai
+
 from tests.api.process import served
 from tests.real_models import minilm, smollm2
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests import tiny_models
-from tests.tiny_models import GREEDY, KERNELS, MODELS, SCORED, Driver, prompt, write_model
 
 from cairn.kernels import blas, latent, paged, reference
 from cairn.types.step import NO_BLOCK, Row
+from tests import tiny_models
+from tests.tiny_models import GREEDY, KERNELS, MODELS, SCORED, Driver, prompt, write_model
 
 LENGTH = 150
 CHUNKINGS = ([1] * LENGTH, [16] * 9 + [6], [64, 64, 22], [7, 100, 43], [149, 1], [3, 13, 17, 1, 1, 115])

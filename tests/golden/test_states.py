@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tests import tiny_models
-from tests.golden.test_same_answer import mixed_batch, same_bits
-from tests.tiny_models import GREEDY, KERNELS, MODELS, Driver, prompt, write_model
 
 from cairn.models.spec.config import load_spec
 from cairn.types.step import NO_BLOCK, Row
+from tests import tiny_models
+from tests.golden.test_same_answer import mixed_batch, same_bits
+from tests.tiny_models import GREEDY, KERNELS, MODELS, Driver, prompt, write_model
 
 LENGTH = 150
 NAMES = ["qwen 3.5", "lfm 2", "granite 4 hybrid"]

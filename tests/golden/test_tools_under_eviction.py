@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.golden.test_hybrid_answers import model
 
 from cairn import LLM
+from tests.golden.test_hybrid_answers import model
 
 SHAPES = {
     "qwen 3.5": 0.0036,

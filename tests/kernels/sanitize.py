@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "sanitized"
-TESTS = ["tests/kernels", "tests/engine/test_cpu.py", "tests/models/test_decoder.py"]
+TESTS = ["tests/kernels", "tests/engine/test_cpu.py", "tests/models/forward/test_decoder.py"]
 RUN = """
 import sys
 import cairn.kernels

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.tiny_models import KERNELS
 
 from cairn.kernels.choose import load_kernels
+from tests.tiny_models import KERNELS
 
 TOKENS, STREAMS, WIDTH = 7, 3, 37
 

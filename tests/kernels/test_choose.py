@@ -9,10 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.tiny_models import KERNELS, load, write_model
 
 from cairn.kernels import choose, native
 from cairn.types.errors import ModelError
+from tests.tiny_models import KERNELS, load, write_model
 
 
 def found(monkeypatch: pytest.MonkeyPatch, **variants: bool) -> None:

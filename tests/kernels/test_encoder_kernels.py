@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.tiny_models import KERNELS
 
 from cairn.kernels.choose import load_kernels
 from cairn.types.block_size import BLOCK_TOKENS
+from tests.tiny_models import KERNELS
 
 HEADS, SIZE = 3, 20
 

@@ -8,11 +8,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.kernels.test_quantized import in_blocks, meaning, quantized
-from tests.tiny_models import KERNELS
 
 from cairn.kernels.native import NativeKernels
 from cairn.kernels.reference import ReferenceKernels, gated
+from tests.kernels.test_quantized import in_blocks, meaning, quantized
+from tests.tiny_models import KERNELS
 
 EXPERTS, EACH, HIDDEN, WIDTH = 7, 3, 64, 40
 

@@ -8,8 +8,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from tests.laws.sampling import line_of, lines_of_logits, random_row
-from tests.tiny_models import KERNELS
 
 from cairn.engine.sampling import sample
 from cairn.kernels.extras import choose, repeats
@@ -17,6 +15,8 @@ from cairn.kernels.native import NativeKernels
 from cairn.kernels.vocabulary import NUMPY, Line
 from cairn.types.sampling_params import SamplingExtras, SamplingParams
 from cairn.types.step import Row
+from tests.laws.sampling import line_of, lines_of_logits, random_row
+from tests.tiny_models import KERNELS
 
 
 def row(extras: SamplingExtras, tokens: Any = (0,), prompt: int = 1, seed: int = 1, **more: Any) -> Row:

@@ -1,5 +1,5 @@
 """Neighbouring calls become one kernel where nothing else reads what they pass on; that the numbers are the same is in
-tests/models/test_decoder.py, which replays fused programs against plain calls."""
+tests/models/forward/test_decoder.py, which replays fused programs against plain calls."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.tiny_models import KERNELS
 
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.reference import rms_norm
+from tests.tiny_models import KERNELS
 
 
 @pytest.mark.parametrize("weighted", [True, False])

@@ -7,11 +7,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.tiny_models import KERNELS
 
 from cairn.kernels.base import Quantized
 from cairn.kernels.choose import load_kernels
 from cairn.types.block_size import BLOCK_TOKENS
+from tests.tiny_models import KERNELS
 
 SHAPES = [(4, 40, 8, 18, 14), (10, 64, 16, 16, 20), (7, 33, 2, 5, 3), (16, 512, 64, 128, 128)]
 """Heads, rank, turned, plain, value."""

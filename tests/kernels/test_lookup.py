@@ -7,12 +7,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.kernels.test_quantized import in_blocks, quantized
-from tests.tiny_models import KERNELS
 
 from cairn.kernels.base import Quantized
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.quantized import dequantized
+from tests.kernels.test_quantized import in_blocks, quantized
+from tests.tiny_models import KERNELS
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

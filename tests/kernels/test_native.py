@@ -13,14 +13,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.kernels.test_paged import first_seen, naive_attention
-from tests.tiny_models import KERNELS
 
 from cairn.kernels.native import NativeKernels
 from cairn.kernels.program import KernelCall, Slot
 from cairn.kernels.reference import ACTIVATIONS, ReferenceKernels, rms_norm
 from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.layer_spec import RopeScaling
+from tests.kernels.test_paged import first_seen, naive_attention
+from tests.tiny_models import KERNELS
 
 VARIANTS = [name for name in KERNELS if name != "reference"]
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]

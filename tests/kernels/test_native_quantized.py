@@ -13,14 +13,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.kernels.test_quantized import FORMS, in_blocks, meaning, quantized
-from tests.tiny_models import KERNELS
 
 from cairn.kernels.base import GROUP, Quantized
 from cairn.kernels.native import NativeKernels, form_of, packed_bytes
 from cairn.kernels.quantized import activation_codes
 from cairn.kernels.reference import ReferenceKernels
 from cairn.models.packing.dequant import FP4, IQ4
+from tests.kernels.test_quantized import FORMS, in_blocks, meaning, quantized
+from tests.tiny_models import KERNELS
 
 VARIANTS = [name for name in KERNELS if name != "reference"]
 

@@ -9,13 +9,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.kernels.test_native import DTYPES, VARIANTS, laid_out, random
-from tests.kernels.test_quantized import quantized
-from tests.tiny_models import KERNELS
 
 from cairn.kernels.native import NativeKernels
 from cairn.kernels.reference import ReferenceKernels
 from cairn.types.block_size import BLOCK_TOKENS
+from tests.kernels.test_native import DTYPES, VARIANTS, laid_out, random
+from tests.kernels.test_quantized import quantized
+from tests.tiny_models import KERNELS
 
 
 @functools.cache

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.tiny_models import KERNELS
 
 from cairn.kernels.native import NativeKernels
 from cairn.kernels.recurrent import kept
 from cairn.kernels.reference import ReferenceKernels
+from tests.tiny_models import KERNELS
 
 LENGTH, BLOCKS, LAYERS = 75, 24, 2
 CUTS = [[LENGTH], [1] * LENGTH, [16, 16, 16, 16, 11], [5, 2, 40, 28], [31, 1, 1, 42]]

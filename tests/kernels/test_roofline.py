@@ -4,11 +4,11 @@ from itertools import count
 from typing import Any
 
 import pytest
-from tests.tiny_models import KERNELS
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from cairn.kernels import blas, roofline
 from cairn.kernels.roofline import ROUNDS, measure
+from tests.tiny_models import KERNELS
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.laws.sampling import line_of, lines_of_logits, random_mask, random_row
-from tests.tiny_models import KERNELS
 
 from cairn.engine.sampling import NOT_FINITE, NOTHING_LEFT, sample
 from cairn.kernels.native import NativeKernels
 from cairn.kernels.vocabulary import NUMPY, ONE, Line, Sampler, TokenChoice, random_bits
 from cairn.types.sampling_params import SamplingParams
 from cairn.types.step import Row
+from tests.laws.sampling import line_of, lines_of_logits, random_mask, random_row
+from tests.tiny_models import KERNELS
 
 VARIANTS = [name for name in KERNELS if name != "reference"]
 VOCABS = [1, 2, 15, 16, 17, 63, 64, 65, 1000, 1023, 1024, 1025, 4096, 5003]

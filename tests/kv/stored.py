@@ -6,12 +6,11 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from tests.files import CrashFiles
-
 from cairn.kv.disk.codec import Raw
 from cairn.kv.disk.store import DiskStore
 from cairn.kv.tiers.store import Chunk
 from cairn.system.interfaces import FileSystem
+from tests.files import CrashFiles
 
 FOLDER = Path("/kv")
 SIZE = 400

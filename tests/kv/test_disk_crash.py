@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from cairn.kv.tiers.store import Chunk
 from tests.files import Crash, CrashFiles, Fault, corrupted
 from tests.kv.stored import FOLDER, Time, chain, keys, open_store
 from tests.laws import storage
-
-from cairn.kv.tiers.store import Chunk
 
 Figure = Callable[[str, str], None]
 

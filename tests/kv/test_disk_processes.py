@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.kv.stored import Time, chain, keys, open_store
 
 from cairn.kv.disk.store import DiskStore
 from cairn.system.posix import SystemFiles
 from cairn.types.errors import Conflict
+from tests.kv.stored import Time, chain, keys, open_store
 
 Figure = Callable[[str, str], None]
 ROOT = Path(__file__).parents[2]

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from tests.files import CrashFile, CrashFiles, Fault
-from tests.kv.stored import FOLDER, Time, chain, chunk_path, held, keys, on_disk, open_store
 
 from cairn.kv.disk.chunk_file import Name
 from cairn.kv.disk.folder import MARKER
 from cairn.kv.disk.index import DiskIndex, IndexEntry
 from cairn.system.interfaces import LOCK_FILE
 from cairn.system.posix import SystemFiles
+from tests.files import CrashFile, CrashFiles, Fault
+from tests.kv.stored import FOLDER, Time, chain, chunk_path, held, keys, on_disk, open_store
 
 DAY = 86_400.0
 

@@ -6,7 +6,6 @@ import logging
 from collections import OrderedDict
 
 import pytest
-from tiered import Between, Rig
 
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers.tiers import Tiers
@@ -14,6 +13,7 @@ from cairn.kv.tiers.write_behind import COPY_SECONDS, WAIT_SECONDS, Flushes, Wri
 from cairn.scheduler.plan import Limits
 from cairn.types.outputs import FinishReason
 from cairn.types.sampling_params import SamplingParams
+from tests.kv.tiered import Between, Rig
 
 PROMPT = [(7 * n) % 61 for n in range(160)]
 CHUNK = 16

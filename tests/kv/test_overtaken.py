@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from typing import Literal
 
 import pytest
-import stored
-from stored import chain, keys
-from tests.files import CrashFiles, Fault
-from tiered import Between, Rig
 
 from cairn.kv.disk.codec import Raw
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers.store import Chunk, Store
 from cairn.scheduler.plan import Limits
+from tests.files import CrashFiles, Fault
+from tests.kv import stored
+from tests.kv.stored import chain, keys
+from tests.kv.tiered import Between, Rig
 
 
 def tokens(rng: random.Random, count: int) -> list[int]:

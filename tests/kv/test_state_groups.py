@@ -7,9 +7,6 @@ import random
 from collections.abc import Sequence
 
 import pytest
-import stored
-from tests.files import CrashFiles
-from tiered import SIZE, Rig
 
 from cairn.engine.fake import STATE
 from cairn.kv.disk.codec import Raw, state_groups
@@ -22,6 +19,9 @@ from cairn.scheduler.plan import Limits
 from cairn.types.outputs import FinishReason
 from cairn.types.sampling_params import SamplingParams
 from cairn.types.stats import Miss
+from tests.files import CrashFiles
+from tests.kv import stored
+from tests.kv.tiered import SIZE, Rig
 
 CHUNK = 4 * SIZE
 HYBRID = (0, STATE)

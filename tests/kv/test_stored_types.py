@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.files import CrashFiles
-from tests.kv.stored import Time, open_store
-from tests.tiny_models import MODELS, Driver, load, prompt, write_model
 
 from cairn.kv.disk.codec import open_codec
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers.store import Chunk
 from cairn.types.block_size import CHUNK_BLOCKS
+from tests.files import CrashFiles
+from tests.kv.stored import Time, open_store
+from tests.tiny_models import MODELS, Driver, load, prompt, write_model
 
 CHUNKS, LENGTH = 2, 150
 

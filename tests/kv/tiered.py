@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
-from tests.laws.simulator import VirtualClock
 
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.kv.pool.cache import Cache
@@ -21,6 +20,7 @@ from cairn.types.outputs import FinishReason, Output
 from cairn.types.request import Request
 from cairn.types.sampling_params import SamplingParams
 from cairn.types.stats import CacheReport, TierStats
+from tests.laws.simulator import VirtualClock
 
 SIZE = 4
 """Tokens in a block; a chunk is 16."""

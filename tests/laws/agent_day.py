@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tests.laws.storage_world import law
-
 from cairn.kv.disk.chunk_file import Name
 from cairn.kv.disk.index import DiskIndex, IndexEntry
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers.reuse_hints import Standing
 from cairn.kv.tiers.store import Chunk
+from tests.laws.storage_world import law
 
 TOKENS = 64
 PAGES = bytes(1024)

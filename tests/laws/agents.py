@@ -19,11 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.agents.house import FOLDER, House, hear, house, talking_model
-from tests.files import Fault
-from tests.laws.storage_world import law
-from tests.service.tiny import collect, request
-
 from cairn.agents.content import shared
 from cairn.agents.log.index import RecordKind
 from cairn.frontend.requests import SamplingOptions
@@ -32,6 +27,10 @@ from cairn.text.chat.replay import AnswerIdentity
 from cairn.types.block_size import CHUNK_TOKENS
 from cairn.types.errors import Unavailable
 from cairn.types.outputs import Delta
+from tests.agents.house import FOLDER, House, hear, house, talking_model
+from tests.files import Fault
+from tests.laws.storage_world import law
+from tests.service.tiny import collect, request
 
 TENANTS = {"default": b"", "acme": b"acme"}
 """With their salts, as a server with keys has them."""

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from tests.laws.simulator import law
 
 from cairn.engine.sampling import sample
 from cairn.kv.disk.codec import Q8
 from cairn.kv.disk.codec_check import compare
 from cairn.types.layer_spec import CacheGroup
 from cairn.types.step import EngineInfo, Ready, Row, RowResult
+from tests.laws.simulator import law
 
 Floats = NDArray[np.float32]
 VOCAB, WIDTH, BLOCK, CHUNK, WINDOW = 30, 8, 16, 64, 40

@@ -29,12 +29,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from tests import real_models
-from tests.api.process import Served
-from tests.laws.soak_figures import JUDGED, Row, Sample, pace_row, sampled, use_rows
 
 from cairn.engine.machine import cpu_name
 from cairn.models.hub.hub import locate
+from tests import real_models
+from tests.api.process import Served
+from tests.laws.soak_figures import JUDGED, Row, Sample, pace_row, sampled, use_rows
 
 SAMPLE_SECONDS = 1.0
 CANARY_SECONDS = 3.0

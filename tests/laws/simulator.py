@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-from tests.laws.storage_world import Broken, Storage, law
 
 from cairn.engine.fake import STATE, FakeEngine, fake_spec
 from cairn.engine.sampling import sample
@@ -34,6 +33,7 @@ from cairn.types.outputs import FinishReason, Output, TokenLogprob
 from cairn.types.request import Request
 from cairn.types.sampling_params import SamplingExtras, SamplingParams
 from cairn.types.step import NO_BLOCK, Ready, Row, RowResult
+from tests.laws.storage_world import Broken, Storage, law
 
 VOCAB = 24
 WINDOWS = ((0,), (0,), (0,), (0, 5), (0, 8), (0, 3), (7, 0, 4), (6,))

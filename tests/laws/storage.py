@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from tests.files import BLOCK, CrashFiles, Fault, corrupted
-from tests.kv.stored import FOLDER, Time, chain, on_disk, open_store
-from tests.laws.simulator import law
-
 from cairn.kv.disk.codec import Raw
 from cairn.kv.disk.folder import PINS
 from cairn.kv.disk.store import DiskStore
 from cairn.kv.tiers.store import Chunk
+from tests.files import BLOCK, CrashFiles, Fault, corrupted
+from tests.kv.stored import FOLDER, Time, chain, on_disk, open_store
+from tests.laws.simulator import law
 
 SIZES = (64, 5000, 5000)
 """Bytes of a chunk of each group: one block of the disk, and two. The last group's are states, of one page."""

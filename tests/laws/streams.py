@@ -12,7 +12,6 @@ import random
 import sys
 from functools import cache
 
-from tests.laws.simulator import Broken, law
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -24,6 +23,7 @@ from cairn.types.request import Request
 from cairn.types.sampling_params import SamplingParams
 from cairn.types.stats import CacheReport
 from cairn.worker.worker import _columns
+from tests.laws.simulator import Broken, law
 
 ALPHABET = "aab bnEND.é你😀\n"
 MERGES = [("a", "b"), ("ab", "a"), ("E", "N"), ("Ġ", "b")]

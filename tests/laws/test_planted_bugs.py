@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from tests.laws import planted_bugs
 from tests.laws.planted_bugs import BUGS
 

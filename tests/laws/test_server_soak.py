@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from tests.laws.server_soak import soak
 from tests.laws.soak_figures import Sample, Use, pace_row, percentiles, use_rows
 

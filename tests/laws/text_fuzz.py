@@ -17,9 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.laws.simulator import law
-from tests.text import text_models
-
 from cairn.config.config import Config
 from cairn.text.chat.prompt import Chat
 from cairn.text.chat.sampled import visible_ids
@@ -28,6 +25,8 @@ from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.outputs import Delta, FinishReason
 from cairn.types.request import OutputFormat, Request
 from cairn.types.sampling_params import SamplingParams
+from tests.laws.simulator import law
+from tests.text import text_models
 
 BOTH = OutputFormat(reasoning=True, tools=True)
 WORDS = [

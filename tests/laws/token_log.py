@@ -19,9 +19,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from tests.files import CrashFiles, Fault, corrupted
-from tests.laws.storage_world import law
-
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.content import Branch, Content
 from cairn.agents.log import index as index_module
@@ -31,6 +28,8 @@ from cairn.agents.log.log import Log
 from cairn.agents.log.records import EndRecord, TurnRecord, decode
 from cairn.agents.log.segment import Record, decode_header, walk
 from cairn.agents.replay_records import ReplayRecords
+from tests.files import CrashFiles, Fault, corrupted
+from tests.laws.storage_world import law
 
 FOLDER = Path("/agents")
 KINDS = (RecordKind.TURN, RecordKind.REPLAY, RecordKind.TOKENS, RecordKind.END, RecordKind.AGENT)

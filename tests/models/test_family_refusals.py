@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.gguf_files import write_gguf
-from tests.tiny_models import MODELS, write_config, write_model
 
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
 from cairn.types.errors import ModelError
+from tests.gguf_files import write_gguf
+from tests.tiny_models import MODELS, write_config, write_model
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "widths by layer": ("gemma 3n", {"intermediate_size": [80] * 5 + [96]}, "intermediate_size that differs by layer"),

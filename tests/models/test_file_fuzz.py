@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import save_file
-from tests.models.test_weights import write_shards
-from tests.tiny_models import GREEDY, LLAMA3, random_tensors, write_config
 
 from cairn.config.config import Config
 from cairn.engine.cpu import CpuEngine
@@ -21,6 +19,8 @@ from cairn.models.files import WEIGHTS
 from cairn.models.spec.config import load_spec
 from cairn.types.errors import ModelError
 from cairn.types.step import Row
+from tests.models.safetensors.test_weights import write_shards
+from tests.tiny_models import GREEDY, LLAMA3, random_tensors, write_config
 
 NASTY: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 1, 2, 3, 7, 1 << 31, 1 << 62, 1 << 63, 1 << 70, 10**4000),

@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tests.models import hostile_files
-from tests.tiny_models import write_model
 
 from cairn.models import files
 from cairn.models.gguf import gguf_header
@@ -23,6 +21,8 @@ from cairn.models.spec.config import load_spec
 from cairn.text.chat.templates import _templates_of
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import ModelFileError
+from tests.models import hostile_files
+from tests.tiny_models import write_model
 
 READERS = {
     "config.json": load_spec,

@@ -14,12 +14,6 @@ from typing import Any
 import gguf
 import pytest
 from gguf import GGMLQuantizationType as Type
-from tests.gguf_files import write_gguf
-from tests.models.test_file_fuzz import TINY, bend_text
-from tests.models.test_gguf import ARRAY, BOOL, F32, STRING, U32, U64, described, entry, header, text
-from tests.text.text_models import LLAMA2_CONFIG, QWEN_CONFIG, byte_level, sentencepiece
-from tests.text.text_models import write_model as write_text
-from tests.tiny_models import GREEDY, LLAMA3, write_model
 
 from cairn.config.config import Config
 from cairn.engine.cpu import CpuEngine
@@ -29,6 +23,12 @@ from cairn.text.chat.templates import load_templates
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import ModelError
 from cairn.types.step import Row
+from tests.gguf_files import write_gguf
+from tests.models.gguf.test_reader import ARRAY, BOOL, F32, STRING, U32, U64, described, entry, header, text
+from tests.models.test_file_fuzz import TINY, bend_text
+from tests.text.text_models import LLAMA2_CONFIG, QWEN_CONFIG, byte_level, sentencepiece
+from tests.text.text_models import write_model as write_text
+from tests.tiny_models import GREEDY, LLAMA3, write_model
 
 NUMBERS = (0, 1, 2, 3, 7, 31, 32, 33, 255, 1 << 16, 1 << 24, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 64) - 1)
 TEXTS = (b"", b"x", b"llama", b"qwen3", b"gpt2", b"default", b"\xff\xfe", "é".encode() * 3000, b"\0", b"yarn", b"a b")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from tests.models.hostile_files import FILES, WALL_SECONDS
 
 ROOT = Path(__file__).parents[2]

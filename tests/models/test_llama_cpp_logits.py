@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.tiny_models import KERNELS, load
 from tools.make_gguf_fixtures import FOLDER, KINDS, LENGTHS, prompts, specs, write_fixtures
 
 from cairn.models.gguf.reader import read_gguf
 from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.sampling_params import SamplingParams
 from cairn.types.step import Row
+from tests.tiny_models import KERNELS, load
 
 LARGEST = {"Q8_0": 0.13, "Q4_0": 0.13, "Q4_K_M": 0.25}
 TYPICAL = {"Q8_0": 0.03, "Q4_0": 0.03, "Q4_K_M": 0.045}

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.tiny_models import BFLOAT16, KERNELS, MODELS, Driver, load, prompt, write_model
 
 from cairn.config.config import Config
 from cairn.engine import memory
@@ -28,6 +27,7 @@ from cairn.models.spec.config import load_spec
 from cairn.router.fit import fit
 from cairn.types.errors import ModelError
 from cairn.types.model_spec import ModelSpec
+from tests.tiny_models import BFLOAT16, KERNELS, MODELS, Driver, load, prompt, write_model
 
 if KERNELS == ["reference"]:
     pytest.skip("the native kernels were not compiled", allow_module_level=True)

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from cairn.kernels import reference, streams
 from tests.gguf_files import write_gguf
 from tests.recurrent_models import RECURRENT
 from tests.tiny_models import KERNELS, Driver, load, prompt, write_model
 from tests.tiny_models import MODELS as TINY
-
-from cairn.kernels import reference, streams
 
 FOLDER = Path(__file__).parent / "peer_figures"
 VOCAB = 507

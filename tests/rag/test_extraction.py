@@ -11,7 +11,6 @@ import zlib
 from pathlib import Path
 
 import pytest
-from tests.rag.document_files import STYLES, docx, paragraph, pdf
 
 from cairn.rag import docx as docx_module
 from cairn.rag import extraction, extractor
@@ -20,6 +19,7 @@ from cairn.rag.definition import DocumentKind
 from cairn.rag.extractor import Extractor
 from cairn.rag.outline import Section
 from cairn.types.errors import InvalidRequest, Unavailable
+from tests.rag.document_files import STYLES, docx, paragraph, pdf
 
 
 def read(kind: DocumentKind, data: bytes) -> list[Section]:

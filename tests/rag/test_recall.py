@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.real_models import minilm, smollm2
 
 from cairn.config.config import Config
 from cairn.frontend.embeddings import Asking
@@ -24,6 +23,7 @@ from cairn.rag.document_store import DocumentStore
 from cairn.text.grammar.grammar import Wanted
 from cairn.types.outputs import Delta
 from cairn.workflows.answerer import Answered, Asker, Heard, ServiceAnswerer
+from tests.real_models import minilm, smollm2
 
 CITED = re.compile(r"\[([\d, ]+)\]")
 DOCS = Path(__file__).parents[2] / "docs"

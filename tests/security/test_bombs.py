@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from process import served
-from sockets import answer, request_bytes
-from test_hostile import Good
+from tests.api.process import served
+from tests.api.sockets import answer, request_bytes
+from tests.security.test_hostile import Good
 
 Figure = Callable[[str, str], None]
 MIB = 1 << 20

@@ -8,8 +8,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from process import Served, served
-from sockets import answer, request_bytes
+from tests.api.process import Served, served
+from tests.api.sockets import answer, request_bytes
 
 Figure = Callable[[str, str], None]
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from process import Served, served
-from sockets import events, request_bytes
+from tests.api.process import Served, served
+from tests.api.sockets import events, request_bytes
 
 Figure = Callable[[str, str], None]
 

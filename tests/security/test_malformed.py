@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from process import Served, served
-from sockets import events, request_bytes
+
+from tests.api.process import Served, served
+from tests.api.sockets import events, request_bytes
 
 Figure = Callable[[str, str], None]
 

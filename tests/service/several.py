@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
-from tests.service.tiny import make_model
 
 from cairn.config.config import Config, ModelOptions
 from cairn.router.models import Models
+from tests.service.tiny import make_model
 
 
 def make_models(folder: Path, names: str) -> list[Path]:

@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from tiny import collect, config, request, serving, until
 
 from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
@@ -16,6 +15,7 @@ from cairn.frontend import embeddings
 from cairn.frontend.embeddings import Asking, vectors
 from cairn.frontend.service import Service
 from cairn.types.errors import InvalidRequest, Overloaded
+from tests.service.tiny import collect, config, request, serving, until
 
 
 def oracle(service: Service) -> FakeEngine:

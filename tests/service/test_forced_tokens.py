@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from tests.test_scheduler import Rig
 
 from cairn.scheduler.sequence import MOST_FORCED, Matcher
 from cairn.text.grammar.grammar import Shape, Structure, checked
@@ -22,6 +21,7 @@ from cairn.types.step import Pending
 from cairn.worker.grammars import GrammarMatcher, GrammarTokenizer, Vocabulary, compile_grammar
 from cairn.worker.masks import Masks
 from cairn.worker.reasoning_budget import BudgetMatcher
+from tests.scheduler.test_scheduler import Rig
 
 PIECES = (b"name", b"na", b"am", b"me", b'":', b'"', b"ab", b"abc", b"bc", b"the", b"th", b"he", b'{"', b'"}', b', "')
 END = 63

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import collect, config, request, until
 
 from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
@@ -23,6 +22,7 @@ from cairn.frontend.service import Service
 from cairn.frontend.watchdog import Patience
 from cairn.types.errors import Overloaded
 from cairn.types.request import Request
+from tests.service.tiny import collect, config, request, until
 
 FAULTY = Path(__file__).parent / "faulty_worker.py"
 Figure = Callable[[str, str], None]

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.tiny_models import KERNELS, MODELS, load, write_model
 
 from cairn.models.hub import digests
 from cairn.models.hub.digests import tell, watched
 from cairn.models.packing import packed_file
 from cairn.worker import worker
 from cairn.worker.progress import Shown
+from tests.tiny_models import KERNELS, MODELS, load, write_model
 
 
 class Screen(io.StringIO):

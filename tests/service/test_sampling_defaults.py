@@ -2,10 +2,10 @@
 
 import msgspec
 import pytest
-from tests.service.test_requests import SPEC
 
 from cairn.frontend.requests import NEUTRAL, SamplingOptions, sampling_defaults, sampling_params, sentence
 from cairn.types.sampling_params import SAMPLING_RANGES
+from tests.frontend.test_requests import SPEC
 
 OURS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tests.agents.desk import FOLDER, Draw, Time
-from tests.files import CrashFiles
-from tests.teams.scripted_voice import ScriptedVoice
-
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.journals import Journal, Journals
 from cairn.agents.log.log import Log
@@ -19,6 +15,9 @@ from cairn.teams.definition import Member, Team, Topology, check_team
 from cairn.teams.entries import Item, Poll, Posted, RoundDone
 from cairn.teams.team_round import TeamRound
 from cairn.teams.voice import Caller
+from tests.agents.desk import FOLDER, Draw, Time
+from tests.files import CrashFiles
+from tests.teams.scripted_voice import ScriptedVoice
 
 CALLER = Caller(tenant="me")
 

@@ -8,11 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.agents.house import talking_model
-from tests.api.homes import home
-from tests.teams.scripted_voice import Script, ScriptedVoice
-from tests.teams.test_topologies import shape
-from tests.workflows.scripted_answerer import run
 
 from cairn.cli.client import Client
 from cairn.cli.team import ServerStage
@@ -21,6 +16,11 @@ from cairn.cli.yaml_files import load_yaml
 from cairn.teams.scenario import Outcome, play, scenario_of
 from cairn.teams.teams import Teams
 from cairn.types.errors import ConfigError
+from tests.agents.house import talking_model
+from tests.api.homes import home
+from tests.teams.scripted_voice import Script, ScriptedVoice
+from tests.teams.test_topologies import shape
+from tests.workflows.scripted_answerer import run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCENARIOS = sorted(path.stem for path in (EXAMPLES / "teams").glob("*.yaml"))

@@ -11,8 +11,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.teams.floor import Floor, team
-from tests.teams.scripted_voice import KilledError, ScriptedVoice
 
 from cairn.agents.journals import JournalEntry
 from cairn.teams import prompts, transcript
@@ -21,6 +19,8 @@ from cairn.teams.entries import Item, RoundDone, Stated, ToolAnswered, ToolCalle
 from cairn.teams.scenario import play, scenario_of
 from cairn.teams.tool_calls import ToolsWaitError, open_calls
 from cairn.types.errors import InvalidRequest
+from tests.teams.floor import Floor, team
+from tests.teams.scripted_voice import KilledError, ScriptedVoice
 
 LOOK = MemberTool(name="look", description="Looks something up.", parameters='{"type": "object"}')
 ADD = MemberTool(name="add", parameters='{"type": "object", "properties": {"n": {"type": "integer"}}}')

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.agents.house import House, house, talking_model
 
 from cairn.engine.fake import FakeEngine
 from cairn.teams.definition import Member, Team, TeamDocument, Topology
@@ -18,6 +17,7 @@ from cairn.teams.entries import Poll, Posted, Stated
 from cairn.teams.teams import Teams
 from cairn.teams.voice import Caller
 from cairn.types.errors import Conflict, InvalidRequest, NotFound
+from tests.agents.house import House, house, talking_model
 
 CALLER = Caller(tenant="default")
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "max_tokens": 8}

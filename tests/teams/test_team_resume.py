@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tests.teams.floor import Floor, team
-from tests.teams.scripted_voice import KilledError, ScriptedVoice
-from tests.teams.test_whispers import KINDS, NAMES
 
 from cairn.teams.definition import TopologyKind
 from cairn.teams.entries import Poll, RoundDone, Stated, Voted
 from cairn.teams.team_round import TeamRound
+from tests.teams.floor import Floor, team
+from tests.teams.scripted_voice import KilledError, ScriptedVoice
+from tests.teams.test_whispers import KINDS, NAMES
 
 VOTE = Poll(question="Which?", options=("x", "y", "z"), rule="ranked")
 

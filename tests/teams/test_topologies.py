@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from tests.teams.floor import Floor, team
-from tests.teams.scripted_voice import Script, ScriptedVoice
-
 from cairn.teams.definition import Team, Topology
 from cairn.teams.entries import Poll
+from tests.teams.floor import Floor, team
+from tests.teams.scripted_voice import Script, ScriptedVoice
 
 
 @asynccontextmanager

@@ -6,13 +6,13 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from tests.teams.floor import Floor, team
-from tests.teams.scripted_voice import ScriptedVoice
 
 from cairn.agents.journals import JournalEntry
 from cairn.teams import prompts, transcript
 from cairn.teams.definition import Topology, TopologyKind
 from cairn.teams.entries import Item, Poll, Posted
+from tests.teams.floor import Floor, team
+from tests.teams.scripted_voice import ScriptedVoice
 
 NAMES = ("ada", "bob", "cy", "dan")
 KINDS: dict[TopologyKind, Topology] = {

@@ -8,9 +8,6 @@ from typing import Any
 
 import jinja2
 import pytest
-from tests.real_models import gemma3
-from tests.scripted_model import CHATML, write_scripted
-from tests.text import text_models
 
 from cairn import LLM
 from cairn.config.config import Config
@@ -22,6 +19,9 @@ from cairn.text.chat.templates import _SAID, load_text, turn_ends
 from cairn.text.tokens.gguf import CONTROL, PLAIN, UNUSED, USER
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import InvalidRequest, ModelError
+from tests.real_models import gemma3
+from tests.scripted_model import CHATML, write_scripted
+from tests.text import text_models
 
 HI = [{"role": "user", "content": "Say it."}]
 BOS = "<|begin|>"

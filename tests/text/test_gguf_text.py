@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 import transformers
-from tests.gguf_files import write_tokenizer
-from tests.text import text_models
-from tests.text.text_models import LLAMA2_CONFIG, LLAMA3_CONFIG, QWEN_CONFIG, TEXTS
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from cairn.text.chat.templates import load_templates
 from cairn.text.tokens.gguf import CONTROL, SPLITS, UNKNOWN, _merges
 from cairn.text.tokens.tokenizer import Tokenizer as Ours
 from cairn.types.errors import InvalidRequest, ModelError, ModelFileError
+from tests.gguf_files import write_tokenizer
+from tests.text import text_models
+from tests.text.text_models import LLAMA2_CONFIG, LLAMA3_CONFIG, QWEN_CONFIG, TEXTS
 
 # As the published tokenizer.json files of Llama 3, Qwen2 and Mistral Nemo write them.
 LLAMA3 = (

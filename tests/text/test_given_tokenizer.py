@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.scripted_model import write_scripted
 from tokenizers import Tokenizer as Library
 
 from cairn import LLM
@@ -16,6 +15,7 @@ from cairn.models.spec.tokenizer_files import with_tokenizer
 from cairn.text.chat.templates import load_text
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import ModelError, ModelFileError
+from tests.scripted_model import write_scripted
 
 PIECES = ["Hel", "lo", " wor", "ld", "!"]
 BARE = ("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type")

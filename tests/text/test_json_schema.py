@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.text.walks import accepts, walk
 
 from cairn.text.grammar.grammar import GrammarError, Shape, Structure, checked
+from tests.text.walks import accepts, walk
 
 Schema = Any
 _TYPES: dict[str, Callable[[Any], bool]] = {

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.scripted_model import CHATML, write_scripted
 
 from cairn import LLM
 from cairn.text.tokens.gguf import CONTROL, USER
+from tests.scripted_model import CHATML, write_scripted
 
 TOOLS = [
     {

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.text import text_models
-from tests.text.walks import accepts
 
 from cairn.config.config import Config
 from cairn.text.chat.prompt import Chat
 from cairn.text.grammar.grammar import Structure, ToolChoice, Wanted
 from cairn.types.errors import InvalidRequest, Unsupported
 from cairn.types.request import OutputFormat
+from tests.text import text_models
+from tests.text.walks import accepts
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 ASKED = [{"role": "user", "content": "What is the weather?"}]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.api.process import Served
 from tests.scripted_model import write_scripted
 

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import httpx
+
 from tests.web.browser import Home, Visit, chromium, missing
 
 DOCS = Path(__file__).parent.parent.parent / "docs"

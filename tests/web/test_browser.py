@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from tests.api.process import Served
 from tests.service.several import make_models
 from tests.web.browser import WAIT, Home, Visit, browser, missing, scripted

@@ -8,9 +8,6 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.agents.desk import FOLDER, Draw, Time
-from tests.files import CrashFiles
-
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.journals import Journals
 from cairn.agents.log.log import Log
@@ -24,6 +21,8 @@ from cairn.workflows.answerer import Answered, Asker, Heard
 from cairn.workflows.definition import workflow_of
 from cairn.workflows.records import RunEnded
 from cairn.workflows.runs import Runs, RunState
+from tests.agents.desk import FOLDER, Draw, Time
+from tests.files import CrashFiles
 
 ASKER = Asker(tenant="me")
 

@@ -8,13 +8,13 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
-from tests.workflows.scripted_answerer import run
-from tests.workflows.test_checks import node
-from tests.workflows.test_runs import REPAIR, answers
 
 from cairn.types.errors import Unsupported
 from cairn.workflows.definition import workflow_of
 from cairn.workflows.drawing import COLOURS, mermaid, png, states_of, svg
+from tests.workflows.scripted_answerer import run
+from tests.workflows.test_checks import node
+from tests.workflows.test_runs import REPAIR, answers
 
 
 async def test_a_run_is_drawn_with_its_state() -> None:

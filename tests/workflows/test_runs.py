@@ -7,12 +7,12 @@ import random
 from typing import Any
 
 import pytest
-from tests.workflows.scripted_answerer import Bench, KilledError, run
-from tests.workflows.test_checks import PLAN, node
 
 from cairn.types.errors import Conflict, InvalidRequest, NotFound
 from cairn.workflows import merging, runner
 from cairn.workflows.merging import Merged, merge
+from tests.workflows.scripted_answerer import Bench, KilledError, run
+from tests.workflows.test_checks import PLAN, node
 
 CODE = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
 TEST = {

@@ -1,0 +1,212 @@
+"""What tenants may keep: agents, and bytes on the disk; and that one's limits are nothing to another."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cairn.api.app import build_app
+from cairn.api.http import quotas
+from cairn.api.openapi import document
+from cairn.config.config import Config, Secret, TenantKeys, TenantLimits, limits_of
+from tests.agents.house import talking_model
+from tests.api.homes import home
+
+TURN = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 4, "ignore_eos": True}
+LIMITS = {
+    "ada": TenantLimits(max_agents=2),
+    "bob": TenantLimits(max_disk_mib=1, input_tokens_per_minute=100_000, output_tokens_per_minute=30),
+}
+TENANTS = tuple(TenantKeys(name, (Secret(f"key-of-{name}"),), one) for name, one in LIMITS.items())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return talking_model(tmp_path_factory.mktemp("quotas") / "tiny")
+
+
+def key(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer key-of-{name}"}
+
+
+def refused(answer: httpx.Response, limit: str) -> bool:
+    error = answer.json()["error"]
+    return (answer.status_code, error["code"], error["param"]) == (403, "quota_exceeded", limit)
+
+
+async def test_two_tenants_have_their_own_limits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with home(folder, tenants=TENANTS) as (house, http):
+        house.agents.bound(limits_of(Config(tenants=TENANTS)))
+
+        async def post(name: str, path: str, **body: Any) -> httpx.Response:
+            return await http.post(path, json=body, headers=key(name))
+
+        # agents: ada may have two, however they are made; bob as many as he likes
+        assert (await post("ada", "/v1/agents", id="one")).status_code == 201
+        assert (await post("ada", "/v1/agents", id="two")).status_code == 201
+        assert refused(await post("ada", "/v1/agents", id="three"), "max_agents")
+        assert refused(await post("ada", "/v1/agents/one/fork", id="three"), "max_agents")
+        for number in range(3):
+            assert (await post("bob", "/v1/agents", id=f"b{number}")).status_code == 201
+        assert (await http.delete("/v1/agents/one", headers=key("ada"))).status_code == 200
+        assert (await post("ada", "/v1/agents", id="three")).status_code == 201
+        chat = await http.post("/v1/chat/completions", json=TURN, headers={**key("ada"), "x-cairn-agent": "four"})
+        assert chat.status_code == 200  # it is answered, and no account is opened for it
+
+        # bytes on the disk: bob may keep one MiB
+        assert 0 < await house.agents.bytes_of("bob") < 10_000
+        monkeypatch.setattr(quotas, "FRESH_SECONDS", 0.0)
+        monkeypatch.setattr(quotas, "MIB", 2000)
+        long = {**TURN, "messages": [{"role": "user", "content": "many words " * 100}]}
+        answers = [await post("bob", "/v1/agents/b0/turns", **long) for _ in range(3)]
+        assert answers[0].status_code == 200 and refused(answers[-1], "max_disk_mib")
+        assert refused(await post("bob", "/v1/teams", id="t", members=[{"name": "a"}]), "max_disk_mib")
+        for path in ("/v1/conversations", "/v1/teams/t/tool_results", "/v1/workflows/runs/r/resume"):
+            assert refused(await post("bob", path), "max_disk_mib")
+        assert (await post("ada", "/v1/agents/two/turns", **long)).status_code == 200
+        held = await house.agents.bytes_of("bob")
+        assert held > 2000 > await house.agents.bytes_of("nobody") == 0
+        assert (await post("bob", "/v1/chat/completions", **TURN)).status_code == 200  # it keeps nothing of his
+        assert (await http.get("/v1/agents/b0/turns", headers=key("bob"))).status_code == 200
+        for number in range(3):
+            assert (await http.delete(f"/v1/agents/b{number}", headers=key("bob"))).status_code == 200
+        assert await house.agents.bytes_of("bob") == 0
+        assert (await post("bob", "/v1/agents", id="again")).status_code == 201
+
+
+KEEP_NOTHING = frozenset(
+    (
+        "/api/chat",
+        "/api/copy",
+        "/api/embed",
+        "/api/embeddings",
+        "/api/generate",
+        "/api/pull",
+        "/api/show",
+        "/apply-template",
+        "/completion",
+        "/detokenize",
+        "/embed",
+        "/infill",
+        "/tokenize",
+        "/v1/admin/drain",
+        "/v1/admin/models/load",
+        "/v1/admin/models/swap",
+        "/v1/admin/models/unload",
+        "/v1/admin/reload",
+        "/v1/agents/x/evict",
+        "/v1/agents/x/pin",
+        "/v1/agents/x/prefetch",
+        "/v1/agents/x/rollback",
+        "/v1/agents/x/unpin",
+        "/v1/cache/flush",
+        "/v1/cache/prune",
+        "/v1/cache/scrub",
+        "/v1/chat/completions",
+        "/v1/chat/completions/input_tokens",
+        "/v1/collections/x/ask",
+        "/v1/collections/x/search",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/models/load",
+        "/v1/models/unload",
+        "/v1/requests/x/cancel",
+        "/v1/rerank",
+        "/v1/reranking",
+        "/v1/responses/compact",
+        "/v1/responses/input_tokens",
+        "/v1/responses/x/cancel",
+        "/v1/score",
+        "/v1/teams/x/interrupt",
+        "/v1/teams/x/rollback",
+        "/v1/vector_stores/x",
+        "/v1/vector_stores/x/file_batches/x/cancel",
+        "/v1/vector_stores/x/files/x",
+        "/v1/vector_stores/x/search",
+        "/v1/workflows/check",
+        "/v1/workflows/runs/x/interrupt",
+        "/v2/rerank",
+    )
+)
+"""Routes whose POST keeps nothing of a tenant's, but for a mark, or what stands in the place of what was there."""
+
+
+def test_each_route_that_keeps_something_is_bounded() -> None:
+    app = build_app(None, Config())
+    routes = json.loads(document(app.described))["paths"].items()
+    taken = {re.sub(r"{[a-z]+}", "x", path) for path, methods in routes if "post" in methods}
+    bounded = {path for path in taken if quotas.WRITES.fullmatch(path)}
+    assert not bounded & KEEP_NOTHING
+    assert taken - bounded == KEEP_NOTHING
+
+
+async def test_tokens_in_and_out_have_limits_of_their_own(folder: Path) -> None:
+    async with home(folder, tenants=TENANTS) as (_, http):
+        for _ in range(8):
+            last = await http.post("/v1/chat/completions", json={**TURN, "max_tokens": 8}, headers=key("bob"))
+        assert last.status_code == 429 and "output tokens of a minute (output_tokens_per_minute)" in last.text
+        assert last.headers["x-ratelimit-remaining-output-tokens"] == "0"
+        assert last.headers["x-ratelimit-limit-input-tokens"] == "100000" and int(last.headers["retry-after"]) >= 1
+        message = {**TURN, "model": "m"}
+        del message["ignore_eos"]
+        other = await http.post("/v1/messages", json=message, headers=key("bob"))
+        assert other.headers["anthropic-ratelimit-output-tokens-limit"] == "30"
+        assert (await http.post("/v1/chat/completions", json=TURN, headers=key("ada"))).status_code == 200
+
+
+class Still:
+    """A clock of a test: no bucket fills again."""
+
+    def now(self) -> float:
+        return 1000.0
+
+
+async def test_tokens_count_whatever_they_are_computed_for(folder: Path, tmp_path: Path) -> None:
+    keys = (TenantKeys("bob", (Secret("key-of-bob"),), TenantLimits(tokens_per_minute=1_000_000)),)
+    async with home(folder, tenants=keys, agents_dir=str(tmp_path / "agents")) as (house, http):
+        rates = house.web.app._rates  # type: ignore[attr-defined]
+        rates._clock = Still()
+        used = 0
+
+        async def spent() -> int:
+            nonlocal used
+            before, used = used, 1_000_000 - int(rates._tenants["bob"].buckets["tokens"].left(1000.0))
+            return used - before
+
+        async def post(path: str, **body: Any) -> Any:
+            answer = await http.post(path, json=body, headers=key("bob"))
+            assert answer.status_code in (200, 201, 202), answer.text
+            return answer.json()
+
+        several = await post("/v1/chat/completions", **TURN, n=3)
+        assert await spent() == several["usage"]["total_tokens"] and several["usage"]["completion_tokens"] == 12
+        vectors = await post("/v1/embeddings", input=["one", "two words"])
+        assert await spent() == vectors["usage"]["total_tokens"] > 0
+        await post("/v1/agents", id="a")
+        assert await spent() == 0
+        assert await post("/v1/agents/a/turns", **TURN) and await spent() > 4
+        await post("/v1/collections", id="c")
+        await post("/v1/collections/c/documents", name="a.txt", text="A cairn is a heap of stones. " * 10)
+        assert await spent() > 200
+        await post("/v1/collections/c/ask", query="What is a cairn?", min_score=-1, max_tokens=4)
+        assert await spent() > 200
+        members = [{"name": name, "role": "Talk.", "max_tokens": 4} for name in ("ada", "cy")]
+        await post("/v1/teams", id="t", members=members)
+        assert await spent() == 0
+        assert await post("/v1/teams/t/rounds", content="Begin.") and await spent() > 50
+        await post("/v1/teams/t/votes", question="Which?", options=["one", "two"])
+        assert await spent() > 50
+        node = {"id": "n", "prompt": "Talk", "role": "planner", "sampling": {"max_tokens": 4}}
+        await post("/v1/workflows/runs", workflow={"name": "w", "nodes": [node]})
+        assert await spent() > 4
+        made = await post("/v1/responses", input="hello", background=True, max_output_tokens=4)
+        while made["status"] in ("queued", "in_progress"):
+            made = (await http.get(f"/v1/responses/{made['id']}", headers=key("bob"))).json()
+        assert await spent() == made["usage"]["total_tokens"] > 4

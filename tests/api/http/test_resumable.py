@@ -1,0 +1,489 @@
+"""Requests that outlive their connection: every event once, in order, whoever reads and from where on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+import urllib.error
+import urllib.request
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from cairn.api.chat.wire import HEARTBEAT, error_event
+from cairn.api.http.call import HTTPCall
+from cairn.api.http.event_log import PAGE, EventLog
+from cairn.api.http.resumable import EventLogs
+from cairn.config.config import Config, Secret
+from cairn.frontend.stream import Waker
+from cairn.types.errors import NotFound, Overloaded
+from cairn.types.outputs import Delta
+from cairn.types.request import Request
+from tests.api.process import served
+from tests.api.scripted import ScriptedService, ScriptedStream, done
+from tests.api.sockets import Site, request_bytes, site
+
+MARK = {"X-Cairn-Resumable": "1"}
+GRACE = 0.15
+LONG = 777.0
+"""A time of grace that no test waits for: `Graces` ends it."""
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], "stream": True, **more}
+
+
+def numbered(text: str) -> list[tuple[int, Any]]:
+    """(id, data) of each event."""
+    found = []
+    for block in text.split("\n\n"):
+        if not block or block.startswith(":"):
+            continue
+        first, second = block.split("\n")
+        data = second.removeprefix("data: ")
+        found.append((int(first.removeprefix("id: ")), data if data == "[DONE]" else json.loads(data)))
+    return found
+
+
+def said(found: list[tuple[int, Any]]) -> str:
+    texts = [event["choices"][0]["delta"].get("content", "") for _, event in found if event != "[DONE]"]
+    return "".join(texts)
+
+
+async def read(lines: AsyncIterator[str], events: int) -> list[tuple[int, Any]]:
+    """The next events of a stream."""
+    text = ""
+    while text.count("\n\n") < events:
+        line = await anext(lines)
+        text += line + "\n"
+    return numbered(text)
+
+
+async def follow(at: Site, id: str, after: int | None = None, **headers: str) -> httpx.Response:
+    async with at.http() as http:
+        query = {} if after is None else {"after": after}
+        return await http.get(f"/v1/requests/{id}/events", params=query, headers=headers)
+
+
+async def begin(at: Site, service: ScriptedService, events: int) -> tuple[str, list[tuple[int, Any]]]:
+    """Start a resumable chat, read some events and leave."""
+    async with at.http() as http, http.stream("POST", "/v1/chat/completions", json=chat(), headers=MARK) as response:
+        assert response.status_code == 200
+        seen = await read(response.aiter_lines(), events)
+    return response.headers["x-request-id"], seen
+
+
+def endless(request: Request) -> list[Any]:
+    return [Delta(text="a"), 60.0, done()]
+
+
+async def until(condition: Any, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.005)
+
+
+async def test_every_event_has_an_id_and_an_ordinary_stream_has_none() -> None:
+    async with site(ScriptedService()) as at, at.http() as http:
+        marked = await http.post("/v1/chat/completions", json=chat(), headers=MARK)
+        plain = await http.post("/v1/chat/completions", json=chat())
+        off = await http.post("/v1/chat/completions", json=chat(), headers={"X-Cairn-Resumable": "0"})
+    found = numbered(marked.text)
+    assert [number for number, _ in found] == [1, 2, 3, 4] and found[-1][1] == "[DONE]" and said(found) == "hi"
+    assert "id: " not in plain.text and "id: " not in off.text
+    assert marked.headers["content-type"] == plain.headers["content-type"]
+
+
+async def test_a_client_that_comes_back_gets_every_event_once() -> None:
+    """Live until the end: what was said while nobody read, what is said now, and the conclusion."""
+    service = ScriptedService(lambda request: [Delta(text="a"), 0.05, Delta(text="b"), Delta(text="c"), 0.1, done()])
+    async with site(service) as at:
+        id, seen = await begin(at, service, 2)
+        await asyncio.sleep(0.08)
+        assert not service.streams[0].closed
+        rest = await follow(at, id, after=seen[-1][0])
+        assert rest.status_code == 200 and rest.headers["content-type"].startswith("text/event-stream")
+        found = seen + numbered(rest.text)
+        assert [number for number, _ in found] == list(range(1, len(found) + 1))
+        assert said(found) == "abc" and found[-1][1] == "[DONE]"
+        everything = numbered((await follow(at, id)).text)
+        assert everything == found
+        assert numbered((await follow(at, "chatcmpl-" + id, after=len(found) - 1)).text) == found[-1:]
+        assert (await follow(at, id, after=len(found))).text == ""
+        assert numbered((await follow(at, id, after=0, **{"Last-Event-ID": "2"})).text) == found[2:]
+    assert service.remembered and len(service.streams) == 1
+
+
+async def test_two_readers_at_once() -> None:
+    service = ScriptedService(lambda request: [Delta(text="a"), 0.05, Delta(text="b"), 0.05, done()])
+    async with site(service) as at:
+        id, _ = await begin(at, service, 1)
+        first, second = await asyncio.gather(follow(at, id), follow(at, id, after=2))
+    assert numbered(first.text)[2:] == numbered(second.text) and said(numbered(first.text)) == "ab"
+
+
+class Graces:
+    """The times of grace that began: each ends when the test says so, and not by the clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[asyncio.TimerHandle] = []
+        loop = asyncio.get_running_loop()
+        real = loop.call_later
+
+        def call_later(delay: float, callback: Any, *args: Any, **more: Any) -> asyncio.TimerHandle:
+            handle = real(3600.0 if delay == LONG else delay, callback, *args, **more)
+            if delay == LONG:
+                self.begun.append(handle)
+            return handle
+
+        monkeypatch.setattr(loop, "call_later", call_later)
+
+    @property
+    def running(self) -> list[asyncio.TimerHandle]:
+        return [one for one in self.begun if not one.cancelled()]
+
+    async def pass_by(self) -> None:
+        """Wait for the one that runs, and end it."""
+        await until(lambda: self.running)
+        (handle,) = self.running
+        handle._run()
+        handle.cancel()
+
+
+async def test_after_the_grace_it_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known failure 42: a client that does not come back does not keep its generation running."""
+    service = ScriptedService(endless)
+    graces = Graces(monkeypatch)
+    async with site(service, Config(reconnect_grace=LONG)) as at:
+        id, seen = await begin(at, service, 2)
+        await until(lambda: graces.running)
+        assert not service.streams[0].over
+        await graces.pass_by()
+        await until(lambda: service.streams[0].over)
+        late = numbered((await follow(at, id, after=seen[-1][0])).text)
+        assert late[0][0] == 3 and late[0][1]["error"]["code"] == "cancelled" and len(late) == 1
+        await graces.pass_by()
+        gone = await follow(at, id)
+        assert gone.status_code == 404 and gone.json()["error"]["param"] == "id"
+
+
+async def test_a_reader_that_comes_back_in_time_stops_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = ScriptedService(endless)
+    graces = Graces(monkeypatch)
+    async with site(service, Config(reconnect_grace=LONG)) as at:
+        id, seen = await begin(at, service, 2)
+        await until(lambda: graces.running)
+        rest = asyncio.create_task(follow(at, id, after=seen[-1][0]))
+        await until(lambda: not graces.running)
+        service.streams[0].push(Delta(text="b"))
+        service.streams[0].push(done())
+        assert said(numbered((await rest).text)) == "b"
+
+
+async def test_any_other_request_ends_with_its_connection() -> None:
+    """Known failure 42."""
+    service = ScriptedService(endless)
+    async with site(service) as at:
+        async with at.http() as http, http.stream("POST", "/v1/chat/completions", json=chat()) as response:
+            await anext(response.aiter_bytes())
+        await until(lambda: service.streams[0].closed)
+        assert (await follow(at, response.headers["x-request-id"])).status_code == 404
+
+
+async def test_an_error_before_the_first_event_is_a_status() -> None:
+    """Known failure 47: and one behind it is an event, which comes again to a reader that comes back."""
+
+    def refuse(request: Request) -> Any:
+        raise Overloaded("the queue is full", retry_after=3.0)
+
+    async with site(ScriptedService(refuse)) as at, at.http() as http:
+        response = await http.post("/v1/chat/completions", json=chat(), headers=MARK)
+        assert response.status_code == 429 and response.headers["retry-after"] == "3"
+        assert (await follow(at, response.headers["x-request-id"])).status_code == 404
+    broken = ScriptedService(lambda request: [Delta(text="a"), Overloaded("no more")])
+    async with site(broken) as at, at.http() as http:
+        response = await http.post("/v1/chat/completions", json=chat(), headers=MARK)
+        found = numbered(response.text)
+        assert response.status_code == 200 and found[-1][1]["error"]["message"] == "no more"
+        assert numbered((await follow(at, response.headers["x-request-id"], after=2)).text) == found[2:]
+
+
+async def test_an_error_after_a_heartbeat_and_before_the_first_event_is_an_event() -> None:
+    """The status has been sent by then, and an end without a word would look like an empty answer."""
+    broken = ScriptedService(lambda request: [0.3, Overloaded("no more")])
+    async with site(broken, Config(heartbeat=0.05)) as at, at.http() as http:
+        response = await http.post("/v1/chat/completions", json=chat(), headers=MARK)
+        assert response.status_code == 200 and response.text.startswith(":")
+        assert json.loads(response.text.split("data: ")[-1])["error"]["message"] == "no more"
+
+
+async def test_the_first_heartbeat_comes_when_its_time_has_passed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the head with it: a proxy may give up a connection on which nothing comes for twice as long."""
+    times, real = iter([False]), Waker.sleep
+
+    async def sleep(self: Waker, timeout: float | None = None) -> bool:
+        for passed in times if timeout is not None else ():
+            return passed
+        return await real(self)
+
+    monkeypatch.setattr(Waker, "sleep", sleep)
+    async with site(ScriptedService(lambda request: [60.0, done()])) as at, asyncio.timeout(20):
+        reader, writer = await at.raw()
+        writer.write(request_bytes("POST", "/v1/chat/completions", json.dumps(chat()).encode(), "X-Cairn-Resumable: 1"))
+        assert (await reader.readuntil(HEARTBEAT)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_another_tenants_request_does_not_exist() -> None:
+    config = Config(api_key=(Secret("alpha"), Secret("beta")))
+    async with site(ScriptedService(), config) as at, at.http() as http:
+        marked = await http.post("/v1/chat/completions", json=chat(), headers=MARK | {"x-api-key": "alpha"})
+        id = marked.headers["x-request-id"]
+        path = f"/v1/requests/{id}/events"
+        assert (await http.get(path)).status_code == 401
+        own, other = [await http.get(path, headers={"x-api-key": key}) for key in ("alpha", "beta")]
+        never = await http.get("/v1/requests/00000000000000ff/events", headers={"x-api-key": "beta"})
+    assert own.text == marked.text
+    assert other.status_code == never.status_code == 404 and other.json() == never.json()
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("after=-1", "after must be the id"),
+        ("after=x", "after must be the id"),
+        ("after=", "after must be the id"),
+        ("after=1&b=2", "after must be the id"),
+        ("before=1", "the only parameter"),
+        ("after=9", "the last event so far is 4"),
+    ],
+)
+async def test_bad_parameters(query: str, message: str) -> None:
+    async with site(ScriptedService()) as at, at.http() as http:
+        marked = await http.post("/v1/chat/completions", json=chat(), headers=MARK)
+        response = await http.get(f"/v1/requests/{marked.headers['x-request-id']}/events?{query}")
+        assert response.status_code == 400 and message in response.json()["error"]["message"]
+        assert (await http.get("/v1/requests/nothing/events")).status_code == 404
+        assert (await http.post("/v1/requests/00000000000000ff/events", json={})).status_code == 405
+
+
+async def test_only_a_stream_is_resumable() -> None:
+    async with site(ScriptedService()) as at, at.http() as http:
+        for header, body, message in (
+            ("1", chat(stream=False), "needs stream to be true"),
+            ("yes", chat(), "must be 1 or 0"),
+        ):
+            response = await http.post("/v1/chat/completions", json=body, headers={"X-Cairn-Resumable": header})
+            assert response.status_code == 400 and message in response.json()["error"]["message"]
+            assert response.json()["error"]["param"] == "X-Cairn-Resumable"
+
+
+async def test_head_says_that_it_is_there() -> None:
+    service = ScriptedService(endless)
+    async with site(service, Config(reconnect_grace=GRACE)) as at, at.http() as http:
+        id, _ = await begin(at, service, 1)
+        response = await http.head(f"/v1/requests/{id}/events")
+        assert response.status_code == 200 and response.text == ""
+        await until(lambda: service.streams[0].over)
+
+
+async def test_text_completions_and_choices_are_resumable_too() -> None:
+    service = ScriptedService(lambda request: [Delta(text="a"), 0.05, Delta(text="b"), done()])
+    body = {"model": "scripted", "prompt": "x", "stream": True, "n": 2, "stream_options": {"include_usage": True}}
+    async with site(service) as at, at.http() as http:
+        whole = await http.post("/v1/completions", json=body, headers=MARK)
+        found = numbered(whole.text)
+        texts = ["", ""]
+        for _, event in found[:-2]:
+            texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+        assert texts == ["ab", "ab"] and found[-2][1]["usage"]["completion_tokens"] == 4
+        assert numbered((await follow(at, whole.headers["x-request-id"])).text) == found
+
+
+# ------------------------------------------------------------------------------------------------------------ logs
+
+
+def event(number: int, size: int = 60) -> bytes:
+    return b"data: %d %s\n\n" % (number, b"x" * size)
+
+
+def rest(log: EventLog, after: int) -> list[bytes]:
+    """Everything that follows, checked to be numbered without a gap."""
+    found = []
+    while True:
+        data, to = log.read(after)
+        if to == after:
+            return found
+        for block in data.split(b"\n\n")[:-1]:
+            first, second = block.split(b"\n")
+            after += 1
+            assert first == b"id: %d" % after
+            found.append(second + b"\n\n")
+        assert to == after
+
+
+def test_a_tape_reads_from_any_event_on() -> None:
+    rng = random.Random(5)
+    log = EventLog(1, b"", lambda: None, error_event)
+    written: list[bytes] = []
+    while log.size < 6000 or len(written) < 3000:
+        batch = [event(len(written) + n, rng.randrange(200)) for n in range(rng.randrange(4))]
+        log.add(b"".join(batch))
+        written += batch
+    assert len(log._pages) > 2 and log.last == len(written) and log.first == 1
+    for after in [0, 1, *(page.first - 2 + n for page in list(log._pages)[1:] for n in range(3)), log.last]:
+        assert rest(log, after) == written[after:], after
+    assert log.size < sum(map(len, written)) / 2
+    assert log.shorten() and log.first > 1
+    assert rest(log, log.first - 1) == written[log.first - 1 :]
+    with pytest.raises(NotFound, match=f"events up to {log.first - 1} are no longer kept"):
+        log.read(log.first - 2)
+
+
+class Line:
+    """What a log needs of a call."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.id = f"{number:016x}"
+        self.salt = b""
+
+
+async def noise(events: int, seed: int) -> AsyncGenerator[bytes, None]:
+    rng = random.Random(seed)
+    for _ in range(events):
+        yield b"data: " + rng.randbytes(500).hex().encode() + b"\n\n"
+        await asyncio.sleep(0)
+
+
+async def test_tapes_keep_to_their_memory() -> None:
+    """Known failure 43: what nobody reads is given up, ended logs first, and the figure is true."""
+    limit = 8 * PAGE
+    logs = EventLogs(60.0, limit)
+    for number in range(1, 6):
+        logs.start(Line(number), noise(200, number), lambda: None, 1.0)  # type: ignore[arg-type]
+    largest = 0
+    while logs._tasks:
+        await asyncio.sleep(0)
+        largest = max(largest, logs.size)
+        assert logs.size == sum(log.size for log in logs._logs.values())
+    assert limit / 2 < largest <= limit + 2 * PAGE
+    assert 0 < len(logs._logs) < 6
+    many = EventLogs(60.0, limit)
+    for number in range(1, 1000):
+        many.start(Line(number), noise(1, number), lambda: None, 1.0)  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+    while many._tasks:
+        await asyncio.sleep(0)
+    assert many.size <= limit and 10 < len(many._logs) < 200
+
+
+async def test_a_tape_that_lost_its_beginning_says_so() -> None:
+    service = ScriptedService(lambda request: [*(Delta(text="x" * 60) for _ in range(900)), 60.0, done()])
+    async with site(service, Config(reconnect_grace=5.0)) as at:
+        id, _ = await begin(at, service, 1)
+        logs = at.app._admin._logs
+        await until(lambda: logs._logs[int(id, 16)].last > 900)
+        assert logs._logs[int(id, 16)].shorten()
+        lost = await follow(at, id, after=3)
+        assert lost.status_code == 404 and lost.json()["error"]["param"] == "after"
+        stream: ScriptedStream = service.streams[0]
+        stream.push(done())
+        later = await follow(at, id, after=900)
+        assert numbered(later.text)[-1][1] == "[DONE]"
+
+
+# ---------------------------------------------------------------------------------------------------- a real server
+
+
+async def test_a_reader_that_is_slow_does_not_hold_up_the_answer() -> None:
+    service = ScriptedService(lambda request: [*(Delta(text="x" * 2000) for _ in range(2000)), done()])
+    async with site(service, Config(stream_buffer_kib=16)) as at:
+        _, writer = await at.raw(limit=1024)
+        writer.write(request_bytes("POST", "/v1/chat/completions", json.dumps(chat()).encode(), "X-Cairn-Resumable: 1"))
+        await until(lambda: service.streams and service.streams[0].over, 20)
+        (id,) = at.app._admin._logs._logs
+        found = numbered((await follow(at, f"{id:016x}")).text)
+        assert len(said(found)) == 2000 * 2000 and found[-1][1] == "[DONE]"
+
+
+def lines_of(url: str, body: dict[str, Any] | None = None, **headers: str) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers})
+    return urllib.request.urlopen(request, timeout=30)
+
+
+def test_a_broken_connection_costs_nothing_end_to_end() -> None:
+    """A stream read in pieces over many connections is the stream read over one, event for event."""
+    body = {"model": "demo", "prompt": [400, 401, 402], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    with served(reconnect_grace=1.0) as server:
+        pieces: list[tuple[int, Any]] = []
+        response = lines_of(server.url + "/v1/completions", body, **MARK)
+        id = response.headers["x-request-id"]
+        rng = random.Random(3)
+        while True:
+            text = ""
+            for _ in range(3 * rng.randrange(1, 60)):
+                text += response.readline().decode()
+            response.close()
+            pieces += numbered(text[: text.rfind("\n\n") + 2])
+            if pieces[-1][1] == "[DONE]":
+                break
+            response = lines_of(f"{server.url}/v1/requests/{id}/events?after={pieces[-1][0]}")
+        with lines_of(f"{server.url}/v1/requests/{id}/events") as response:
+            whole = numbered(response.read().decode())
+        assert pieces == whole and [number for number, _ in whole] == list(range(1, len(whole) + 1))
+        assert whole[-2][1]["usage"]["completion_tokens"] == 400
+        with lines_of(server.url + "/v1/completions", body) as response:
+            plain = response.read().decode()
+        joined = "".join(event["choices"][0]["text"] for _, event in whole[:-2])
+        chunks = [json.loads(line[6:]) for line in plain.splitlines() if line.startswith("data: {")]
+        assert joined == "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1])
+        time.sleep(2.5)
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            lines_of(f"{server.url}/v1/requests/{id}/events")
+
+
+def test_after_the_grace_the_worker_is_free_end_to_end() -> None:
+    """Known failure 42: the request is cancelled in the worker, and says so."""
+    body = {"model": "demo", "prompt": [400], "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    with served(reconnect_grace=0.05) as server:
+        response = lines_of(server.url + "/v1/completions", body, **MARK)
+        id = response.headers["x-request-id"]
+        response.readline()
+        response.close()
+        end = time.monotonic() + 10
+        while True:
+            with lines_of(f"{server.url}/v1/requests/{id}") as status:
+                state = json.load(status)["state"]
+            if state != "running":
+                break
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert state == "cancelled"
+
+
+async def test_a_tape_that_is_over_holds_nothing_of_what_filled_it() -> None:
+    """It is kept for the time of grace, and a request holds its whole prompt."""
+
+    class Running:
+        def cancel(self) -> None:
+            raise AssertionError("it is over")
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: 1\n\n"
+
+    call = cast(HTTPCall, SimpleNamespace(number=1, salt=b""))
+    logs, running = EventLogs(60.0, 1 << 20), Running()
+    left = weakref.ref(running)
+    logs.start(call, events(), running.cancel, 1.0)
+    del running
+    await asyncio.gather(*logs._tasks)
+    assert left() is None and logs._logs[1].read(0)[1] == 1

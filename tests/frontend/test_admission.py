@@ -1,0 +1,136 @@
+"""The queue's bounds among tenants, and the time that those who are refused are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cairn.config.config import Config
+from cairn.frontend.admission import LONGEST_RETRY, Queue, QueuePace
+from cairn.types.errors import Overloaded
+from cairn.types.request import Request
+from cairn.types.sampling_params import SamplingParams
+from cairn.worker import wire
+from tests.frontend.test_service import serving
+from tests.service.tiny import collect, request
+
+
+def of(share: str, tokens: int = 1) -> Request:
+    return Request(id=1, prompt=(7,) * tokens, sampling=SamplingParams(max_tokens=1), share=share)
+
+
+def fill(queue: Queue, share: str, count: int, tokens: int = 1) -> int:
+    """Let in as many requests of a tenant as there are places for, of so many; how many that were."""
+    for done in range(count):
+        try:
+            queue.check(of(share, tokens), 4, 4, 0.0)
+        except Overloaded:
+            return done
+        queue.enter(of(share, tokens))
+    return count
+
+
+def test_one_tenant_fills_the_queue_and_another_finds_its_half() -> None:
+    queue = Queue(Config(max_queue=10))
+    assert fill(queue, "a", 330) == 10
+    assert fill(queue, "b", 330) == 5
+    assert fill(queue, "c", 330) == 0
+    with pytest.raises(
+        Overloaded, match=r"15 requests .* 10 of them with 10 yours \(limits: 10 .* half of that for one"
+    ):
+        queue.check(of("a"), 4, 4, 0.0)
+    for _ in range(6):  # what is free goes to all; one beyond its half gets nothing of it
+        queue.leave(of("a"))
+    assert fill(queue, "a", 9) == 1
+    assert fill(queue, "c", 9) == 0 and fill(queue, "b", 9) == 0
+    for _ in range(5):
+        queue.leave(of("b"))
+        queue.begin(of("a"))
+    assert fill(queue, "c", 9) == 9 and queue.requests == 9
+
+
+def test_the_same_holds_of_tokens_and_a_tenants_first_may_have_more() -> None:
+    queue = Queue(Config(max_queue_tokens=100))
+    assert fill(queue, "a", 330, 10) == 10
+    assert fill(queue, "b", 330, 10) == 5
+    assert fill(queue, "c", 1, 1) == 0
+    alone = Queue(Config(max_queue_tokens=100))
+    assert fill(alone, "a", 330, 10) == 10
+    assert fill(alone, "b", 330, 80) == 1
+
+
+def test_a_queue_of_one_place_has_one_for_whoever_comes_first() -> None:
+    queue = Queue(Config(max_queue=1))
+    assert fill(queue, "a", 3) == 1 and fill(queue, "b", 3) == 0
+
+
+def test_retry_after_is_what_the_work_that_waits_will_take() -> None:
+    queue = Queue(Config(max_queue=100, max_queue_tokens=1 << 30))
+    assert fill(queue, "a", 330, 400) == 100
+    queue.note(0.0, wire.Stats(running=4, waiting=100, token_seconds=0.01))
+    assert 395 <= queue.retry_after(0.0) <= 410  # 40,000 tokens of 10 ms, and a place of 4 s
+    queue.note(0.0, wire.Stats(running=4, waiting=100, token_seconds=0.1))
+    assert queue.retry_after(0.0) == LONGEST_RETRY
+
+
+def test_what_left_the_queue_tells_more_than_the_machines_speed() -> None:
+    """Prompts whose beginning is cached are read faster, and long answers hold the places up."""
+    for seconds, tokens, least, most in ((0.1, 1000, 10, 12), (2.0, 1, 195, 210)):
+        pace, now = QueuePace(), 0.0
+        pace.token_seconds = 0.01
+        pace.note(now, 0, True)
+        for _ in range(200):
+            now += seconds
+            pace.note(now, 1, True, tokens)
+        assert least <= pace.ahead(100, 100 * tokens) <= most
+
+
+async def test_while_one_tenants_requests_wait_another_is_let_in_and_comes_next(folder: Path) -> None:
+    async with serving(folder, max_running=1, max_queue=20) as service:
+        asked = [request(service, f"a {n}", 30, share="a") for n in range(21)]
+        streams = [service.generate(one) for one in asked]
+        with pytest.raises(Overloaded):
+            service.generate(request(service, "a", share="a"))
+        other = service.generate(request(service, "b", 8, share="b"))
+        await collect(other)
+        states = [service.status(one.id) for one in asked]
+        assert sum(state is not None and state.state == "waiting" for state in states) >= 15
+        for stream in streams:
+            stream.close()
+
+
+def test_what_waits_is_held_against_the_pool_before_it_waits() -> None:
+    queue = Queue(Config(max_queue_pools=2.0))
+    asked = [Request(id=n, prompt=(7,) * 100, sampling=SamplingParams(max_tokens=9000)) for n in range(9)]
+    for _ in range(200):
+        queue.answered(50)
+    for one in asked[:6]:  # each will need 150 tokens, as answers are, not the 9,100 that it may have
+        queue.check(one, 4, 4, 0.0, 500)
+        queue.enter(one)
+    assert queue.needed == 900
+    with pytest.raises(Overloaded, match=r"about 900 tokens, and this request of 150; the pool holds 500, .* 2 times"):
+        queue.check(asked[6], 4, 4, 0.0, 500)
+    queue.check(asked[6], 4, 4, 0.0, 0)  # an encoder has no pool
+    queue.begin(asked[0])
+    assert queue.needed == 750
+    queue.check(asked[6], 4, 4, 0.0, 500)
+    empty = Queue(Config(max_queue_pools=0.1))
+    empty.check(asked[0], 4, 4, 0.0, 500)  # where nobody waits it is let in: that it fits at all is looked at elsewhere
+
+
+def test_who_would_not_begin_in_time_is_refused_at_once() -> None:
+    queue = Queue(Config(max_queue=1000))
+    wait = Request(id=1, prompt=(7,) * 100, sampling=SamplingParams(max_tokens=1), share="a")
+    for _ in range(100):
+        queue.enter(wait)
+    queue.note(0.0, wire.Stats(running=4, waiting=100, token_seconds=0.01))  # 100 s of prompts
+
+    def asks(share: str, timeout: float) -> Request:
+        return Request(id=2, prompt=(7,), sampling=SamplingParams(max_tokens=1), share=share, timeout=timeout)
+
+    with pytest.raises(Overloaded, match="takes about 100 s, and this request may take 30 s in all") as refused:
+        queue.check(asks("a", 30.0), 4, 4, 0.0)
+    assert refused.value.retry_after is not None and refused.value.retry_after > 90
+    queue.check(asks("a", 200.0), 4, 4, 0.0)
+    queue.check(asks("b", 30.0), 4, 4, 0.0)  # another tenant's turn comes soon

@@ -1,0 +1,181 @@
+"""Why a prompt was not found: the worker's reason made better by what the same tenant asked before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cairn.frontend.miss_explainer import CONTEXTS, SHOWN, TENANTS, TOKENS, PromptOrigin, RecentContexts, told_of
+from cairn.frontend.service import Service
+from cairn.types.block_size import BLOCK_TOKENS, CHUNK_TOKENS
+from cairn.types.stats import Differs, Miss, MissReason
+from tests.service.tiny import Answer, collect, config, request
+
+MINE, THEIRS = b"mine", b"theirs"
+KNOWN = list(range(1000, 1200))
+
+
+def spell(ids: object) -> str:
+    return " ".join(map(str, ids))  # type: ignore[call-overload]
+
+
+def why(recent: RecentContexts, ids: list[int], at: int, told: PromptOrigin | None = None, salt: bytes = MINE) -> Miss:
+    found = recent.explain(Miss(position=at, reason="never seen"), salt, ids, told or PromptOrigin(), spell)
+    assert found.position == at
+    return found
+
+
+@pytest.fixture
+def recent() -> RecentContexts:
+    made = RecentContexts()
+    made.note(MINE, KNOWN, 150)
+    return made
+
+
+def test_where_two_contexts_part_and_how_both_go_on(recent: RecentContexts) -> None:
+    found = why(recent, [*KNOWN[:70], 7, 8, *KNOWN[72:]], 64)
+    assert found.reason == "different tokens" and found.differs is not None
+    assert found.differs.position == 70
+    assert found.differs.given.startswith("7 8 1072 ") and found.differs.known.startswith("1070 1071 1072 ")
+    assert len(found.differs.known) == len(found.differs.given) == SHOWN
+
+
+@pytest.mark.parametrize(
+    ("at", "reason"), [(64, "system text changed"), (5, "system text changed"), (100, "different tokens")]
+)
+def test_a_system_text_that_changed_is_named(recent: RecentContexts, at: int, reason: str) -> None:
+    """The system's text stands at the places 4 to 79; a session's id or a git status in it costs all behind it."""
+    ids = [*KNOWN[:at], 7, *KNOWN[at + 1 :]]
+    system = spell(ids[4:80])
+    told = told_of([{"role": "system", "content": f" {system}\n"}, {"role": "user", "content": "Hello"}])
+    found = why(recent, ids, at // 16 * 16, told)
+    assert found.reason == reason and found.differs is not None and found.differs.position == at
+    assert why(recent, ids, at // 16 * 16, told_of([{"role": "user", "content": system}])).reason == "different tokens"
+
+
+def test_the_nearest_context_is_compared(recent: RecentContexts) -> None:
+    recent.note(MINE, [*KNOWN[:90], 1, 2, 3], 90)
+    recent.note(MINE, [*KNOWN[:20], 1, 2, 3], 20)
+    found = why(recent, [*KNOWN[:90], 1, 2, 4, 5], 80)
+    assert found.differs == Differs(position=92, known="3", given="4 5")
+
+
+def test_another_tenants_context_is_as_if_it_were_not_there(recent: RecentContexts) -> None:
+    """What another tenant asked shows in nothing."""
+    changed = [*KNOWN[:70], 7, 8, *KNOWN[72:]]
+    for ids in (changed, KNOWN, KNOWN[:64]):
+        assert why(recent, ids, 0, salt=THEIRS) == Miss(position=0, reason="never seen")
+    recent.note(THEIRS, [5, 6, 7], 2)
+    assert why(recent, changed, 0, salt=THEIRS) == Miss(position=0, reason="never seen")
+
+
+@pytest.mark.parametrize("reason", ["evicted", "not stored yet", "faster to compute"])
+def test_what_the_worker_knows_is_left_as_it_is(recent: RecentContexts, reason: MissReason) -> None:
+    miss = Miss(position=64, reason=reason)
+    assert recent.explain(miss, MINE, [*KNOWN[:70], 7], PromptOrigin(why="model changed"), spell) is miss
+
+
+def test_new_tokens_behind_a_known_context_were_never_seen(recent: RecentContexts) -> None:
+    assert why(recent, [*KNOWN, *range(40)], 192).reason == "never seen"
+    assert why(recent, [*KNOWN, *range(40)], 192 + BLOCK_TOKENS).reason == "never seen"
+    assert why(recent, list(range(40)), 0) == Miss(position=0, reason="never seen")
+
+
+def test_what_was_computed_and_is_gone(recent: RecentContexts) -> None:
+    """A worker that has just begun does not remember; the front does."""
+    assert why(recent, [*KNOWN, 1, 2, 3], 0) == Miss(position=0, reason="evicted")
+    assert why(recent, [*KNOWN[:130], 1], CHUNK_TOKENS).reason == "evicted"
+    recent.note(MINE, [*range(60), *KNOWN], 30)
+    whole = CHUNK_TOKENS * 3 + BLOCK_TOKENS + 4  # its last chunk was never whole
+    assert why(recent, [*range(60), *KNOWN, 1, 2, 3], whole - whole % CHUNK_TOKENS).reason == "evicted"
+    recent.note(THEIRS, KNOWN[: CHUNK_TOKENS + 40], 30)
+    assert why(recent, [*KNOWN[: CHUNK_TOKENS + 40], 1, 2, 3], CHUNK_TOKENS, salt=THEIRS).reason == "not stored yet"
+
+
+def test_the_same_messages_that_became_other_tokens() -> None:
+    """A template, its arguments or the tools have changed, and not what was said."""
+    recent = RecentContexts()
+    first = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    then = [*first, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "And?"}]
+    recent.note(MINE, KNOWN[:100], 80, told_of(first).messages)
+    recent.note(MINE, KNOWN, 180, told_of(then).messages)
+    other = [*KNOWN[:40], *range(200)]
+    assert why(recent, other, 32, told_of(then)).reason == "template"
+    assert why(recent, other, 32, told_of([*first, {"role": "assistant", "content": "Ho"}])).reason == "template"
+    assert why(recent, other, 32, told_of([{"role": "user", "content": "Hello"}])).reason == "different tokens"
+    assert why(recent, [*KNOWN[:90], 1], 80, told_of(first)).reason == "different tokens", "the answer was edited"
+    assert why(recent, other, 32, told_of(then)).differs is not None
+
+
+def test_a_history_that_leaves_an_answer_out_is_other_tokens() -> None:
+    """The two part where a template opens the answer, within what was rendered from the same messages before."""
+    recent = RecentContexts()
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    question, answer = {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Hi"}
+    recent.note(MINE, [*KNOWN[:80], 1, 2, 3, *range(50)], 83, told_of(asked).messages)
+    left_out = [*KNOWN[:80], 1, 5, 6, 7]
+    assert why(recent, left_out, 80, told_of([*asked, question])).reason == "different tokens"
+    assert why(recent, left_out, 80, told_of([*asked, answer, question])).reason == "template", "none is left out"
+    early = [*KNOWN[:40], *range(60)]
+    assert why(recent, early, 32, told_of([*asked, question])).reason == "template", "what comes first differs too"
+
+
+def test_what_the_caller_knows_comes_before_a_comparison(recent: RecentContexts) -> None:
+    assert why(recent, [*KNOWN[:70], 7], 64, PromptOrigin(why="model changed")) == Miss(
+        position=64, reason="model changed"
+    )
+
+
+def test_what_is_forgotten_is_shown_no_more(recent: RecentContexts) -> None:
+    recent.forget(MINE)
+    recent.forget(THEIRS)
+    assert why(recent, [*KNOWN[:70], 7], 64) == Miss(position=64, reason="never seen")
+
+
+def test_the_table_is_bounded() -> None:
+    recent = RecentContexts()
+    for n in range(2 * CONTEXTS):
+        recent.note(MINE, [n, 1, 2, 3], 4)
+    assert why(recent, [CONTEXTS - 1, 1, 9], 0).reason == "never seen"
+    assert why(recent, [CONTEXTS, 1, 9], 0).reason == "different tokens"
+    recent.note(MINE, range(TOKENS), 4)
+    assert why(recent, [CONTEXTS, 1, 9], 0).reason == "never seen" and why(recent, [0, 9], 0).differs is not None
+    recent.note(MINE, range(10, TOKENS + 11), 4)
+    assert why(recent, [10, 9], 0).reason == "never seen", "more than fits"
+    for n in range(TENANTS):
+        recent.note(b"%d" % n, KNOWN, 4)
+    assert why(recent, [0, 9], 0).reason == "never seen" and why(recent, [1000, 9], 0, salt=b"0").differs is not None
+
+
+def test_a_context_that_goes_on_is_one_context() -> None:
+    recent = RecentContexts()
+    for size in range(2, 2 + 3 * CONTEXTS):
+        recent.note(MINE, KNOWN[:size], size)
+    recent.note(MINE, KNOWN[:3], 3)
+    (context,) = recent._tenants[MINE]
+    assert len(context.ids) == 4 * (1 + 3 * CONTEXTS)
+
+
+async def test_a_service_says_it_to_the_same_tenant_only(folder: Path) -> None:
+    """Through the worker: an edited prompt, another tenant's, one that is not to be kept, and the metric."""
+    service = await Service.start(config(folder), in_process=True)
+
+    async def ask(text: str, salt: bytes = MINE, told: PromptOrigin | None = None) -> Answer:
+        return await collect(service.generate(request(service, text, salt=salt), told))
+
+    first, edited = "The quick brown fox jumps over it.", "The quick brown fox leaps over it."
+    try:
+        await ask(first)
+        found = (await ask(edited)).cache.miss
+        assert found is not None and (found.position, found.reason) == (16, "different tokens")
+        assert found.differs is not None and found.differs.position == first.index("jumps")
+        assert found.differs.known.startswith("jumps over") and found.differs.given == "leaps over it."[:16]
+        assert (await ask(edited, THEIRS)).cache.miss == Miss(position=0, reason="never seen")
+        assert (await ask(first, THEIRS)).cache.miss != Miss(position=0, reason="never seen"), "their own is known"
+        await ask("A secret of somebody, not to be kept.", told=PromptOrigin(store=False))
+        kept = (await ask("A secret of nobody, which may be kept.")).cache.miss
+        assert kept is not None and kept.reason == "never seen" and kept.differs is None
+        assert service.metrics.misses["different tokens"] == 2
+    finally:
+        await service.close()

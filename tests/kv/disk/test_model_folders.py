@@ -1,0 +1,245 @@
+"""One folder for all models of a user: what lies elsewhere in it is found, and its bytes are one budget.
+
+A chunk takes a block on the disk here, and so does the marker of a store.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cairn.kv.disk.layout import Layout
+from cairn.kv.disk.model_folders import places
+from cairn.kv.disk.store import DiskStore
+from cairn.kv.tiers.store import Chunk
+from cairn.types.errors import ConfigError, Conflict
+from cairn.types.layer_spec import CacheGroup
+from tests.files import CrashFiles, Fault
+from tests.kv.stored import FOLDER, Time, chain, keys, open_store
+
+USUAL, TWIN, *_ = places(FOLDER, b"weights" * 4)
+OTHER, *_ = places(FOLDER, b"other" * 4)
+DAY = 86_400.0
+
+
+def opened(files: CrashFiles, time: Time, place: Path = USUAL, **how: Any) -> DiskStore:
+    return open_store(files, time, folder=place, home=FOLDER, **how)
+
+
+def found(store: DiskStore, chunks: list[Chunk]) -> int:
+    count = store.match_prefix(keys(chunks))
+    assert [store.fetch(chunk.key, chunk.tokens) for chunk in chunks[:count]] == chunks[:count]
+    return count
+
+
+def stored_before(files: CrashFiles, time: Time, chunks: list[Chunk], **how: Any) -> None:
+    """As a server with one model did when that had no folder of its own."""
+    store = open_store(files, time, **how)
+    assert store.keep(chunks) == len(chunks)
+    store.close()
+
+
+def test_what_was_stored_before_models_had_folders_is_found_with_its_pins() -> None:
+    time = Time()
+    files, mine, theirs = CrashFiles(now=time.now), chain(3), chain(2, salt=b"other")
+    stored_before(files, time, theirs, identity=b"another", model="another")
+    store = open_store(files, time)
+    store.keep(mine)
+    store.pin("ada", keys(mine))
+    store.close()
+    store = opened(files, time)
+    assert found(store, mine) == 3 and store.stats().pinned == 3
+    assert not [path for path in files.files(FOLDER / "pins")]
+    store.close()
+    other = opened(files, time, OTHER, identity=b"another", model="another")
+    assert found(other, theirs) == 2, "it has waited for its model"
+    other.close()
+    assert all("/models/" in str(path) for path in files.files(FOLDER) if path.name.count(".") == 4)
+
+
+def test_what_other_kernels_left_of_the_model_goes_along_so_that_it_can_be_erased() -> None:
+    time = Time()
+    files, chunks = CrashFiles(now=time.now), chain(2)
+    stored_before(files, time, chunks, identity=b"other kernels")
+    store = opened(files, time)
+    store.drop_of_other_engines(lambda identity: keys(chunks) if identity == b"other kernels" else [])
+    assert not [path for path in files.files(FOLDER) if path.name.count(".") == 4]
+
+
+def test_what_a_second_process_stored_is_taken_in_once_it_has_ended() -> None:
+    time = Time()
+    files, one, two = CrashFiles(now=time.now), chain(2), chain(3, salt=b"two")
+    first = opened(files, time)
+    with pytest.raises(Conflict):
+        opened(files, time)
+    second = opened(files, time, TWIN)
+    first.keep(one)
+    second.keep([*one, *two])
+    first.close()
+    first = opened(files, time)
+    assert (found(first, one), found(first, two)) == (2, 0), "it is in use"
+    assert found(second, two) == 3
+    first.close()
+    second.close()
+    first = opened(files, time)
+    assert (found(first, one), found(first, two)) == (2, 3)
+    assert len(files.files(TWIN)) == 2, "only its marker and the lock are left"
+
+
+def test_a_crash_while_it_is_taken_in_loses_nothing() -> None:
+    for seed in range(60):
+        time, rng = Time(), random.Random(seed)
+        files = CrashFiles(seed=seed, now=time.now)
+        mine, more = chain(3), chain(3, salt=b"more")
+        stored_before(files, time, mine)
+        twin = opened(files, time, TWIN)
+        twin.keep(more)
+        twin.pin("ada", keys(more))
+        twin.close()
+        after = files.crash_while(rng, 40, lambda: opened(files, time))  # noqa: B023
+        store = opened(after, time)
+        assert (found(store, mine), found(store, more)) == (3, 3), seed
+        assert store.stats().pinned == 3, seed
+        store.close()
+        again = opened(after.crash(rng), time)
+        assert (found(again, mine), found(again, more)) == (3, 3), seed
+
+
+def test_all_stores_have_one_budget_and_what_nobody_uses_gives_way() -> None:
+    """The one that was used longest ago first; never what is pinned."""
+    time, budget, other_model = Time(), 13 * 4096, {"identity": b"another", "model": "another"}
+    files = CrashFiles(now=time.now)
+    old, recent, new = chain(4, salt=b"old"), chain(4, salt=b"recent"), chain(10, salt=b"new")
+    stored_before(files, time, old)
+    time.sleep(DAY)
+    other = opened(files, time, OTHER, budget=budget, **other_model)
+    other.keep(recent)
+    other.pin("ada", keys(recent[:2]))
+    other.close()
+    time.sleep(DAY)
+    store = opened(files, time, places(FOLDER, b"third" * 4)[0], budget=budget, identity=b"third", model="third")
+    store.keep(new[:6])
+    store.tend()
+    assert len([path for path in files.files(FOLDER) if path.name.count(".") == 4]) == 12
+    store.keep(new)
+    store.tend()
+    store.close()
+    assert found(opened(files, time, budget=budget), old) == 0
+    assert found(opened(files, time, OTHER, budget=budget, **other_model), recent) == 2, "so much is pinned"
+
+
+def test_stores_that_are_in_use_together_keep_to_the_budget() -> None:
+    time, budget = Time(), 17 * 4096
+    files, one, two = CrashFiles(now=time.now), chain(10, salt=b"one"), chain(10, salt=b"two")
+    first = opened(files, time, budget=budget)
+    first.keep(one)
+    second = opened(files, time, OTHER, budget=budget, identity=b"another")
+    second.tend()
+    second.keep(two)
+    first.tend()
+    assert found(first, one) == 10 and found(second, two) == 6
+
+
+def test_what_is_unused_ages_whoever_stored_it_but_not_in_a_long_rest() -> None:
+    time, ttl, third = Time(), 10 * DAY, places(FOLDER, b"third" * 4)[0]
+    files, old, recent = CrashFiles(now=time.now), chain(2, salt=b"old"), chain(2, salt=b"recent")
+    stored_before(files, time, old)
+    time.sleep(4 * DAY)
+    other = opened(files, time, OTHER, identity=b"another", model="another", ttl=ttl)
+    other.keep(recent)
+    other.close()
+    time.sleep(40 * DAY)
+    store = opened(files, time, third, identity=b"third", model="third", ttl=ttl)
+    store.tend()
+    left = [path.name.partition(".")[0] for path in files.files(FOLDER) if path.name.count(".") == 4]
+    assert {key.hex() for key in keys([*old, *recent])} == set(left), "nothing was used meanwhile"
+    time.sleep(7 * DAY)
+    store.tend()
+    left = [path.name.partition(".")[0] for path in files.files(FOLDER) if path.name.count(".") == 4]
+    assert {key.hex() for key in keys(recent)} == set(left)
+
+
+def test_a_folder_that_is_no_store_is_refused_or_set_aside_but_not_from_under_a_store() -> None:
+    time = Time()
+    files = CrashFiles(now=time.now)
+    files.make_folder(FOLDER)
+    files.put(FOLDER / "letter", b"not a store")
+    with pytest.raises(ConfigError, match="kv_dir: /kv is not empty and not a KV store"):
+        opened(files, time)
+    store = opened(files, time, fresh=True)
+    files.chmod(FOLDER, 0o755)
+    with pytest.raises(Conflict, match="in use by other processes"):
+        opened(files, time, OTHER, fresh=True)
+    assert store.keep(chain(1)) == 1
+
+
+THIRD = b"third" * 7
+LAYOUT = Layout(16, (CacheGroup(kind="full", layers=(0, 1)),))
+
+
+def context(count: int) -> tuple[tuple[int, ...], list[Chunk]]:
+    """Ids, and the chunks that an engine makes of them."""
+    ids = tuple(range(64 * count))
+    found, before = list[Chunk](), b""
+    for number, key in enumerate(LAYOUT.keys(b"engine", b"salt", ids, 0)):
+        found.append(Chunk(key, before, ids[64 * number : 64 * number + 64], 64 * number, bytes(400)))
+        before = key
+    return ids, found
+
+
+def test_a_context_of_a_model_that_is_not_served_is_erased_beside_another_but_for_what_others_need() -> None:
+    time = Time()
+    for seed in range(8):
+        files, (ids, chunks), rng = CrashFiles(seed=seed, now=time.now), context(4), random.Random(seed)
+        place, twin, *_ = places(FOLDER, THIRD)
+        for where, part in ((place, chunks), (twin, chunks[:3])):
+            store = opened(files, time, where, identity=b"engine", layout=LAYOUT)
+            store.keep(part)
+            store.pin("ada", keys(part))
+            store.close()
+        other = opened(files, time, OTHER)
+        assert other.erase_of_model(THIRD, b"another tenant", ids, 0)
+        assert len([path for path in files.files(FOLDER) if path.name.count(".") == 4]) == 7
+        other.pin("ada", ())
+        assert not other.unsaved("ada") and not list(files.files(place / "pins")) + list(files.files(twin / "pins"))
+        assert other.erase_of_model(THIRD, b"salt", ids, 130)
+        after = files.crash(rng)
+        left = [path.name.partition(".")[0] for path in after.files(FOLDER) if path.name.count(".") == 4]
+        assert {bytes.fromhex(name) for name in left} == set(keys(chunks[:3])), seed
+        assert found(opened(after, time, place, identity=b"engine", layout=LAYOUT), chunks) == 3
+        assert other.erase_of_model(b"never served" * 3, b"salt", ids, 0)
+
+
+def test_a_store_in_use_is_erased_from_by_who_has_it() -> None:
+    time = Time()
+    files, (ids, chunks) = CrashFiles(now=time.now), context(2)
+    store = opened(files, time, places(FOLDER, THIRD)[0], identity=b"engine", layout=LAYOUT)
+    store.keep(chunks)
+    store.pin("ada", keys(chunks))
+    other = opened(files, time, OTHER)
+    assert not other.erase_of_model(THIRD, b"salt", ids, 0) and found(store, chunks) == 2
+    other.pin("ada", ())
+    assert other.unsaved("ada")
+    store.pin("ada", ())
+    other.tend()
+    assert not other.unsaved("ada")
+
+
+def test_a_disk_that_refuses_has_erased_nothing() -> None:
+    time = Time()
+    files, (ids, chunks) = CrashFiles(now=time.now), context(2)
+    store = opened(files, time, places(FOLDER, THIRD)[0], identity=b"engine", layout=LAYOUT)
+    store.keep(chunks)
+    store.close()
+    other = opened(files, time, OTHER)
+    files.fail(Fault(files.calls + 60, errno.EIO, sticky=True))
+    assert not other.erase_of_model(THIRD, b"salt", ids, 0)
+    files.heal()
+    time.sleep(100)
+    other.tend()
+    assert other.erase_of_model(THIRD, b"salt", ids, 0)
+    assert not [path for path in files.files(FOLDER) if path.name.count(".") == 4]

@@ -1,0 +1,417 @@
+"""Several models of one server: names, loading on demand, room, unloading and swaps."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cairn.config.config import Config, ModelOptions
+from cairn.engine import device
+from cairn.frontend import launch as launch_module
+from cairn.frontend.service import Service
+from cairn.router import fit as fitting
+from cairn.router import loader as model_loader
+from cairn.router import model_health
+from cairn.router.fit import Fit
+from cairn.router.models import Models
+from cairn.router.served_model import served_models
+from cairn.types.errors import ConfigError, Conflict, InvalidRequest, ModelError, Unavailable, UnknownModel
+from tests.service.several import make_models, several
+from tests.service.tiny import collect, request, until
+
+
+def states(models: Models) -> str:
+    return " ".join(f"{one.name}:{one.state}" for one in models.models)
+
+
+async def answered(service: Service, text: str = "hello") -> str:
+    return (await collect(service.generate(request(service, text)))).text
+
+
+async def test_a_model_is_loaded_when_it_is_asked_for(tmp_path: Path) -> None:
+    async with several(tmp_path, "alpha beta") as models:
+        await until(lambda: models.models[1].spec)
+        assert states(models) == "alpha:loaded beta:on disk"
+        async with models.using(models.find("beta")) as service:
+            assert service.name == "beta" and await answered(service)
+        assert states(models) == "alpha:loaded beta:loaded"
+        assert {one.name for one in models.services} == {"alpha", "beta"}
+        async with models.using(models.find("alpha")) as service:
+            assert service.name == "alpha"
+
+
+async def test_an_unknown_name_is_told_those_there_are(tmp_path: Path) -> None:
+    async with several(tmp_path, "alpha beta") as models:
+        await until(lambda: models.models[1].spec)
+        with pytest.raises(UnknownModel, match="no model 'gpt-4'; this server has: alpha, beta"):
+            models.find("gpt-4")
+        assert models.find("beta:latest") is models.models[1]
+        assert models.find(str(tmp_path / "beta")) is models.models[1]
+        assert models.find(None) is models.models[0]
+        assert models.find(None, "embed") is models.models[0]  # which says that it makes none
+
+
+async def test_what_was_not_used_for_longest_makes_room(tmp_path: Path) -> None:
+    async with several(tmp_path, "alpha beta gamma", max_loaded=2) as models:
+        for name in ("beta", "alpha", "gamma"):
+            async with models.using(models.find(str(tmp_path / name))) as service:
+                assert await answered(service)
+        assert states(models) == "alpha:loaded beta:on disk gamma:loaded"
+
+
+async def test_a_pinned_model_and_one_in_use_make_no_room(tmp_path: Path) -> None:
+    async with several(tmp_path, "alpha beta", max_loaded=1, pin="alpha", load_timeout=0.5) as models:
+        with pytest.raises(Unavailable, match="no room for beta") as refused:
+            async with models.using(models.find("beta")):
+                raise AssertionError("it was loaded")
+        assert refused.value.retry_after
+    async with several(tmp_path, "alpha beta", max_loaded=1, load_timeout=0.5) as models:
+        done = asyncio.Event()
+
+        async def hold() -> str:
+            async with models.using(models.find("alpha")) as service:
+                await done.wait()
+                return await answered(service)
+
+        holding = asyncio.create_task(hold())
+        await until(lambda: models.models[0].loaded and models.models[0].loaded.users)
+        with pytest.raises(Unavailable, match=r"alpha would have to make room for beta, and is in use|being loaded"):
+            async with models.using(models.find("beta")):
+                raise AssertionError("it was loaded")
+        done.set()
+        assert await holding
+        assert models.models[0].loaded is not None and models.models[1].loaded is None
+        await until(lambda: "ing" not in states(models))  # whoever asked is gone; the load may go on all the same
+
+
+async def test_a_call_does_not_wait_for_what_it_has_itself(tmp_path: Path) -> None:
+    async with several(tmp_path, "alpha beta gamma delta", max_loaded=1, load_timeout=60) as models:
+        await until(lambda: models.models[-1].spec)
+
+        async def beside(first: str, second: str, ready: asyncio.Event | None = None) -> str:
+            async with models.using(models.find(first)):
+                if ready is not None:
+                    await ready.wait()
+                task = asyncio.create_task(nested(second))  # as a stream's work, which is a task of its own
+                return await task
+
+        async def nested(name: str) -> str:
+            async with models.using(models.find(name)) as service:
+                return await answered(service)
+
+        async with asyncio.timeout(10):
+            with pytest.raises(Unavailable, match=r"beta is needed beside alpha, .*\(max_loaded 1, or memory\)"):
+                await beside("alpha", "beta")
+            assert await beside("alpha", "alpha") and await nested("beta")  # nothing is held any more
+        models.config = msgspec.structs.replace(models.config, max_loaded=2)
+        async with asyncio.timeout(10):
+            assert await nested("alpha") and await beside("beta", "gamma")  # what nobody has goes, though used last
+            assert await nested("alpha") and await nested("beta")
+            ready = asyncio.Event()
+            calls = [asyncio.create_task(beside(*pair, ready)) for pair in (("alpha", "gamma"), ("beta", "delta"))]
+            await until(lambda: all(loaded.users for _, loaded in models.loaded()))
+            other = asyncio.create_task(nested("gamma"))  # waits for one of theirs
+            await until(lambda: "unloading" in states(models))
+            ready.set()
+            told = await asyncio.gather(*calls, other, return_exceptions=True)
+            assert any(isinstance(one, Unavailable) for one in told[:2])  # not one waits for the other
+            assert await nested("alpha") and await nested("delta")
+
+
+async def test_a_request_that_waits_gets_the_model_once_the_other_is_free(tmp_path: Path) -> None:
+    async with several(tmp_path, "alpha beta", max_loaded=1) as models:
+        free = asyncio.Event()
+
+        async def hold() -> str:
+            async with models.using(models.find("alpha")) as service:
+                await free.wait()
+                return await answered(service)
+
+        async def want() -> str:
+            async with models.using(models.find("beta")) as service:
+                return service.name
+
+        holding = asyncio.create_task(hold())
+        await until(lambda: models.models[0].loaded and models.models[0].loaded.users)
+        wanting = asyncio.create_task(want())
+        await until(lambda: models.models[0].state == "unloading")
+        later = asyncio.create_task(hold())  # a call for the one that goes waits, and loads it again
+        free.set()
+        assert await holding and await wanting == "beta" and await later
+        assert states(models) == "alpha:loaded beta:on disk"
+
+
+async def test_memory_is_counted_before_anything_is_loaded(tmp_path: Path) -> None:
+    alpha, _ = make_models(tmp_path, "alpha beta")
+    found = fitting.fit(Config(engine="fake", kv_gb=0.01), alpha, 1 << 30)
+    assert found.held > 0.01e9 and found.most >= found.held and found.blocks
+    budget = 1.5 * found.held / 1e9
+    async with several(tmp_path, "alpha beta", memory_gb=budget) as models:
+        async with models.using(models.find("beta")) as service:
+            assert service.info.blocks == found.blocks
+        assert states(models) == "alpha:on disk beta:loaded"
+        assert sum(one.held for one in models.models) <= models.loader.budget  # type: ignore[operator]
+    async with several(tmp_path, "alpha beta", memory_gb=budget, load_timeout=0.3) as models:
+        models.models[1].config = Config(model=str(tmp_path / "beta"), engine="fake", kv_gb=1.0)
+        with pytest.raises(Unavailable, match=r"beta .*(needs 1|being loaded)"):
+            async with models.using(models.find("beta")):
+                raise AssertionError("it was loaded")
+        await until(lambda: models.models[1].failure)
+        assert "of memory" in models.models[1].failure and models.models[1].state == "failed"
+        assert any(
+            "beta cannot be loaded" in one for one in model_health.troubles(models)
+        ) and not model_health.unready(models)
+
+
+async def test_the_process_that_measures_says_the_same(tmp_path: Path) -> None:
+    (alpha,) = make_models(tmp_path, "alpha")
+    config = Config(engine="fake", kv_gb=0.01)
+    assert await fitting.measure(config, alpha, 1 << 30) == fitting.fit(config, alpha, 1 << 30)
+    (alpha / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json"):
+        await fitting.measure(config, alpha, 1 << 30)
+
+
+async def test_what_cannot_be_loaded_is_said_and_tried_again_later(tmp_path: Path) -> None:
+    async with several(tmp_path, "alpha beta") as models:
+        beta = models.models[1]
+        await until(lambda: beta.spec)
+        (tmp_path / "beta" / "config.json").rename(tmp_path / "away")
+        with pytest.raises(ModelError):
+            await models.load(beta)
+        with pytest.raises(Unavailable, match="beta cannot be loaded"):
+            async with models.using(beta):
+                raise AssertionError("it was loaded")
+        (tmp_path / "away").rename(tmp_path / "beta" / "config.json")
+        beta.failed_at -= 60
+        async with models.using(beta) as service:
+            assert await answered(service)
+        assert beta.failures == 1 and not beta.failure
+
+
+async def test_an_unloaded_model_is_loaded_again_and_one_that_is_idle_goes(tmp_path: Path) -> None:
+    async with several(tmp_path, "alpha beta", model_ttl=0.6) as models:
+        alpha = models.models[0]
+        before = models.services.first
+        await models.unload(alpha, 5.0)
+        assert alpha.state == "on disk" and not list(models.services) and models.services.first is before
+        with pytest.raises(Conflict, match="not loaded"):
+            await models.unload(alpha, 5.0)
+        async with models.using(alpha) as service:
+            assert service is not before and await answered(service)
+        assert models.services.first is service
+        await until(lambda: alpha.state == "on disk")
+
+
+async def test_a_swap_moves_the_names_and_what_runs_goes_on(tmp_path: Path) -> None:
+    async with several(tmp_path, "alpha beta gamma") as models:
+        await until(lambda: models.models[2].spec)
+        alpha = models.models[0]
+        async with models.using(alpha) as old:
+            stream = old.generate(request(old, "hello", 64))
+            await models.swap(alpha, "beta", 20.0)
+            async with models.using(models.find("alpha")) as new:
+                assert new is not old and new.name == "alpha" and new.spec.identity != old.spec.identity
+                assert await answered(new)
+            assert (await collect(stream)).done
+        await until(lambda: old not in list(models.services))
+        assert alpha.swaps == 1 and alpha.state == "loaded" and models.services.first is new
+        with pytest.raises(InvalidRequest, match="is already"):
+            await models.swap(alpha, "beta", 1.0)
+        await models.swap(alpha, str(tmp_path / "alpha"), 1.0)  # what it was before
+        assert alpha.identity == old.spec.identity and alpha.swaps == 2
+        with pytest.raises(InvalidRequest, match="is already"):
+            await models.swap(alpha, str(tmp_path / "alpha"), 1.0)
+        await models.load(models.find("gamma"))
+        with pytest.raises(Conflict, match="loaded already"):
+            await models.swap(alpha, "gamma", 1.0)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["beside", "after"])
+async def test_a_swap_under_fifty_streams_loses_none_and_mixes_none(
+    tmp_path: Path, after: bool, figure: Callable[[str, str], None]
+) -> None:
+    async with several(tmp_path, "alpha beta", max_loaded=1 if after else 8, kv_gb=0.1) as models:
+        await until(lambda: models.models[1].spec)
+        alone: dict[str, str] = {}
+        identities: list[bytes] = []
+
+        async def ask(number: int) -> None:
+            async with models.using(models.find("alpha")) as service:
+                identities.append(service.spec.identity)
+                text = (await collect(service.generate(request(service, f"question {number % 5}", 40)))).text
+            who = f"{service.spec.identity.hex()} {number % 5}"
+            assert text and alone.setdefault(who, text) == text
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(50):
+                group.create_task(ask(number))
+            await until(lambda: len(identities) == 50)  # some may have ended by then
+            began = time.monotonic()
+            swapping = group.create_task(models.swap(models.find("alpha"), "beta", 60.0))
+            await asyncio.sleep(0)
+            if after:  # calls that come meanwhile wait for the new one
+                await until(lambda: models.models[0].state != "loaded")
+                group.create_task(ask(50))
+            await swapping
+            took = time.monotonic() - began
+            for number in range(51, 61):
+                group.create_task(ask(number))
+        old, new = dict.fromkeys(identities)
+        assert identities.count(old) == 50 and identities.count(new) == (11 if after else 10)
+        assert took < 30
+        figure(
+            f"swap under 50 streams, {'after the old model' if after else 'beside it'}",
+            f"61 of 61 answers right, names moved at once; {took:.2f} s (fake engine)",
+        )
+
+
+class Planted(Exception):
+    """Nothing that anybody foresaw."""
+
+
+def spoil(folder: Path, failure: str) -> None:
+    """Make the files of beta such that it cannot be loaded."""
+    beta = folder / "beta"
+    if failure == "no config":
+        (beta / "config.json").unlink()
+    elif failure == "unknown architecture":
+        text = (beta / "config.json").read_text()
+        (beta / "config.json").write_text(text.replace("Qwen3ForCausalLM", "NobodysForCausalLM"))
+    elif failure == "broken":
+        (beta / "tokenizer.json").write_bytes(b"{")
+
+
+def plant(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let loading beta fail in a way that its files know nothing of."""
+    start, launched, engine = Service.start, launch_module.launch, device.load_engine
+
+    async def measured(config: Config, place: Path, free: int, **more: Any) -> Fit:
+        if place.name == "beta":
+            return Fit(1 << 50, 1 << 50, ())
+        return fitting.fit(config, place, free, more.get("blocks", ()))
+
+    async def crash(config: Config, *rest: object, **more: object) -> Service:
+        if config.model.endswith("beta"):
+            rest[0].end()  # type: ignore[attr-defined]
+            await asyncio.sleep(3600 if failure == "cancelled" else 0)
+            raise Planted
+        return await start(config, *rest, **more)  # type: ignore[arg-type]
+
+    def refuse(load: Any, in_process: bool = False) -> Any:
+        if load.config.model.endswith("beta") and failure == "worker gone":
+            ours, theirs = socket.socketpair()
+            theirs.close()
+            return launch_module.Worker(ours, None)
+        if load.config.model.endswith("beta"):
+            raise OSError(11, "no process can be had")
+        return launched(load, in_process)
+
+    def loads(config: Config, *rest: Any) -> Any:
+        if config.model.endswith("beta"):
+            raise MemoryError
+        return engine(config, *rest)
+
+    planted: dict[str, tuple[Any, str, Any]] = {
+        "too large": (model_loader, "measure", measured),
+        "crash": (Service, "start", crash),
+        "cancelled": (Service, "start", crash),
+        "no process": (launch_module, "launch", refuse),
+        "no memory": (device, "load_engine", loads),
+        "worker gone": (launch_module, "launch", refuse),
+    }
+    if failure in planted:
+        monkeypatch.setattr(*planted[failure])
+
+
+FAILURES = ("missing", "no config", "unknown architecture", "broken", "too large", "crash", "cancelled")
+FAILURES += ("no process", "no memory", "worker gone")
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["beside", "after"])
+@pytest.mark.parametrize("failure", FAILURES)
+async def test_a_swap_that_fails_leaves_the_old_model(
+    tmp_path: Path, failure: str, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty ways to fail, beside the old model and after it. A stream that the old one has goes on to its end."""
+    async with several(tmp_path, "alpha beta", max_loaded=1 if after else 8) as models:
+        alpha, identity = models.models[0], models.models[0].identity
+        await until(lambda: models.models[1].spec)
+        spoil(tmp_path, failure)
+        plant(failure, monkeypatch)
+        async with models.using(alpha) as service:
+            stream = service.generate(request(service, "what runs meanwhile", 64))
+        to = str(tmp_path / "nowhere") if failure == "missing" else "beta"
+        swapping = asyncio.create_task(models.swap(alpha, to, 5.0))
+        if failure == "cancelled":
+            await asyncio.sleep(0.5)
+            swapping.cancel()
+        with pytest.raises((ModelError, Unavailable, asyncio.CancelledError)):
+            await swapping
+        assert (await collect(stream)).done
+        async with models.using(models.find("alpha")) as service:
+            assert service.spec.identity == identity and service.name == "alpha" and await answered(service)
+        assert alpha.swaps == 0 and alpha.config.model == str(tmp_path / "alpha")
+
+
+async def test_models_of_a_folder_can_be_asked_for(tmp_path: Path) -> None:
+    make_models(tmp_path, "alpha beta sub/gamma")
+    config = Config(models_dir=str(tmp_path), engine="fake", kv_gb=0.01, kv_disk=False)
+    models = Models(config, in_process=True, free=lambda: 8 << 30)
+    try:
+        await models.start()
+        assert states(models) == "alpha:loaded beta:on disk sub/gamma:on disk"
+        async with models.using(models.find("sub/gamma")) as service:
+            assert service.name == "sub/gamma"
+    finally:
+        await models.close()
+
+
+def test_what_options_of_several_models_may_not_say(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no models"):
+        served_models(Config(models_dir=str(tmp_path)))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        served_models(Config(models_dir=str(tmp_path / "nowhere")))
+    two = (ModelOptions(model="a"), ModelOptions(model="b"))
+    with pytest.raises(ConfigError, match="served_name and alias are for a server with one model"):
+        served_models(Config(models=two, served_name="x"))
+    with pytest.raises(ConfigError, match=r"kv_share: models have 1\.5 of the bytes"):
+        served_models(Config(models=(ModelOptions(model="a", kv_share=0.9), ModelOptions(model="b", kv_share=0.6))))
+    parts = [one.part for one in served_models(Config(models=(*two, ModelOptions(model="c", kv_share=0.5))))]
+    assert parts == [0.25, 0.25, 0.5]
+
+
+async def test_a_model_finds_its_kv_whichever_way_it_is_served(tmp_path: Path) -> None:
+    """Alone, beside another, from a folder of models; each time by another server, and where it is loaded later."""
+    places = make_models(tmp_path / "models", "alpha beta")
+    stored: dict[str, Any] = {"kv_dir": str(tmp_path / "kv"), "kv_load": "always", "engine": "fake", "kv_gb": 0.01}
+    alpha, beta = (ModelOptions(model=str(place)) for place in places)
+    servers = {
+        "alone": Config(model=str(places[0]), **stored),
+        "beside another": Config(models=(beta, alpha), **stored),
+        "of a folder": Config(models_dir=str(tmp_path / "models"), **stored),
+        "under another name": Config(model=str(places[0]), served_name="gamma", **stored),
+    }
+    text, told = "a context ", dict[str, str]()
+    for way, config in (*servers.items(), ("alone again", servers["alone"])):
+        models = Models(config, in_process=True, free=lambda: 8 << 30)
+        try:
+            await models.start()
+            name = config.served_name or ("alpha" if models.several else None)
+            async with models.using(models.find(name)) as service:
+                known = len(service.tokenizer.encode(text * 30)) // 64 * 64
+                got = await collect(service.generate(request(service, text * 30 + way, 5)))
+                told[way] = f"{got.cache.disk} of {known}"
+                await service.flush()
+        finally:
+            await models.close()
+    first, *rest = told.values()
+    assert first.startswith("0 of ") and not first.endswith(" 0")
+    assert [one.split(" of ")[0] for one in rest] == [first.split(" of ")[1]] * len(rest), told

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cairn.text.chat.sampled import opener, visible_ids
+from cairn.text.output.reasoning_formats import THINK
+from cairn.text.output.stream import TextStream
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.outputs import FinishReason
+from cairn.types.request import OutputFormat, Request
+from cairn.types.sampling_params import SamplingParams
+from tests.text import text_models
+
+BOTH = OutputFormat(reasoning=True, tools=True)
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x":   1}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("model")
+    return Tokenizer.load(text_models.write_model(folder, text_models.byte_level(), text_models.QWEN_CONFIG))
+
+
+@pytest.fixture(scope="module", params=["byte-level", "sentencepiece", "unigram"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    config = text_models.QWEN_CONFIG if request.param == "byte-level" else text_models.LLAMA2_CONFIG
+    folder = tmp_path_factory.mktemp("model")
+    return Tokenizer.load(text_models.write_model(folder, text_models.KINDS[request.param](), config))
+
+
+def seen(
+    tokenizer: Tokenizer, tokens: list[int], output: OutputFormat, stop: tuple[str, ...] = ()
+) -> tuple[Any, list[int]]:
+    """The message a client gets for `tokens`, and the ids that counted."""
+    request = Request(id=1, prompt=(1,), sampling=SamplingParams(max_tokens=99), stop=stop, output=output)
+    stream = TextStream(tokenizer, request)
+    deltas = [delta for token in tokens for delta in stream.push((token,))]
+    deltas += stream.finish(FinishReason.LENGTH)[0]
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(delta.text for delta in deltas)}
+    message["reasoning_content"] = "".join(delta.reasoning for delta in deltas)
+    calls: list[dict[str, Any]] = []
+    for piece in (piece for delta in deltas for piece in delta.tool_calls):
+        if piece.id:
+            calls.append({"id": piece.id, "function": {"name": piece.name, "arguments": ""}})
+        calls[piece.index]["function"]["arguments"] += piece.arguments
+    return {**message, "tool_calls": calls}, stream.tokens
+
+
+def split_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids that no encoder would give for a text: a character at a time."""
+    return [i for character in text for i in tokenizer.encode(character)]
+
+
+def test_a_whole_answer_is_its_ids_without_the_end_token(qwen: Tokenizer) -> None:
+    ids = split_ids(qwen, "Hello there")
+    assert qwen.encode("Hello there") != ids
+    message, tokens = seen(qwen, [*ids, qwen.eos_id or 0], BOTH)
+    assert visible_ids(qwen, tokens, message, BOTH) == ids
+
+
+def test_reasoning_and_calls_keep_their_very_ids(qwen: Tokenizer) -> None:
+    text = f"<think>\nhm\n</think>\n\nok\n{CALL}"
+    ids = qwen.encode(text, special=True)
+    message, tokens = seen(qwen, [*ids, qwen.eos_id or 0], BOTH)
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"x":   1}'
+    assert visible_ids(qwen, tokens, message, BOTH) == ids
+    del message["tool_calls"][0]["id"]
+    message["tool_calls"][0]["function"]["arguments"] = {"x": 1}
+    assert visible_ids(qwen, tokens, message, BOTH) == ids
+
+
+@pytest.mark.parametrize("tail", [1, 64])
+def test_ids_beyond_a_stop_string_are_never_replayed(
+    tokenizer: Tokenizer, tail: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known failure 22."""
+    monkeypatch.setattr("cairn.text.chat.sampled._TAIL", tail)
+    rng = random.Random(1)
+    checked = 0
+    for _ in range(200):
+        text = "".join(rng.choice(["the ", "quick", " fox", "st", "stop", "op", "x", "\n"]) for _ in range(8))
+        ids = tokenizer.encode(text) if rng.random() < 0.5 else split_ids(tokenizer, text)
+        message, tokens = seen(tokenizer, ids, OutputFormat(), ("stop", "xq"))
+        if not message["content"]:
+            continue
+        got = visible_ids(tokenizer, tokens, message, OutputFormat())
+        if got is None:
+            continue
+        checked += 1
+        assert tokenizer.decode(got) == message["content"]
+        same = next(
+            (n for n, (a, b) in enumerate(zip(got, tokens, strict=False)) if a != b), min(len(got), len(tokens))
+        )
+        assert len(got) - same <= 5
+    assert checked > 100
+
+
+def test_a_stop_string_behind_a_call_cuts_there(qwen: Tokenizer) -> None:
+    """Known failure 22."""
+    ids = [*qwen.encode(CALL, special=True), *split_ids(qwen, "\nand STOP it")]
+    message, tokens = seen(qwen, ids, BOTH, ("STOP",))
+    assert message["content"] == "and "
+    got = visible_ids(qwen, tokens, message, BOTH)
+    assert got is not None
+    assert got == ids[: len(got)]
+    assert qwen.decode(got) == CALL + "\nand "
+
+
+def test_a_cut_character_is_never_replayed(qwen: Tokenizer) -> None:
+    """Known failure 19."""
+    ids = split_ids(qwen, "ab") + qwen.encode("😀")[:2]
+    message, tokens = seen(qwen, ids, OutputFormat())
+    assert message["content"] == "ab\ufffd"
+    got = visible_ids(qwen, tokens, message, OutputFormat())
+    assert got == split_ids(qwen, "ab") + qwen.encode("\ufffd")
+
+
+def test_an_edit_is_not_what_was_sampled(qwen: Tokenizer) -> None:
+    text = f"<think>hm</think>\n\nok\n{CALL}"
+    message, tokens = seen(qwen, qwen.encode(text, special=True), BOTH)
+    calls = json.loads(json.dumps(message["tool_calls"]))
+    calls[0]["function"]["arguments"] = '{"x": 2}'
+    renamed = json.loads(json.dumps(message["tool_calls"]))
+    renamed[0]["function"]["name"] = "g"
+    for change in (
+        {"tool_calls": renamed},
+        {"content": "oK"},
+        {"content": "ok "},
+        {"content": "o"},
+        {"reasoning_content": "h"},
+        {"tool_calls": []},
+        {"tool_calls": calls},
+        {"tool_calls": [{"function": {"name": "f", "arguments": '{"cut'}}]},
+    ):
+        assert visible_ids(qwen, tokens, {**message, **change}, BOTH) is None
+
+
+def test_a_truncated_call_comes_back_as_the_content_that_it_was(qwen: Tokenizer) -> None:
+    """Known failures 15, 24."""
+    ids = qwen.encode(CALL, special=True)
+    for cut in range(1, len(ids)):
+        message, tokens = seen(qwen, ids[:cut], BOTH)
+        assert bool(message["content"]) is not bool(message["tool_calls"])
+        assert visible_ids(qwen, tokens, message, BOTH) == ids[:cut]
+
+
+def test_what_the_template_opened_for_the_turn_is_told_from_the_rest(qwen: Tokenizer) -> None:
+    head = qwen.encode_rendered("<|im_start|>assistant\n")
+    for text in ("<think>\n", "<think>", "<think>\n\n</think>\n\n", "<think></think>"):
+        ids = qwen.encode_rendered(text)
+        assert opener(qwen, head + ids, THINK) == len(ids)
+    for text in ("", "<think>\nso", "<think>x</think>", "</think>", "<think>" + "\n\n\n\n x" * 9):
+        assert opener(qwen, head + qwen.encode_rendered(text), THINK) == 0
+
+
+def test_no_opener_without_the_token(tmp_path: Path) -> None:
+    made = Tokenizer.load(
+        text_models.write_model(tmp_path, text_models.byte_level("llama3"), text_models.LLAMA3_CONFIG)
+    )
+    assert opener(made, made.encode("<think>\n"), THINK) == 0

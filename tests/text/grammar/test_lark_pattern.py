@@ -1,0 +1,126 @@
+"""Grammars in Lark as patterns: what they allow, as Python's own expressions see it, and what is said of the others."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from cairn.text.grammar.grammar import Shape, checked
+from cairn.text.grammar.lark_pattern import NotRegular, pattern_of
+from cairn.text.output.call_formats import FORMATS, CallFormat
+from cairn.text.output.call_grammar import Offered, lark_of_calls
+from tests.text.walks import accepts
+
+PATCH = r"""
+start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+
+hunk: add_hunk | delete_hunk
+    | update_hunk
+add_hunk: "*** Add File: " filename LF add_line+
+delete_hunk: "*** Delete File: " filename LF
+update_hunk: "*** Update File: " filename LF change_move? change?   // a comment
+
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line
+change_move: "*** Move to: " filename LF
+change: (change_context | change_line)+ eof_line?
+change_context: ("@@" | "@@ " /(.+)/) LF
+change_line: ("+" | "-" | " ") /(.*)/ LF
+eof_line: "*** End of File" LF
+
+%import common.LF
+"""
+EDIT = '*** Begin Patch\n*** Update File: a/b.py\n@@ def f():\n-\told "x"\n+\tnew \\\\ y\n*** End Patch\n'
+SUM = """
+%llguidance {}
+?start: number (SIGN number)~1..2
+number: INT | "0x"i HEXDIGIT{2}
+SIGN.2: "+" | "-"
+%ignore WS_INLINE
+%import common (INT, HEXDIGIT)
+%import common.WS_INLINE -> WS_INLINE
+"""
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (PATCH, [EDIT, "*** Begin Patch\n*** Delete File: x\n*** End Patch"], ["", EDIT[4:], EDIT + "x", "*** Begin"]),
+        (SUM, ["1+2", " 12 -  3 + 4 ", "0X1F+1"], ["1", "1+2+3+4", "0x1+1", "1+\n2", "1 2+3"]),
+        ('start: "a".."c" | /[x-z]+/i ["!"]\n', ["a", "c", "XyZ!", "x"], ["d", "a!", "", "ab"]),
+        ('start: A*\nA: "(" B ")"\nB: | "b"\n', ["", "()", "(b)()"], ["(", "bb"]),
+        ('start: "a/b\\n" /\\/x|y/\n', ["a/b\n/x", "a/b\ny"], ["a/by", "a/b\nx"]),
+    ],
+)
+def test_a_grammar_without_recursion_is_a_pattern(grammar: str, good: list[str], bad: list[str]) -> None:
+    pattern = re.compile(pattern_of(grammar))
+    assert all(pattern.fullmatch(text) for text in good)
+    assert not any(pattern.fullmatch(text) for text in bad)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "why"),
+    [
+        ('start: "(" start ")" | "x"\n', "comes back to its rule start"),
+        ("start: a\na: b\nb: a\n", "comes back to its rule"),
+        ("start: nothing\n", "nothing is"),
+        ('begin: "x"\n', "no rule start"),
+        ("start: %json {}\n", "not read here"),
+        ('start: <think> "x"\n', "not read here"),
+        ('start[lazy]: "x"\n', "awaited"),
+        ('start: "x" & "y"\n', "not read here"),
+        ('start: ("x" }\n', "awaited"),
+        ('start: ("x"', "ends in the middle"),
+        ("%import other.X\n", "not common"),
+        ("%import common.NOTHING\n", "not known here"),
+        ('start: "x"\nstart: "y"\n', "twice"),
+        ("start: " + "(" * 500 + '"x"' + ")" * 500 + "\n", "nested too deeply"),
+        ("start: a0\n" + "".join(f"a{n}: a{n + 1} a{n + 1}\n" for n in range(40)) + 'a40: "x"\n', "more than 8192"),
+        ("start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(400)) + 'r400: "x"\n', "nested too deeply"),
+    ],
+)
+def test_any_other_is_said_to_be_none(grammar: str, why: str) -> None:
+    with pytest.raises(NotRegular, match=re.escape(why)):
+        pattern_of(grammar)
+
+
+@pytest.mark.parametrize("form", [one for one in FORMATS if one.kind != "braces"], ids=lambda one: one.name)
+def test_a_call_is_held_to_it_in_every_form(form: CallFormat) -> None:
+    """As JSON, or as it is between tags."""
+    text = {"type": "string", "pattern": f"^(?:{pattern_of(PATCH)})$"}
+    schema = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
+    offered = [Offered("apply_patch", schema)]
+    held = checked(Shape(calls=lark_of_calls(form, offered, required=True, parallel=False)))
+
+    def called(given: str) -> str:
+        said = {"apply_patch": given}
+        return _call(form, said)
+
+    assert accepts(held, called(EDIT)), called(EDIT)
+    assert not accepts(held, called("*** Begin Patch\nrm -rf\n*** End Patch"))
+    assert not accepts(held, called(""))
+
+
+def _call(form: CallFormat, said: dict[str, str]) -> str:
+    ((name, given),) = said.items()
+    kind, begin, end = form.kind, form.begin, form.end
+    if kind == "object":
+        head = form.head.replace("{index}", "0")
+        inner = f'{{{head}{json.dumps(name)}, "{form.arguments}": {json.dumps({"input": given})}}}'
+        inner = f"[{inner}]" if form.listed else inner
+    elif kind == "channel":
+        inner = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps({'input': given})}"
+    elif kind == "python":
+        inner = f"[{name}(input={json.dumps(given)})]"
+    else:
+        opened = form.open.replace("{name}", name).replace("{index}", "0")
+        if kind == "named":
+            inner = json.dumps({"input": given})
+        else:
+            inner = f"{form.key[0]}input{form.key[1]}{given}{form.value_end}"
+        inner = opened + inner + form.close
+    return begin + inner + end

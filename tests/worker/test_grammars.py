@@ -1,0 +1,254 @@
+"""The worker's side of grammars: what follows one, through preemption, a worker's death and whatever else comes."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cairn.scheduler.sequence import Matcher
+from cairn.system.posix import SystemClock
+from cairn.text.grammar.grammar import Shape, Structure, checked
+from cairn.text.output.call_formats import BY_NAME
+from cairn.text.output.call_grammar import Offered, lark_of_calls
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.errors import InvalidRequest
+from cairn.types.outputs import FinishReason
+from cairn.types.request import Request
+from cairn.types.sampling_params import SamplingParams
+from cairn.worker.grammars import GrammarMatcher, Grammars, Ready, Vocabulary, compile_grammar, read_vocabulary
+from cairn.worker.masks import Masks
+from tests.scheduler.test_scheduler import Rig
+from tests.service import tiny
+from tests.text import text_models
+from tests.text.walks import END, byte_vocabulary
+
+
+def grammar(kind: Any, text: str, reasoning: Any = "") -> str:
+    return checked(Shape(structure=Structure(kind=kind, text=text), reasoning=reasoning))
+
+
+AB = grammar("regex", "(ab)+")
+DIGITS = grammar("regex", "[0-9]{3}")
+
+
+def request(text: str = AB, id: int = 1, **fields: Any) -> Request:
+    sampling = SamplingParams(max_tokens=20, stop_token_ids=(END,))
+    return Request(id=id, prompt=(1,), sampling=sampling, grammar=text, **fields)
+
+
+class Site:
+    """Grammars over bytes."""
+
+    def __init__(self, vocabulary: Any = byte_vocabulary) -> None:
+        self.woken = 0
+        self.read = 0
+        self._vocabulary = vocabulary
+        self.grammars = Grammars(self._read, self._wake, SystemClock())
+
+    def _read(self, marks: tuple[str, ...]) -> Vocabulary:
+        self.read += 1
+        return self._vocabulary()  # type: ignore[no-any-return]
+
+    def _wake(self) -> None:
+        self.woken += 1
+
+    def ready(self, count: int = 1) -> list[Ready]:
+        found: list[Ready] = []
+        deadline = time.monotonic() + 20
+        while len(found) < count and time.monotonic() < deadline:
+            found += self.grammars.ready()
+            time.sleep(0.001)
+        return found
+
+    def matcher(self, text: str = AB, **fields: Any) -> Matcher:
+        self.grammars.add(request(text, **fields))
+        (one,) = self.ready()
+        assert one.matcher is not None, one.error
+        return one.matcher
+
+
+@pytest.fixture
+def site() -> Any:
+    made = Site()
+    yield made
+    made.grammars.close()
+
+
+def allowed(matcher: Matcher) -> set[int]:
+    mask = matcher.mask().wait()
+    return {token for token in range(257) if mask[token >> 3] >> (token & 7) & 1}
+
+
+def test_a_mask_has_what_may_come_and_the_end_where_it_may(site: Site) -> None:
+    matcher = site.matcher()
+    assert allowed(matcher) == {ord("a")}
+    matcher.consume(ord("a"))
+    assert allowed(matcher) == {ord("b")}
+    matcher.consume(ord("b"))
+    assert allowed(matcher) == {ord("a"), END} and not matcher.over
+    matcher = site.matcher(DIGITS)
+    for digit in b"123":
+        assert not matcher.over
+        matcher.consume(digit)
+    assert matcher.over, "nothing can follow"
+
+
+def test_what_was_generated_is_consumed_and_copies_do_not_disturb_each_other(site: Site) -> None:
+    first, second = site.matcher(), site.matcher(id=2, generated=tuple(b"aba"))
+    assert allowed(first) == {ord("a")} and allowed(second) == {ord("b")}
+    assert site.read == 1, "the vocabulary is read once"
+
+
+def test_a_token_that_cannot_come_puts_it_out_of_action(site: Site) -> None:
+    matcher = site.matcher()
+    matcher.consume(ord("x"))
+    assert matcher.mask().wait() == b"" and not matcher.over
+
+
+def test_only_the_requests_own_ends_end_it(site: Site) -> None:
+    plain = request()
+    sampling = msgspec.structs.replace(plain.sampling, stop_token_ids=(ord("a"),))
+    site.grammars.add(msgspec.structs.replace(plain, sampling=sampling, generated=tuple(b"ab")))
+    (one,) = site.ready()
+    assert one.matcher is not None and allowed(one.matcher) == {ord("a")}
+
+
+def test_a_grammar_that_does_not_compile_refuses_its_request_alone(site: Site) -> None:
+    site.grammars.add(request("start: nothing"))
+    site.grammars.add(request(id=2))
+    found = {one.request.id: one for one in site.ready(2)}
+    assert isinstance(found[1].error, InvalidRequest) and found[2].error is None
+    assert not site.grammars.pending
+
+
+def test_a_vocabulary_that_cannot_be_read_is_an_error_of_the_request() -> None:
+    def broken() -> Any:
+        raise OSError("gone")
+
+    site = Site(broken)
+    site.grammars.add(request())
+    (one,) = site.ready()
+    assert one.error is not None and "gone" in str(one.error)
+    site.grammars.close()
+
+
+def test_who_was_dropped_does_not_come_back_and_time_goes_on(site: Site) -> None:
+    site.grammars.add(request())
+    assert site.grammars.pending
+    site.grammars.drop(1)
+    site.grammars.drop(7)
+    assert not site.grammars.pending and site.grammars.ready() == []
+    site.grammars.add(request(id=2, timeout=100.0))
+    (one,) = site.ready()
+    assert one.request.timeout is not None and 99 < one.request.timeout < 100
+    assert site.woken >= 1
+
+
+def test_preemption_goes_on_within_the_grammar() -> None:
+    """Blocks for one sequence only: the others are preempted, and each says what it says alone."""
+    vocabulary, masks = letters(), Masks()
+    text = grammar("regex", "([a-f]{2}-){4}[a-f]{9}")
+
+    def matcher(made: Request) -> Matcher:
+        from cairn.worker.grammars import compile_grammar
+
+        return GrammarMatcher(compile_grammar(vocabulary, text), vocabulary, (), masks)
+
+    def answers(blocks: int, ids: range) -> tuple[dict[int, list[int]], int]:
+        rig = Rig(blocks=blocks)
+        for id in ids:
+            sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=id)
+            made = Request(id=id, prompt=tuple(range(3, 23)), sampling=sampling, grammar=text)
+            rig.scheduler.add(made, matcher(made))
+        rig.run()
+        assert all(rig.finish(id) is FinishReason.STOP for id in ids)
+        return {id: rig.tokens(id) for id in ids}, rig.scheduler.stats().preemptions
+
+    alone = {id: answers(200, range(id, id + 1))[0][id] for id in range(1, 5)}
+    together, preemptions = answers(22, range(1, 5))
+    assert preemptions > 0 and together == alone
+    assert all(len(tokens) == 21 and tokens[2] == tokens[5] == 1 for tokens in alone.values())
+    masks.close()
+
+
+def letters() -> Vocabulary:
+    """64 tokens, as the rig's engine has: 1 is a dash, from 2 on come letters."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    from cairn.worker.grammars import GrammarTokenizer
+
+    tokens = [b"\xff<|0|>", b"-", *(bytes([97 + i]) for i in range(26))]
+    tokens += [b"\xff<|%d|>" % i for i in range(len(tokens), 64)]
+    special = [0, *range(28, 64)]
+    wrapper = TokenizerWrapper(GrammarTokenizer(tokens, special, 0, lambda text: []))
+    return Vocabulary(LLTokenizer(wrapper, eos_token=[0], slices=[]), frozenset(special))
+
+
+def test_the_vocabulary_of_a_model(tmp_path: Any) -> None:
+    """Text is bytes, marks of reasoning are text, and other control tokens are not."""
+    folder = tiny.make_model(tmp_path / "m")
+    tokenizer = Tokenizer.load(folder)
+    vocabulary = read_vocabulary(folder, None, tiny.VOCAB, (tokenizer.token_id("<|im_end|>") or 0,))
+    assert vocabulary.tokenizer.decode_bytes(tokenizer.encode("h\u00e9 {")) == "h\u00e9 {".encode()
+    think = tokenizer.token_id("<think>")
+    assert think is not None and vocabulary.tokenizer.decode_bytes([think]) == b"<think>"
+    controls = {tokenizer.token_id(text) for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")}
+    assert vocabulary.controls >= controls and think not in vocabulary.controls
+    assert tokenizer.token_id("<|im_end|>") in vocabulary.tokenizer.eos_tokens
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "good", "bad"),
+    [
+        ("", ["7"], ["<think>a</think>7", "", "77"]),
+        (
+            "may",
+            ["7", "<think>a</think>7", "<think>\nx\n</think>\n\n7"],
+            ["<think>a7", "a</think>7", "<think></think>"],
+        ),
+        ("open", ["a</think>7", "</think>\n\n7", "{<x></think>7"], ["7", "a</think>", "a</think>8"]),
+    ],
+)
+def test_reasoning_may_stand_before_what_is_wanted(reasoning: Any, good: list[str], bad: list[str]) -> None:
+    from tests.text.walks import accepts
+
+    text = grammar("json", json.dumps({"const": 7}), reasoning)
+    assert all(accepts(text, one) for one in good), good
+    assert not any(accepts(text, one) for one in bad), bad
+
+
+def test_random_company_changes_no_mask(site: Site) -> None:
+    """Masks are computed in threads, of matchers that were copied from one."""
+    rng = random.Random(3)
+    matchers = [site.matcher(id=id) for id in range(8)]
+    said = [b"" for _ in matchers]
+    for _ in range(40):
+        pending = [matcher.mask() for matcher in matchers]
+        for number, one in enumerate(pending):
+            mask = one.wait()
+            expected = {ord("b")} if len(said[number]) % 2 else {ord("a")} | ({END} if said[number] else set())
+            assert {token for token in range(257) if mask[token >> 3] >> (token & 7) & 1} == expected
+            if rng.random() < 0.7:
+                token = b"b" if len(said[number]) % 2 else b"a"
+                matchers[number].consume(token[0])
+                said[number] += token
+
+
+def test_a_mark_that_is_a_token_of_the_model_is_forced_as_that(tmp_path: Path) -> None:
+    """In letters it would be nothing that the model has learnt."""
+    folder = text_models.write_model(tmp_path / "m", text_models.byte_level(), text_models.QWEN_CONFIG)
+    tokenizer = Tokenizer.load(folder)
+    vocabulary = read_vocabulary(folder, None, tokenizer.largest_id + 1, sorted(tokenizer.end_ids))
+    tools = [Offered("f", {"type": "object", "properties": {}, "additionalProperties": False})]
+    calls = lark_of_calls(BY_NAME["hermes"], tools, required=True, parallel=False)
+    matcher = compile_grammar(vocabulary, checked(Shape(calls=calls)))
+    mask = matcher.compute_bitmask()
+    allowed = [token for token in range(tokenizer.largest_id + 1) if mask[token >> 3] >> (token & 7) & 1]
+    assert allowed == [tokenizer.token_id("<tool_call>")]
+    assert tokenizer.decode(matcher.compute_ff_tokens(), skip_special=False).startswith('<tool_call>\n{"name": "f"')
