@@ -73,9 +73,9 @@ class Teams:
         """One team as it is now."""
         return self._state(self._find(tenant, id))
 
-    def list(self, tenant: str) -> list[TeamState]:
-        """A tenant's teams, most recently created first."""
-        return [self._state(journal) for journal in self._journals.of(ROOM, tenant)]
+    def ids(self, tenant: str) -> list[str]:
+        """Return the ids of a tenant's teams, most recently created first."""
+        return [journal.id for journal in self._journals.of(ROOM, tenant)]
 
     def entries(self, tenant: str, id: str, member: str = "") -> tuple[Team, Sequence[JournalEntry]]:
         """A team and what its journal holds. InvalidRequest for a `member` that it has not."""

@@ -191,12 +191,17 @@ class HTTPCall:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
+    @property
+    def hears(self) -> bool:
+        """Whether one more sentence of `warn` is told."""
+        return len(self.warnings) < MAX_WARNINGS
+
     def warn(self, sentence: str) -> None:
         """Tell the sender something with the answer, the first 16 sentences of many.
 
         It goes into a header too, where a control character would cost the whole answer.
         """
-        if len(self.warnings) < MAX_WARNINGS:
+        if self.hears:
             self.warnings.append(_printable(sentence))
 
     async def respond(self, status: int, body: bytes, headers: Headers) -> None:

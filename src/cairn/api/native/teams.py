@@ -17,7 +17,7 @@ import msgspec
 
 from cairn.agents.agents import Agents
 from cairn.api.chat.generation import check_length, check_model
-from cairn.api.chat.paging import LISTED, MOST_LISTED, page, parameters
+from cairn.api.chat.paging import LISTED, MOST_LISTED, page_by_id, parameters
 from cairn.api.chat.parse import parse
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.http.call import HTTPCall
@@ -94,8 +94,12 @@ class TeamRoutes:
         limit = asked.get("limit", str(LISTED))
         if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MOST_LISTED):
             raise InvalidRequest(f"limit must be 1 to {MOST_LISTED}", field="limit")
-        data = [team_object(state) for state in self._teams().list(call.tenant)]
-        await call.json(page(data, int(limit), asked.get("after")))
+        teams = self._teams()
+
+        def show(id: str) -> dict[str, Any]:
+            return team_object(teams.get(call.tenant, id))
+
+        await call.json(await page_by_id(teams.ids(call.tenant), int(limit), asked.get("after"), show))
 
     async def show(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/teams/{id}. `report.shared_tokens`: how many leading tokens all members' contexts share."""
