@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 _WHOLE = re.compile(r"\[\s*(\d{1,9}(?:\s*,\s*\d{1,9})*)\s*\]")
-_BEGUN = re.compile(r"\s*\[[\s\d,]{0,40}$")
+_BEGUN = re.compile(r"\[[\s\d,]{0,40}\Z")
+_REACH = 41
+"""Characters of what may become a citation."""
 
 
 class CitationFilter:
@@ -22,8 +24,8 @@ class CitationFilter:
     def push(self, text: str) -> str:
         """What can be told now: a bracket that may become a citation waits."""
         text = self._held + text
-        begun = _BEGUN.search(text)
-        at = len(text) if begun is None else begun.start()
+        begun = _BEGUN.search(text, max(0, len(text) - _REACH))
+        at = len(text) if begun is None else len(text[: begun.start()].rstrip())
         self._held = text[at:]
         return self._checked(text[:at])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -132,11 +133,11 @@ class Collections:
         collection = await asyncio.to_thread(self.store.collection, tenant, id)
         found = await self._read(tenant, new)
         chunk, overlap = new.sizes or (collection.chunk, collection.overlap)
-        pieces = await asyncio.to_thread(lambda: list(chunks(found, chunk, overlap)))
+        pieces = await asyncio.to_thread(lambda: list(islice(chunks(found, chunk, overlap), MAX_CHUNKS + 1)))
         if not pieces:
             raise InvalidRequest(f"{field} holds no text that could be found", field=field)
         if len(pieces) > MAX_CHUNKS:
-            raise InvalidRequest(f"{field} has {len(pieces)} chunks; the limit is {MAX_CHUNKS}", field=field)
+            raise InvalidRequest(f"{field} has more than {MAX_CHUNKS} chunks, the limit", field=field)
         texts = [f"{piece.heading}\n{piece.text}" if piece.heading else piece.text for piece in pieces]
         made = await embedder.made(texts, DOCUMENT_PROMPTS, lambda done: heard(done, len(texts)))
         spec = embedder.service.spec

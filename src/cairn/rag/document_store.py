@@ -44,6 +44,8 @@ MAX_HELD = 512 << 20
 CANDIDATES = 100
 """Chunks that each of the two lists names."""
 _WORDS = re.compile(r"\w+")
+MAX_QUESTION = 10_000
+"""Characters of a question in which words are looked for."""
 MAX_WORDS = 64
 """Words of a question that are looked for."""
 FORMS = (
@@ -295,13 +297,14 @@ class DocumentStore:
         if not wanted.documents and not wanted.metadata and wanted.fits is None:
             return None
         found: set[int] = set()
+        named = frozenset(wanted.documents)
         for key, id, metadata in db.execute(
             "SELECT key, id, metadata FROM documents WHERE collection=?", (collection.key,)
         ).fetchall():
             given = _attributes(metadata)
             fits = all(given.get(name) == value for name, value in wanted.metadata.items())
             fits = fits and (wanted.fits is None or wanted.fits(given))
-            if fits and id in (wanted.documents or (id,)):
+            if fits and (not named or id in named):
                 found |= {one for (one,) in db.execute("SELECT key FROM chunks WHERE document=?", (key,))}
         return found
 
@@ -327,7 +330,7 @@ class DocumentStore:
         return keys, matrix @ vector
 
     def _by_words(self, db: sqlite3.Connection, collection: Collection, question: str) -> list[int]:
-        words = list(dict.fromkeys(_WORDS.findall(question.lower())))[:MAX_WORDS]
+        words = list(dict.fromkeys(_WORDS.findall(question[:MAX_QUESTION].lower())))[:MAX_WORDS]
         if not words:
             return []
         query = " OR ".join(f'"{word}"' for word in words)

@@ -39,6 +39,7 @@ from cairn.api.native.team_schemas import (
 from cairn.api.native.work_events import Emit, answer
 from cairn.config.config import Config
 from cairn.frontend.service import Service
+from cairn.teams.definition import check_team
 from cairn.teams.entries import Voted
 from cairn.teams.teams import Teams, TeamState
 from cairn.teams.transcript import listed, markdown
@@ -82,10 +83,12 @@ class TeamRoutes:
         body = parse(TeamBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
         service.check_generates()
+        team = body.team()
+        check_team(msgspec.structs.replace(team, id=team.id or "team"))  # before anything is compiled of it
         await check_length(call, service, body.texts(), "documents")
         for schema in body.schemas():
             await service.chat.grammar(schema, OutputFormat(), share=call.share)
-        made = await teams.create(call.tenant, body.team(), service.name)
+        made = await teams.create(call.tenant, team, service.name)
         await call.json(team_object(made), 201)
 
     async def list(self, call: HTTPCall, service: Service) -> None:

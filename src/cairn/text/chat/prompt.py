@@ -11,10 +11,10 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -50,6 +50,9 @@ from cairn.types.errors import CairnError, ConfigError, InvalidRequest, ModelFil
 from cairn.types.request import OfferedTool, OutputFormat
 
 log = logging.getLogger("cairn.text")
+T = TypeVar("T")
+SEARCHED_INLINE = 1 << 18
+"""Characters that are gone through on the event loop: it takes some milliseconds at most."""
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 """Names in a template that are the server's to set, beside those of the special tokens."""
@@ -300,7 +303,7 @@ class Chat:
         _, added = place
         if answer in added or next(self.tokenizer.controls.find(added), None) is None:
             return None
-        if left_out(chat.plain[len(messages) :], added):
+        if await self._lost(chat.plain[len(messages) :], added, share):
             return None
         await self._check_length(added, chat.mark, share)
         encode = self.tokenizer.encode_rendered
@@ -399,7 +402,7 @@ class Chat:
 
     async def _check_shown(self, chat: _Read, text: str, share: str) -> None:
         """InvalidRequest naming the message where the template leaves one's content or calls out. Reasoning it may."""
-        lost = left_out(chat.plain, text)
+        lost = await self._lost(chat.plain, text, share)
         if not lost:
             return
         # Not there as they are: a template may write them in another way, and then shows what stands in for them.
@@ -412,10 +415,18 @@ class Chat:
             (text,) = await self._render(chat, [shown], share)
         except InvalidRequest:
             return  # it looks at them
-        for n, kind in lost:
-            if names[n, kind] not in text:
-                field = f"messages[{n}].{kind}"
-                raise InvalidRequest(f"this model's chat template leaves {field} out of the prompt", field=field)
+        absent = await self._apart(text, share, lambda: [one for one in lost if names[one] not in text])
+        for n, kind in absent:
+            field = f"messages[{n}].{kind}"
+            raise InvalidRequest(f"this model's chat template leaves {field} out of the prompt", field=field)
+
+    async def _lost(self, messages: Sequence[dict[str, Any]], text: str, share: str) -> list[tuple[int, str]]:
+        """Look for what a template leaves out."""
+        return await self._apart(text, share, partial(left_out, messages, text))
+
+    async def _apart(self, text: str, share: str, work: Callable[[], T]) -> T:
+        """Do what goes through a rendered text a few times, in a thread where that is long."""
+        return await self.long.run(share, work) if len(text) > SEARCHED_INLINE else work()
 
     async def _check_length(self, rendered: str, mark: str, share: str) -> None:
         """What a template put into the prompt: contents, tools, calls, and of reasoning what it keeps."""
