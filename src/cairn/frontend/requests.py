@@ -441,6 +441,8 @@ def _stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     for text in texts:
         if not isinstance(text, str) or not text:
             raise InvalidRequest("stop must hold texts that are not empty", field="stop")
+        if len(text) > MAX_STOP_BYTES:  # before each character is looked at
+            raise InvalidRequest(f"a stop text may have at most {MAX_STOP_BYTES} bytes", field="stop")
         if any("\ud800" <= char <= "\udfff" for char in text):
             raise InvalidRequest("stop holds half a surrogate pair, which is not a character", field="stop")
         if len(text.encode()) > MAX_STOP_BYTES:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from cairn.agents.agents import Agents
-from cairn.api.chat.generation import check_length, check_model
+from cairn.api.chat.generation import check_length, check_model, check_sampling
 from cairn.api.chat.paging import LISTED, MOST_LISTED, page_by_id, parameters
 from cairn.api.chat.parse import parse
 from cairn.api.chat.sessions import AgentAttribution
@@ -85,6 +85,8 @@ class TeamRoutes:
         service.check_generates()
         team = body.team()
         check_team(msgspec.structs.replace(team, id=team.id or "team"))  # before anything is compiled of it
+        for at, member in enumerate(team.members):
+            check_sampling(service, member.sampling, f"members[{at}]")
         await check_length(call, service, body.texts(), "documents")
         for schema in body.schemas():
             await service.chat.grammar(schema, OutputFormat(), share=call.share)

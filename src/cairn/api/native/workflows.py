@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from cairn.agents.agents import Agents
-from cairn.api.chat.generation import check_model
+from cairn.api.chat.generation import check_model, check_sampling
 from cairn.api.chat.paging import LISTED, MOST_LISTED, page_by_id, parameters
 from cairn.api.chat.parse import parse
 from cairn.api.chat.sessions import AgentAttribution
@@ -37,8 +37,9 @@ from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.types.errors import InvalidRequest
 from cairn.workflows.answerer import Asker, ServiceAnswerer
-from cairn.workflows.checks import check_workflow
-from cairn.workflows.definition import workflow_of
+from cairn.workflows.bounds import check_bounds
+from cairn.workflows.checks import check_workflow, every_node
+from cairn.workflows.definition import SAMPLING, workflow_of
 from cairn.workflows.drawing import mermaid, png, states_of, svg
 from cairn.workflows.runs import Runs, RunState
 
@@ -83,6 +84,9 @@ class WorkflowRoutes:
         check_model(body.model, service)
         service.check_generates()
         workflow = await asyncio.to_thread(workflow_of, body.workflow)
+        check_bounds(workflow)
+        for node in every_node(workflow.nodes):
+            check_sampling(service, {name: node.sampling[name] for name in node.sampling.keys() & SAMPLING}, node.id)
         state = await runs.create(call.tenant, workflow, body.inputs or {}, seed=body.seed, model=service.name)
         call.headers.append((b"x-cairn-run", state.run.id.encode()))
         await self._work(call, service, runs, state.run.id, stream=bool(body.stream))
