@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from cairn.rag.attachments import Attachments, WantedFile
 from cairn.rag.chunking import Piece
 from cairn.rag.definition import Collection, NewDocument, Search
 from cairn.rag.document_store import DocumentStore
+from cairn.rag.filters import filter_of
 from cairn.types.errors import Conflict, NotFound, Overloaded
 
 MODEL = ("m", b"1", 3)
@@ -179,3 +181,17 @@ def test_a_question_of_another_width_is_a_conflict(shelf: Shelf) -> None:
     shelf.add(one, "a", "first")
     with pytest.raises(Conflict, match="of another model meanwhile"):
         shelf.found(one, "x", vector(1, 0))
+
+
+def test_long_filters_are_looked_up(shelf: Shelf) -> None:
+    one = shelf.store.create("me", "c", 1000, 100, {})
+    for at in range(200):
+        shelf.add(one, f"d{at}", f"text {at}", year=str(at))
+    listed = {"type": "in", "key": "year", "value": [f"{at}" for at in range(1_000, 1_256)]}
+    fits = filter_of({"type": "or", "filters": [listed] * 63 + [{"type": "eq", "key": "year", "value": "7"}]})
+    began = time.process_time()
+    assert shelf.found(one, "text", vector(1, 0, 0), fits=fits) == ["text 7"]
+    names = (*(f"none{at}" for at in range(200_000)), "d9")
+    assert shelf.found(one, "text", vector(1, 0, 0), documents=names) == ["text 9"]
+    assert len(shelf.found(one, "word " * 3_000_000, vector(1, 0, 0))) == 5
+    assert time.process_time() - began < 2.0

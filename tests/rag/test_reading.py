@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import islice
 
 import pytest
 
@@ -100,3 +101,23 @@ def test_what_headings_repeat_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(sections("# a\ntext\n" * 3, "md")) == 3
     with pytest.raises(UnreadableDocument, match="more than 3 sections"):
         sections("# a\ntext\n" * 4, "md")
+
+
+def test_blanks_before_a_bracket_take_one_pass() -> None:
+    checked = CitationFilter(2)
+    began = time.process_time()
+    said = checked.push("a" + " " * 400_000) + checked.push(" [" * 100_000) + checked.push("1") + checked.finish()
+    assert time.process_time() - began < 2.0  # it took minutes
+    assert said == "a" + " " * 400_000 + " [" * 100_000 + "1"
+    for text, told in (("a [1] b [3]", "a [1] b "), ("a [", "a ["), ("a \n[1, 2", "a \n[1, 2"), ("[ 1 ,2 ]", "[1][2]")):
+        for cut in range(len(text)):
+            checked = CitationFilter(2)
+            assert checked.push(text[:cut]) + checked.push(text[cut:]) + checked.finish() == told
+
+
+def test_a_text_is_cut_into_so_many_chunks_and_no_more() -> None:
+    """A text may be made so that its chunks begin a letter apart: they are counted while they are made."""
+    breaks = ["\n\n", "\n", ". ", "? ", "! ", "; ", ", ", " "]
+    text = "".join("x" * 40 + one for one in breaks) * 20_000
+    made = islice(chunks([Section("", text)], 100, 50), 1_000)
+    assert len(list(made)) == 1_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from cairn.config.config import Config
+from cairn.frontend.structured_output import wanted_of
 from cairn.text.chat.prompt import Chat
 from cairn.text.grammar.grammar import Structure, ToolChoice, Wanted
 from cairn.types.errors import InvalidRequest, Unsupported
@@ -118,3 +120,22 @@ async def test_a_template_without_tools_has_them_told_unless_that_is_forbidden(t
         assert "tool_call" not in without
     finally:
         await chat.close()
+
+
+def test_what_is_sent_is_measured_before_it_is_read() -> None:
+    """JSON within a text of JSON is bounded by nothing else; names are looked up however many there are."""
+    long = "[" + "{}," * 4_000_000 + "1]"
+    many = [{"type": "function", "function": {"name": "f127"}}] * 60_000
+    began = time.process_time()
+    for field in ("guided_json", "guided_regex", "guided_grammar", "grammar"):
+        with pytest.raises(InvalidRequest, match=f"{field} has 12000003 characters; the limit is 262144"):
+            wanted_of({field: long})
+    with pytest.raises(InvalidRequest, match="the limit is 262144"):
+        wanted_of({"json_schema": {"enum": ["x" * 300_000]}})
+    tools = [(f"f{at}", False) for at in range(128)]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": many}}
+    assert wanted_of({}, tools, choice).choice.names == ("f127",)
+    for wrong in ([], {}, {"name": ""}, {"name": "g"}, {"function": {"name": ["f1"]}}):
+        with pytest.raises(InvalidRequest, match="that is not among tools"):
+            wanted_of({}, tools, {"type": "allowed_tools", "allowed_tools": {"tools": [many[0], wrong]}})
+    assert time.process_time() - began < 2.0

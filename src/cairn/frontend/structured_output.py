@@ -157,9 +157,9 @@ def _called(mode: Any, names: Sequence[Any] | None, offered: Sequence[str]) -> T
     if mode == "required" and not offered:
         raise InvalidRequest("tool_choice: there are no tools that could be called", field="tool_choice")
     known = frozenset(offered)
-    wrong = next((name for name in names or () if not isinstance(name, str) or name not in known), None)
-    if names is not None and (not names or wrong is not None):
-        said = f" {wrong[:64]!r}" if isinstance(wrong, str) else ""
+    wrong = next(([name] for name in names or () if not isinstance(name, str) or name not in known), [])
+    if names is not None and (not names or wrong):
+        said = f" {wrong[0][:64]!r}" if wrong and isinstance(wrong[0], str) else ""
         raise InvalidRequest(f"tool_choice names a tool{said} that is not among tools", field="tool_choice")
     return ToolChoice(required=mode == "required", names=None if names is None else tuple(dict.fromkeys(names)))
 

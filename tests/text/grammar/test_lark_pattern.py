@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 
@@ -124,3 +125,13 @@ def _call(form: CallFormat, said: dict[str, str]) -> str:
             inner = f"{form.key[0]}input{form.key[1]}{given}{form.value_end}"
         inner = opened + inner + form.close
     return begin + inner + end
+
+
+def test_a_long_or_deep_grammar_is_no_pattern() -> None:
+    rules = [f"r{at}: {'(' * 60}r{at + 1}{')' * 60}" for at in range(60)]
+    deep = "\n".join(["start: r0", *rules, 'r60: "x"'])
+    for grammar in (deep, "start: " + "(" * 30_000, "start: " + "a " * 40_000, "%ignore A\n" * 100_000, '"' * 65_000):
+        began = time.process_time()
+        with pytest.raises(NotRegular):
+            pattern_of(grammar)
+        assert time.process_time() - began < 2.0

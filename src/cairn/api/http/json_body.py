@@ -84,7 +84,7 @@ def parse_json(body: bytes, *, max_depth: int, max_values: int = 1 << 18) -> dic
     body = body.removeprefix(codecs.BOM_UTF8)
     if has_more([body], max_values):
         raise InvalidRequest(f"the request body holds more than {max_values} JSON values, the limit")
-    most = max(1, max_values // VALUES_AN_OBJECT)
+    most = max(LEAST_OBJECTS, max_values // VALUES_AN_OBJECT)
     if body.count(b"{") > most and _objects(body, most) > most:
         raise InvalidRequest(f"the request body holds more than {most} JSON objects, the limit")
     try:
@@ -111,6 +111,8 @@ _MARK = re.compile(rb'(?:[^"\[{,]++|"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z))*+(?:(
 """The next comma or opening bracket outside of texts, or the end. It matches everywhere, so its time is linear."""
 
 
+LEAST_OBJECTS = 1_024
+"""Objects that any body may hold."""
 VALUES_AN_OBJECT = 8
 """As many values may be in a body as objects, times this: to make an object of a schema takes far longer."""
 
