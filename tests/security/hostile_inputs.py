@@ -285,6 +285,8 @@ def options() -> dict[str, HostileInput]:
         "a long stop": chat(stop="a" * (BODY // 2)),
         "bad words": chat(bad_words=["x" * 200] * 60_000),
         "biases": chat(logit_bias=[[f"word {at}", 1] for at in range(60_000)]),
+        "a long bias": chat(logit_bias=[["word " * (BODY // 6), 1]]),
+        "a long bad word": chat(bad_words=["word " * (BODY // 6)]),
         "samplers": chat(samplers=["top_k"] * 60_000),
         "template arguments": chat(chat_template_kwargs={f"a{at}": 1 for at in range(60_000)}),
         "efforts": chat(reasoning_effort="high" * (BODY // 8)),

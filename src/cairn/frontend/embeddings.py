@@ -210,6 +210,7 @@ async def _encoded_pairs(service: Service, pairs: Sequence[tuple[str, str]], ask
     tokenizer, limit = service.tokenizer, longest_text(service)
     cut = limit if asking.truncate else None
     read = sum(len(_readable(one, cut)) + len(_readable(other, cut)) for one, other in pairs)
+    read += len(pairs) * len(asking.instruction or "")
     if service.spec.judge is not None and read > MAX_READ:  # a query is read again with each text
         raise InvalidRequest(
             f"{asking.field}, each with its query, have more than {MAX_READ} characters, the limit of a call",
