@@ -41,7 +41,7 @@ def load_yaml(path: Path) -> Any:
         data = path.read_bytes()
         if len(data) > MAX_YAML:
             raise ConfigError(f"{path} has {len(data)} bytes; the limit is {MAX_YAML}")
-        return _Reader(yaml.parse(data.decode(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))).document()
+        return _YamlReader(yaml.parse(data.decode(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))).document()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeError, _BadYaml, ValueError) as error:
@@ -53,7 +53,7 @@ class _BadYaml(Exception):
     """What is wrong, with its line."""
 
 
-class _Open:
+class _OpenNode:
     """A list or an object whose end has not come."""
 
     def __init__(self, value: list[Any] | dict[str, Any], anchor: str | None, before: int) -> None:
@@ -66,12 +66,12 @@ class _Open:
         """Members that it has unless it says others itself."""
 
 
-class _Reader:
+class _YamlReader:
     """Makes values of events, without recursion."""
 
     def __init__(self, events: Iterator[Any]) -> None:
         self._events = events
-        self._open: list[_Open] = []
+        self._open: list[_OpenNode] = []
         self._anchors: dict[str, tuple[Any, int]] = {}
         """Values by the anchors before them, each with how many values it holds."""
         self._count = 0
@@ -122,7 +122,7 @@ class _Reader:
         self._check_tag(event.tag)
         if len(self._open) == MAX_YAML_DEPTH:
             raise self._bad(f"it is nested deeper than {MAX_YAML_DEPTH} levels, the limit")
-        self._open.append(_Open(value, event.anchor, self._count))
+        self._open.append(_OpenNode(value, event.anchor, self._count))
         self._add(1)
 
     def _put(self, value: Any, root: list[Any]) -> None:
