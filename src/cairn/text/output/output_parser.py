@@ -102,6 +102,9 @@ class Splitter:
     def push(self, text: str) -> list[Piece]:
         """Split what is certain by now."""
         pieces: list[Piece] = []
+        if len(text) <= PUSHED:  # a token's, nearly always
+            self._push(text, pieces)
+            return pieces
         for start in range(0, len(text), PUSHED):
             self._push(text[start : start + PUSHED], pieces)
         return pieces
