@@ -384,6 +384,7 @@ def test_without_keys_a_share_is_a_clients(client: tuple[str, int] | None, agent
     made = HTTPCall(scope, None, None, 1, BodyBudget(1, 1))  # type: ignore[arg-type]
     Access(Config()).check(made)
     assert made.share == share and made.tenant == "default"
+    assert made.payer == share.removesuffix(f" {agent}".replace("\x07", "?"))
 
 
 def test_clients_without_keys_share_bodies_where_others_can_reach_the_server() -> None:

@@ -67,6 +67,7 @@ class Access:
     def check(self, call: HTTPCall) -> None:
         """Let the call pass and give it its tenant, or raise Unauthorized or Forbidden."""
         call.share = _client(call)
+        call.payer = payer_of(call.share)
         if call.path in OPEN or call.path.startswith(OPEN_FILES):
             return
         if is_admin(call.path):
@@ -81,7 +82,7 @@ class Access:
                 found = tenant
         if found is None:
             raise _unauthorized("an API key is needed" if not _credential(call) else "the API key is not known here")
-        call.tenant = call.share = found.name
+        call.tenant = call.share = call.payer = found.name
         call.salt = found.salt
 
     def may_administer(self, call: HTTPCall) -> bool:
@@ -201,6 +202,14 @@ def is_local(host: str) -> bool:
         return ipaddress.ip_address(bare).is_loopback
     except ValueError:
         return False
+
+
+def payer_of(share: str) -> str:
+    """Return whose limits a share counts against: the tenant, or the client's address without the agent it names.
+
+    Anyone can name a new agent with each request, so a name gives its own turn and never a limit of its own.
+    """
+    return share.partition(" ")[0]
 
 
 def _client(call: HTTPCall) -> str:

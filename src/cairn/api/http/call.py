@@ -77,7 +77,8 @@ def _nobody(origin: str) -> bool:
 class HTTPCall:
     """One request and its answer: a thin layer over ASGI that puts the request id on every response.
 
-    `id` is 16 hexadecimal digits, unique for ever; `admits`, `tenant`, `salt` and `share` are set by the access layer.
+    `id` is 16 hexadecimal digits, unique for ever. The access layer sets `admits`, `tenant`, `salt`, `share` and
+    `payer`.
     `name` is what the client calls the request in X-Request-ID, if that is of a form that can be used: other values
     mean nothing.
     """
@@ -97,6 +98,7 @@ class HTTPCall:
         "name",
         "number",
         "path",
+        "payer",
         "salt",
         "scope",
         "share",
@@ -122,6 +124,8 @@ class HTTPCall:
         self.salt = b""
         self.share = ""
         """Whose share of the server it takes: the tenant's, or the client's where there are no keys."""
+        self.payer = ""
+        """Whose limits it counts against: the tenant's, or its address's where there are no keys."""
         self.identity = b""
         self.model = ""
         """Identity and name of the model that answers, once it was chosen."""
@@ -161,7 +165,7 @@ class HTTPCall:
             return peeked
         parts: list[bytes] = []
         async for part in self.pieces():
-            self._budget.take(self.share, len(part))
+            self._budget.take(self.payer, len(part))
             self._held += len(part)
             parts.append(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -183,7 +187,7 @@ class HTTPCall:
 
     def release(self) -> None:
         """The body is held no more."""
-        self._budget.give(self.share, self._held)
+        self._budget.give(self.payer, self._held)
         self._held = 0
 
     async def gone(self) -> None:

@@ -67,14 +67,14 @@ class Library:
     @contextlib.asynccontextmanager
     async def upload(self, call: HTTPCall) -> AsyncIterator[Upload]:
         """The form of a call, with its file. Overloaded where its tenant sends too many at once."""
-        if self._uploading[call.share] >= MAX_UPLOADS:
+        if self._uploading[call.payer] >= MAX_UPLOADS:
             raise Overloaded(f"{MAX_UPLOADS} uploads of yours are under way, the limit", retry_after=RETRY)
-        self._uploading[call.share] += 1
+        self._uploading[call.payer] += 1
         try:
             async with upload(call, self._config, self.folder, MAX_BYTES) as form:
                 yield form
         finally:
-            self._uploading[call.share] -= 1
+            self._uploading[call.payer] -= 1
             self._uploading += Counter()  # those who send nothing are forgotten
 
     async def bytes_of(self, tenant: str) -> int:
