@@ -26,6 +26,17 @@ Headers = list[tuple[bytes, bytes]]
 
 WARNING = b"x-cairn-warning"
 JSON = (b"content-type", b"application/json")
+NOSNIFF = (b"x-content-type-options", b"nosniff")
+SAFE: Headers = [
+    NOSNIFF,
+    (
+        b"content-security-policy",
+        b"default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+]
+"""Stand on every answer that brings none of its own: whatever text a client stored, no browser runs it."""
+AUTHORITY = "cairn.authority"
+"""Holds, in the scope of a call whose request line names a host, that host as it stands there."""
 _NAME = re.compile(rb"[!-.0-~]{1,128}")
 """What a client may call a request: visible characters, and no slash, since it stands in a path."""
 encode = msgspec.json.Encoder().encode
@@ -224,7 +235,15 @@ class HTTPCall:
         self.status = status
         id = self.id.encode()
         told = [(WARNING, sentence.encode("ascii", "replace")) for sentence in self.warnings]
-        headers = [*headers, *self.headers, *told, (b"x-request-id", id if self.name is None else self.name.encode())]
+        own = {name for name, _ in headers}
+        safe = [one for one in SAFE if one[0] not in own]
+        headers = [
+            *headers,
+            *safe,
+            *self.headers,
+            *told,
+            (b"x-request-id", id if self.name is None else self.name.encode()),
+        ]
         if self.name is not None:
             headers.append((b"x-cairn-request-id", id))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
