@@ -8,10 +8,15 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cairn.types.errors import Unavailable
+
+SLACK = 1 << 20
+"""Bytes that a file keeps free for what comes next."""
+STEP = 1024
+"""Pages that are given back in one go: others may use the file between two."""
 
 
 class Database:
@@ -25,7 +30,10 @@ class Database:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             path.chmod(0o600)
-            self._db.executescript("PRAGMA journal_mode=TRUNCATE; PRAGMA synchronous=FULL; PRAGMA secure_delete=ON;")
+            self._db.executescript(
+                "PRAGMA auto_vacuum=INCREMENTAL; PRAGMA journal_mode=TRUNCATE; PRAGMA synchronous=FULL; "
+                "PRAGMA secure_delete=ON;"
+            )
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             if version > len(forms):
                 raise Unavailable(f"{path}: written by a newer Cairn (format {version})")
@@ -50,6 +58,31 @@ class Database:
             except BaseException:
                 db.execute("ROLLBACK")
                 raise
+
+    def shrink(self) -> None:
+        """Give the disk back what was freed in the file, but for a little. What the disk refuses is left for later."""
+        before = -1
+        with suppress(Unavailable):
+            while (free := self._give_back(before)) != before:
+                before = free
+
+    def _give_back(self, before: int) -> int:
+        """Give back some free pages. Returns how many are left; `before` where nothing more can be done."""
+        with self.read() as db:
+            free, size, pages, mode = (
+                db.execute(f"PRAGMA {name}").fetchone()[0]
+                for name in ("freelist_count", "page_size", "page_count", "auto_vacuum")
+            )
+            if free * size <= SLACK:
+                return before
+            if mode:
+                db.executescript(f"PRAGMA incremental_vacuum({STEP})")  # `execute` gives back a single page
+            elif 2 * free < pages:  # of an earlier form: it is written anew once that is less than was freed
+                return before
+            else:
+                db.execute("PRAGMA auto_vacuum=INCREMENTAL")
+                db.execute("VACUUM")
+            return int(db.execute("PRAGMA freelist_count").fetchone()[0])
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:

@@ -113,6 +113,7 @@ class FileStore:
             found = self._file(db, tenant, id)
             db.execute("DELETE FROM pieces WHERE file=?", (found.key,))
             db.execute("DELETE FROM files WHERE key=?", (found.key,))
+        self._database.shrink()
 
     def _file(self, db: sqlite3.Connection, tenant: str, id: str) -> StoredFile:
         row = db.execute(

@@ -85,6 +85,10 @@ def _nobody(origin: str) -> bool:
     return False
 
 
+def _nothing() -> None:
+    return None
+
+
 class HTTPCall:
     """One request and its answer: a thin layer over ASGI that puts the request id on every response.
 
@@ -101,6 +105,7 @@ class HTTPCall:
         "_receive",
         "_send",
         "admits",
+        "arrived",
         "ended",
         "headers",
         "id",
@@ -112,6 +117,7 @@ class HTTPCall:
         "payer",
         "salt",
         "scope",
+        "settled",
         "share",
         "started",
         "status",
@@ -137,6 +143,10 @@ class HTTPCall:
         """Whose share of the server it takes: the tenant's, or the client's where there are no keys."""
         self.payer = ""
         """Whose limits it counts against: the tenant's, or its address's where there are no keys."""
+        self.arrived: Callable[[int], Awaitable[None]] | None = None
+        """Counts the bytes of each piece of the body, and raises where they are too many."""
+        self.settled: Callable[[], None] = _nothing
+        """Ends the counting of what arrived: whoever keeps it says how much that is."""
         self.identity = b""
         self.model = ""
         """Identity and name of the model that answers, once it was chosen."""
@@ -193,7 +203,10 @@ class HTTPCall:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise Disconnected
-            yield message.get("body", b"")
+            piece = message.get("body", b"")
+            if self.arrived is not None:
+                await self.arrived(len(piece))
+            yield piece
             more = message.get("more_body", False)
 
     def release(self) -> None:

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, BinaryIO
 
 import msgspec
@@ -134,13 +135,16 @@ class CollectionRoutes:
         )
         added: list[dict[str, Any]] = []
 
+        def room(tenant: str, size: int) -> AbstractAsyncContextManager[None]:
+            return self._library.room(call, size)
+
         async def work(emit: Emit) -> None:
             def heard(done: int, all: int) -> None:
                 emit({"type": "document.embedding", "embedded": done, "chunks": all})
 
             with contextlib.nullcontext() if isinstance(content, str) else content:
                 async with self._library.embedder(call.salt, call.share, body.embedding_model, new.field) as embedder:
-                    made = await collections.add(call.tenant, id, embedder, new, heard)
+                    made = await collections.add(call.tenant, id, embedder, new, room, heard)
             added.append(document_object(made))
             emit({"type": "document.done", "document": added[0]})
 

@@ -12,6 +12,7 @@ from cairn.api.chat.generation import check_model
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.http.call import HTTPCall
 from cairn.api.http.multipart import Upload, upload
+from cairn.api.http.quotas import Quotas
 from cairn.config.config import Config
 from cairn.frontend.embeddings import AT_ONCE, Asking, check_embeds, check_scores
 from cairn.rag.attachments import Attachments
@@ -34,9 +35,9 @@ FILE, UPLOADS = "collections.sqlite", "files.sqlite"
 class Library:
     """The collections of one server. `registry` are its models, once there are any."""
 
-    def __init__(self, config: Config, attribution: AgentAttribution, folder: Path) -> None:
+    def __init__(self, config: Config, attribution: AgentAttribution, quotas: Quotas, folder: Path) -> None:
         """`folder`: the one of the token log; the collections lie beside it, and whoever holds the one has both."""
-        self._config, self._attribution = config, attribution
+        self._config, self._attribution, self._quotas = config, attribution, quotas
         self.folder = folder.with_name(folder.name + "-collections")
         self.registry: Models | None = None
         self._opened: VectorStores | None = None
@@ -61,7 +62,7 @@ class Library:
                 files = await asyncio.to_thread(FileStore, self.folder / UPLOADS, now)
                 attachments = await asyncio.to_thread(Attachments, store.database, now)
                 self._collections = Collections(store, ServiceAnswerer())
-                self._opened = VectorStores(self._collections, files, attachments)
+                self._opened = VectorStores(self._collections, files, attachments, self._quotas.room)
             return self._opened
 
     @contextlib.asynccontextmanager
@@ -77,12 +78,22 @@ class Library:
             self._uploading[call.payer] -= 1
             self._uploading += Counter()  # those who send nothing are forgotten
 
+    @contextlib.asynccontextmanager
+    async def room(self, call: HTTPCall, size: int) -> AsyncIterator[None]:
+        """Count `size` bytes of a call's tenant, in the place of its body, while they are being written. Raises
+        QuotaExceeded where the tenant may not keep them."""
+        call.settled()
+        async with self._quotas.room(call.tenant, size):
+            yield
+
     async def bytes_of(self, tenant: str) -> int:
-        """About how many bytes a tenant's collections and files take; those that nobody has asked for since the start
-        are not looked at."""
-        if self._opened is None or self._collections is None:
+        """Return about how many bytes a tenant's collections and files take; 0 where they cannot be opened."""
+        if self._opened is None and not (self.folder / FILE).exists():
             return 0
-        files, store = self._opened.files, self._collections.store
+        try:
+            files, store = (await self.stores()).files, (await self.open()).store
+        except Unavailable:
+            return 0
         return await asyncio.to_thread(lambda: files.bytes_of(tenant) + store.bytes_of(tenant))
 
     @contextlib.asynccontextmanager
