@@ -239,9 +239,7 @@ class App:
         self._access.check(call)
         if answering is not None:
             _allow(call, {"GET", "HEAD"})
-            await answering(
-                call, health.ServerHealth(self.models, self.draining, self.attribution.troubles(), self._folders)
-            )
+            await answering(call, self._state())
             return
         endpoint = self._route(call)
         if self.models is None:
@@ -252,6 +250,11 @@ class App:
         with self._rates.counted(call):
             async with self._quotas.arriving(call), self._router.chosen(call) as service:
                 await endpoint(call, service)
+
+    def _state(self) -> health.ServerHealth:
+        kept = self._library.troubles()
+        troubles, refuses = [*self.attribution.troubles(), *kept], self.attribution.refuses or bool(kept)
+        return health.ServerHealth(self.models, self.draining, troubles, self._folders, refuses=refuses)
 
     def _is_here(self, call: HTTPCall) -> bool:
         """Whether a route answers on the listener that a call came by: admin routes have one of their own, if any."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cairn.types.errors import Unavailable
 
+TROUBLE_SECONDS = 60.0
+"""How long it is told that the disk refused something, unless it takes something before."""
 SLACK = 1 << 20
 """Bytes that a file keeps free for what comes next."""
 STEP = 1024
@@ -22,10 +24,11 @@ STEP = 1024
 class Database:
     """One file. Every use may raise Unavailable where the disk refuses it."""
 
-    def __init__(self, path: Path, forms: Sequence[str]) -> None:
+    def __init__(self, path: Path, forms: Sequence[str], now: Callable[[], float]) -> None:
         """`forms`: SQL that makes the first form of the file, and of each form the next; how many of them were applied
         is the file's version. Unavailable where it cannot be opened, or a newer Cairn has written it."""
         self._lock = threading.Lock()
+        self._now, self._failure, self._failed_at = now, "", 0.0
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -42,6 +45,11 @@ class Database:
         except (sqlite3.Error, OSError) as error:
             raise Unavailable(f"{path}: the collections cannot be opened: {error}") from error
 
+    @property
+    def trouble(self) -> str:
+        """Why the file could not be used within the last minute, as a sentence; empty when it could."""
+        return self._failure if self._now() - self._failed_at < TROUBLE_SECONDS else ""
+
     def close(self) -> None:
         """Close the file."""
         with self._lock:
@@ -55,8 +63,10 @@ class Database:
             try:
                 yield db
                 db.execute("COMMIT")
+                self._failure = ""
             except BaseException:
-                db.execute("ROLLBACK")
+                if db.in_transaction:  # a full disk has ended it already
+                    db.execute("ROLLBACK")
                 raise
 
     def shrink(self) -> None:
@@ -91,4 +101,5 @@ class Database:
             try:
                 yield self._db
             except sqlite3.Error as error:
-                raise Unavailable(f"the collections cannot be used: {error}", retry_after=10.0) from error
+                self._failure, self._failed_at = f"the collections cannot be used: {error}", self._now()
+                raise Unavailable(self._failure, retry_after=10.0) from error

@@ -95,7 +95,7 @@ class DocumentStore:
 
     def __init__(self, path: Path, now: Callable[[], float]) -> None:
         self._now = now
-        self.database = Database(path, FORMS)
+        self.database = Database(path, FORMS, now)
         self._change, self._read = self.database.change, self.database.read
         self._matrices: OrderedDict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = OrderedDict()
         """Keys and vectors of the chunks of a collection, by its key; that which was asked for last is the last."""

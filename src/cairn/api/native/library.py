@@ -65,6 +65,13 @@ class Library:
                 self._opened = VectorStores(self._collections, files, attachments, self._quotas.room)
             return self._opened
 
+    def troubles(self) -> list[str]:
+        """Why collections or files could not be kept lately, a sentence each."""
+        if self._opened is None or self._collections is None:
+            return []
+        every = (self._collections.store.database, self._opened.files.database)
+        return [one.trouble for one in every if one.trouble]
+
     @contextlib.asynccontextmanager
     async def upload(self, call: HTTPCall) -> AsyncIterator[Upload]:
         """The form of a call, with its file. Overloaded where its tenant sends too many at once."""
