@@ -55,7 +55,8 @@ async def test_a_collection_from_creation_to_deletion(folder: Path, tmp_path: Pa
         ]
         asked = {"query": "What is a cairn?", "min_score": -1, "max_tokens": 12, "seed": 4, "temperature": 0.8}
         answer = (await http.post("/v1/collections/c/ask", json=asked)).json()
-        assert answer["object"] == "collection.answer" and answer["answered"] is True
+        assert answer["object"] == "collection.answer"
+        assert answer["answered"] is any(one["cited"] for one in answer["sources"])
         assert [one["number"] for one in answer["sources"]] == [1, 2, 3]
         assert answer["completion_tokens"] <= 12 and answer["prompt_tokens"] > 100
         found = plain((await http.post("/v1/collections/c/ask", json=asked | {"stream": True})).text)

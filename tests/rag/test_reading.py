@@ -9,7 +9,6 @@ import pytest
 
 from cairn.rag import outline
 from cairn.rag.chunking import chunks
-from cairn.rag.citations import CitationFilter
 from cairn.rag.outline import MAX_TITLE, Outline, Section, UnreadableDocument
 from cairn.rag.reading import sections
 
@@ -69,15 +68,6 @@ def test_chunks_have_all_of_a_text_and_are_no_longer_than_they_may_be() -> None:
             assert not text[covered:at].strip(), "a part of the text is in no chunk"
             covered = max(covered, at + len(piece))
         assert not text[covered:].strip()
-
-
-def test_citations_of_nothing_are_taken_out_and_counted() -> None:
-    text = "Yes [1], no [3][2, 9] or [0]; [x] [12 and [ 2 ] [99999999999"
-    for size in (1, 2, 3, 7, 100):
-        checked = CitationFilter(2)
-        told = "".join(checked.push(text[at : at + size]) for at in range(0, len(text), size)) + checked.finish()
-        assert told == "Yes [1], no [2] or ; [x] [12 and [2] [99999999999", size
-        assert checked.cited == {1, 2} and checked.removed == 3
 
 
 def test_headings_take_no_longer_than_they_are() -> None:

@@ -107,11 +107,11 @@ class SourcedAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     answer: str
     answered: bool
-    """False: nothing in the documents was near enough to the question."""
+    """False: nothing in the documents was near enough to the question, or the answer names no source."""
     sources: list[dict[str, Any]]
     """The chunks that were given, by their number from 1; `cited` says which are named in the answer."""
     citations_removed: int = 0
-    """Numbers in the answer that named no source."""
+    """Brackets and numbers in the answer that named no source."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -215,7 +215,7 @@ class Collections:
             answer = SourcedAnswer(answer=NO_ANSWER, answered=False, sources=[], reranked_by=reranked_by)
             emit({"type": "answer.done", **msgspec.to_builtins(answer)})
             return answer
-        checked, said = CitationFilter(len(sources)), list[str]()
+        checked, said = CitationFilter(len(sources), strict=True), list[str]()
 
         def tell(text: str) -> None:
             if text:
@@ -231,7 +231,7 @@ class Collections:
             source["cited"] = source["number"] in checked.cited
         answer = SourcedAnswer(
             answer="".join(said),
-            answered=True,
+            answered=bool(checked.cited),
             sources=sources,
             citations_removed=checked.removed,
             prompt_tokens=answered.prompt_tokens,
