@@ -1,4 +1,4 @@
-"""`cairn collection` against a real server on the fake engine, whose chat model makes the vectors."""
+"""`cairn collection` against a real server on the fake engine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 from tests.api.process import Served, served
 from tests.cli.test_cli_agents import rows, run
 from tests.rag.document_files import docx, paragraph, pdf
+from tests.service.tiny import make_embedder
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as process:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(models=["demo", str(make_embedder(tmp_path_factory.mktemp("models") / "embedder"))]) as process:
         yield process
 
 

@@ -20,6 +20,7 @@ from tests.agents.house import talking_model
 from tests.api.homes import home
 from tests.api.sockets import Site
 from tests.rag.document_files import docx
+from tests.service.tiny import make_embedder
 
 TURN = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 4, "ignore_eos": True}
 LIMITS = {
@@ -31,7 +32,9 @@ TENANTS = tuple(TenantKeys(name, (Secret(f"key-of-{name}"),), one) for name, one
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return talking_model(tmp_path_factory.mktemp("quotas") / "tiny")
+    made = talking_model(tmp_path_factory.mktemp("quotas") / "tiny")
+    make_embedder(made.parent / "embedder")
+    return made
 
 
 def key(name: str) -> dict[str, str]:
@@ -136,7 +139,10 @@ async def test_uploads_at_once_do_not_pass_a_quota_together(folder: Path, tmp_pa
 
 async def test_documents_count_as_what_they_become(folder: Path, tmp_path: Path) -> None:
     """A small file that holds a long text takes no more than there is room for, whichever way it comes."""
-    async with home(folder, agents_dir=str(tmp_path / "agents"), max_disk_mib=1) as (_, http):
+    async with home(folder, folder.parent / "embedder", agents_dir=str(tmp_path / "agents"), max_disk_mib=1) as (
+        _,
+        http,
+    ):
         await http.post("/v1/collections", json={"id": "c"})
         data = docx("<w:p><w:r><w:t>" + "many words " * 50_000 + "</w:t></w:r></w:p>")
         assert len(data) < 1 << 16
@@ -273,7 +279,10 @@ class Still:
 
 async def test_tokens_count_whatever_they_are_computed_for(folder: Path, tmp_path: Path) -> None:
     keys = (TenantKeys("bob", (Secret("key-of-bob"),), TenantLimits(tokens_per_minute=1_000_000)),)
-    async with home(folder, tenants=keys, agents_dir=str(tmp_path / "agents")) as (house, http):
+    async with home(folder, folder.parent / "embedder", tenants=keys, agents_dir=str(tmp_path / "agents")) as (
+        house,
+        http,
+    ):
         rates = house.web.app._rates  # type: ignore[attr-defined]
         rates._clock = Still()
         used = 0

@@ -76,6 +76,7 @@ class CollectionRoutes:
     async def create(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/collections: {"id", "chunk", "overlap", "metadata"}, all optional."""
         store = (await self._library.open()).store
+        self._library.check_embedder()
         body = parse(CollectionBody, await read_nothing(call, self._config), self._config, call)
         check_metadata(body.metadata)
         id = f"collection-{call.id}" if body.id is None else check_name(body.id, "a collection's id")
@@ -118,6 +119,7 @@ class CollectionRoutes:
         collections, id = await self._library.open(), call.path_part(PATH)
         check_metadata(body.metadata)
         await asyncio.to_thread(collections.store.collection, call.tenant, id)
+        self._library.check_embedder(body.embedding_model)
         if not 1 <= len(body.name) <= 256:
             raise InvalidRequest("name must have 1 to 256 characters", field="name")
         document = f"document-{call.id}" if body.id is None else check_name(body.id, "a document's id")

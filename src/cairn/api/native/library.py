@@ -14,7 +14,7 @@ from cairn.api.http.call import HTTPCall
 from cairn.api.http.multipart import Upload, upload
 from cairn.api.http.quotas import Quotas
 from cairn.config.config import Config
-from cairn.frontend.embeddings import AT_ONCE, Asking, check_embeds, check_scores
+from cairn.frontend.embeddings import AT_ONCE, Asking, check_scores
 from cairn.rag.attachments import Attachments
 from cairn.rag.collections import Collections, Embedder, Reranker
 from cairn.rag.definition import MAX_BYTES, Search, SearchHit
@@ -29,6 +29,12 @@ from cairn.workflows.answerer import ServiceAnswerer
 MAX_UPLOADS = 8
 """Forms of one tenant that are received, or whose file is read, at once: each has a file on the disk."""
 RETRY = 2.0
+EXAMPLE = "sentence-transformers/all-MiniLM-L6-v2"
+ADD = (
+    f"add one: 'cairn pull {EXAMPLE}', then start the server with it beside the models that it has: 'cairn serve MODEL "
+    f"{EXAMPLE}'"
+)
+"""What the owner of a server does so that it has collections."""
 FILE, UPLOADS = "collections.sqlite", "files.sqlite"
 
 
@@ -105,13 +111,16 @@ class Library:
 
     @contextlib.asynccontextmanager
     async def embedder(self, salt: bytes, share: str, name: str | None, field: str) -> AsyncIterator[Embedder]:
-        """The model that makes vectors: the one that is named, else the first of those for embeddings; on a server
-        with one model that one."""
+        """The model that makes vectors: the one that is named, else the first of those for embeddings. InvalidRequest
+        for one that was not made for it, and where there is none."""
         registry = self._registry()
-        async with registry.using(registry.find(name, "embed")) as service:
+        async with registry.using(_embedding(registry, name)) as service:
             check_model(name, service)
-            check_embeds(service)
             yield Embedder(service, self._asking(salt, share, field))
+
+    def check_embedder(self, name: str | None = None) -> None:
+        """Raise what `embedder` would, before anything is read."""
+        _embedding(self._registry(), name)
 
     @contextlib.asynccontextmanager
     async def judge(
@@ -161,6 +170,27 @@ class Library:
             truncate=True,
             field=field,
         )
+
+
+def _embedding(registry: Models, name: str | None) -> ServedModel:
+    """The model for embeddings with this name; without one the first, of those that are loaded if any is.
+
+    InvalidRequest for another kind of model, and where there is none; Unavailable where that is not known yet.
+    """
+    if name is not None:
+        known = [registry.find(name)]
+    else:
+        known = [one for one in registry.models if one.kind == "embed"]
+        known.sort(key=lambda one: one.state != "loaded")
+    if known and (known[0].kind == "embed" or known[0].failure):  # why it is not served is told where it is used
+        return known[0]
+    if any(not one.kind and not one.failure for one in known or registry.models):
+        raise Unavailable("what the models of this server are for is being read; ask again shortly", retry_after=RETRY)
+    if known:
+        what = f"{known[0].name} is no model for embeddings, and what its vectors find is mostly wrong"
+    else:
+        what = "collections need a model for embeddings, and this server has none"
+    raise InvalidRequest(f"{what}; {ADD}", field="embedding_model")
 
 
 def _worth(found: SearchHit) -> tuple[float, float]:
