@@ -45,13 +45,13 @@ class Roofline:
     """Bytes in a second, read again and again from so many; None where nobody can tell."""
 
     def reading(self, size: int) -> float:
-        """The most bytes in a second for steps that read so many, from the caches where these hold them."""
+        """Return the most bytes in a second for steps that read so many, from the caches where these hold them."""
         if self.cached is None or size >= READ_BYTES:
             return self.read
         return max(self.read, self.cached(size))
 
     def computing(self, bits: float) -> float:
-        """The most operations in a second with matrices that are held in so many bits a number."""
+        """Return the most operations in a second with matrices that are held in so many bits a number."""
         # On the whole: of 16 bits some matrices may be held in 32, and scales stand beside codes of 8.
         pairs, integers = self.pairs if bits < 24 else 0.0, self.integers if bits < 12 else 0.0
         return max(self.arithmetic, pairs, integers)

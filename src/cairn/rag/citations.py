@@ -129,7 +129,7 @@ class CitationFilter:
         return after
 
     def _may_be_name(self, inside: str) -> bool:
-        """Whether words in brackets are a source's name, or, where nothing else is told, would be one."""
+        """Return whether words in brackets are a source's name or, if strict, could be one."""
         if self._last and _TEXT_BEFORE.match(self._last):
             return False
         known = inside.casefold() in self._names or inside.partition(":")[0].casefold() in self._names
@@ -165,5 +165,5 @@ class CitationFilter:
 
 
 def _value(digits: str) -> int:
-    """A number; one that is too long to name anything is beyond all sources."""
+    """Return a number; one that is too long to name anything is beyond all sources."""
     return int(digits) if len(digits) <= 9 else 1 << 31

@@ -56,7 +56,7 @@ Room = Callable[[str, int], AbstractAsyncContextManager[None]]
 
 
 def endless(tenant: str, size: int) -> AbstractAsyncContextManager[None]:
-    """Room without a bound."""
+    """Return room without a bound."""
     return nullcontext()
 
 

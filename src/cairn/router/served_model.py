@@ -242,7 +242,7 @@ def _places(folder: Path, depth: int) -> Iterable[Path]:
 
 
 def _models_at(entry: Path, depth: int) -> Iterable[Path]:
-    """The model that an entry of a folder is, or those in it."""
+    """Yield the model that an entry of a folder is, or those in it."""
     if is_gguf(entry):
         yield entry
     elif entry.is_dir():
@@ -276,7 +276,7 @@ def locate(model: ServedModel) -> Path:
 
 
 def first_of(models: Sequence[ServedModel]) -> ServedModel:
-    """The one that is loaded first: a pinned one before others, and one that could not be loaded after all others."""
+    """Return the one that is loaded first: a pinned one before others, and after all others one that could not be."""
     left = [one for one in models if not one.failure] or models
     starting = [one for one in left if one.at_start] or left
     return next((one for one in starting if one.pinned), starting[0])

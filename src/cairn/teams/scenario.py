@@ -44,7 +44,7 @@ class ScenarioVote(_ScenarioForm, frozen=True, kw_only=True, forbid_unknown_fiel
     voters: tuple[str, ...] = ()
 
     def poll(self, team: Team) -> Poll:
-        """The vote as a server holds it."""
+        """Return the vote as a server holds it."""
         rule = self.rule or team.rule
         coordinator = self.coordinator or (team.coordinator if rule == "coordinator" else "")
         return Poll(
@@ -183,7 +183,7 @@ def _check(scenario: Scenario, file: Path) -> None:
 
 
 def _team(given: Mapping[str, Any]) -> Team | None:
-    """As much of a team as the rest of its scenario is about; None where the server is to say what is wrong with it."""
+    """Return as much of a team as the rest of its scenario is about; None where the server is to say what is wrong."""
     try:
         names = [member["name"] for member in given["members"]]
         team = {"members": [{"name": name, "role": ""} for name in names], "id": "scenario"}

@@ -72,7 +72,7 @@ class Library:
             return self._opened
 
     def troubles(self) -> list[str]:
-        """Why collections or files could not be kept lately, a sentence each."""
+        """Return why collections or files could not be kept lately, a sentence each."""
         if self._opened is None or self._collections is None:
             return []
         every = (self._collections.store.database, self._opened.files.database)
@@ -173,7 +173,7 @@ class Library:
 
 
 def _embedding(registry: Models, name: str | None) -> ServedModel:
-    """The model for embeddings with this name; without one the first, of those that are loaded if any is.
+    """Return the model for embeddings with this name; without one the first, of those that are loaded if any is.
 
     InvalidRequest for another kind of model, and where there is none; Unavailable where that is not known yet.
     """
