@@ -42,6 +42,21 @@ def get(server: Served, path: str) -> Any:
     return httpx.get(server.url + path, trust_env=False, verify=False, timeout=60).json()
 
 
+def test_a_server_starts_beside_a_broken_folder(tmp_path: Path) -> None:
+    make_models(tmp_path, "gamma")
+    (make_models(tmp_path, "beta")[0] / "config.json").write_text("{")
+    (tmp_path / "alpha.gguf").symlink_to(tmp_path / "nowhere")
+    with served(models_dir=str(tmp_path), kv_dir=str(tmp_path / "kv"), kv_gb=0.02) as process:
+        found = {one["id"]: one["state"] for one in get(process, "/v1/models")["data"]}
+        assert found == {"alpha": "failed", "beta": "failed", "gamma": "loaded"}
+        assert post(process, "/v1/chat/completions", messages=HELLO, max_tokens=4).json()["model"] == "gamma"
+        refused = post(process, "/v1/chat/completions", model="beta", messages=HELLO)
+        assert refused.status_code == 503 and "beta cannot be loaded" in refused.text
+        health = get(process, "/health")
+        assert health["status"] == "degraded"
+        assert health["troubles"] == ["alpha cannot be loaded", "beta cannot be loaded"]
+
+
 HELLO = [{"role": "user", "content": "hello"}]
 DIALECTS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HELLO, "max_tokens": 4},

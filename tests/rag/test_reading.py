@@ -10,7 +10,6 @@ import pytest
 
 from cairn.rag import outline
 from cairn.rag.chunking import chunks
-from cairn.rag.citations import CitationFilter
 from cairn.rag.outline import MAX_TITLE, Outline, Section, UnreadableDocument
 from cairn.rag.reading import sections
 
@@ -72,15 +71,6 @@ def test_chunks_have_all_of_a_text_and_are_no_longer_than_they_may_be() -> None:
         assert not text[covered:].strip()
 
 
-def test_citations_of_nothing_are_taken_out_and_counted() -> None:
-    text = "Yes [1], no [3][2, 9] or [0]; [x] [12 and [ 2 ] [99999999999"
-    for size in (1, 2, 3, 7, 100):
-        checked = CitationFilter(2)
-        told = "".join(checked.push(text[at : at + size]) for at in range(0, len(text), size)) + checked.finish()
-        assert told == "Yes [1], no [2] or ; [x] [12 and [2] [99999999999", size
-        assert checked.cited == {1, 2} and checked.removed == 3
-
-
 def test_headings_take_no_longer_than_they_are() -> None:
     began = time.process_time()
     for line in ("# a" + " " * 1_200 + "b", "# " + "\t" * 100_000 + "a", "# a" + " #" * 1_200 + "b"):
@@ -101,18 +91,6 @@ def test_what_headings_repeat_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(sections("# a\ntext\n" * 3, "md")) == 3
     with pytest.raises(UnreadableDocument, match="more than 3 sections"):
         sections("# a\ntext\n" * 4, "md")
-
-
-def test_blanks_before_a_bracket_take_one_pass() -> None:
-    checked = CitationFilter(2)
-    began = time.process_time()
-    said = checked.push("a" + " " * 400_000) + checked.push(" [" * 100_000) + checked.push("1") + checked.finish()
-    assert time.process_time() - began < 2.0  # it took minutes
-    assert said == "a" + " " * 400_000 + " [" * 100_000 + "1"
-    for text, told in (("a [1] b [3]", "a [1] b "), ("a [", "a ["), ("a \n[1, 2", "a \n[1, 2"), ("[ 1 ,2 ]", "[1][2]")):
-        for cut in range(len(text)):
-            checked = CitationFilter(2)
-            assert checked.push(text[:cut]) + checked.push(text[cut:]) + checked.finish() == told
 
 
 def test_a_text_is_cut_into_so_many_chunks_and_no_more() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -372,6 +374,76 @@ async def test_models_of_a_folder_can_be_asked_for(tmp_path: Path) -> None:
             assert service.name == "sub/gamma"
     finally:
         await models.close()
+
+
+def broken(folder: Path, how: str) -> None:
+    """What lies in a folder of models and is none that could be loaded."""
+    if how == "a config that is cut":
+        (make_models(folder, "aaa")[0] / "config.json").write_text("{")
+    elif how == "no tokenizer":
+        (make_models(folder, "aaa")[0] / "tokenizer.json").unlink()
+    elif how == "a GGUF file of nothing":
+        (folder / "aaa.gguf").write_bytes(b"GGUF nothing")
+    elif how == "a link to nothing":
+        (folder / "aaa.gguf").symlink_to(folder / "nowhere")
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("how", ["a config that is cut", "no tokenizer", "a GGUF file of nothing", "a link to nothing"])
+async def test_a_broken_model_keeps_no_server_from_starting(tmp_path: Path, how: str, named: bool) -> None:
+    """It comes first; the next is loaded in its place, and it can be asked for again once it is mended."""
+    places = make_models(tmp_path, "beta gamma")
+    broken(tmp_path, how)
+    options: dict[str, Any] = {"models_dir": str(tmp_path)}
+    if named:
+        every = [next(tmp_path.glob("aaa*")), *places]
+        options = {"models": tuple(ModelOptions(model=str(place), name=place.stem, load=False) for place in every)}
+    config = Config(engine="fake", kv_gb=0.01, kv_disk=False, **options)
+    models = Models(config, in_process=True, free=lambda: 8 << 30)
+    try:
+        await models.start()
+        await until(lambda: models.models[2].spec)
+        assert states(models) == "aaa:failed beta:loaded gamma:on disk"
+        assert model_health.troubles(models) == ["aaa cannot be loaded"] and models.models[0].failure
+        async with models.using(models.find(None)) as service:
+            assert service.name == "beta" and await answered(service)
+        with pytest.raises(Unavailable, match="aaa cannot be loaded"):
+            async with models.using(models.find("aaa")):
+                raise AssertionError("it was loaded")
+    finally:
+        await models.close()
+
+
+@pytest.mark.parametrize("how", ["a config that is cut", "a link to nothing"])
+async def test_a_server_whose_models_are_all_broken_says_what_is_wrong_with_the_first(tmp_path: Path, how: str) -> None:
+    (make_models(tmp_path, "beta")[0] / "config.json").write_text("[]")
+    broken(tmp_path, how)
+    config = Config(models_dir=str(tmp_path), engine="fake", kv_gb=0.01, kv_disk=False)
+    models = Models(config, in_process=True, free=lambda: 8 << 30)
+    try:
+        with pytest.raises(ModelError, match="aaa"):
+            await models.start()
+        assert states(models) == "aaa:failed beta:failed"
+    finally:
+        await models.close()
+
+
+def test_what_cannot_be_looked_into_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_models(tmp_path, "alpha locked/inner")
+    (tmp_path / os.fsdecode(b"not \xff UTF-8")).mkdir()
+    listed = Path.iterdir
+
+    def locked(path: Path) -> Any:
+        if path.name == "locked":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", locked)
+    assert [one.name for one in served_models(Config(models_dir=str(tmp_path)))] == ["alpha"]
+    assert "locked is passed over: it cannot be read (Permission denied)" in caplog.text
+    assert "is passed over: its name is not UTF-8" in caplog.text
 
 
 def test_what_options_of_several_models_may_not_say(tmp_path: Path) -> None:

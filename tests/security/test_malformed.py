@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import re
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -298,6 +299,49 @@ def odd_host(rng: random.Random) -> str:
     return before + name + behind + rng.choice(["", "", ":80", ":", ":65535", ":evil", ":80:80", ":123456", ": 80"])
 
 
+FILE = b"a fact. " * 2_000
+QUOTA_MIB = 4
+
+
+def form(parts: list[tuple[str, str | None, bytes]]) -> bytes:
+    """A multipart body: of each part the name, the file name and what it holds."""
+    found = b""
+    for name, filename, data in parts:
+        told = f'name="{name}"' + ("" if filename is None else f'; filename="{filename}"')
+        found += f"--edge\r\nContent-Disposition: form-data; {told}\r\n\r\n".encode() + data + b"\r\n"
+    return found + b"--edge--\r\n"
+
+
+def odd_form(rng: random.Random) -> bytes:
+    """An upload that is nearly right: its parts, its bytes, its length or who sends it."""
+    parts: list[tuple[str, str | None, bytes]] = [("purpose", None, b"user_data"), ("file", "a.txt", FILE)]
+    kind = rng.randrange(6)
+    if kind == 0:
+        parts = rng.choices(parts, k=rng.choice((0, 1, 3, 70)))
+    elif kind == 1:
+        name = rng.choice(("purpose", "file", "", "x" * 5000, "\N{GRINNING FACE}", 'a"; filename="b', "id"))
+        parts.append((name, rng.choice((None, "b.txt", "../b", "")), rng.choice((b"", b"\xff", b"x" * 70_000))))
+    body = bytearray(form(parts))
+    for _ in range(rng.choice((0, 1, 3)) if kind < 3 else 0):
+        spot = rng.randrange(min(len(body), 300))
+        body[spot : spot + rng.choice((0, 1, 30))] = rng.randbytes(rng.choice((0, 1, 20)))
+    if kind == 3:
+        del body[rng.randrange(len(body)) :]
+    length = len(body) + (rng.choice((0, -40, 40, 5_000_000)) if kind == 4 else 0)
+    path = rng.choice(("/v1/files", "/v1/files", "/v1/collections/c/documents", "http://localhost/v1/files"))
+    boundary = rng.choice(("edge", "edge", "edge", '"edge"', "", "x" * 100, "ed\x01ge"))
+    head = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Type: multipart/form-data; boundary={boundary}"]
+    head.append(f"X-Cairn-Agent: {rng.choice(('a', 'a b', 'x' * 500, chr(0xFF)))}{rng.randrange(9)}")
+    if kind != 5:
+        head.append(f"Content-Length: {length}")
+        return "\r\n".join(head).encode("latin-1") + b"\r\n\r\n" + bytes(body)
+    sent = "\r\n".join([*head, "Transfer-Encoding: chunked"]).encode("latin-1") + b"\r\n\r\n"
+    for at in range(0, len(body), step := rng.choice((1_000, 9_999, len(body) or 1))):
+        piece = bytes(body[at : at + step])
+        sent += b"%x\r\n%s\r\n" % (len(piece), piece)
+    return sent + rng.choice((b"0\r\n\r\n", b"0\r\n\r\n", b"", b"zz\r\n"))
+
+
 def is_ours(host: str) -> bool:
     return re.fullmatch(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{0,5})?", host, re.IGNORECASE) is not None
 
@@ -408,6 +452,8 @@ async def test_odd_hosts_are_none_of_ours(server: Served, figure: Figure, prove:
         nonlocal served
         host = hosts[number]
         head = f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\n\r\n"
+        if number % 2 and re.fullmatch(r"[!-~]+", host):  # the same in the request line
+            head = f"GET http://{host}/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
         found = await exchange(server.port, head.encode("latin-1"))
         status = int(found.split()[1])
         assert (status == 200) is is_ours(host) and (status == 200 or 400 <= status < 500), (host, found[:300])
@@ -416,6 +462,51 @@ async def test_odd_hosts_are_none_of_ours(server: Served, figure: Figure, prove:
     await attacks(len(hosts), each)
     assert 0 < served < len(hosts) // 4
     figure("odd hosts", f"{len(hosts)}: {served} ways to write this machine's, all others refused")
+
+
+async def test_odd_uploads_are_a_typed_4xx_and_hold_no_room(figure: Figure, prove: bool) -> None:
+    """Whatever becomes of them, the bytes that were on their way count against nobody's disk afterwards."""
+    count, kept, refused = 3_000 if prove else 300, 0, 0
+    with served(context=256, max_disk_mib=QUOTA_MIB, body_timeout=3.0, header_timeout=3.0) as server:
+        family = server.family()
+        for whole in (False, True):
+            data = form([("purpose", None, b"user_data"), ("file", "a.txt", FILE)])
+            length = f"Content-Length: {len(data) - (0 if whole else 9)}"
+            head = request_bytes("POST", "/v1/files", b"", "Content-Type: multipart/form-data; boundary=edge", length)
+            assert (await exchange(server.port, head + data)).startswith(b"HTTP/1.1 200") is whole
+
+        async def each(number: int) -> None:
+            nonlocal kept, refused
+            sent = odd_form(random.Random(number))
+            found = await exchange(server.port, sent)
+            head, _, body = found.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").partition(b"\r\n\r\n")
+            if not head:
+                return  # closed: what it announced did not come
+            status = int(head.split()[1])
+            kept += status == 200
+            if status not in (200, 429):  # eight uploads of one client at once, the limit
+                refused += 1
+                check_error(status, body, (number, sent[:500]))
+
+        await attacks(count, each)
+        assert kept and refused > count // 2
+        with urllib.request.urlopen(server.url + "/v1/files?limit=1000") as answer:
+            files = [one["id"] for one in json.load(answer)["data"]]
+        assert len(files) == kept + 1
+        for id in files:
+            urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/files/{id}", method="DELETE")).close()
+        for size, status in (((QUOTA_MIB << 20), b"HTTP/1.1 200"), (1, b"HTTP/1.1 403")):  # all of it is there again
+            data = form([("purpose", None, b"user_data"), ("file", "a.txt", bytes(size))])
+            head = request_bytes(
+                "POST",
+                "/v1/files",
+                b"",
+                "Content-Type: multipart/form-data; boundary=edge",
+                f"Content-Length: {len(data)}",
+            )
+            assert (await exchange(server.port, head + data)).startswith(status)
+        assert server.family() == family
+    figure("malformed uploads", f"{count}: {refused} typed 4xx, {kept} kept; no 5xx, no room held afterwards")
 
 
 async def test_odd_http_is_a_typed_4xx_or_a_closed_connection(server: Served, figure: Figure, prove: bool) -> None:

@@ -161,6 +161,11 @@ class Agents:
         await self._maintenance.tend()
 
     @property
+    def refuses(self) -> bool:
+        """Whether the disk refuses what turns have to write."""
+        return bool(self.writer.trouble)
+
+    @property
     def troubles(self) -> list[str]:
         """Why the log does not work now, and what it had lost when it was opened, a sentence each."""
         return [one for one in (self.writer.trouble, self.writer.loss) if one]

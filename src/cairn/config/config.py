@@ -456,8 +456,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_disk_mib: Annotated[
         Annotated[int, Meta(ge=1, le=1 << 31)] | None,
         Meta(
-            description="Most MiB that agents, teams, runs and collections of one tenant take on the disk; beyond that "
-            "nothing more is kept of it, with a 403. Stored KV is not counted."
+            description="Most MiB that agents, teams, runs, collections and files of one tenant take on the disk; what "
+            "would take more is a 403. Stored KV is not counted."
         ),
     ] = None
     # limits on what a client may send

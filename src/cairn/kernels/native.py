@@ -32,7 +32,7 @@ VERSION = "native-5"
 """Version of the order of operations, of the KV layout and of packed matrices; a change that can move a bit gets a new
 one, here and in `csrc/module.cpp`."""
 
-INTERFACE = 7
+INTERFACE = 8
 """Version of what is called in the module; a change that moves no bit gets a new one, in both places too."""
 
 _MODULE = "cairn.kernels._native"
@@ -120,6 +120,14 @@ class Probe:
     def multiply(self, turns: int = 1 << 16) -> int:
         """Multiply and add in registers, so many times in every chain; returns the operations done."""
         return int(self._native.probe_multiply(self._variant, self._team, turns))
+
+    def multiply_bytes(self, turns: int = 1 << 13) -> int:
+        """Do the same with bytes, as matrices of 4 to 8 bits are multiplied; returns the operations done."""
+        return int(self._native.probe_multiply_bytes(self._variant, self._team, turns))
+
+    def multiply_pairs(self, turns: int = 1 << 16) -> int:
+        """Do the same with pairs of bfloat16; returns the operations done, 0 where no instruction does that."""
+        return int(self._native.probe_multiply_pairs(self._variant, self._team, turns))
 
 
 @dataclass(frozen=True, slots=True)

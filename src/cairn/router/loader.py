@@ -129,10 +129,7 @@ class ModelLoader:
         if isinstance(error, Unavailable):  # no room now: nothing is wrong with the model
             model.delay = str(error)
             return
-        model.failures += 1
-        model.failure = str(error) if isinstance(error, CairnError) else type(error).__name__
-        model.failed_at = self._clock.now()
-        log.error("%s cannot be loaded: %s", model.name, model.failure)
+        model.note_failure(error, self._clock.now())
 
     # ---------------------------------------------------------------------------------------------------- to unload
 

@@ -95,28 +95,45 @@ class Models(ModelRegistry):
     # ---------------------------------------------------------------------------------------------------- the start
 
     async def start(self, first: First | None = None) -> Service:
-        """Load the first model; `first`: its worker, where that was started before. Raises what loading raises."""
+        """Load the first model; `first`: its worker, where that was started before. Of several, one that cannot be
+        loaded is `failed`, and the next is loaded in its place. Raises what was wrong with the first where none can."""
         model = self.first
         began = self._clock.now()
-        service = await self.loader.start(model.config, model.part, first=first)
-        self.loader.loaded(model, service, None)
-        model.load_seconds = self._clock.now() - began
+        try:
+            service = await self.loader.start(model.config, model.part, first=first)
+        except CairnError as error:
+            if not self.several:
+                raise
+            self.loader.failed(model, error)
+            service = await self._start_another(error)
+        else:
+            self.loader.loaded(model, service, None)
+            model.load_seconds = self._clock.now() - began
         self._later(self._tend())
         if self.several:
             self._later(self._prepare())
         return service
 
+    async def _start_another(self, refused: CairnError) -> Service:
+        """Load the first model that can be. Raises `refused` where none can."""
+        while (model := self.first).state == "on disk" and not model.delay:
+            with contextlib.suppress(CairnError):  # `failure`, or `delay` where there is no room
+                await self._load(model, evict=False)
+            if model.loaded is not None:
+                return model.loaded.service
+        raise refused
+
     async def _prepare(self) -> None:
         """Read what the files of models say, then load those that are to be loaded at the start, as far as there is
         room."""
         for model in self.models:
-            if model.spec is None:
+            if model.spec is None and not model.failure:
                 try:
                     await self._describe(model)
                 except CairnError as error:
                     self.loader.failed(model, error)
         for model in sorted(self.models, key=lambda one: not one.pinned):
-            if not model.at_start or model.loaded is not None or self._closed:
+            if not model.at_start or model.failure or model.loaded is not None or self._closed:
                 continue
             with contextlib.suppress(CairnError):
                 await self._load(model, evict=False)

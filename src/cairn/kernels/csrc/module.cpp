@@ -41,7 +41,7 @@ namespace {
 constexpr const char* VERSION = "native-5";
 
 // Of what Python calls: what `native.INTERFACE` says.
-constexpr int INTERFACE = 7;
+constexpr int INTERFACE = 8;
 
 bool runs(const std::string& name) {
 #if defined(__x86_64__)
@@ -112,6 +112,25 @@ Index probe_multiply(const std::string& variant, Team& team, Index turns) {
     return pieces * turns * kernels.chains * LANES * 2;
 }
 
+Index probe_multiply_bytes(const std::string& variant, Team& team, Index turns) {
+    const Variant& kernels = find(variant);
+    const Index pieces = 8 * team.size();
+    team.run(pieces, [&](Index, int) {
+        seen.store(kernels.multiply_bytes(turns, 1), std::memory_order_relaxed);
+    });
+    return pieces * turns * kernels.byte_products * 2;
+}
+
+Index probe_multiply_pairs(const std::string& variant, Team& team, Index turns) {
+    const Variant& kernels = find(variant);
+    if (kernels.pair_products == 0) return 0;
+    const Index pieces = 8 * team.size();
+    team.run(pieces, [&](Index, int) {
+        seen.store(kernels.multiply_pairs(turns, 1), std::memory_order_relaxed);
+    });
+    return pieces * turns * kernels.pair_products * 2;
+}
+
 nb::list variant_list() {
     nb::list all;
     for (const Variant* one : compiled()) all.append(nb::make_tuple(one->name, runs(one->name)));
@@ -129,6 +148,10 @@ NB_MODULE(_native, m) {
           "Read whole MiB of the floats on the team's threads; returns the bytes read.");
     m.def("probe_multiply", &probe_multiply, nb::call_guard<nb::gil_scoped_release>(),
           "So many turns of multiply-adds in registers on the team's threads; returns the operations done.");
+    m.def("probe_multiply_bytes", &probe_multiply_bytes, nb::call_guard<nb::gil_scoped_release>(),
+          "The same of products of bytes, with integer instructions; returns the operations done.");
+    m.def("probe_multiply_pairs", &probe_multiply_pairs, nb::call_guard<nb::gil_scoped_release>(),
+          "The same of pairs of bfloat16; returns the operations done, 0 where no instruction multiplies pairs.");
     m.def("variants", &variant_list, "(name, whether it runs here) of each compiled variant, the fastest first.");
     nb::class_<Team>(m, "Team").def(nb::init<int>()).def_prop_ro("threads", &Team::size);
     bind_matrix(m);
