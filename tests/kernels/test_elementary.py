@@ -14,6 +14,9 @@ import pytest
 
 import cairn
 from cairn.kernels import elementary, native
+from cairn.kernels.choose import load_kernels
+from cairn.types.layer_spec import RopeScaling
+from tests.tiny_models import KERNELS
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "exp": elementary.exp,
@@ -114,6 +117,20 @@ def test_numpy_and_the_module_give_the_same_bits(name: str) -> None:
 def test_the_module_rounds_down_as_numpy_does() -> None:
     x = np.concatenate([SAMPLES, np.array([-0.5, 0.5, -1, 8388607.5, -8388607.5, INF, -INF], np.float32)])
     np.testing.assert_array_equal(compiled("floor", x), np.floor(x))
+
+
+def test_positions_are_turned_by_the_same_bits_with_every_kind_of_kernels() -> None:
+    scaling = RopeScaling(kind="yarn", factor=8.0, original_context=4096)
+    positions = np.array([0, 1, 1000, 131_071, 16_777_215, 2**31 - 1], np.int32)
+    found = set()
+    for kind in KERNELS:
+        kernels = load_kernels(kind, 1)
+        angles = np.empty((len(positions), 2, 64), np.float32)
+        kernels.rope_angles(kernels.rope(128, 1e6, scaling), positions, angles)
+        kernels.close()
+        assert np.isfinite(angles).all()
+        found.add(angles.tobytes())
+    assert len(found) == 1
 
 
 def test_single_numbers_are_rounded_once() -> None:

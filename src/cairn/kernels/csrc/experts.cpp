@@ -44,7 +44,8 @@ void keep_groups(float* choice, const Routing& routing, float* used, float* sums
 void soften(float* x, Index count) {
     float most = x[0], sum = 0.0f;
     for (Index i = 1; i < count; i++) most = x[i] > most ? x[i] : most;
-    for (Index i = 0; i < count; i++) sum += x[i] = exp_of(x[i] - most);
+    for (Index i = 0; i < count; i++) x[i] = exp_of(x[i] - most);
+    for (Index i = 0; i < count; i++) sum += x[i];
     for (Index i = 0; i < count; i++) x[i] /= sum;
 }
 
