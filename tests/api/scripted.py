@@ -188,7 +188,7 @@ class ScriptedService:
         self.prompts.append((messages, tools, tenant, template_args))
         self.wanted.append(wanted)
         text = "".join(str(message["content"] or "") for message in messages)
-        return SimpleNamespace(tokens=tuple(text.encode()) or (1,), output=self.output, grammar="")
+        return SimpleNamespace(tokens=tuple(text.encode()) or (1,), output=self.output, grammar=None)
 
     async def grammar(self, structure: Any, output: Any, *, share: str = "") -> str:
         return ""

@@ -13,20 +13,22 @@ import pytest
 
 from cairn.scheduler.sequence import Matcher
 from cairn.system.posix import SystemClock
-from cairn.text.grammar.grammar import Shape, Structure, checked
+from cairn.text.grammar.grammar import Shape, Structure
+from cairn.text.grammar.vocabulary import GrammarTokenizer, Vocabulary, compile_grammar, read_vocabulary
 from cairn.text.output.call_formats import BY_NAME
 from cairn.text.output.call_grammar import Offered, lark_of_calls
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import InvalidRequest
 from cairn.types.outputs import FinishReason
-from cairn.types.request import Request
+from cairn.types.request import Grammar, Request
 from cairn.types.sampling_params import SamplingParams
-from cairn.worker.grammars import GrammarMatcher, Grammars, Ready, Vocabulary, compile_grammar, read_vocabulary
+from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
+from cairn.worker.grammars import Grammars, ReadyRequest
 from cairn.worker.masks import Masks
 from tests.scheduler.test_scheduler import Rig
 from tests.service import tiny
 from tests.text import text_models
-from tests.text.walks import END, byte_vocabulary
+from tests.text.walks import END, byte_vocabulary, checked
 
 
 def grammar(kind: Any, text: str, reasoning: Any = "") -> str:
@@ -39,7 +41,7 @@ DIGITS = grammar("regex", "[0-9]{3}")
 
 def request(text: str = AB, id: int = 1, **fields: Any) -> Request:
     sampling = SamplingParams(max_tokens=20, stop_token_ids=(END,))
-    return Request(id=id, prompt=(1,), sampling=sampling, grammar=text, **fields)
+    return Request(id=id, prompt=(1,), sampling=sampling, grammar=Grammar(text=text), **fields)
 
 
 class Site:
@@ -58,8 +60,8 @@ class Site:
     def _wake(self) -> None:
         self.woken += 1
 
-    def ready(self, count: int = 1) -> list[Ready]:
-        found: list[Ready] = []
+    def ready(self, count: int = 1) -> list[ReadyRequest]:
+        found: list[ReadyRequest] = []
         deadline = time.monotonic() + 20
         while len(found) < count and time.monotonic() < deadline:
             found += self.grammars.ready()
@@ -156,15 +158,13 @@ def test_preemption_goes_on_within_the_grammar() -> None:
     text = grammar("regex", "([a-f]{2}-){4}[a-f]{9}")
 
     def matcher(made: Request) -> Matcher:
-        from cairn.worker.grammars import compile_grammar
-
-        return GrammarMatcher(compile_grammar(vocabulary, text), vocabulary, (), masks)
+        return GrammarMatcher(CompiledGrammar(vocabulary, Grammar(text=text)), (), masks)
 
     def answers(blocks: int, ids: range) -> tuple[dict[int, list[int]], int]:
         rig = Rig(blocks=blocks)
         for id in ids:
             sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=id)
-            made = Request(id=id, prompt=tuple(range(3, 23)), sampling=sampling, grammar=text)
+            made = Request(id=id, prompt=tuple(range(3, 23)), sampling=sampling, grammar=Grammar(text=text))
             rig.scheduler.add(made, matcher(made))
         rig.run()
         assert all(rig.finish(id) is FinishReason.STOP for id in ids)
@@ -180,8 +180,6 @@ def test_preemption_goes_on_within_the_grammar() -> None:
 def letters() -> Vocabulary:
     """64 tokens, as the rig's engine has: 1 is a dash, from 2 on come letters."""
     from llguidance import LLTokenizer, TokenizerWrapper
-
-    from cairn.worker.grammars import GrammarTokenizer
 
     tokens = [b"\xff<|0|>", b"-", *(bytes([97 + i]) for i in range(26))]
     tokens += [b"\xff<|%d|>" % i for i in range(len(tokens), 64)]
@@ -247,7 +245,7 @@ def test_a_mark_that_is_a_token_of_the_model_is_forced_as_that(tmp_path: Path) -
     vocabulary = read_vocabulary(folder, None, tokenizer.largest_id + 1, sorted(tokenizer.end_ids))
     tools = [Offered("f", {"type": "object", "properties": {}, "additionalProperties": False})]
     calls = lark_of_calls(BY_NAME["hermes"], tools, required=True, parallel=False)
-    matcher = compile_grammar(vocabulary, checked(Shape(calls=calls)))
+    matcher = compile_grammar(vocabulary.tokenizer, checked(Shape(calls=calls)))
     mask = matcher.compute_bitmask()
     allowed = [token for token in range(tokenizer.largest_id + 1) if mask[token >> 3] >> (token & 7) & 1]
     assert allowed == [tokenizer.token_id("<tool_call>")]
