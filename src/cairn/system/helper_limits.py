@@ -29,7 +29,8 @@ def restrict(memory: int | None = None, seconds: int | None = None) -> None:
         if most is not None:
             _, hard = resource.getrlimit(kind)
             least = most if hard == resource.RLIM_INFINITY else min(most, hard)  # the server may have less itself
-            resource.setrlimit(kind, (least, least))
+            later = least + (kind == resource.RLIMIT_CPU)  # at the first of two the system says so, by SIGXCPU
+            resource.setrlimit(kind, (least, later if hard == resource.RLIM_INFINITY else min(later, hard)))
 
 
 def bound_memory(limit: int) -> None:

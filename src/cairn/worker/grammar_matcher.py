@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from cairn.text.grammar.compile_wire import MOST_BYTES
 from cairn.text.grammar.grammar import GrammarError
 from cairn.text.grammar.vocabulary import Vocabulary, compile_grammar
 from cairn.types.errors import InvalidRequest
@@ -16,6 +17,8 @@ from cairn.worker.masks import Masks
 
 LEAST_BYTES = 64 << 10
 """What a compiled grammar counts at least."""
+MOST_GROWTH = 64 << 20
+"""What answers can add to one; llguidance's limit of states (`grammar.LIMITS`) leaves no room for more."""
 MASK_SECONDS = 0.005
 """Processor time of an answer's mask that nobody minds; ordinary ones take a tenth of it."""
 SPARE_SECONDS = 1.0
@@ -47,7 +50,12 @@ class CompiledGrammar:
         """Bytes that it holds, by what was found out when it was tried."""
         if self.grammar is None:
             return LEAST_BYTES
-        return max(LEAST_BYTES, self.grammar.bytes + self.grammar.growth * self.followed)
+        return max(LEAST_BYTES, self.grammar.bytes + min(MOST_GROWTH, self.grammar.growth * self.followed))
+
+    @property
+    def worn(self) -> bool:
+        """Whether the next answer should have another that is compiled anew."""
+        return self.broken or self.size > MOST_BYTES
 
     @property
     def held(self) -> bool:

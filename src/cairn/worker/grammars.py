@@ -159,8 +159,9 @@ class Grammars:
         assert self._pool is not None or not self._waiting
         for share, waiting in [*self._lines.tagged()]:
             compiled = self._kept.get(share, waiting.key)
-            if compiled is not None and compiled.broken:
+            if compiled is not None and compiled.worn:
                 self._kept.remove(share, waiting.key)
+                self._kept.put(share, compiled, compiled)  # it counts as long as an answer follows it
                 compiled = None
             if compiled is not None:
                 self._lines.remove(share, waiting)

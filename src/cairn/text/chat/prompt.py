@@ -110,7 +110,7 @@ class Chat:
     ) -> None:
         """`templates`: name -> text, none for a model that has no chat template. `clock` tells them the date."""
         self._clock = clock or SystemClock()
-        self._context: int | None = None
+        self.context: int | None = None
         """Tokens that the engine takes, once it has told."""
         self._vocab: int | None = None
         """Tokens that the model has, once the engine has told."""
@@ -440,9 +440,9 @@ class Chat:
 
     async def _check_length(self, rendered: str, mark: str, share: str) -> None:
         """What a template put into the prompt: contents, tools, calls, and of reasoning what it keeps."""
-        if self._context is not None:
+        if self.context is not None:
             encode = partial(self.tokenizer.encode_rendered, mark=mark)
-            await check_length(encode, [rendered], self._context, "messages", self.long, share)
+            await check_length(encode, [rendered], self.context, "messages", self.long, share)
 
     def _prompt(self, chat: _Read, text: str, tokens: Sequence[int]) -> Prompt:
         """`text`: what was rendered, or its end."""
@@ -521,7 +521,7 @@ class Chat:
     def knows_engine(self, context: int, vocab: int, ends: Sequence[int]) -> None:
         """Take note of what the engine has told: tokens of its context, those that the model has, and those that end
         an answer."""
-        self._context, self._vocab, self._ends = context, vocab, tuple(ends)
+        self.context, self._vocab, self._ends = context, vocab, tuple(ends)
 
     def _token_table(self, marks: tuple[str, ...]) -> TokenTable:
         vocab = self.tokenizer.largest_id + 1 if self._vocab is None else self._vocab

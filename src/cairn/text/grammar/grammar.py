@@ -43,7 +43,7 @@ MAX_MULTIPLE = 100_000
 HARMONY_FINAL = "<|channel|>final<|message|>"
 """Before an answer that is said to the user, where each message has a header."""
 _LEADS = {"": "", "may": "( think BREAKS )?", "open": "think BREAKS"}
-_INLINE = re.compile(r"%json\s*")
+_INLINE = re.compile(r"%json\s*(?=\{)")
 _REPEATS = "an object may name a key twice, so how many it has cannot be held to"
 
 Kind = Literal["json", "regex", "choice", "lark", "gbnf", "grammar"]

@@ -168,5 +168,5 @@ def compile_grammar(tokenizer: Any, text: str) -> Any:
 def check_followed(matcher: Any) -> None:
     """Raise GrammarError where a matcher is out of action."""
     if matcher.is_error():
-        said = matcher.get_error().replace("<non-verbose/>", " ")
-        raise GrammarError(" ".join(said.split())[:400])
+        said = " ".join(matcher.get_error().replace("<non-verbose/>", " ").split())[:400]
+        raise GrammarError("no text fits it" if said == "NoExtensionBias" else said)
