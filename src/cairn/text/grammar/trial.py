@@ -36,8 +36,10 @@ class Followed(NamedTuple):
     """What it took to follow a grammar."""
 
     tokens: int
+    grown: int
+    """Bytes added."""
     growth: int
-    """Bytes added, but by the first tokens (`WARM`)."""
+    """Bytes added by each token on the average, but by the first ones (`WARM`) where there are others."""
     slowest: float
     """Seconds of processor time that the slowest mask took."""
     error: str
@@ -64,8 +66,7 @@ def trial(tokenizer: Any, job: Compile) -> Verdict:
             f"it takes {1e3 * found.slowest:.0f} ms of processor time to find out which tokens may follow; "
             f"the limit is {1e3 * MASK_SECONDS:.0f} ms"
         )
-    growth = found.growth // max(1, found.tokens - WARM)
-    return Verdict(text=text, bytes=held, growth=growth, seconds=cpu_seconds() - began)
+    return Verdict(text=text, bytes=held, growth=found.growth, seconds=cpu_seconds() - began)
 
 
 def _without_lead(tokenizer: Any, shape: Shape | None, matcher: Any, spent: float) -> Any:
@@ -80,7 +81,7 @@ def follow(matcher: Any, ends: Collection[int], count: int, *, until: float, see
 
     What copies of a matcher find out is shared, as it is among the requests of a worker.
     """
-    rng, tokens, slowest, growth = random.Random(seed), 0, 0.0, 0
+    rng, tokens, slowest, warm = random.Random(seed), 0, 0.0, 0
     base, ended = held_memory(), sum(1 << end for end in ends)
     copy = matcher.deep_copy()
     while tokens < count and cpu_seconds() < until:
@@ -97,15 +98,16 @@ def follow(matcher: Any, ends: Collection[int], count: int, *, until: float, see
         copy.consume_token(token)
         tokens += 1
         if tokens == WARM:
-            base = held_memory()
-    growth = max(0, held_memory() - base) if tokens > WARM else 0
-    error = ""
+            warm = max(0, held_memory() - base)
+    grown = max(0, held_memory() - base)
+    counted, within = (tokens - WARM, grown - warm) if tokens > WARM else (tokens, grown)
+    growth, error = max(0, within) // max(1, counted), ""
     if copy.is_error():
         try:
             check_followed(copy)
         except GrammarError as wrong:
             error = str(wrong)
-    return Followed(tokens, growth, slowest, error)
+    return Followed(tokens, grown, growth, slowest, error)
 
 
 def _some(allowed: int, rng: random.Random, size: int) -> int | None:
