@@ -113,7 +113,7 @@ def followed(table: TokenTable, text: str, tokens: int) -> Followed:
             tokenizer = grammar_tokenizer(table)
             matcher = compile_grammar(tokenizer, text)
             matcher.compute_bitmask()
-            found = follow(matcher, tokenizer.eos_tokens, tokens, until=cpu_seconds() + 120)
+            found = follow(matcher, tokenizer.eos_tokens, tokens, until=cpu_seconds() + 10)
             os.write(writing, msgspec.json.encode(found))
         finally:
             os._exit(0)
@@ -151,7 +151,7 @@ def line(name: str, row: Row) -> str:
     if found is None:
         why = verdict.error if verdict.ended == "wrong" else f"more than its {verdict.ended}"
         return f"| {name} | refused: {why[:60]} | {verdict.seconds:.2f} s | - | - | - | - |"
-    ended = found.error.partition(":")[2].strip()[:40] or "goes on"
+    ended = found.error.rpartition(": ")[2][:60] or "goes on"
     slowest = 1e3 * found.slowest if math.isfinite(found.slowest) else 0.0
     figures = f"{verdict.bytes / MIB:.1f} MiB | {found.grown / MIB:.1f} MiB | {found.tokens} | {slowest:.1f} ms"
     return f"| {name} | {ended} | {verdict.seconds:.2f} s | {figures} |"

@@ -321,17 +321,17 @@ def test_who_waits_for_room_has_a_time_limit(site: Site) -> None:
 
 def test_what_answers_add_counts(site: Site, compilations: list[str]) -> None:
     """A text of bounded length has a state for each of its characters."""
-    matcher = site.matcher(AB, bytes=MIB, growth=MIB)
-    for token in b"ab" * 15:
+    matcher = site.matcher(AB, bytes=MIB, growth=4 * MIB)
+    for token in b"ab" * 5:
         matcher.consume(token)
-    assert site.grammars.kept_bytes == 31 * MIB
-    again = site.matcher(AB, bytes=MIB, growth=MIB)
+    assert site.grammars.kept_bytes == 41 * MIB
+    again = site.matcher(AB, bytes=MIB, growth=4 * MIB)
     assert len(compilations) == 1
     for token in b"ab" * 20:
         again.consume(token)
-    assert site.grammars.kept_bytes == 65 * MIB, "there is a most that it can grow"
+    assert site.grammars.kept_bytes == 129 * MIB, "there is a most that it can grow"
     del matcher, again
-    site.matcher(AB, bytes=MIB, growth=MIB)
+    site.matcher(AB, bytes=MIB, growth=4 * MIB)
     assert len(compilations) == 2 and site.grammars.kept_bytes == MIB, "what has grown so far is compiled anew"
 
 

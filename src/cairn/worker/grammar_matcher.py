@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cairn.text.grammar.compile_wire import MOST_BYTES
-from cairn.text.grammar.grammar import GrammarError
+from cairn.text.grammar.grammar import MASK_SECONDS, SPARE_SECONDS, GrammarError
 from cairn.text.grammar.vocabulary import Vocabulary, compile_grammar
 from cairn.types.errors import InvalidRequest
 from cairn.types.request import Grammar
@@ -17,12 +17,8 @@ from cairn.worker.masks import Masks
 
 LEAST_BYTES = 64 << 10
 """What a compiled grammar counts at least."""
-MOST_GROWTH = 64 << 20
-"""What answers can add to one; llguidance's limit of states (`grammar.LIMITS`) leaves no room for more."""
-MASK_SECONDS = 0.005
-"""Processor time of an answer's mask that nobody minds; ordinary ones take a tenth of it."""
-SPARE_SECONDS = 1.0
-"""How much more the masks of one answer may take together: a step of all requests waits for each."""
+MOST_GROWTH = 128 << 20
+"""What answers can add to one: its states are limited (`grammar.LIMITS`), and so is the time of making them."""
 ALONE_SECONDS = 0.05
 """Within so much processor time a grammar must compile to be compiled again while a step waits."""
 

@@ -36,6 +36,11 @@ LIMITS: dict[str, Any] = {
 }
 """What compiling, and following, may take. Where llguidance allows 50,000 items a step, ambiguous grammars take seconds
 of it; a state takes up to 5 kB, and a text of bounded length has one for each of its characters."""
+MASK_SECONDS = 0.005
+"""Processor time of a mask that nobody minds; ordinary ones take a tenth of it."""
+SPARE_SECONDS = 1.0
+"""How much more the masks of one answer may take together: a step of all requests waits for each."""
+TOO_SLOW = "finding out what may follow takes too long"
 MAX_OPTIONAL = 400
 """Properties of one object that may be left out: each is up to four items of one step."""
 MAX_MULTIPLE = 100_000

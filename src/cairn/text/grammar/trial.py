@@ -14,7 +14,7 @@ import msgspec
 
 from cairn.system.helper_limits import cpu_seconds, held_memory
 from cairn.text.grammar.compile_wire import MOST_BYTES, SECONDS, Compile, Verdict
-from cairn.text.grammar.grammar import GrammarError, Shape, grammar_text
+from cairn.text.grammar.grammar import MASK_SECONDS, SPARE_SECONDS, TOO_SLOW, GrammarError, Shape, grammar_text
 from cairn.text.grammar.vocabulary import check_followed, compile_grammar
 
 WALK = 64
@@ -23,8 +23,8 @@ WARM = 16
 """The first of them: what they add is found out once, and does not go on."""
 FIRST = 4
 """A grammar that breaks down within so many tokens does so whatever an answer says."""
-MASK_SECONDS = 0.1
-"""Most processor time that finding out what may come next may take: a step of all requests waits for it."""
+SLOWEST = 0.1
+"""Most processor time that a mask may take: a step of all requests waits for it."""
 LEAD_SECONDS = 0.3 * SECONDS
 """How long a grammar with reasoning before it may take to compile, for its answer to be compiled again, and followed,
 alone."""
@@ -61,10 +61,10 @@ def trial(tokenizer: Any, job: Compile) -> Verdict:
     found = follow(answer, tokenizer.eos_tokens, WALK, until=began + WALK_SECONDS)
     if found.error and found.tokens < FIRST:
         raise GrammarError(f"after {found.tokens} tokens: {found.error}")
-    if found.slowest > MASK_SECONDS:
+    if found.slowest > SLOWEST:
         raise GrammarError(
             f"it takes {1e3 * found.slowest:.0f} ms of processor time to find out which tokens may follow; "
-            f"the limit is {1e3 * MASK_SECONDS:.0f} ms"
+            f"the limit is {1e3 * SLOWEST:.0f} ms"
         )
     return Verdict(text=text, bytes=held, growth=found.growth, seconds=cpu_seconds() - began)
 
@@ -77,18 +77,20 @@ def _without_lead(tokenizer: Any, shape: Shape | None, matcher: Any, spent: floa
 
 
 def follow(matcher: Any, ends: Collection[int], count: int, *, until: float, seed: int = 1) -> Followed:
-    """Follow random answers for `count` tokens in all, or `until` so much processor time is spent.
+    """Follow random answers for `count` tokens in all, or `until` so much processor time is spent, as far as a worker
+    would.
 
     What copies of a matcher find out is shared, as it is among the requests of a worker.
     """
-    rng, tokens, slowest, warm = random.Random(seed), 0, 0.0, 0
+    rng, tokens, slowest, spent, warm = random.Random(seed), 0, 0.0, 0.0, 0
     base, ended = held_memory(), sum(1 << end for end in ends)
     copy = matcher.deep_copy()
     while tokens < count and cpu_seconds() < until:
         began = cpu_seconds()
         mask = copy.compute_bitmask()
-        slowest = max(slowest, cpu_seconds() - began)
-        if copy.is_error():
+        took = cpu_seconds() - began
+        slowest, spent = max(slowest, took), spent + max(0.0, took - MASK_SECONDS)
+        if copy.is_error() or spent > SPARE_SECONDS:
             break
         token = _some(int.from_bytes(mask, "little") & ~ended, rng, 8 * len(mask))
         if token is None or copy.is_stopped():
@@ -101,7 +103,7 @@ def follow(matcher: Any, ends: Collection[int], count: int, *, until: float, see
             warm = max(0, held_memory() - base)
     grown = max(0, held_memory() - base)
     counted, within = (tokens - WARM, grown - warm) if tokens > WARM else (tokens, grown)
-    growth, error = max(0, within) // max(1, counted), ""
+    growth, error = max(0, within) // max(1, counted), TOO_SLOW if spent > SPARE_SECONDS else ""
     if copy.is_error():
         try:
             check_followed(copy)
