@@ -149,9 +149,10 @@ def line(name: str, row: Row) -> str:
     """A line of the table."""
     verdict, found = row
     if found is None:
-        why = verdict.error if verdict.ended == "wrong" else f"more than its {verdict.ended}"
-        return f"| {name} | refused: {why[:60]} | {verdict.seconds:.2f} s | - | - | - | - |"
-    ended = found.error.rpartition(": ")[2][:60] or "goes on"
+        why = verdict.error if verdict.ended == "wrong" else f"too much {verdict.ended.replace('seconds', 'time')}"
+        return f"| {name} | refused: {why.partition(';')[0].partition(' (')[0]} | {verdict.seconds:.2f} s | - | - | - | - |"
+    ended = found.error.removeprefix("lexer error: ").removeprefix("parser error: ").partition(" (")[0]
+    ended = ended.partition(":")[0].lower() or "goes on"
     slowest = 1e3 * found.slowest if math.isfinite(found.slowest) else 0.0
     figures = f"{verdict.bytes / MIB:.1f} MiB | {found.grown / MIB:.1f} MiB | {found.tokens} | {slowest:.1f} ms"
     return f"| {name} | {ended} | {verdict.seconds:.2f} s | {figures} |"
