@@ -27,7 +27,7 @@ from cairn.models.hub.hub import locate
 from cairn.system.helper_limits import bound_memory, cpu_seconds, memory_in_use
 from cairn.text.chat.templates import load_text
 from cairn.text.grammar.compile_parent import GrammarHelper
-from cairn.text.grammar.compile_wire import MEMORY, Compile, Verdict
+from cairn.text.grammar.compile_wire import MEMORY, Compile, GrammarVerdict
 from cairn.text.grammar.grammar import Kind, Shape, Structure
 from cairn.text.grammar.trial import Followed, follow
 from cairn.text.grammar.vocabulary import TokenTable, compile_grammar, grammar_tokenizer, token_table
@@ -38,7 +38,7 @@ MIB = 1 << 20
 class Row(NamedTuple):
     """What one grammar cost."""
 
-    verdict: Verdict
+    verdict: GrammarVerdict
     followed: Followed | None
 
 
@@ -150,7 +150,8 @@ def line(name: str, row: Row) -> str:
     verdict, found = row
     if found is None:
         why = verdict.error if verdict.ended == "wrong" else f"too much {verdict.ended.replace('seconds', 'time')}"
-        return f"| {name} | refused: {why.partition(';')[0].partition(' (')[0]} | {verdict.seconds:.2f} s | - | - | - | - |"
+        why = why.partition(";")[0].partition(" (")[0]
+        return f"| {name} | refused: {why} | {verdict.seconds:.2f} s | - | - | - | - |"
     ended = found.error.removeprefix("lexer error: ").removeprefix("parser error: ").partition(" (")[0]
     ended = ended.partition(":")[0].lower() or "goes on"
     slowest = 1e3 * found.slowest if math.isfinite(found.slowest) else 0.0

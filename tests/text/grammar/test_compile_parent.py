@@ -18,7 +18,7 @@ from cairn.config.config import Config
 from cairn.text.chat.prompt import Chat
 from cairn.text.grammar import compile_parent
 from cairn.text.grammar.compile_parent import GrammarHelper
-from cairn.text.grammar.compile_wire import MOST_BYTES, SECONDS, Compile, Verdict
+from cairn.text.grammar.compile_wire import MOST_BYTES, SECONDS, Compile, GrammarVerdict
 from cairn.text.grammar.grammar import Kind, Shape, Structure
 from cairn.text.grammar.vocabulary import TokenTable, token_table
 from cairn.text.tokens.tokenizer import Tokenizer
@@ -149,7 +149,7 @@ async def test_who_keeps_it_busy_is_told_so_and_nobody_else(helper: GrammarHelpe
     asked = [helper.compile(schema({**HEAVY, "title": str(n)}), "x", "a") for n in range(5)]
     *found, other = await asyncio.gather(*asked, helper.compile(regex("b"), "x", "b"), return_exceptions=True)
     assert any(isinstance(one, Overloaded) and "what compiles grammars is busy" in str(one) for one in found)
-    assert isinstance(other, Verdict) and not other.ended
+    assert isinstance(other, GrammarVerdict) and not other.ended
 
 
 async def test_a_helper_that_is_killed_is_replaced_and_one_that_is_stuck_too(

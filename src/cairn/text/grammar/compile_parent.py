@@ -14,7 +14,7 @@ import msgspec
 
 from cairn.system.frames import frame
 from cairn.system.helper_process import HelperProcess
-from cairn.text.grammar.compile_wire import SECONDS, Compile, Tokens, Verdict, Vocab
+from cairn.text.grammar.compile_wire import SECONDS, Compile, Tokens, GrammarVerdict, Vocab
 from cairn.text.grammar.vocabulary import TokenTable
 from cairn.text.render.fair_time import SharedTurns
 from cairn.types.errors import CairnError, InvalidRequest, Unavailable
@@ -63,7 +63,7 @@ class GrammarHelper:
         """The helper, if one runs."""
         return None if self._helper is None else self._helper.pid
 
-    async def compile(self, job: Compile, field: str, share: str) -> Verdict:
+    async def compile(self, job: Compile, field: str, share: str) -> GrammarVerdict:
         """Return what became of a grammar, which a client calls `field`. `share`: of which tenant's time.
 
         Raises InvalidRequest for one that is far too long, Overloaded where others of the tenant keep the helper busy,
@@ -99,7 +99,7 @@ class GrammarHelper:
         while self._background:
             await asyncio.wait(self._background)
 
-    async def _answered(self, turn: _Turn) -> Verdict:
+    async def _answered(self, turn: _Turn) -> GrammarVerdict:
         """Have a grammar compiled, whoever still waits for that."""
         try:
             try:
@@ -114,13 +114,13 @@ class GrammarHelper:
             self._end()
             raise CairnError(f"the process that compiles grammars is gone ({error!r})") from error
 
-    async def _exchanged(self, turn: _Turn) -> Verdict:
+    async def _exchanged(self, turn: _Turn) -> GrammarVerdict:
         helper = await self._ready(turn.job.vocab)
-        verdict = Verdict(ended="given up")
+        verdict = GrammarVerdict(ended="given up")
         while verdict.ended == "given up" and not turn.given_up:  # once more where one before it was meant
             turn.sent = True
             async with asyncio.timeout(STALLED):
-                verdict = msgspec.msgpack.decode(await helper.exchange(frame(turn.job)), type=Verdict)
+                verdict = msgspec.msgpack.decode(await helper.exchange(frame(turn.job)), type=GrammarVerdict)
         return verdict
 
     def _give_up(self, turn: _Turn) -> None:
@@ -167,7 +167,7 @@ class GrammarHelper:
             work.exception()  # who waits for it has it; nobody else wants it
 
 
-def _spent(work: asyncio.Future[Verdict]) -> float:
+def _spent(work: asyncio.Future[GrammarVerdict]) -> float:
     """Return the processor time of a grammar; what is said of none is taken for the most."""
     return SECONDS if work.cancelled() or work.exception() is not None else work.result().seconds
 

@@ -19,7 +19,7 @@ import msgspec
 
 from cairn.system.frames import frame, receive_frame
 from cairn.system.helper_limits import bound_memory, held_memory, memory_in_use, restrict
-from cairn.text.grammar.compile_wire import MEMORY, SECONDS, Compile, Tokens, Verdict, Vocab
+from cairn.text.grammar.compile_wire import MEMORY, SECONDS, Compile, Tokens, GrammarVerdict, Vocab
 from cairn.text.grammar.grammar import GrammarError
 from cairn.text.grammar.trial import trial
 from cairn.text.grammar.vocabulary import grammar_tokenizer
@@ -44,12 +44,12 @@ class CompileServer:
         if self._child:
             os.kill(self._child, signal.SIGKILL)
 
-    def answer(self, data: bytes) -> Verdict:
+    def answer(self, data: bytes) -> GrammarVerdict:
         """Return the answer to a frame."""
         message = msgspec.msgpack.decode(data, type=Tokens | Compile)
         if isinstance(message, Compile):
-            found = Verdict(ended="given up") if self._given_up else self._compiled(message)
-            found = Verdict(ended="given up", seconds=found.seconds) if self._given_up else found
+            found = GrammarVerdict(ended="given up") if self._given_up else self._compiled(message)
+            found = GrammarVerdict(ended="given up", seconds=found.seconds) if self._given_up else found
             self._given_up = False
             return found
         self._tokenizers[message.vocab] = grammar_tokenizer(message.table)
@@ -57,9 +57,9 @@ class CompileServer:
         gc.collect()
         gc.freeze()  # a process for a grammar does not look through it, so it need not be copied
         held_memory()
-        return Verdict()
+        return GrammarVerdict()
 
-    def _compiled(self, job: Compile) -> Verdict:
+    def _compiled(self, job: Compile) -> GrammarVerdict:
         reading, writing = os.pipe()
         used = _children()
         child = os.fork()
@@ -79,11 +79,11 @@ class CompileServer:
         seconds = _children() - used
         if os.WIFSIGNALED(status):
             ended: Any = _ENDED.get(signal.Signals(os.WTERMSIG(status)), "wrong")
-            return Verdict(ended=ended, error="what compiles grammars broke down over it", seconds=seconds)
+            return GrammarVerdict(ended=ended, error="what compiles grammars broke down over it", seconds=seconds)
         try:
-            return msgspec.structs.replace(msgspec.msgpack.decode(bytes(data), type=Verdict), seconds=seconds)
+            return msgspec.structs.replace(msgspec.msgpack.decode(bytes(data), type=GrammarVerdict), seconds=seconds)
         except msgspec.MsgspecError:
-            return Verdict(ended="memory", seconds=seconds)
+            return GrammarVerdict(ended="memory", seconds=seconds)
 
 
 def _children() -> float:
@@ -110,19 +110,19 @@ def _try(tokenizer: Any, job: Compile, writing: int) -> None:
         os._exit(code)
 
 
-def _verdict(tokenizer: Any, job: Compile) -> Verdict:
+def _verdict(tokenizer: Any, job: Compile) -> GrammarVerdict:
     try:
         return trial(tokenizer, job)
     except GrammarError as error:
-        return Verdict(ended="wrong", error=str(error))
+        return GrammarVerdict(ended="wrong", error=str(error))
     except MemoryError:
-        return Verdict(ended="memory")
+        return GrammarVerdict(ended="memory")
     except RecursionError:
-        return Verdict(ended="wrong", error="it is nested too deeply")
+        return GrammarVerdict(ended="wrong", error="it is nested too deeply")
     except Exception as error:
-        return Verdict(ended="wrong", error=f"it cannot be read: {' '.join(str(error).split())[:200]}")
+        return GrammarVerdict(ended="wrong", error=f"it cannot be read: {' '.join(str(error).split())[:200]}")
     except BaseException as panic:  # a panic of llguidance is no Exception
-        return Verdict(ended="wrong", error=f"llguidance failed: {' '.join(str(panic).split())[:200]}")
+        return GrammarVerdict(ended="wrong", error=f"llguidance failed: {' '.join(str(panic).split())[:200]}")
 
 
 def main() -> None:
@@ -137,7 +137,7 @@ def main() -> None:
     import llguidance  # noqa: F401  before any process is made for a grammar
 
     channel = socket.socket(fileno=0)
-    channel.sendall(frame(Verdict()))
+    channel.sendall(frame(GrammarVerdict()))
     while (data := receive_frame(channel)) is not None:
         channel.sendall(frame(server.answer(data)))
 

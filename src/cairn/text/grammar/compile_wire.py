@@ -1,6 +1,6 @@
 """What the front and the helper that compiles grammars say to each other.
 
-The helper says that it is there by an empty `Verdict`. Each `Tokens` and each `Compile` is answered by one `Verdict`;
+The helper says that it is there by an empty `GrammarVerdict`. Each `Tokens` and each `Compile` is answered by one `GrammarVerdict`;
 the tokens of a vocabulary come before the first grammar that is compiled with them. On SIGUSR1 the helper gives up what
 it compiles.
 """
@@ -42,7 +42,7 @@ class Compile(msgspec.Struct, frozen=True, kw_only=True, tag="compile"):
     text: str = ""
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class GrammarVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a grammar: its text and what it costs, or why it is refused."""
 
     text: str = ""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from cairn.system.tenant_cache import TenantCache
 from cairn.text.grammar.compile_parent import GrammarHelper
-from cairn.text.grammar.compile_wire import MEMORY, SECONDS, Compile, Verdict, Vocab
+from cairn.text.grammar.compile_wire import MEMORY, SECONDS, Compile, GrammarVerdict, Vocab
 from cairn.text.grammar.grammar import GrammarError, Shape, Structure, Wanted
 from cairn.text.grammar.vocabulary import TokenTable
 from cairn.text.output.call_formats import CallFormat
@@ -28,7 +28,7 @@ class Compiler:
     def __init__(self, table: Callable[[Vocab], TokenTable]) -> None:
         """`table` reads the tokens of a vocabulary, in a thread."""
         self._helper = GrammarHelper(table)
-        self._known: TenantCache[tuple[Compile, Verdict]] = TenantCache(KEPT_BYTES, _known_bytes)
+        self._known: TenantCache[tuple[Compile, GrammarVerdict]] = TenantCache(KEPT_BYTES, _known_bytes)
 
     async def held_to(
         self,
@@ -116,7 +116,7 @@ class Compiler:
         return Grammar(text=verdict.text, bytes=verdict.bytes, growth=verdict.growth)
 
 
-def _known_bytes(known: tuple[Compile, Verdict]) -> int:
+def _known_bytes(known: tuple[Compile, GrammarVerdict]) -> int:
     """Return what it takes to know a verdict: up to four bytes a character of each text."""
     job, verdict = known
     texts = [job.text, verdict.text, verdict.error]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cairn.system.helper_limits import cpu_seconds, held_memory
-from cairn.text.grammar.compile_wire import MOST_BYTES, SECONDS, Compile, Verdict
+from cairn.text.grammar.compile_wire import MOST_BYTES, SECONDS, Compile, GrammarVerdict
 from cairn.text.grammar.grammar import MASK_SECONDS, SPARE_SECONDS, TOO_SLOW, GrammarError, Shape, grammar_text
 from cairn.text.grammar.vocabulary import check_followed, compile_grammar
 
@@ -46,7 +46,7 @@ class Followed(NamedTuple):
     """Why it cannot be followed further; empty where it can."""
 
 
-def trial(tokenizer: Any, job: Compile) -> Verdict:
+def trial(tokenizer: Any, job: Compile) -> GrammarVerdict:
     """Compile a grammar and follow it. `tokenizer`: llguidance's. Raises GrammarError for one that is refused."""
     began = cpu_seconds()
     text = job.text if job.shape is None else grammar_text(job.shape)
@@ -66,7 +66,7 @@ def trial(tokenizer: Any, job: Compile) -> Verdict:
             f"it takes {1e3 * found.slowest:.0f} ms of processor time to find out which tokens may follow; "
             f"the limit is {1e3 * SLOWEST:.0f} ms"
         )
-    return Verdict(text=text, bytes=held, growth=found.growth, seconds=cpu_seconds() - began)
+    return GrammarVerdict(text=text, bytes=held, growth=found.growth, seconds=cpu_seconds() - began)
 
 
 def _without_lead(tokenizer: Any, shape: Shape | None, matcher: Any, spent: float) -> Any:
