@@ -513,10 +513,12 @@ class Chat:
         return any(name in text for text in self._templates.values())
 
     async def close(self) -> None:
-        """End the rendering process."""
-        await self._grammars.close()
-        if self._renderer is not None:
-            await self._renderer.close()
+        """End the processes that render and compile."""
+        try:
+            await self._grammars.close()
+        finally:
+            if self._renderer is not None:
+                await self._renderer.close()
 
     def knows_engine(self, context: int, vocab: int, ends: Sequence[int]) -> None:
         """Take note of what the engine has told: tokens of its context, those that the model has, and those that end

@@ -14,7 +14,7 @@ import msgspec
 
 from cairn.system.frames import frame
 from cairn.system.helper_process import HelperProcess
-from cairn.text.grammar.compile_wire import SECONDS, Compile, Tokens, GrammarVerdict, Vocab
+from cairn.text.grammar.compile_wire import SECONDS, Compile, GrammarVerdict, Tokens, Vocab
 from cairn.text.grammar.vocabulary import TokenTable
 from cairn.text.render.fair_time import SharedTurns
 from cairn.types.errors import CairnError, InvalidRequest, Unavailable

@@ -19,7 +19,7 @@ import msgspec
 
 from cairn.system.frames import frame, receive_frame
 from cairn.system.helper_limits import bound_memory, held_memory, memory_in_use, restrict
-from cairn.text.grammar.compile_wire import MEMORY, SECONDS, Compile, Tokens, GrammarVerdict, Vocab
+from cairn.text.grammar.compile_wire import MEMORY, SECONDS, Compile, GrammarVerdict, Tokens, Vocab
 from cairn.text.grammar.grammar import GrammarError
 from cairn.text.grammar.trial import trial
 from cairn.text.grammar.vocabulary import grammar_tokenizer

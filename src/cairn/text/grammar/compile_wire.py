@@ -1,8 +1,8 @@
 """What the front and the helper that compiles grammars say to each other.
 
-The helper says that it is there by an empty `GrammarVerdict`. Each `Tokens` and each `Compile` is answered by one `GrammarVerdict`;
-the tokens of a vocabulary come before the first grammar that is compiled with them. On SIGUSR1 the helper gives up what
-it compiles.
+The helper says that it is there by an empty `GrammarVerdict`. Each `Tokens` and each `Compile` is answered by one; the
+tokens of a vocabulary come before the first grammar that is compiled with them. On SIGUSR1 the helper gives up what it
+compiles.
 """
 
 from __future__ import annotations
