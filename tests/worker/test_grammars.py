@@ -402,7 +402,8 @@ def test_an_answer_that_becomes_too_complex_ends_and_no_other(
 def test_masks_that_take_too_long_together_end_their_answer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step waits for them, and all other answers with it."""
     seconds = itertools.count(0.0, 0.02)
-    monkeypatch.setattr("cairn.worker.grammar_matcher.time.thread_time", lambda: next(seconds))
+    monkeypatch.setattr(grammar_matcher, "thread_time", lambda: next(seconds))
+    monkeypatch.setattr(grammar_matcher, "perf_counter", lambda: next(seconds))
     matcher = site.matcher()
     for number in range(200):
         if not matcher.mask().wait():

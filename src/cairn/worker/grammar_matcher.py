@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Sequence
+from time import perf_counter, thread_time
 from typing import Any
 
 from cairn.text.grammar.compile_wire import MOST_BYTES
@@ -29,11 +29,11 @@ class CompiledGrammar:
     def __init__(self, vocabulary: Vocabulary, grammar: Grammar | None) -> None:
         """Compile a grammar; None makes what has a vocabulary alone. Raises InvalidRequest."""
         self.vocabulary, self.grammar = vocabulary, grammar
-        began = time.thread_time()
+        began = thread_time()
         self._matcher = None if grammar is None else self.fresh()
         if self._matcher is not None:
             self._matcher.compute_bitmask()  # what a first mask has to find out is then known to every copy
-        self.seconds = time.thread_time() - began
+        self.seconds = thread_time() - began
         """Processor time that compiling took."""
         self.followed = 0
         """Tokens of all the answers that followed it."""
@@ -90,6 +90,8 @@ class GrammarMatcher:
         self._said: list[int] = []
         self._alone = False
         """Whether the follower shares nothing with other answers."""
+        self._slow = False
+        """Whether a mask took long."""
         self._spent = 0.0
         """Processor time that masks took beyond `MASK_SECONDS` each."""
         self._ends = frozenset(ends)
@@ -130,9 +132,12 @@ class GrammarMatcher:
 
     def compute(self) -> bytes:
         """`Masked.compute`. Empty where the grammar is too complex to follow further."""
-        began = time.thread_time()
+        began, used = perf_counter(), thread_time() if self._slow else 0.0
         found = self._follower.compute_bitmask()
-        self._spent += max(0.0, time.thread_time() - began - MASK_SECONDS)
+        if self._slow:
+            self._spent += max(0.0, thread_time() - used - MASK_SECONDS)
+        elif perf_counter() - began > MASK_SECONDS:  # perhaps the machine is busy: from now on its own time counts
+            self._slow = True
         if self._follower.is_error():
             found = self._computed_alone()
         if not found or self._spent > SPARE_SECONDS:

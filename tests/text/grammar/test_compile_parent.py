@@ -144,10 +144,15 @@ async def test_a_tenants_turn_comes_after_one_grammar_of_each_other(helper: Gram
     await asyncio.gather(*slow, return_exceptions=True)
 
 
-async def test_who_keeps_it_busy_is_told_so_and_nobody_else(helper: GrammarHelper) -> None:
-    await helper.compile(regex("a"), "x", "a")
-    asked = [helper.compile(schema({**HEAVY, "title": str(n)}), "x", "a") for n in range(5)]
-    *found, other = await asyncio.gather(*asked, helper.compile(regex("b"), "x", "b"), return_exceptions=True)
+async def test_who_keeps_it_busy_is_told_so_and_nobody_else(table: TokenTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_parent, "PATIENCE", 0.05)
+    helper = GrammarHelper(lambda _: table)
+    try:
+        await helper.compile(regex("a"), "x", "a")
+        asked = [helper.compile(schema({"multipleOf": 99_991 - 2 * n, "type": "integer"}), "x", "a") for n in range(5)]
+        *found, other = await asyncio.gather(*asked, helper.compile(regex("b"), "x", "b"), return_exceptions=True)
+    finally:
+        await helper.close()
     assert any(isinstance(one, Overloaded) and "what compiles grammars is busy" in str(one) for one in found)
     assert isinstance(other, GrammarVerdict) and not other.ended
 

@@ -35,7 +35,9 @@ OURS = ""
 class _Turn:
     """One grammar on its way through the helper."""
 
-    job: Compile
+    vocab: Vocab
+    data: bytes
+    """The frame that asks for it."""
     given_up: bool = False
     sent: bool = False
 
@@ -70,7 +72,7 @@ class GrammarHelper:
         Unavailable where it does not answer. What a cancelled caller asked for is given up at once.
         """
         try:
-            frame(job)
+            turn = _Turn(job.vocab, frame(job))
         except ValueError as error:
             raise InvalidRequest(f"{field} is too long: {error}", field=field) from error
         try:
@@ -78,7 +80,6 @@ class GrammarHelper:
                 await self._turns.take(share)
         except TimeoutError:
             raise _stuck() from None
-        turn = _Turn(job)
         work = asyncio.ensure_future(self._answered(turn))
         work.add_done_callback(lambda done: self._turns.give(share, _spent(done)))
         self._keep(work)
@@ -115,12 +116,12 @@ class GrammarHelper:
             raise CairnError(f"the process that compiles grammars is gone ({error!r})") from error
 
     async def _exchanged(self, turn: _Turn) -> GrammarVerdict:
-        helper = await self._ready(turn.job.vocab)
+        helper = await self._ready(turn.vocab)
         verdict = GrammarVerdict(ended="given up")
         while verdict.ended == "given up" and not turn.given_up:  # once more where one before it was meant
             turn.sent = True
             async with asyncio.timeout(STALLED):
-                verdict = msgspec.msgpack.decode(await helper.exchange(frame(turn.job)), type=GrammarVerdict)
+                verdict = msgspec.msgpack.decode(await helper.exchange(turn.data), type=GrammarVerdict)
         return verdict
 
     def _give_up(self, turn: _Turn) -> None:
