@@ -75,6 +75,17 @@ async def test_the_same_grammar_is_compiled_once(qwen: Chat) -> None:
     assert (await qwen.prompt(ASKED, TOOLS, wanted=MUST)).grammar == first
 
 
+async def test_a_grammar_of_before_a_restart_is_tried_again(qwen: Chat) -> None:
+    """The log has its text alone, and what it costs is for the worker to know."""
+    first = (await qwen.prompt(ASKED, TOOLS, wanted=MUST)).grammar
+    assert first is not None and first.bytes > 0
+    again = await qwen.same_grammar(first.text, OutputFormat())
+    assert again is not None and again.text == first.text and again.bytes > 0
+    assert await qwen.same_grammar("", OutputFormat()) is None
+    with pytest.raises(InvalidRequest, match="grammar cannot be followed"):
+        await qwen.same_grammar("start: nothing", OutputFormat())
+
+
 async def test_what_takes_too_long_or_too_much_is_refused_and_the_next_is_not(tmp_path: Path) -> None:
     chat = await started(tmp_path / "m", PLAIN)
     patterns = [{"type": "string", "pattern": f"a{{{least},{least + 900}}}b"} for least in range(60)]
