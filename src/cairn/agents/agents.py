@@ -113,9 +113,11 @@ class Agents:
         config: Config,
         salts: Mapping[str, bytes],
         services: Services | None = None,
+        *,
+        several: bool = False,
     ) -> Agents:
-        """Lock the folder and read the log. `salts`: of the tenants that may call, by name. `services`: all that there
-        are, where the server has several models; `service` is one of them.
+        """Lock the folder and read the log. `salts`: of the tenants that may call, by name. `services`: all that the
+        server has, `service` among them; a swap changes them. `several`: whether it has several models.
 
         Raises ConfigError for a folder that another process holds, that is not ours or of a newer format, or that the
         disk does not let us use.
@@ -128,7 +130,7 @@ class Agents:
                 raise ConfigError(f"{folder}: the token log cannot be read: {error.strerror or error}") from error
             if opened is not None:
                 every = services or Services(service)
-                return cls(every, opened, clock, rng, config, salts, several=services is not None)
+                return cls(every, opened, clock, rng, config, salts, several=several)
             if clock.now() >= end:
                 raise ConfigError(
                     f"{folder}: another process holds the token log; end it, or name another folder with --agents-dir"

@@ -71,15 +71,16 @@ def launch_first(
     blocks: tuple[int, ...] = (),
     kv_part: float = 0.0,
     turns: TenantTurns | None = None,
+    wait: bool = False,
 ) -> First:
     """Start a worker that loads the model, which is in `folder` where that is known already.
 
-    `blocks`, `kv_part`, `turns`: as of `wire.LoadModel`.
+    `blocks`, `kv_part`, `turns`, `wait`: as of `wire.LoadModel`.
 
     Raises ModelError where the model or a worker cannot be had, ConfigError for an option that cannot be told to it.
     """
     found = folder or locate(config.model)
-    load = wire.LoadModel(plain(config), str(found), blocks, kv_part, turns or TenantTurns())
+    load = wire.LoadModel(plain(config), str(found), blocks, kv_part, turns or TenantTurns(), wait)
     seen = b""
     if not in_process:
         with contextlib.suppress(OSError):  # one file that cannot be read is no reason not to serve

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from cairn.config.config import Config, ModelOptions
 from cairn.frontend.service import Service
 from cairn.router.fit import Fit
-from cairn.router.loader import ModelLoader, shown_gb
+from cairn.router.loader import ModelLoader, shown_gb, to_end
 from cairn.router.registry import ModelRegistry
 from cairn.router.served_model import LoadedModel, ServedModel, locate
-from cairn.types.errors import CairnError, Conflict, InvalidRequest, ModelError
+from cairn.types.errors import (
+    CairnError,
+    ConfigError,
+    Conflict,
+    InvalidRequest,
+    ModelError,
+    UnknownModel,
+    WorkerEnded,
+)
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class ModelSwap:
@@ -34,7 +44,7 @@ class ModelSwap:
         """Load the new model beside the old one where there is room for both, else after it; on any failure the old one
         answers as before. `later` does what need not be waited for."""
         model, config = self._model, self._config
-        place = await asyncio.to_thread(_located, config)
+        place = await self._locate()
         old = model.loaded
         if old is not None and place == model.place and _alike(config, model.config):
             raise InvalidRequest(f"{self._to} is what {model.name} is already", field="to")
@@ -44,7 +54,9 @@ class ModelSwap:
             return
         if old is None and self._loader.bounded:
             fit = await self._loader.make_room(model, config, place, evict=False)
-        self._swapped(place, await self._start(place, fit), fit)
+        began = self._loader.clock.now()
+        service = await self._start(place, fit)
+        self._swapped(place, service, fit, self._loader.clock.now() - began)
         if old is not None:
             later(self._loader.retire(old, self._grace))
 
@@ -75,8 +87,16 @@ class ModelSwap:
         fit = await loader.measure(self._config, place, left)
         return fit if fit.most <= left else None
 
+    async def _locate(self) -> Path:
+        """Where the new model lies. UnknownModel where there is none."""
+        try:
+            return await asyncio.to_thread(_located, self._config)
+        except ModelError as error:
+            raise UnknownModel(f"to: {error}", field="to") from None
+
     async def _swap_after(self, old: LoadedModel, place: Path) -> None:
-        """Unload the old one first. What would not fit even then is refused before."""
+        """Unload the old one before the new one takes memory. A process for the new one is there already, and has
+        checked its files: what cannot be served, or would not fit even alone, is refused while the old one answers."""
         model, loader = self._model, self._loader
         room = loader.left() + (old.fit.held if old.fit is not None else 0)
         fit = await loader.measure(self._config, place, room) if loader.bounded else None
@@ -84,36 +104,53 @@ class ModelSwap:
             raise ModelError(
                 f"{self._to} needs {shown_gb(fit.most)} of memory, and {shown_gb(room)} are there without {model.name}"
             )
-        await loader.unload(model, self._grace, surely=True)
+        began = loader.clock.now()
+        service = await self._start(place, fit, wait=True)
+        seconds = loader.clock.now() - began
         try:
-            service = await self._start(place, fit)
-        except BaseException as error:
-            await asyncio.shield(self._roll_back(old.fit))
-            if isinstance(error, CairnError) or not isinstance(error, Exception):
-                raise
-            raise ModelError(f"{self._to} could not be loaded ({type(error).__name__})") from error
-        self._swapped(place, service, fit)
+            await loader.unload(
+                model, self._grace, surely=True, why=f"{model.name} is being swapped for another model; ask again"
+            )
+            began = loader.clock.now()
+            await self._loading(service.load())
+        except BaseException:
+            await to_end(self._roll_back(service, old))
+            raise
+        self._swapped(place, service, fit, seconds + loader.clock.now() - began)
 
-    async def _roll_back(self, fit: Fit | None) -> None:
-        """The old model again, whose worker is gone."""
-        model, loader = self._model, self._loader
+    async def _roll_back(self, service: Service, old: LoadedModel) -> None:
+        """End what was to be the new model's, and load the old one again if it is gone."""
+        model, loader, fit = self._model, self._loader, old.fit
+        await service.close()
+        if model.loaded is old or loader.closed:
+            return
         try:
             place = await asyncio.to_thread(locate, model)
             loader.take(model, await loader.start(model.config, model.part, fit=fit, place=place), fit)
         except Exception as error:
             loader.failed(model, error)
 
-    async def _start(self, place: Path, fit: Fit | None) -> Service:
-        """A service of the new model under the old one's name."""
+    async def _start(self, place: Path, fit: Fit | None, *, wait: bool = False) -> Service:
+        """A service of the new model under the old one's name; with `wait` it is yet to load it."""
+        return await self._loading(self._loader.start(self._config, self._model.part, fit=fit, place=place, wait=wait))
+
+    async def _loading(self, work: Awaitable[T]) -> T:
+        """Do a part of loading. InvalidRequest for files that cannot be served, ModelError for any other failure."""
         try:
-            return await self._loader.start(self._config, self._model.part, fit=fit, place=place)
+            return await work
+        except WorkerEnded:
+            raise
+        except (ModelError, ConfigError) as error:
+            raise InvalidRequest(f"to: {error}", field="to") from error
         except CairnError:
             raise
         except Exception as error:
-            raise ModelError(f"{self._config.model} could not be loaded ({type(error).__name__})") from error
+            raise ModelError(f"{self._to} could not be loaded ({type(error).__name__})") from error
 
-    def _swapped(self, place: Path, service: Service, fit: Fit | None) -> None:
+    def _swapped(self, place: Path, service: Service, fit: Fit | None, seconds: float) -> None:
+        """From now on the new model answers; it took so many seconds to load."""
         model = self._model
+        model.load_seconds = seconds
         model.config, model.reference, model.place = self._config, self._to, place
         model.swaps += 1
         self._loader.loaded(model, service, fit)
