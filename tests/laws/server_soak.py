@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import sys
 import tempfile
@@ -27,14 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
 from cairn.engine.machine import cpu_name
-from cairn.models.hub.hub import locate
 from tests import real_models
 from tests.api.process import Served
 from tests.laws.soak_figures import JUDGED, Row, Sample, pace_row, sampled, use_rows
+from tests.laws.swap_bounds import other_demo
 
 SAMPLE_SECONDS = 1.0
 CANARY_SECONDS = 3.0
@@ -68,20 +66,6 @@ def models(folder: Path) -> dict[str, str]:
         with contextlib.suppress(pytest.skip.Exception):
             found[name] = str(place())
     return found
-
-
-def other_demo(place: Path) -> Path:
-    """The bundled model with other weights in its last norm: it says other things."""
-    shutil.copytree(locate("demo"), place)
-    file = place / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    header = int.from_bytes(data[:8], "little")
-    first, last = json.loads(data[8 : 8 + header])["model.norm.weight"]["data_offsets"]
-    halves = np.frombuffer(data, np.uint16, (last - first) // 2, 8 + header + first)  # of float32: bfloat16
-    noise = np.random.default_rng(1).uniform(0.7, 1.4, halves.size)
-    halves[:] = ((halves.astype(np.uint32) << 16).view(np.float32) * noise).astype(np.float32).view(np.uint32) >> 16
-    file.write_bytes(data)
-    return place
 
 
 def serve(folder: Path, places: dict[str, str], plant: str = "", **options: Any) -> Served:

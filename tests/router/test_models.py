@@ -24,7 +24,15 @@ from cairn.router import model_health
 from cairn.router.fit import Fit
 from cairn.router.models import Models
 from cairn.router.served_model import served_models
-from cairn.types.errors import ConfigError, Conflict, InvalidRequest, ModelError, Unavailable, UnknownModel
+from cairn.types.errors import (
+    ConfigError,
+    Conflict,
+    InvalidRequest,
+    ModelError,
+    NoWorker,
+    Unavailable,
+    UnknownModel,
+)
 from tests.service.several import make_models, several
 from tests.service.tiny import collect, request, until
 
@@ -293,28 +301,37 @@ def spoil(folder: Path, failure: str) -> None:
 
 def plant(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let loading beta fail in a way that its files know nothing of."""
-    start, launched, engine = Service.start, launch_module.launch, device.load_engine
+    load, prepare, launched, engine = Service.load, Service.prepare, launch_module.launch, device.load_engine
+
+    async def fail() -> None:
+        await asyncio.sleep(3600 if failure.startswith("cancelled") else 0)
+        raise Planted
+
+    async def crash(service: Service) -> None:
+        if service._config.model.endswith("beta"):
+            await service.close()
+            await fail()
+        await load(service)
+
+    async def crash_early(config: Config, first: Any, **more: Any) -> Service:
+        if config.model.endswith("beta"):
+            first.end()
+            await fail()
+        return await prepare(config, first, **more)
 
     async def measured(config: Config, place: Path, free: int, **more: Any) -> Fit:
         if place.name == "beta":
             return Fit(1 << 50, 1 << 50, ())
         return fitting.fit(config, place, free, more.get("blocks", ()))
 
-    async def crash(config: Config, *rest: object, **more: object) -> Service:
-        if config.model.endswith("beta"):
-            rest[0].end()  # type: ignore[attr-defined]
-            await asyncio.sleep(3600 if failure == "cancelled" else 0)
-            raise Planted
-        return await start(config, *rest, **more)  # type: ignore[arg-type]
-
     def refuse(load: Any, in_process: bool = False) -> Any:
-        if load.config.model.endswith("beta") and failure == "worker gone":
-            ours, theirs = socket.socketpair()
-            theirs.close()
-            return launch_module.Worker(ours, None)
-        if load.config.model.endswith("beta"):
+        if not load.config.model.endswith("beta"):
+            return launched(load, in_process)
+        if failure == "no process":
             raise OSError(11, "no process can be had")
-        return launched(load, in_process)
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        return launch_module.Worker(ours, None)
 
     def loads(config: Config, *rest: Any) -> Any:
         if config.model.endswith("beta"):
@@ -323,8 +340,10 @@ def plant(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     planted: dict[str, tuple[Any, str, Any]] = {
         "too large": (model_loader, "measure", measured),
-        "crash": (Service, "start", crash),
-        "cancelled": (Service, "start", crash),
+        "crash": (Service, "load", crash),
+        "cancelled": (Service, "load", crash),
+        "crash early": (Service, "prepare", crash_early),
+        "cancelled early": (Service, "prepare", crash_early),
         "no process": (launch_module, "launch", refuse),
         "no memory": (device, "load_engine", loads),
         "worker gone": (launch_module, "launch", refuse),
@@ -333,8 +352,21 @@ def plant(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(*planted[failure])
 
 
-FAILURES = ("missing", "no config", "unknown architecture", "broken", "too large", "crash", "cancelled")
-FAILURES += ("no process", "no memory", "worker gone")
+FAILURES: dict[str, type[BaseException]] = {
+    "missing": UnknownModel,
+    "no config": InvalidRequest,
+    "unknown architecture": InvalidRequest,
+    "broken": InvalidRequest,
+    "too large": InvalidRequest,
+    "crash": ModelError,
+    "crash early": ModelError,
+    "cancelled": asyncio.CancelledError,
+    "cancelled early": asyncio.CancelledError,
+    "no process": NoWorker,
+    "no memory": ModelError,
+    "worker gone": NoWorker,
+}
+"""What each is told as: what the caller named wrongly is his mistake, and nothing else."""
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["beside", "after"])
@@ -342,7 +374,7 @@ FAILURES += ("no process", "no memory", "worker gone")
 async def test_a_swap_that_fails_leaves_the_old_model(
     tmp_path: Path, failure: str, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twenty ways to fail, beside the old model and after it. A stream that the old one has goes on to its end."""
+    """Twelve ways to fail, beside the old model and after it. A stream that the old one has goes on to its end."""
     async with several(tmp_path, "alpha beta", max_loaded=1 if after else 8) as models:
         alpha, identity = models.models[0], models.models[0].identity
         await until(lambda: models.models[1].spec)
@@ -352,11 +384,12 @@ async def test_a_swap_that_fails_leaves_the_old_model(
             stream = service.generate(request(service, "what runs meanwhile", 64))
         to = str(tmp_path / "nowhere") if failure == "missing" else "beta"
         swapping = asyncio.create_task(models.swap(alpha, to, 5.0))
-        if failure == "cancelled":
+        if failure.startswith("cancelled"):
             await asyncio.sleep(0.5)
             swapping.cancel()
-        with pytest.raises((ModelError, Unavailable, asyncio.CancelledError)):
+        with pytest.raises(FAILURES[failure]) as caught:
             await swapping
+        assert type(caught.value) is FAILURES[failure] and alpha.swapping is None
         assert (await collect(stream)).done
         async with models.using(models.find("alpha")) as service:
             assert service.spec.identity == identity and service.name == "alpha" and await answered(service)

@@ -366,8 +366,8 @@ class Service:
         return self.metrics.kv
 
     async def drain(self, grace: float, why: str = SHUTTING_DOWN) -> None:
-        """Take no more requests, wait up to `grace` seconds for those that run, and end the rest with Unavailable, which
-        says `why`."""
+        """Take no more requests, wait up to `grace` seconds for those that run, and end the rest with Unavailable,
+        which says `why`."""
         self.leaving = why
         await self._traffic.emptied(grace)
         self._end_all()

@@ -26,7 +26,7 @@ from cairn.frontend.request_state import RequestState
 from cairn.frontend.watchdog import Patience
 from cairn.frontend.worker_connection import WorkerConnection
 from cairn.system.interfaces import Clock
-from cairn.types.errors import CairnError, GenerationFailed, ModelError, Unavailable, WorkerEnded, by_code, trace
+from cairn.types.errors import CairnError, GenerationFailed, ModelError, NoWorker, Unavailable, by_code, trace
 from cairn.types.outputs import FinishReason
 from cairn.types.request import Request
 from cairn.worker import wire
@@ -361,7 +361,7 @@ class Supervisor:
     def _carry_on(self, why: str) -> bool:
         """Account for a death. Returns whether to start another worker."""
         if self._loaded is not None and not self._loaded.done():
-            self._loaded.set_exception(WorkerEnded(f"the worker ended while loading the model: {why}"))
+            self._loaded.set_exception(NoWorker(f"the worker ended while loading the model: {why}"))
         if self.gave_up or (self._loaded is not None and self._loaded.exception() is not None):
             return False
         self._why = why

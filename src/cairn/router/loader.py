@@ -87,24 +87,30 @@ class ModelLoader:
         first: First | None = None,
         fit: Fit | None = None,
         place: Path | None = None,
-        wait: bool = False,
     ) -> Service:
-        """A service of a model that answers in no name yet; `first`: its worker, where that was started before.
-        `wait`: its files are checked, and `Service.load` loads it."""
-        if fit is not None and fit.mapped:  # whatever memory the machine has beyond what models may take
-            config = msgspec.structs.replace(config, experts="mapped")
+        """A service of a model that answers in no name yet; `first`: its worker, where that was started before."""
+        config = _mapped(config, fit)
         if first is None:
-            blocks = fit.blocks if fit is not None else ()
-            launching = asyncio.ensure_future(
-                asyncio.to_thread(launch_first, config, self._in_process, place, blocks, part, self._turns, wait)
-            )
-            try:
-                first = await asyncio.shield(launching)
-            except asyncio.CancelledError:
-                launching.add_done_callback(_end_first)
-                raise
-        begin = Service.prepare if wait else Service.start
-        return await begin(config, first, patience=self._patience, clock=self.clock, ids=self._ids)
+            first = await self._launch(config, part, fit, place, wait=False)
+        return await Service.start(config, first, patience=self._patience, clock=self.clock, ids=self._ids)
+
+    async def prepare(self, config: Config, part: float, *, fit: Fit | None, place: Path) -> Service:
+        """The same of a model whose files are checked, and which takes its memory only at `Service.load`."""
+        config = _mapped(config, fit)
+        first = await self._launch(config, part, fit, place, wait=True)
+        return await Service.prepare(config, first, patience=self._patience, clock=self.clock, ids=self._ids)
+
+    async def _launch(self, config: Config, part: float, fit: Fit | None, place: Path | None, *, wait: bool) -> First:
+        """A worker. One that is there when nobody waits for it any more is ended."""
+        blocks = fit.blocks if fit is not None else ()
+        launching = asyncio.ensure_future(
+            asyncio.to_thread(launch_first, config, self._in_process, place, blocks, part, self._turns, wait)
+        )
+        try:
+            return await asyncio.shield(launching)
+        except asyncio.CancelledError:
+            launching.add_done_callback(_end_first)
+            raise
 
     def loaded(self, model: ServedModel, service: Service, fit: Fit | None) -> None:
         """A model was loaded."""
@@ -279,6 +285,13 @@ class ModelLoader:
             if not model.pinned and not self._leases.waits(model)
         ]
         return max(found, key=lambda one: one[:2])[2] if found else None
+
+
+def _mapped(config: Config, fit: Fit | None) -> Config:
+    """The options of a model that is measured: whether its experts stay in their file is known then."""
+    if fit is None or not fit.mapped:
+        return config
+    return msgspec.structs.replace(config, experts="mapped")  # whatever memory there is beyond what models may take
 
 
 async def _flush(service: Service, seconds: float) -> None:

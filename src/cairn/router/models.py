@@ -209,7 +209,10 @@ class Models(ModelRegistry):
         done, _ = await asyncio.wait({change}, timeout=deadline.left(began, max(0.0, most)))
         now = self._clock.now()
         if not done and not deadline.left(now, 1.0):
-            raise DeadlineExceeded(f"the request reached its time limit while it waited for {model.name} to be loaded")
+            raise DeadlineExceeded(
+                f"the request reached its time limit while it waited for {model.name} to be loaded",
+                retry_after=self._load_left(model),
+            )
         return bool(done)
 
     def _load_left(self, model: ServedModel) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -22,13 +23,11 @@ from cairn.types.errors import (
     Conflict,
     InvalidRequest,
     ModelError,
+    NoWorker,
     UnknownModel,
-    WorkerEnded,
 )
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class ModelSwap:
@@ -38,6 +37,8 @@ class ModelSwap:
         """Raises Conflict or InvalidRequest for what cannot take the model's place. With the turn."""
         self._registry, self._loader = registry, loader
         self._model, self._to, self._grace = model, to, grace
+        self._seconds = 0.0
+        """How long the new model took to load so far."""
         self._config = self._new_config()
 
     async def run(self, later: Callable[[Coroutine[Any, Any, None]], object]) -> None:
@@ -54,9 +55,8 @@ class ModelSwap:
             return
         if old is None and self._loader.bounded:
             fit = await self._loader.make_room(model, config, place, evict=False)
-        began = self._loader.clock.now()
-        service = await self._start(place, fit)
-        self._swapped(place, service, fit, self._loader.clock.now() - began)
+        service = await self._prepare(place, fit)
+        await self._load(service, place, fit)
         if old is not None:
             later(self._loader.retire(old, self._grace))
 
@@ -84,7 +84,8 @@ class ModelSwap:
             return None
         await loader.measure_first()
         left = loader.left()
-        fit = await loader.measure(self._config, place, left)
+        with _checking():
+            fit = await loader.measure(self._config, place, left)
         return fit if fit.most <= left else None
 
     async def _locate(self) -> Path:
@@ -99,24 +100,23 @@ class ModelSwap:
         checked its files: what cannot be served, or would not fit even alone, is refused while the old one answers."""
         model, loader = self._model, self._loader
         room = loader.left() + (old.fit.held if old.fit is not None else 0)
-        fit = await loader.measure(self._config, place, room) if loader.bounded else None
+        with _checking():
+            fit = await loader.measure(self._config, place, room) if loader.bounded else None
         if fit is not None and fit.most > room:
-            raise ModelError(
-                f"{self._to} needs {shown_gb(fit.most)} of memory, and {shown_gb(room)} are there without {model.name}"
+            raise InvalidRequest(
+                f"to: {self._to} needs {shown_gb(fit.most)} of memory, and {shown_gb(room)} are there without "
+                f"{model.name}",
+                field="to",
             )
-        began = loader.clock.now()
-        service = await self._start(place, fit, wait=True)
-        seconds = loader.clock.now() - began
+        service = await self._prepare(place, fit)
         try:
             await loader.unload(
                 model, self._grace, surely=True, why=f"{model.name} is being swapped for another model; ask again"
             )
-            began = loader.clock.now()
-            await self._loading(service.load())
+            await self._load(service, place, fit)
         except BaseException:
             await to_end(self._roll_back(service, old))
             raise
-        self._swapped(place, service, fit, seconds + loader.clock.now() - began)
 
     async def _roll_back(self, service: Service, old: LoadedModel) -> None:
         """End what was to be the new model's, and load the old one again if it is gone."""
@@ -130,31 +130,47 @@ class ModelSwap:
         except Exception as error:
             loader.failed(model, error)
 
-    async def _start(self, place: Path, fit: Fit | None, *, wait: bool = False) -> Service:
-        """A service of the new model under the old one's name; with `wait` it is yet to load it."""
-        return await self._loading(self._loader.start(self._config, self._model.part, fit=fit, place=place, wait=wait))
+    async def _prepare(self, place: Path, fit: Fit | None) -> Service:
+        """A service of the new model, under the old one's name, that has checked its files and is yet to load them.
+        InvalidRequest for files that cannot be served."""
+        began = self._loader.clock.now()
+        with _foreseen(self._to), _checking():
+            service = await self._loader.prepare(self._config, self._model.part, fit=fit, place=place)
+        self._seconds = self._loader.clock.now() - began
+        return service
 
-    async def _loading(self, work: Awaitable[T]) -> T:
-        """Do a part of loading. InvalidRequest for files that cannot be served, ModelError for any other failure."""
-        try:
-            return await work
-        except WorkerEnded:
-            raise
-        except (ModelError, ConfigError) as error:
-            raise InvalidRequest(f"to: {error}", field="to") from error
-        except CairnError:
-            raise
-        except Exception as error:
-            raise ModelError(f"{self._to} could not be loaded ({type(error).__name__})") from error
-
-    def _swapped(self, place: Path, service: Service, fit: Fit | None, seconds: float) -> None:
-        """From now on the new model answers; it took so many seconds to load."""
-        model = self._model
-        model.load_seconds = seconds
+    async def _load(self, service: Service, place: Path, fit: Fit | None) -> None:
+        """Load the new model; from then on it answers."""
+        model, began = self._model, self._loader.clock.now()
+        with _foreseen(self._to):
+            await service.load()
         model.config, model.reference, model.place = self._config, self._to, place
+        model.load_seconds = self._seconds + self._loader.clock.now() - began
         model.swaps += 1
         self._loader.loaded(model, service, fit)
-        log.info("%s is now %s", model.name, self._to)
+        log.info("%s is now %s (%.1f s)", model.name, self._to, model.load_seconds)
+
+
+@contextlib.contextmanager
+def _foreseen(to: str) -> Iterator[None]:
+    """What nobody foresaw becomes a ModelError."""
+    try:
+        yield
+    except CairnError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{to} could not be loaded ({type(error).__name__})") from error
+
+
+@contextlib.contextmanager
+def _checking() -> Iterator[None]:
+    """While files are checked: those that cannot be served are the mistake of the caller who named them."""
+    try:
+        yield
+    except NoWorker:
+        raise
+    except (ModelError, ConfigError) as error:
+        raise InvalidRequest(f"to: {error}", field="to") from error
 
 
 def _located(config: Config) -> Path:

@@ -211,6 +211,8 @@ class ModelAdmin:
 def _check_name(name: str, field: str) -> None:
     """InvalidRequest for what can be no model's name or place."""
     if not name.strip() or "\0" in name:
-        raise InvalidRequest(f"{field} must name a model: a name of this server's, a folder or a .gguf file", field=field)
+        raise InvalidRequest(
+            f"{field} must name a model: a name of this server's, a folder or a .gguf file", field=field
+        )
     if len(name) > MOST_NAME:
         raise InvalidRequest(f"{field} has {len(name)} characters; the limit is {MOST_NAME}", field=field)

@@ -1,7 +1,7 @@
 """Which model answers a call: the one that its body names, whatever the dialect, or its path, or what it is about.
 
-A route that uses a model holds a lease on it until the call is answered: the model stays loaded so long. Routes that use
-none hold none, so a swap or an unload does not wait for them. With one model no body is read before its route does so.
+A route that uses a model holds a lease on it until the call is answered: the model stays loaded so long. Routes that
+use none hold none, so a swap or an unload does not wait for them. With one model no body is read before its route does.
 """
 
 from __future__ import annotations
