@@ -36,6 +36,9 @@ from cairn.types.errors import (
 from tests.service.several import make_models, several
 from tests.service.tiny import collect, request, until
 
+SLOW = 120.0
+"""Seconds for a dozen loads on a machine that does much else; what waits for itself waits for `load_timeout`."""
+
 
 def states(models: Models) -> str:
     return " ".join(f"{one.name}:{one.state}" for one in models.models)
@@ -102,7 +105,7 @@ async def test_a_pinned_model_and_one_in_use_make_no_room(tmp_path: Path) -> Non
 
 
 async def test_a_call_does_not_wait_for_what_it_has_itself(tmp_path: Path) -> None:
-    async with several(tmp_path, "alpha beta gamma delta", max_loaded=1, load_timeout=60) as models:
+    async with several(tmp_path, "alpha beta gamma delta", max_loaded=1, load_timeout=3600) as models:
         await until(lambda: models.models[-1].spec)
 
         async def beside(first: str, second: str, ready: asyncio.Event | None = None) -> str:
@@ -116,12 +119,12 @@ async def test_a_call_does_not_wait_for_what_it_has_itself(tmp_path: Path) -> No
             async with models.using(models.find(name)) as service:
                 return await answered(service)
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SLOW):
             with pytest.raises(Unavailable, match=r"beta is needed beside alpha, .*\(max_loaded 1, or memory\)"):
                 await beside("alpha", "beta")
             assert await beside("alpha", "alpha") and await nested("beta")  # nothing is held any more
         models.config = msgspec.structs.replace(models.config, max_loaded=2)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SLOW):
             assert await nested("alpha") and await beside("beta", "gamma")  # what nobody has goes, though used last
             assert await nested("alpha") and await nested("beta")
             ready = asyncio.Event()
@@ -299,9 +302,9 @@ def spoil(folder: Path, failure: str) -> None:
         (beta / "tokenizer.json").write_bytes(b"{")
 
 
-def plant(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let loading beta fail in a way that its files know nothing of."""
-    load, prepare, launched, engine = Service.load, Service.prepare, launch_module.launch, device.load_engine
+def plant_in_service(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the service of beta crash, or hang and be cancelled: in its load, or early, while its files are checked."""
+    load, prepare = Service.load, Service.prepare
 
     async def fail() -> None:
         await asyncio.sleep(3600 if failure.startswith("cancelled") else 0)
@@ -318,6 +321,14 @@ def plant(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
             first.end()
             await fail()
         return await prepare(config, first, **more)
+
+    early = failure.endswith("early")
+    monkeypatch.setattr(Service, "prepare" if early else "load", crash_early if early else crash)
+
+
+def plant_below(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let measuring beta, its worker or its engine fail."""
+    launched, engine = launch_module.launch, device.load_engine
 
     async def measured(config: Config, place: Path, free: int, **more: Any) -> Fit:
         if place.name == "beta":
@@ -340,10 +351,6 @@ def plant(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     planted: dict[str, tuple[Any, str, Any]] = {
         "too large": (model_loader, "measure", measured),
-        "crash": (Service, "load", crash),
-        "cancelled": (Service, "load", crash),
-        "crash early": (Service, "prepare", crash_early),
-        "cancelled early": (Service, "prepare", crash_early),
         "no process": (launch_module, "launch", refuse),
         "no memory": (device, "load_engine", loads),
         "worker gone": (launch_module, "launch", refuse),
@@ -379,7 +386,8 @@ async def test_a_swap_that_fails_leaves_the_old_model(
         alpha, identity = models.models[0], models.models[0].identity
         await until(lambda: models.models[1].spec)
         spoil(tmp_path, failure)
-        plant(failure, monkeypatch)
+        plant_it = plant_in_service if failure.startswith(("crash", "cancelled")) else plant_below
+        plant_it(failure, monkeypatch)
         async with models.using(alpha) as service:
             stream = service.generate(request(service, "what runs meanwhile", 64))
         to = str(tmp_path / "nowhere") if failure == "missing" else "beta"
