@@ -284,10 +284,14 @@ class Supervisor:
     async def _live(self, link: WorkerConnection) -> str:
         """Until a worker's end; returns why it ended."""
         why = await asyncio.shield(link.ended)
+        idle = link.ready and not (self._sent or self._questions)
         self._leave_unanswered()
         self._on_end()
         how = await link.reap(CLOSE_SECONDS, surely=True)  # memory may not have room for two models
-        self._failures = 0 if link.progressed else self._failures + 1
+        if link.progressed:
+            self._failures = 0
+        elif not (idle and link.killed):  # somebody else's doing: the next one need not wait
+            self._failures += 1
         return f"{why}; {how}"
 
     def _leave_unanswered(self) -> None:
