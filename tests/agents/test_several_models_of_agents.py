@@ -29,9 +29,7 @@ async def opened(folder: Path, **options: Any) -> AsyncIterator[tuple[Models, Ag
     async with several(folder, "alpha beta", **more) as models:
         first, clock, draw = models.services.first, SystemClock(), SystemRng()
         log = folder / "agents"
-        agents = await Agents.open(
-            first, SystemFiles(), log, clock, draw, Config(), SALTS, models.services, several=True
-        )
+        agents = await Agents.open(first, SystemFiles(), log, clock, draw, Config(), SALTS, models.services)
         try:
             yield models, agents
         finally:

@@ -132,8 +132,9 @@ class Swaps:
 
 def swap_rows(folder: Path, times: int) -> list[Row]:
     """Swap so many times while idle and so many times under streams; a row is at fault beyond the bounds."""
-    server = one_model(folder)
-    swaps = Swaps(server, other_demo(folder / "other"))
+    folder.mkdir()
+    server, other = one_model(folder), other_demo(folder / "other")
+    swaps = Swaps(server, other)
     try:
         server.wait_ready(180)
         idle = [swaps.excess() for _ in range(times)]

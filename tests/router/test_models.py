@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from cairn.config.config import Config, ModelOptions
 from cairn.engine import device
@@ -33,6 +35,7 @@ from cairn.types.errors import (
     Unavailable,
     UnknownModel,
 )
+from tests.agents.house import GREEDY, talking_model
 from tests.service.several import make_models, several
 from tests.service.tiny import collect, request, until
 
@@ -221,6 +224,44 @@ async def test_an_unloaded_model_is_loaded_again_and_one_that_is_idle_goes(tmp_p
             assert service is not before and await answered(service)
         assert models.services.first is service
         await until(lambda: alpha.state == "on disk")
+
+
+async def test_a_model_that_returns_knows_what_it_sampled(tmp_path: Path) -> None:
+    """A chat that goes on is put together of the very ids, of which the KV on the disk is: not of its text anew."""
+    for name in ("alpha", "beta"):
+        talking_model(tmp_path / name)
+    save_file({"model.norm.weight": np.full(16, 2.0, dtype=np.float32)}, tmp_path / "beta" / "model.safetensors")
+    config = Config(model=str(tmp_path / "alpha"), engine="fake", kv_gb=0.01, kv_disk=False)
+    models = Models(config, in_process=True, free=lambda: 8 << 30)
+    try:
+        await models.start()
+        (alpha,) = models.models
+
+        async def ids(messages: list[dict[str, Any]]) -> tuple[int, ...]:
+            async with models.using(alpha) as service:
+                return tuple((await service.chat.prompt(messages, tenant="ada")).tokens)
+
+        for number in range(50):  # what the fake engine says is mostly no text that is encoded to the same ids again
+            async with models.using(alpha) as service:
+                chat = [{"role": "user", "content": f"question {number}"}]
+                asked = await service.chat.prompt(chat, tenant="ada")
+                (one,) = service.make_requests(asked.tokens, GREEDY, output=asked.output)
+                said = await collect(service.generate(one))
+                chat += [{"role": "assistant", "content": said.text}, {"role": "user", "content": "go on"}]
+                anew = await ids(chat)
+                service.chat.remember("ada", asked.tokens, said.tokens, chat[1])
+            if (known := await ids(chat)) != anew:
+                break
+        else:
+            raise AssertionError("every answer is encoded as it was sampled")
+        await models.swap(alpha, str(tmp_path / "beta"), 5.0)
+        assert await ids(chat) == anew  # another model sampled nothing
+        await models.swap(alpha, str(tmp_path / "alpha"), 5.0)
+        assert await ids(chat) == known
+        await models.unload(alpha, 5.0)
+        assert await ids(chat) == known
+    finally:
+        await models.close()
 
 
 async def test_a_swap_moves_the_names_and_what_runs_goes_on(tmp_path: Path) -> None:
