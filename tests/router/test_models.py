@@ -226,6 +226,55 @@ async def test_an_unloaded_model_is_loaded_again_and_one_that_is_idle_goes(tmp_p
         await until(lambda: alpha.state == "on disk")
 
 
+async def test_requests_end_with_the_grace_and_not_with_what_is_stored_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What streams have computed is stored beside them; what is left to be stored keeps none of them going."""
+    flushed: list[bool] = []
+
+    async def slow(service: Service) -> None:
+        flushed.append(service.busy)
+        await asyncio.sleep(30 if service.busy else 0.5)
+
+    async with several(tmp_path, "alpha beta") as models:
+        monkeypatch.setattr(Service, "flush", slow)
+        async with models.using(models.models[0]) as service:
+            stream = service.generate(request(service, "hello", 2000))
+        await anext(stream)
+        began = time.monotonic()
+        unloading = asyncio.create_task(models.unload(models.models[0], 0.2))
+        with pytest.raises(Unavailable, match="alpha is being unloaded; ask again shortly"):
+            await collect(stream)
+        assert time.monotonic() - began < 8 and not unloading.done()
+        await unloading
+        assert flushed == [True, False]
+
+
+async def test_a_swap_that_is_cut_while_the_old_model_goes_brings_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its service is half closed then, and would refuse everything."""
+    flushing = asyncio.Event()
+
+    async def slow(service: Service) -> None:
+        flushing.set()
+        await asyncio.sleep(1.0)
+
+    async with several(tmp_path, "alpha beta", max_loaded=1) as models:
+        await until(lambda: models.models[1].spec)
+        alpha, identity = models.models[0], models.models[0].identity
+        monkeypatch.setattr(Service, "flush", slow)
+        swapping = asyncio.create_task(models.swap(alpha, "beta", 5.0))
+        await flushing.wait()
+        swapping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await swapping
+        async with models.using(models.find("alpha")) as service:
+            assert service.spec.identity == identity and await answered(service)
+        assert list(models.services) == [service]  # the half of one is gone
+        assert alpha.swaps == 0 and alpha.loads == 1  # it was brought back, not loaded for a call
+
+
 async def test_a_model_that_returns_knows_what_it_sampled(tmp_path: Path) -> None:
     """A chat that goes on is put together of the very ids, of which the KV on the disk is: not of its text anew."""
     for name in ("alpha", "beta"):
