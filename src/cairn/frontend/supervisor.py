@@ -5,7 +5,8 @@ again with the tokens that were already received, so they go on with the same to
 in a row without a new token is a suspect: suspects are tried one at a time, and one that is there alone when the
 worker dies again fails alone. After `Patience.restarts` deaths in a row without any progress all requests in flight
 end, and new ones are sent away; but another worker is tried for ever, after a pause that grows up to a minute, for what
-kills workers may pass: a machine that is out of memory has some again. Only where no worker could be of use any more,
+kills workers may pass: a machine that is out of memory has some again. A worker that others killed while it had nothing
+to do is no such death: the next one starts at once. Only where no worker could be of use any more,
 because the code or the model is another one now, does the supervisor give up.
 """
 
