@@ -23,6 +23,7 @@ from cairn.types.errors import (
     Conflict,
     InvalidRequest,
     ModelError,
+    ModelFileError,
     NoWorker,
     UnknownModel,
 )
@@ -142,7 +143,7 @@ class ModelSwap:
     async def _load(self, service: Service, place: Path, fit: Fit | None) -> None:
         """Load the new model; from then on it answers."""
         model, began = self._model, self._loader.clock.now()
-        with _foreseen(self._to):
+        with _foreseen(self._to), _checking(in_load=True):
             await service.load()
         model.config, model.reference, model.place = self._config, self._to, place
         model.load_seconds = self._seconds + self._loader.clock.now() - began
@@ -163,13 +164,16 @@ def _foreseen(to: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _checking() -> Iterator[None]:
-    """While files are checked: those that cannot be served are the mistake of the caller who named them."""
+def _checking(*, in_load: bool = False) -> Iterator[None]:
+    """While files are read: those that cannot be served are the mistake of the caller who named them. In a load only a
+    ModelFileError tells that: other failures are the machine's."""
     try:
         yield
     except NoWorker:
         raise
     except (ModelError, ConfigError) as error:
+        if in_load and not isinstance(error, ModelFileError):
+            raise
         raise InvalidRequest(f"to: {error}", field="to") from error
 
 

@@ -7,6 +7,7 @@ import json
 import shutil
 import socket
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,9 +145,33 @@ def test_broken_files_are_refused_while_the_old_model_answers(swaps: Swaps, tmp_
             seconds, answer = swaps.swap(str(broken), grace=60)
             assert answer.status_code == 400, answer.text
             assert answer.json()["error"]["param"] == "to" and "broken" in answer.json()["error"]["message"]
-            assert seconds < 20  # of the grace nothing is waited for
+            assert seconds < 30  # of the grace nothing is waited for
             (broken / name).write_bytes(data)
     assert not swaps.told and said(swaps)
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    usual = swaps.swap()[1].json()["load_seconds"]
+    assert min(swaps.swap(str(broken))[0] for _ in range(3)) < usual + SPARE_SECONDS
+
+
+def test_a_load_that_fails_brings_the_old_model_back_as_fast(swaps: Swaps, tmp_path: Path) -> None:
+    """Its files break between their check and their load, while the old model's requests go on."""
+    before, broken = said(swaps), shutil.copytree(locate("demo"), tmp_path / "broken")
+    with swaps.streams():
+        usual, answer = swaps.swap(grace=1)
+        assert answer.status_code == 200
+    assert swaps.swap()[1].status_code == 200
+    answers: list[tuple[float, httpx.Response]] = []
+    with swaps.streams(), swaps.asking():
+        swapping = threading.Thread(target=lambda: answers.append(swaps.swap(str(broken), grace=1)))
+        swapping.start()
+        wait_for(lambda: httpx.get(f"{swaps.server.url}/health/ready").status_code == 503)
+        (broken / "model.safetensors").write_bytes(b"no weights")
+        swapping.join()
+    ((seconds, answer),) = answers
+    assert answer.status_code == 400 and "model.safetensors" in answer.json()["error"]["message"], answer.text
+    assert seconds < 2 * usual + SPARE_SECONDS  # the grace, the load that failed, and that of the old one
+    assert [one.status_code for one in swaps.answers] == [200] * 10
+    assert said(swaps) == before
 
 
 MISTAKES: dict[str, tuple[str, int, str]] = {
