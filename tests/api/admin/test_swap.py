@@ -1,4 +1,7 @@
-"""Swaps of a server's only model, on the real engine: how long they take, who waits for them, and who does not."""
+"""Swaps of a server's only model, on the real engine: how long they take, who waits for them, and who does not.
+
+Some take more than five seconds: a swap here is a process that loads a real model while streams go on for seconds.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +141,7 @@ def test_broken_files_are_refused_while_the_old_model_answers(swaps: Swaps, tmp_
         "config.json": lambda data: data.replace(b"ForCausalLM", b"ForNobody"),
         "tokenizer.json": lambda data: data[:-1000],
     }
-    with swaps.streams():
+    with swaps.streams(2):
         for name, spoil in spoiled.items():
             data = (broken / name).read_bytes()
             (broken / name).write_bytes(spoil(data))
