@@ -17,14 +17,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from typer.testing import CliRunner
 
 from cairn.cli import app, main
-from cairn.cli.chat import Conversation
 from cairn.cli.client import Client
+from cairn.cli.conversation.conversation import Conversation
+from cairn.cli.conversation.line_reader import PipeReader
 from cairn.cli.generate import write
 from cairn.config.config import Config
 from cairn.config.option import options
@@ -358,7 +360,9 @@ def test_ctrl_c_at_any_time_ends_no_conversation(monkeypatch, capsys):
 def test_prompts_are_talk_where_stdout_is_a_file(monkeypatch, capsys):
     asked = []
     monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "x")
-    assert Conversation._line("> ") == "x" and asked == [""]
+    reader = PipeReader()
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    assert reader.read() == "x" and asked == [""]
     assert capsys.readouterr() == ("", "> ")
 
 
@@ -741,7 +745,13 @@ class Terminal:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
         self.process = start(
-            *arguments, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, preexec_fn=control
+            *arguments,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=control,
+            env={**os.environ, "TERM": "xterm-256color"},
         )
         os.close(slave)
         self.seen = ""

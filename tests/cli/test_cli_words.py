@@ -154,7 +154,7 @@ def test_a_server_that_wants_a_key_is_told_of(running, loaded):
 
 def test_local_and_a_server_exclude_each_other(running):
     assert "--host names a server" in sentence(run("chat", "--local", "--host", "h:1"))
-    assert "--agent is for a server" in sentence(run("chat", "--local", "--agent", "ada"))
+    assert "cannot be given with --local" in sentence(run("chat", "--local", "--agent", "ada"))
 
 
 # ------------------------------------------------------------------------------------------------------------ run

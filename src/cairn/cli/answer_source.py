@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from cairn.cli.models import facts
 from cairn.cli.options import server
 from cairn.cli.output import talk
 from cairn.cli.sampling import AnswerSource, source
@@ -32,36 +33,77 @@ class Reached(NamedTuple):
     """The server's address, or the model's name."""
     model: str
     """The model in this process; "" where a server answers."""
+    asked: str = ""
+    """The name under which the model can be asked for again."""
+    context: int | None = None
+    """Tokens of its context, where that is known."""
+    describe: Callable[[], list[tuple[str, str]]] = list
+    """Facts about the model, as names and values."""
 
 
 @contextmanager
 def answers(
-    resolved: Resolved, host: str | None, local: bool, fetch: Callable[[str], None] | None = None
+    resolved: Resolved,
+    host: str | None,
+    local: bool,
+    fetch: Callable[[str], None] | None = None,
+    keepalive: str | None = None,
 ) -> Iterator[Reached]:
     """The server at `host`; else the one at the configured port, if it has the model that was asked for; else a model
     in this process, which `fetch` may bring to this machine first.
 
-    `local`: only the latter. So it is where a flag is given that no running server could heed.
+    `local`: only the latter. So it is where a flag is given that no running server could heed. `keepalive`: how long a
+    server keeps the model, in Ollama's words; ConfigError where no server answers.
     """
     if local and host is not None:
         raise ConfigError("--local loads a model in this process; --host names a server")
     if host is not None:
         with source(resolved, host) as found:
-            _names(cast("Client", found))  # whether anybody is there is told now, not at the first question
-            yield Reached(found, host, "")
+            client = cast("Client", found)
+            _names(client)  # whether anybody is there is told now, not at the first question
+            yield _reached(client, host, keepalive)
         return
     running = None if local or _flags(resolved) else _running(resolved)
     if running is not None:
         with server(resolved, running.url, running.model) as client:
-            yield Reached(client, running.url, "")
+            yield _reached(client, running.url, keepalive)
         return
+    if keepalive is not None:
+        raise ConfigError("--keepalive is for a server, which keeps its model; here the model ends with the command")
     model = resolved.config.model
     if fetch is not None:
         fetch(model)
     with ExitStack() as opened:
         with talk().status("loading the model"):
             found = opened.enter_context(source(resolved, None))
-        yield Reached(found, model, model)
+        yield Reached(found, model, model, model, _context(resolved), lambda: facts(model))
+
+
+def _reached(client: Client, name: str, keepalive: str | None) -> Reached:
+    """A server that answers, with what it says of its model."""
+    model = client.model()
+    if keepalive is not None:
+        client.post("/api/generate", {"model": model, "keep_alive": keepalive, "stream": False})
+    found: dict[str, Any] = next((one for one in client.get("/v1/models")["data"] if one["id"] == model), {})
+
+    def describe() -> list[tuple[str, str]]:
+        known = {"model": model, "server": client.url, "context": f"{found.get('max_model_len')} tokens"}
+        return list(known.items())
+
+    context = found.get("max_model_len")
+    return Reached(client, name, "", model, int(context) if context else None, describe)
+
+
+def _context(resolved: Resolved) -> int | None:
+    """Tokens of the context of a model in this process; None where its files do not say."""
+    from cairn.models.hub import hub
+    from cairn.models.spec.config import load_spec
+
+    try:
+        made_for = load_spec(hub.locate(resolved.config.model), identify=False).context
+    except CairnError:
+        return None
+    return min(made_for, resolved.config.context or made_for)
 
 
 class _Server(NamedTuple):

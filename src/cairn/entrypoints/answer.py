@@ -33,6 +33,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: tuple[ToolCall, ...] = ()
     tokens: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
+    detail: str = ""
+    """"repetition" where `finish_reason` is LENGTH because the answer only repeated itself."""
     usage: Usage | None = None
     cache: CacheReport | None = None
     """Where the KV of the prompt came from."""

@@ -99,6 +99,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     timing: Timing = Timing()
     vector: bytes = b""
     """float32, of a request that wants a hidden state."""
+    detail: str = ""
+    """More than the reason says: "repetition" where LENGTH ended an answer that only repeated itself."""
     unread_call: bool = False
     """Something in the text began as a call of a tool does and could not be read as one."""
 
