@@ -769,6 +769,13 @@ class Terminal:
         found, _, self.seen = self.seen.partition(words)
         return found
 
+    def rest(self) -> str:
+        """What is shown until the program ends."""
+        with contextlib.suppress(OSError):  # the end, as a terminal tells it
+            while data := os.read(self.master, 65536):
+                self.seen += data.decode(errors="replace")
+        return self.seen
+
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import termios
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +235,7 @@ def test_a_full_context_offers_three_ways_on(canned, asked, elsewhere, way, left
             terminal.expect("tokens in")
         terminal.type("c\r")
         terminal.expect("the prompt has 70 tokens")
-        terminal.expect("d, s or n: ")
+        terminal.expect("d, s or n:")
         terminal.type(way + "\r")
         terminal.expect("tokens in" if left else "taken back")
         leave(terminal)
@@ -378,10 +377,6 @@ def test_words_are_wrapped_between_words(canned, asked, monkeypatch):  # noqa: F
     canned.say = lambda body: "wonderful " * 20
     for more in ((), ("--plain",)):
         with Terminal("run", "m", "x", "--host", canned.url, *more) as terminal:
-            seen = ""
-            while terminal.process.poll() is None:
-                with_more = os.read(terminal.master, 65536).decode()
-                seen += with_more
-                time.sleep(0.05)
+            seen = terminal.rest()
             lines = [line.strip() for line in plain(seen).splitlines() if "wonderful" in line]
         assert lines and all(set(line.split()) == {"wonderful"} for line in lines), lines

@@ -24,6 +24,8 @@ from cairn.config.paths import expanded
 from cairn.types.errors import CairnError, ContextTooLong
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
     from cairn.cli.sampling import Answering, AnswerSource
     from cairn.entrypoints.answer import Answer
 
@@ -129,6 +131,7 @@ class Conversation:
         except KeyboardInterrupt:
             self._say("(Ctrl-D or /exit leaves)")
             return
+        mark_pastes()
         try:
             if is_command(line):
                 word, _, rest = line.strip().partition(" ")
@@ -159,8 +162,10 @@ class Conversation:
         first = [{"role": "system", "content": self.system}] if self.system else []
         started = time.monotonic()
         answering: Answering | None = None
+        waiting = self._thinking()
         try:
             answering = self._model.chat([*first, *self.messages, asked], **self._settings.sampling)
+            waiting.stop()
             stopped, first_at = self._show(answering)
         except KeyboardInterrupt:
             stopped, first_at = True, None
@@ -173,6 +178,7 @@ class Conversation:
             self._lost(error)
             return
         finally:
+            waiting.stop()
             if answering is not None:
                 answering.close()
         answer = answering.answer if answering is not None else None
@@ -199,15 +205,12 @@ class Conversation:
 
     def _show(self, answering: Answering) -> tuple[bool, float | None]:
         """Write the pieces as they come. Return whether Ctrl-C ended that, and when the first came."""
-        mark_pastes()
         view = view_of_terminal(self._settings.markdown)
         thoughts = WrappedView(
             lambda text: self._talk.print(text, end="", style="dim italic", markup=False), self._talk.width
         )
         thought, first_at = False, None
-        waiting = self._talk.status("thinking")
-        if self._talk.is_terminal:
-            waiting.start()
+        waiting = self._thinking()
         try:
             for piece in answering:
                 first_at = first_at or time.monotonic()
@@ -230,6 +233,13 @@ class Conversation:
         for call in answering.answer.tool_calls:
             print(printable(f"{call.name}({call.arguments})"))
         return False, first_at
+
+    def _thinking(self) -> Status:
+        """A sign that the answer is on its way, where somebody sees it."""
+        waiting = self._talk.status("thinking")
+        if self._talk.is_terminal:
+            waiting.start()
+        return waiting
 
     def _view_text(self, text: str) -> None:
         view = view_of_terminal(self._settings.markdown)
