@@ -162,6 +162,7 @@ def test_local_and_a_server_exclude_each_other(running):
 
 def test_run_answers_a_prompt_or_talks(running):
     assert run("run", "m", "hi there").stdout == "Hello you\n"
+    assert running.asked[-1][1]["repetition_stop"] is True, "nobody reads the same words for minutes"
     assert running.asked[-1][1]["messages"] == [{"role": "user", "content": "hi there"}]
     assert run("run", "m", given="hi\n").stdout == "Hello you\n"
 

@@ -21,7 +21,7 @@ from cairn.system.interfaces import Clock
 from cairn.text.chat.message_builder import MessageBuilder, ReasoningCount
 from cairn.text.output.stream import TextStream
 from cairn.types.errors import CairnError, Cancelled, GenerationFailed, Unavailable
-from cairn.types.outputs import Delta, Done, Event, FinishReason, Usage
+from cairn.types.outputs import REPETITION, Delta, Done, Event, FinishReason, Usage
 from cairn.types.request import Request
 from cairn.types.stats import CacheReport
 
@@ -245,11 +245,12 @@ def said_before(service: Service, request: Request, tokens: Sequence[int]) -> tu
     sampling = request.sampling
     reason = None
     if text.stopped or (tokens and tokens[-1] in sampling.stop_token_ids and len(tokens) > sampling.min_tokens):
-        reason = FinishReason.STOP
+        reason = FinishReason.LENGTH if text.looped else FinishReason.STOP
     elif len(tokens) >= sampling.max_tokens:
         reason = FinishReason.LENGTH
     if reason is not None:
         deltas, reason = text.finish(reason)
         usage = Usage(prompt_tokens=len(request.prompt), completion_tokens=text.completion_tokens)
-        events += [*deltas, Done(reason=reason, usage=usage, cache=CacheReport())]
+        detail = REPETITION if text.looped else ""
+        events += [*deltas, Done(reason=reason, usage=usage, cache=CacheReport(), detail=detail)]
     return events, reason

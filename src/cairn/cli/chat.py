@@ -23,6 +23,9 @@ BUNDLED = """\
 It is the small model that comes with Cairn: ask it what Cairn is, or tell it your name.
 For a larger one: cairn pull Qwen/Qwen3-0.6B, then cairn chat Qwen/Qwen3-0.6B"""
 
+NO_LOOPS = {"repetition_stop": True}
+"""A person who reads an answer is not to read the same words for minutes."""
+
 _Host = Annotated[
     str | None,
     typer.Option(metavar="URL", help="Talk to this server; default: the one on this machine, if one runs."),
@@ -66,7 +69,7 @@ def register(app: typer.Typer) -> None:
         A model that is named is asked of that server if it has it. From a pipe each line is a question. With PROMPT:
         answer it and leave.
         """
-        sampling |= formatted(form)
+        sampling |= formatted(form) | NO_LOOPS
         if agent is not None:
             if local or resume or prompt is not None:
                 other = "--local" if local else "--resume" if resume else "PROMPT"
@@ -103,7 +106,7 @@ def register(app: typer.Typer) -> None:
         """
         from cairn.cli.models import pull_missing
 
-        sampling |= formatted(form)
+        sampling |= formatted(form) | NO_LOOPS
         text = one_prompt(prompt)
         with answers(resolved, host, local, pull_missing, keepalive) as found:
             if text is None:

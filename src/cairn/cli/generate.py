@@ -22,7 +22,7 @@ from cairn.cli.output import talk
 from cairn.cli.sampling import Answering, AnswerSource, sampling_parameters, source
 from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError, InvalidRequest
-from cairn.types.outputs import FinishReason
+from cairn.types.outputs import REPETITION, FinishReason
 
 if TYPE_CHECKING:
     from cairn.cli.conversation.markdown_view import TextView
@@ -193,7 +193,7 @@ def write(answering: Answering, stream: bool, view: TextView | None = None) -> f
         sys.stdout.flush()
         answering.close()
     answer = answering.answer
-    if answer.finish_reason == FinishReason.LENGTH and answer.detail == "repetition":
+    if answer.finish_reason == FinishReason.LENGTH and answer.detail == REPETITION:
         print("(the answer was ended, since it repeated itself: finish_reason length)", file=sys.stderr)
     elif answer.finish_reason == FinishReason.LENGTH:
         print("(the answer was cut at the token limit: finish_reason length)", file=sys.stderr)

@@ -73,6 +73,7 @@ class AsyncStream:
             tool_calls=tuple(ToolCall(*one) for one in said.calls),
             tokens=tuple(token for part in parts for token in part.tokens),
             finish_reason=end.reason if end else None,
+            detail=end.detail if end else "",
             usage=end.usage if end else None,
             cache=end.cache if end else None,
             logprobs=tuple(entry for part in parts for entry in part.logprobs),

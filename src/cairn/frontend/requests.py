@@ -145,6 +145,9 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Token ids that end the generation beside the model's EOS."""
     min_tokens: int | None = None
     ignore_eos: bool = False
+    repetition_stop: bool = False
+    """End an answer that only repeats itself (`text.output.repetition`), with LENGTH. One that is held to a form, or in
+    the middle of a tool call, goes on."""
     n: int | None = None
     """Choices, at most `max_choices`."""
     priority: int | None = None
@@ -293,6 +296,7 @@ def requests(
             sampling=sampling,
             choice=choice,
             stop=stop,
+            repetition_stop=options.repetition_stop,
             output=output,
             grammar=grammar,
             reasoning_budget=budget,
@@ -396,7 +400,7 @@ def _max_tokens(asked: int | None, prompt_tokens: int, context: int, allow_empty
 
 
 def _flags(options: SamplingOptions) -> None:
-    for name in ("logprobs", "prompt_logprobs", "ignore_eos", "parallel_tool_calls"):
+    for name in ("logprobs", "prompt_logprobs", "ignore_eos", "repetition_stop", "parallel_tool_calls"):
         if not isinstance(getattr(options, name), bool):
             raise InvalidRequest(f"{name} must be true or false", field=name)
 

@@ -121,6 +121,11 @@ class ChoiceStream:
         assert self.done is not None
         return self.done.reason.value
 
+    @property
+    def detail(self) -> dict[str, str]:
+        """`finish_detail` of a choice, where there is more to say than its finish_reason does."""
+        return {"finish_detail": self.done.detail} if self.done is not None and self.done.detail else {}
+
     def stop_text(self, decode: Callable[[Sequence[int]], str]) -> str | None:
         """Which of the request's stop texts has ended it, if one did."""
         assert self.done is not None

@@ -20,8 +20,10 @@ from cairn.cli.conversation.quoted_lines import question_of, unquoted
 from cairn.cli.conversation.saved_chats import SavedChat, SavedChats
 from cairn.cli.conversation.settings import Settings, help_of_set
 from cairn.cli.output import printable, talk
+from cairn.cli.sampling import FLAGS
 from cairn.config.paths import expanded
 from cairn.types.errors import CairnError, ContextTooLong
+from cairn.types.outputs import REPETITION
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -290,7 +292,11 @@ class Conversation:
         if text in ("", "info", "system"):
             rows.append(("system", self.system or "(none)"))
         if text in ("", "info", "parameters"):
-            rows += [(name, str(value)) for name, value in self._settings.sampling.items()]
+            rows += [
+                (name, str(value))
+                for name, value in self._settings.sampling.items()
+                if name in FLAGS or name == "response_format"
+            ]
         width = max((len(name) for name, _ in rows), default=0) + 2
         self._say("\n".join(f"{name:<{width}}{value}" for name, value in rows) or "(nothing is set)")
 
@@ -411,7 +417,7 @@ def summary(answer: Answer, seconds: float, stopped: bool) -> str:
     """Return what an answer cost, in a line."""
     parts = ["stopped"] if stopped else []
     if answer.finish_reason == "length":
-        parts.append("ended, since it repeated itself" if answer.detail == "repetition" else "cut at the token limit")
+        parts.append("ended, since it repeated itself" if answer.detail == REPETITION else "cut at the token limit")
     usage = answer.usage
     if usage is not None:
         parts.append(f"{usage.completion_tokens} tokens in {seconds:.1f} s")

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from cairn.text.output.output_parser import all_markers, markers, splitter
 from cairn.text.output.pieces import Piece
+from cairn.text.output.repetition import RepetitionWatch
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.outputs import Delta, FinishReason, ToolCallDelta
 from cairn.types.request import Request
@@ -116,6 +117,7 @@ class TextStream:
         """The end of all text so far, control tokens included, in which a stop string may begin."""
         self._in_content = not output.reasoning_open
         self._unstoppable = request.sampling.min_tokens
+        self._watch = RepetitionWatch() if request.repetition_stop and request.grammar is None else None
         self.tokens: list[int] = []
         """Every token that counts: those after the one that completed a stop string do not."""
         self.before: list[Delta] = []
@@ -127,7 +129,17 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """A stop string was hit, or the only call is complete: the generation is over, further tokens are ignored."""
+        """A stop string was hit, the only call is complete, or the answer loops: further tokens are ignored."""
+        return self.looped or self._ended
+
+    @property
+    def looped(self) -> bool:
+        """The answer only repeats itself, and was to end there."""
+        return self._watch is not None and self._watch.looped
+
+    @property
+    def _ended(self) -> bool:
+        """It came to an end of its own."""
         return (self._stops is not None and self._stops.hit) or (self._splitter is not None and self._splitter.over)
 
     @property
@@ -145,7 +157,7 @@ class TextStream:
 
         The first delta carries the tokens, also where their text is held back or dropped.
         """
-        if self._splitter is None and self._stops is None:
+        if self._splitter is None and self._stops is None and self._watch is None:
             self.tokens += tokens
             return [Delta(text=self._detokenizer.push(tokens), tokens=tuple(tokens))]
         pieces: list[Piece] = []
@@ -162,6 +174,8 @@ class TextStream:
                 self._in_content = self._is_content(split)
             if unseen and not self.stopped:
                 pieces += self._unseen(unseen)
+            if self._watch is not None and not self._ended:
+                self._look_for_loop(self._watch, token)
         counted = len(self.tokens) - counted
         return _deltas(pieces, tuple(tokens[:counted]))
 
@@ -171,18 +185,25 @@ class TextStream:
         STOP becomes TOOL_CALLS if a complete tool call came out. A stop string in the last text turns LENGTH into STOP.
         """
         pieces: list[Piece] = []
-        if not self.stopped:
+        if not self._ended:
             pieces = self._split(self._detokenizer.flush())
             if self._splitter is not None:
                 pieces += self._splitter.finish(by_model=reason is FinishReason.STOP)
             pieces = self._visible(pieces)
             if self._stops is not None and (held := self._stops.release()):
                 pieces.append(("text", held))
-        if self.stopped and reason is FinishReason.LENGTH:
+        if self._ended and reason is FinishReason.LENGTH:
             reason = FinishReason.STOP
         if reason is FinishReason.STOP and self._splitter is not None and self._splitter.complete_calls:
             reason = FinishReason.TOOL_CALLS
         return _deltas(pieces, ()), reason
+
+    def _look_for_loop(self, watch: RepetitionWatch, token: int) -> None:
+        """Note a token, unless it is one of a call: rows of numbers there are no loop."""
+        if self._splitter is not None and self._splitter.may_call:
+            watch.forget()
+        else:
+            watch.push(token)
 
     @staticmethod
     def _is_content(pieces: list[Piece]) -> bool:
