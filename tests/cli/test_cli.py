@@ -92,6 +92,7 @@ def test_help_lists_the_commands_and_no_others():
     assert names == models | servers | {"serve", "chat", "run", "generate", "embed", "doctor", "bench"} | {
         "config",
         "version",
+        "man",
     }
     shown = CliRunner().invoke(app, ["--help"])
     assert shown.exit_code == 0
@@ -100,13 +101,40 @@ def test_help_lists_the_commands_and_no_others():
 
 def test_serve_has_a_flag_for_every_option():
     """Known failure 50: the flags are the fields of Config, each with its help and bounds."""
-    shown = " ".join(CliRunner().invoke(app, ["serve", "--help"]).output.replace("│", " ").split())
+    shown = " ".join(CliRunner().invoke(app, ["serve", "--help-all"]).output.replace("│", " ").split())
     for option in options():
         if option.name == "models":  # which are arguments
             continue
         assert (option.flag in shown) or option.name == "model"
         assert option.help.split(";")[0] in shown
         assert option.panel in shown
+
+
+def test_help_shows_some_twenty_options_in_groups():
+    """`--help-all` shows the rest, and every one of them can be given, shown or not."""
+    few, all_of_them = (CliRunner().invoke(app, ["serve", name]).output for name in ("--help", "--help-all"))
+    shown = [option.name for option in options() if f" {option.flag} " in few]
+    assert 15 <= len(shown) <= 25 and {"port", "context", "api_key", "tls_cert"} <= set(shown)
+    assert len(few.splitlines()) < 100 < len(all_of_them.splitlines())
+    assert "--help-all" in few and "--max-queue" not in few and "--max-queue" in all_of_them
+    assert "max_queue\t7\t--max-queue" in run("config", "--max-queue", "7").stdout
+    assert "--help-all" not in CliRunner().invoke(app, ["ps", "--help"]).output, "it has few, and shows them all"
+
+
+def test_manual_pages_have_every_option_and_are_good_roff(elsewhere):
+    assert run("man", "--write", "pages").stdout.endswith("pages in pages\n")
+    page = (elsewhere / "pages/cairn-serve.1").read_text()
+    for option in options():
+        if option.name not in ("model", "models"):
+            assert option.flag.replace("-", "\\-") in page
+    assert {"cairn.1", "cairn-chat.1", "cairn-cache-stats.1"} <= {path.name for path in (elsewhere / "pages").iterdir()}
+    assert run("man", "serve").stdout == page and "[dim]" not in page
+    assert "there is no command brew" in sentence(run("man", "brew"))
+    if shutil.which("groff"):
+        pages = sorted(map(str, (elsewhere / "pages").glob("*.1")))
+        command = ["groff", "-man", "-ww", "-z", *pages]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_help_loads_nothing_heavy():

@@ -24,6 +24,7 @@ from cairn.cli import (
     embed,
     generate,
     launch,
+    manual,
     models,
     options,
     quantize,
@@ -96,6 +97,7 @@ for _group in (
     doctor,
     bench,
     options,
+    manual,
 ):
     _group.register(app)
 

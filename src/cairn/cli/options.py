@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
+from typer.core import TyperOption
 
 from cairn.config.option import Option, local_options, options
 from cairn.config.resolve import Resolved, resolve
@@ -20,6 +22,20 @@ ALL = tuple(option.name for option in options() if option.name != "models")
 """Every option but those models that are arguments."""
 LOCAL = local_options()
 """Options of a run without a server."""
+
+COMMON = frozenset(
+    (
+        "context", "kv_gb", "threads", "weights", "chat_template",
+        "max_running", "kv_dir", "kv_disk_gb", "agents_dir", "models_dir", "served_name",
+        "host", "port", "api_key", "admin_key", "unsafe_no_auth", "cors_origins", "tls_cert", "tls_key", "log_level",
+        "max_tokens", "temperature", "top_p", "seed", "stop",
+    )
+)  # fmt: skip
+"""The options that `--help` shows; `--help-all` shows the others too."""
+_OF_SERVERS = frozenset(("max_running", "kv_dir", "kv_disk_gb", "chat_template"))
+"""Those of them that only the help of a server shows."""
+FEW = 12
+"""A command with at most so many generated flags shows all of them."""
 
 Host = Annotated[str | None, typer.Option(metavar="URL", help="The server; default: the configured address and port.")]
 """The flag of commands that need a running server."""
@@ -65,11 +81,17 @@ def configured(
         first = [_model_parameter(known["model"], several)] if model else []
         extra = [parameter.name for parameter in more]
         own = [parameter for parameter in own if parameter.name != "sampling"]
-        generated = first + own + list(more) + flags + [_config_parameter()]
         taken = [parameter.name for parameter in first + flags]
+        known_flags = [*more, *flags]
+        few = len(known_flags) <= FEW
+        shown = COMMON if "port" in names else COMMON - _OF_SERVERS
+        known_flags = [one if few or one.name in shown else _hidden(one) for one in known_flags]
+        all_help = [] if few else [_keyword("help_all", _HELP_ALL, False)]
+        generated = first + own + known_flags + [_config_parameter()] + all_help
 
         def run(**given: Any) -> None:
             chosen = {name: given.pop(name) for name in taken}
+            given.pop("help_all", None)
             if several and (models := chosen.pop("model")):
                 chosen |= {"models": models} if len(models) > 1 else {"model": models[0]}
             if more:
@@ -85,6 +107,30 @@ def configured(
         return run
 
     return wrap
+
+
+def _show_all(context: typer.Context, wanted: bool) -> None:
+    """Show the help with every option, and leave."""
+    if not wanted:
+        return
+    for parameter in context.command.params:
+        if isinstance(parameter, TyperOption):
+            parameter.hidden = False
+    print(context.get_help(), end="")
+    raise typer.Exit
+
+
+_HELP_ALL = Annotated[
+    bool, typer.Option("--help-all", help="Show every option and leave.", is_eager=True, callback=_show_all)
+]
+
+
+def _hidden(parameter: inspect.Parameter) -> inspect.Parameter:
+    """The same flag, which `--help` leaves out."""
+    kind, info = get_args(parameter.annotation)
+    info = copy.copy(info)
+    info.hidden = True
+    return parameter.replace(annotation=Annotated[kind, info])
 
 
 def _parameter(option: Option) -> inspect.Parameter:

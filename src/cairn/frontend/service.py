@@ -201,7 +201,7 @@ class Service:
                 self.spec.vocab,
             )
         if lacking := self.tokenizer.unspelt_bytes:
-            log.warning(
+            log.debug(  # said where the model is pulled, and by `cairn show`; not at every start
                 "the vocabulary lacks the bytes %s: they are left out of prompts",
                 " ".join(f"{byte:02x}" for byte in sorted(lacking)),
             )
