@@ -107,7 +107,7 @@ def test_chat_talks_to_the_server_that_runs_and_says_so(running, loaded):
 
 
 def test_chat_loads_a_model_where_no_server_runs(loaded, monkeypatch):
-    monkeypatch.setattr(answer_source, "state_of", lambda url: "")
+    monkeypatch.setattr(answer_source, "state_of", lambda *_: "")
     assert run("chat").returncode == 0
     assert loaded == ["demo"]
 
@@ -169,7 +169,7 @@ def test_run_answers_a_prompt_or_talks(running):
 
 def test_run_pulls_what_is_not_here(running, loaded, monkeypatch):
     pulled = []
-    monkeypatch.setattr(hub, "pull", lambda model, **_: pulled.append(model))
+    monkeypatch.setattr(hub, "pull", lambda model, **_: pulled.append(model) or hub.demo_folder())
     assert run("run", "org/name").returncode == 0
     assert run("run", "demo").returncode == 0
     assert (pulled, loaded) == (["org/name"], ["org/name", "demo"])
@@ -178,7 +178,7 @@ def test_run_pulls_what_is_not_here(running, loaded, monkeypatch):
 
 
 def test_run_says_where_there_is_no_such_model(loaded, monkeypatch):
-    monkeypatch.setattr(answer_source, "state_of", lambda url: "")
+    monkeypatch.setattr(answer_source, "state_of", lambda *_: "")
     assert sentence(run("run", "nothing.gguf")) == "there is no file nothing.gguf"
 
 

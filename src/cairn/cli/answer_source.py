@@ -125,13 +125,13 @@ def _running(resolved: Resolved) -> _Server | None:
     from cairn.cli.client import address
 
     url = address(resolved.config)
-    if not resolved.config.port or not (state := state_of(url)):
+    if not resolved.config.port or not (state := state_of(url, resolved.config.tls_cert)):
         return None
     if state == LOADING:
         with talk().status(f"waiting for the server at {url} to load its model"):
             while state == LOADING:
                 time.sleep(_AGAIN)
-                state = state_of(url)
+                state = state_of(url, resolved.config.tls_cert)
     try:
         with server(resolved, url) as client:
             names = _names(client)
@@ -146,12 +146,15 @@ def _running(resolved: Resolved) -> _Server | None:
     return _Server(url, name)
 
 
-def state_of(url: str) -> str:
-    """`ready`, `loading`, or "" where no Cairn server answers."""
+def state_of(url: str, certificate: str | None = None) -> str:
+    """`ready`, `loading`, or "" where no Cairn server answers. `certificate`: the file of the one it has over https."""
     import httpx
 
+    from cairn.cli.trust import tls_context
+
+    verify = tls_context(url, certificate)
     try:
-        found = httpx.get(f"{url}/health/ready", timeout=_LOOK, trust_env=False).json()
+        found = httpx.get(f"{url}/health/ready", timeout=_LOOK, trust_env=False, verify=verify).json()
         reasons = found["reasons"]
         return LOADING if any("being loaded" in str(one) for one in reasons) else "ready"
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, RecursionError):

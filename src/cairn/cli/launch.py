@@ -20,6 +20,7 @@ import typer
 from cairn.cli.launch_table import AGENTS, AgentProgram
 from cairn.cli.options import Host, configured, server
 from cairn.cli.output import talk
+from cairn.cli.trust import certificate_file
 from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError, Unavailable
 
@@ -37,6 +38,8 @@ class ServerAddress(NamedTuple):
     model: str
     key: str
     context: int
+    certificate: Path | None = None
+    """The file of what has to be trusted there, over https."""
 
 
 class Start(NamedTuple):
@@ -100,6 +103,8 @@ def start(
         "folder": str(folder),
     }
     env = {name: _text(filled(value, values)) for name, value in agent.env.items()}
+    if place.certificate is not None:
+        env[agent.authorities] = str(place.certificate)
     command = [agent.program, *(str(filled(one, values)) for one in agent.arguments), *arguments]
     files = {folder / name: _text(filled(value, values)) + "\n" for name, value in agent.files.items()}
     return Start(command, env, files)
@@ -164,9 +169,10 @@ def _place(resolved: Resolved, host: str | None, model: str | None) -> Iterator[
         if host is not None:
             raise
     url = address(resolved.config)
-    if state_of(url) == LOADING:
+    certificate = resolved.config.tls_cert
+    if state_of(url, certificate) == LOADING:
         with talk().status(f"waiting for the server at {url} to load its model"):
-            while state_of(url) == LOADING:
+            while state_of(url, certificate) == LOADING:
                 time.sleep(_LOOK)
         yield _found(resolved, None), False
         return
@@ -176,13 +182,14 @@ def _place(resolved: Resolved, host: str | None, model: str | None) -> Iterator[
 
 def _found(resolved: Resolved, host: str | None) -> ServerAddress:
     """The server that runs. Unavailable where none does."""
-    from cairn.cli.client import first_chat
+    from cairn.cli.client import first_chat, own_certificate
 
     with server(resolved, host) as client:
         first = first_chat(client.get("/v1/models")["data"])
         config = resolved.config
         key = config.api_key[0].reveal() if config.api_key else ""
-        return ServerAddress(client.url, str(first["id"]), key, int(first["max_model_len"]))
+        known = certificate_file(own_certificate(config, host)) if client.url.startswith("https:") else None
+        return ServerAddress(client.url, str(first["id"]), key, int(first["max_model_len"]), known)
 
 
 @contextmanager

@@ -25,6 +25,8 @@ class AgentProgram:
     env: Mapping[str, str | Json] = field(default_factory=dict)
     """Variables; what is no text is JSON."""
     arguments: tuple[str, ...] = ()
+    authorities: str = "NODE_EXTRA_CA_CERTS"
+    """The variable that names a file of certificates to trust, for a server that speaks https."""
     files: Mapping[str, Json] = field(default_factory=dict)
     """Files in {folder}, by name, as JSON."""
 
@@ -58,6 +60,7 @@ AGENTS: Mapping[str, AgentProgram] = {
     "codex": AgentProgram(
         title="codex",
         program="codex",
+        authorities="SSL_CERT_FILE",
         install="npm install -g @openai/codex",
         env={"CODEX_CAIRN_KEY": "{key}"},
         arguments=(
@@ -107,6 +110,7 @@ AGENTS: Mapping[str, AgentProgram] = {
     "aider": AgentProgram(
         title="aider",
         program="aider",
+        authorities="SSL_CERT_FILE",
         install="python -m pip install aider-install && aider-install",
         env={"OPENAI_API_BASE": "{url}/v1", "OPENAI_API_KEY": "{key}"},
         arguments=(

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 from typer.core import TyperOption
 
+from cairn.cli.trust import TRUST_PARAMETERS, TrustFlags
+from cairn.cli.trust import chosen as chosen_trust
 from cairn.config.option import Option, local_options, options
 from cairn.config.resolve import Resolved, resolve
 from cairn.types.errors import CairnError
@@ -86,8 +88,9 @@ def configured(
         few = len(known_flags) <= FEW
         shown = COMMON if "port" in names else COMMON - _OF_SERVERS
         known_flags = [one if few or one.name in shown else _hidden(one) for one in known_flags]
+        trust = TRUST_PARAMETERS if any(one.name == "host" for one in own) else ()
         all_help = [] if few else [_keyword("help_all", _HELP_ALL, False)]
-        generated = first + own + known_flags + [_config_parameter()] + all_help
+        generated = [*first, *own, *known_flags, *trust, _config_parameter(), *all_help]
 
         def run(**given: Any) -> None:
             chosen = {name: given.pop(name) for name in taken}
@@ -97,6 +100,8 @@ def configured(
             if more:
                 asked = {name: given.pop(name) for name in extra}
                 given["sampling"] = {name: value for name, value in asked.items() if value not in (None, [])}
+            if trust:
+                chosen_trust.set(TrustFlags(given.pop("cacert"), given.pop("insecure")))
             command(resolve(chosen, file=given.pop("config_file")), **given)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
