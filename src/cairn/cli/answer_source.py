@@ -76,7 +76,7 @@ def answers(
     with ExitStack() as opened:
         with talk().status("loading the model"):
             found = opened.enter_context(source(resolved, None))
-        yield Reached(found, model, model, model, _context(resolved), lambda: facts(model))
+        yield Reached(found, model, model, model, context_of(model, resolved.config.context), lambda: facts(model))
 
 
 def _reached(client: Client, name: str, keepalive: str | None) -> Reached:
@@ -94,16 +94,16 @@ def _reached(client: Client, name: str, keepalive: str | None) -> Reached:
     return Reached(client, name, "", model, int(context) if context else None, describe)
 
 
-def _context(resolved: Resolved) -> int | None:
-    """Tokens of the context of a model in this process; None where its files do not say."""
+def context_of(model: str, option: int | None) -> int | None:
+    """Return how many tokens the context of a model here has; None where its files cannot be read."""
     from cairn.models.hub import hub
     from cairn.models.spec.config import load_spec
 
     try:
-        made_for = load_spec(hub.locate(resolved.config.model), identify=False).context
+        made_for = load_spec(hub.locate(model), identify=False).context
     except CairnError:
         return None
-    return min(made_for, resolved.config.context or made_for)
+    return min(made_for, option or made_for)
 
 
 class _Server(NamedTuple):

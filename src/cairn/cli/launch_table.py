@@ -22,6 +22,8 @@ class AgentProgram:
     program: str
     install: str
     """The command that installs it."""
+    first_prompt: tuple[int, int] = (0, 0)
+    """Tokens of what it sends first, at least and at most, as counted; (0, 0): little, or not known."""
     env: Mapping[str, str | Json] = field(default_factory=dict)
     """Variables; what is no text is JSON."""
     arguments: tuple[str, ...] = ()
@@ -37,6 +39,7 @@ AGENTS: Mapping[str, AgentProgram] = {
     "claude": AgentProgram(
         title="Claude Code",
         program="claude",
+        first_prompt=(17_000, 32_000),
         install="npm install -g @anthropic-ai/claude-code",
         env={
             "ANTHROPIC_BASE_URL": "{url}",
@@ -60,6 +63,7 @@ AGENTS: Mapping[str, AgentProgram] = {
     "codex": AgentProgram(
         title="codex",
         program="codex",
+        first_prompt=(13_000, 13_000),
         authorities="SSL_CERT_FILE",
         install="npm install -g @openai/codex",
         env={"CODEX_CAIRN_KEY": "{key}"},
@@ -73,6 +77,7 @@ AGENTS: Mapping[str, AgentProgram] = {
     "opencode": AgentProgram(
         title="opencode",
         program="opencode",
+        first_prompt=(11_000, 11_000),
         install="npm install -g opencode-ai",
         env={
             "OPENCODE_CONFIG_CONTENT": {
@@ -92,6 +97,7 @@ AGENTS: Mapping[str, AgentProgram] = {
     "qwen": AgentProgram(
         title="qwen-code",
         program="qwen",
+        first_prompt=(28_000, 28_000),
         install="npm install -g @qwen-code/qwen-code",
         env={
             "OPENAI_BASE_URL": "{url}/v1",

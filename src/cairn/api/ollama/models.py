@@ -26,7 +26,7 @@ from cairn.frontend.requests import sampling_defaults
 from cairn.frontend.service import Service
 from cairn.models.files import is_gguf
 from cairn.models.hub import hub
-from cairn.models.hub.addresses import KNOWN
+from cairn.models.hub.addresses import known
 from cairn.models.hub.removal import plan, remove
 from cairn.models.safetensors.weights import parameters
 from cairn.models.spec.facts import bytes_by_format
@@ -150,7 +150,7 @@ class OllamaModels:
         self._check_owner()
         model = body.model.removesuffix(LATEST)
         served = self._is_served(model)
-        if not served and model != hub.DEMO and model not in KNOWN:
+        if not served and model != hub.DEMO and known(model) is None:
             _is_name(model)
         lines = _Lines(call, stream=body.stream is not False)
         if not served:
