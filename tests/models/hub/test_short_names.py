@@ -39,8 +39,8 @@ def test_names_of_the_registry() -> None:
 
 
 def test_a_short_name_is_pulled_from_the_hub_and_found_again(
-    remote,
-    env,
+    remote,  # noqa: F811
+    env,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = "tiny:1b"
