@@ -204,8 +204,12 @@ def test_ps_shows_the_servers_model_and_its_load(running):
     assert "no server answers" in sentence(run("ps", "--host", "127.0.0.1:1"), 1)
 
 
-def test_stop_says_how_a_server_is_ended(running):
-    assert "keeps m for as long as it runs; end it with Ctrl-C" in sentence(run("stop", "m"))
+def test_stop_unloads_a_model_and_says_how_a_server_is_ended(running):
+    said = {"id": "m", "state": "not loaded", "model": "/models/m", "success": True}
+    running.answers["/v1/admin/models/unload"] = [(200, json.dumps(said))]
+    assert "state\tnot loaded" in run("stop", "m").stdout.splitlines()
+    assert running.asked[-1] == ("/v1/admin/models/unload", {"model": "m"})
+    assert "is ended with Ctrl-C" in sentence(run("stop"))
     assert "no server answers" in sentence(run("stop", "--host", "127.0.0.1:1"), 1)
 
 
