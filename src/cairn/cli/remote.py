@@ -104,8 +104,8 @@ def register(app: typer.Typer) -> None:
         with server(resolved, host) as client:
             client.get("/health/ready")
             raise ConfigError(
-                f"the server at {client.url} is ended with Ctrl-C in its terminal or SIGTERM to its process. A model is "
-                "unloaded by: cairn stop MODEL; one request is ended by: cairn cancel ID"
+                f"the server at {client.url} is ended with Ctrl-C in its terminal or SIGTERM to its process. A model "
+                "is unloaded by: cairn stop MODEL; one request is ended by: cairn cancel ID"
             )
 
     @app.command(rich_help_panel="Running servers")
