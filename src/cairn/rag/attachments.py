@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from cairn.rag.database import Database
 from cairn.rag.definition import MAX_DOCUMENTS, Attribute, Collection
+from cairn.rag.document_store import Database
 from cairn.types.errors import Conflict, NotFound
 
 State = Literal["in_progress", "completed", "failed", "cancelled"]

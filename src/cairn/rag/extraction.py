@@ -7,15 +7,250 @@ the parent (`extractor.py`) kills it when it has waited long enough. It can writ
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import sys
+import zipfile
+from collections.abc import Callable, Mapping
 from typing import BinaryIO, cast
+from xml.parsers.expat import ExpatError, ParserCreate
 
 import msgspec
 
-from cairn.rag.definition import MAX_BYTES, DocumentKind
-from cairn.rag.outline import Section, UnreadableDocument
+from cairn.rag.definition import MAX_BYTES, MAX_PAGES, MAX_UNPACKED, DocumentKind
+from cairn.rag.reading import Outline, Section, UnreadableDocument, sections
 from cairn.system.helper_limits import restrict
+
+_W = "http://schemas.openxmlformats.org/wordprocessingml/2006/main "
+_STRICT = "http://purl.oclc.org/ooxml/wordprocessingml/main "
+_FALLBACK = "http://schemas.openxmlformats.org/markup-compatibility/2006 Fallback"
+_HEADING = re.compile(r"heading ([1-9])")
+_MOST_PARTS = 10_000
+_PIECE = 1 << 16
+_DEEPEST = 500
+
+Attributes = Mapping[str, str]
+
+
+def paragraphs(file: BinaryIO) -> list[Section]:
+    """The sections of a document. Unreadable says what is wrong with the file."""
+    try:
+        with zipfile.ZipFile(file) as parts:
+            names = parts.namelist()
+            if len(names) > _MOST_PARTS:
+                raise UnreadableDocument(f"the DOCX has {len(names)} parts; the limit is {_MOST_PARTS}")
+            if "word/document.xml" not in names:
+                raise UnreadableDocument("this is no DOCX: it has no part word/document.xml")
+            levels = _Levels()
+            if "word/styles.xml" in names:
+                _parse(parts, "word/styles.xml", levels)
+            body = _Body(levels.found)
+            _parse(parts, "word/document.xml", body)
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, EOFError, ValueError) as error:
+        raise UnreadableDocument(f"the DOCX cannot be read: {' '.join(str(error).split())[:200]}") from None
+    return body.end()
+
+
+class _Handler:
+    """Elements of WordprocessingML as they come, by their plain names."""
+
+    def start(self, name: str, attributes: Attributes) -> None:
+        """An element begins."""
+
+    def text(self, data: str) -> None:
+        """Characters of an element."""
+
+    def stop(self, name: str) -> None:
+        """An element ends."""
+
+
+def _parse(parts: zipfile.ZipFile, name: str, handler: _Handler) -> None:
+    parser = ParserCreate(namespace_separator=" ")
+    parser.buffer_text = True
+    depth = 0
+
+    def start(tag: str, attributes: dict[str, str]) -> None:
+        nonlocal depth
+        depth += 1
+        if depth > _DEEPEST:
+            raise UnreadableDocument(f"{name} of the DOCX nests deeper than {_DEEPEST} elements, the limit")
+        handler.start(_plain(tag), {_plain(key): value for key, value in attributes.items()})
+
+    def stop(tag: str) -> None:
+        nonlocal depth
+        depth -= 1
+        handler.stop(_plain(tag))
+
+    parser.StartElementHandler, parser.EndElementHandler = start, stop
+    parser.CharacterDataHandler = handler.text
+    parser.StartDoctypeDeclHandler = _refuse_type
+    size = 0
+    with parts.open(name) as part:
+        while data := part.read(_PIECE):
+            size += len(data)
+            if size > MAX_UNPACKED:
+                raise UnreadableDocument(f"{name} of the DOCX has more than {MAX_UNPACKED} bytes unpacked, the limit")
+            _feed(parser.Parse, data, False, name)
+        _feed(parser.Parse, b"", True, name)
+
+
+def _feed(parse: Callable[[bytes, bool], object], data: bytes, last: bool, name: str) -> None:
+    try:
+        parse(data, last)
+    except ExpatError as error:
+        raise UnreadableDocument(f"{name} of the DOCX is no valid XML: {error}") from None
+
+
+def _refuse_type(*_: object) -> None:
+    raise UnreadableDocument("the DOCX has a document type, which none needs")
+
+
+def _plain(name: str) -> str:
+    """The name of an element or an attribute of WordprocessingML; others keep their namespace."""
+    return name.removeprefix(_W).removeprefix(_STRICT)
+
+
+class _Levels(_Handler):
+    """The levels of headings, by the id of their style: ids are in the language of whoever wrote the document."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, int] = {}
+        self._style = ""
+
+    def start(self, name: str, attributes: Attributes) -> None:
+        """A style, or what is said of it."""
+        if name == "style":
+            self._style = attributes.get("styleId", "")
+        elif name == "name" and self._style:
+            called = attributes.get("val", "").lower()
+            if (heading := _HEADING.fullmatch(called)) is not None:
+                self.found[self._style] = int(heading[1])
+            elif called == "title":
+                self.found[self._style] = 0
+        elif name == "outlineLvl" and self._style and attributes.get("val", "").isdigit():
+            self.found.setdefault(self._style, 1 + int(attributes["val"]))
+
+
+class _Paragraph:
+    """A paragraph that is being read."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+        self.level: int | None = None
+        """Of the heading that it is."""
+
+
+class _Body(_Handler):
+    """Paragraphs, rows of tables, and the headings among them."""
+
+    def __init__(self, levels: Mapping[str, int]) -> None:
+        self._levels = levels
+        self._outline = Outline()
+        self._blocks: list[str] = []
+        self._open: list[_Paragraph] = []
+        """Paragraphs that are open: a box of text within one has others."""
+        self._cells: list[list[str]] = []
+        """The cells of the rows that are open, the inmost last."""
+        self._reading = False
+        self._twice = 0
+        """Within so many elements that say again, for older readers, what was said before them."""
+
+    def start(self, name: str, attributes: Attributes) -> None:
+        """An element begins."""
+        if name == _FALLBACK or self._twice:
+            self._twice += 1
+            return
+        match name:
+            case "p":
+                self._open.append(_Paragraph())
+            case "pStyle" if self._open:
+                self._open[-1].level = self._levels.get(attributes.get("val", ""))
+            case "t":
+                self._reading = bool(self._open)
+            case "tab" | "br" | "cr" if self._open:
+                self._open[-1].words.append("\t" if name == "tab" else "\n")
+            case "tr":
+                self._cells.append([])
+            case "tc" if self._cells:
+                self._cells[-1].append("")
+
+    def text(self, data: str) -> None:
+        """Characters of a run."""
+        if self._reading:
+            self._open[-1].words.append(data)
+
+    def stop(self, name: str) -> None:
+        """An element ends."""
+        if self._twice:
+            self._twice -= 1
+        elif name == "t":
+            self._reading = False
+        elif name == "p" and self._open:
+            self._paragraph(self._open.pop())
+        elif name == "tr" and self._cells:
+            row = " | ".join(self._cells.pop())
+            if row.strip(" |"):
+                self._say(row)
+
+    def _paragraph(self, paragraph: _Paragraph) -> None:
+        text = "".join(paragraph.words).strip()
+        if not text:
+            return
+        if paragraph.level is not None and not self._cells:
+            self._flush()
+            self._outline.head(paragraph.level, text)
+        else:
+            self._say(text)
+
+    def _say(self, text: str) -> None:
+        """Text of a cell, or a block."""
+        if self._cells and self._cells[-1]:
+            before = self._cells[-1][-1]
+            self._cells[-1][-1] = f"{before} {text}" if before else text
+        else:
+            self._blocks.append(text)
+
+    def _flush(self) -> None:
+        self._outline.add("\n\n".join(self._blocks))
+        self._blocks = []
+
+    def end(self) -> list[Section]:
+        """All sections."""
+        self._flush()
+        return self._outline.sections
+
+
+def pages(file: BinaryIO) -> list[Section]:
+    """The pages that hold text, in order. Unreadable says what is wrong with the file."""
+    from pypdf import PasswordType, PdfReader
+    from pypdf.errors import PyPdfError
+
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it tells of each small fault, and most files have some
+    try:
+        reader = PdfReader(file)
+        if reader.is_encrypted and reader.decrypt("") is PasswordType.NOT_DECRYPTED:
+            raise UnreadableDocument("the PDF is encrypted with a password; give it without one")
+        count = len(reader.pages)
+        if count > MAX_PAGES:
+            raise UnreadableDocument(f"the PDF has {count} pages; the limit is {MAX_PAGES}")
+        found = [
+            Section(f"page {number}", text)
+            for number, page in enumerate(reader.pages, 1)
+            if (text := page.extract_text().strip())
+        ]
+    except (PyPdfError, ImportError) as error:  # ciphers of newer files are in a package of their own
+        raise UnreadableDocument(f"the PDF cannot be read: {_line(error)}") from None
+    if count and not found:
+        raise UnreadableDocument(
+            "no page of the PDF holds text: pictures of text, as a scanner makes them, are not read"
+        )
+    return found
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
 
 MEMORY = 1 << 30
 """Bytes of address space that reading one document may take."""
@@ -50,15 +285,9 @@ def extract(kind: DocumentKind, file: BinaryIO) -> Extracted:
 
 def _sections(kind: DocumentKind, file: BinaryIO) -> list[Section]:
     if kind == "pdf":
-        from cairn.rag.pdf import pages
-
         return pages(file)
     if kind == "docx":
-        from cairn.rag.docx import paragraphs
-
         return paragraphs(file)
-    from cairn.rag.reading import sections
-
     try:
         text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -11,7 +11,7 @@ import msgspec
 
 from cairn.rag.definition import MAX_BYTES, DocumentKind
 from cairn.rag.extraction import MEMORY, SECONDS, Extracted
-from cairn.rag.outline import Section
+from cairn.rag.reading import Section
 from cairn.rag.turns import TenantPlaces
 from cairn.system.helper_process import helper_command, helper_environment
 from cairn.types.errors import InvalidRequest, Unavailable

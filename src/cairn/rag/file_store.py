@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from cairn.rag.database import Database
+from cairn.rag.document_store import Database
 from cairn.types.errors import NotFound, Overloaded
 
 MAX_FILES = 10_000

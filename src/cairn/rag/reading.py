@@ -7,10 +7,50 @@ plain text is one section. Nothing of a document is run or fetched.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
+from typing import NamedTuple
 
-from cairn.rag.definition import BINARY, DocumentKind
-from cairn.rag.outline import Outline, Section
+from cairn.rag.definition import BINARY, MAX_CHUNKS, DocumentKind
+
+MAX_TITLE = 200
+"""Characters of a title that are kept: every section below it, and every chunk of those, says it again."""
+DEEPEST = 9
+"""The level of headings below which all are of one level."""
+
+
+class UnreadableDocument(Exception):
+    """A document cannot be read; the text says why, for its sender."""
+
+
+class Section(NamedTuple):
+    """A part of a document."""
+
+    heading: str
+    text: str
+
+
+class Outline:
+    """Headings that are open, and the sections so far."""
+
+    def __init__(self) -> None:
+        self.sections: list[Section] = []
+        self._open: list[tuple[int, str]] = []
+
+    def head(self, level: int, title: str) -> None:
+        """A heading: those of its level and below end."""
+        level = min(level, DEEPEST)
+        self._open = [one for one in self._open if one[0] < level]
+        if title := title[:MAX_TITLE].rstrip():
+            self._open.append((level, title))
+
+    def add(self, text: str) -> None:
+        """The text below the headings that are open. Unreadable where there are too many of them."""
+        if text.strip():
+            if len(self.sections) == MAX_CHUNKS:  # each is a chunk at least
+                raise UnreadableDocument(f"the document has more than {MAX_CHUNKS} sections with text, the limit")
+            self.sections.append(Section(" > ".join(title for _, title in self._open), text.strip()))
+
 
 _HEADING = re.compile(r" {0,3}(#{1,6})[ \t](.*)")
 """What closes a heading is taken off apart: an expression for it as well tries all ways to share out the blanks."""
@@ -99,3 +139,44 @@ class _HtmlReader(HTMLParser):
         """The text so far is a section."""
         self.outline.add(re.sub(r"\n{3,}", "\n\n", "".join(self._text)))
         self._text = []
+
+
+_BREAKS = ("\n\n", "\n", ". ", "? ", "! ", "; ", ", ", " ")
+"""Where a text is best cut, the best first."""
+
+
+class Piece(NamedTuple):
+    """A chunk before it is stored."""
+
+    heading: str
+    text: str
+
+
+def chunks(found: Sequence[Section], most: int, overlap: int) -> Iterator[Piece]:
+    """Pieces of at most `most` characters; what follows another of its section repeats up to `overlap` of its end."""
+    for section in found:
+        start = 0
+        text = section.text
+        while start < len(text):
+            end = len(text) if len(text) - start <= most else _cut(text, start, start + most)
+            if piece := text[start:end].strip():
+                yield Piece(section.heading, piece)
+            if end == len(text):
+                break
+            start = max(_begin(text, end - overlap, end), start + 1)
+
+
+def _cut(text: str, start: int, end: int) -> int:
+    """Where a piece ends: behind the best break of its second half, else at its limit."""
+    middle = start + (end - start) // 2
+    for mark in _BREAKS:
+        at = text.rfind(mark, middle, end)
+        if at >= 0:
+            return at + len(mark)
+    return end
+
+
+def _begin(text: str, start: int, end: int) -> int:
+    """Where the next piece begins: at the first word from `start` on."""
+    at = text.find(" ", start, end)
+    return end if at < 0 else at + 1

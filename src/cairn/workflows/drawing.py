@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cairn.types.errors import Unsupported
 from cairn.workflows.checks import Graph, check_workflow
 from cairn.workflows.definition import Node, Workflow
-from cairn.workflows.records import NodeEnded
+from cairn.workflows.runner import NodeEnded
 
 COLOURS = {"done": "#b7e1c0", "skipped": "#e4e4e4", "failed": "#f3b8b8", "running": "#cfe2ff", "waiting": "#ffffff"}
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _PAD = 168, 48, 56, 20, 16

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -26,12 +26,100 @@ from cairn.types.outputs import Delta
 from cairn.workflows.answerer import Answered, Answerer, Asker
 from cairn.workflows.checks import Graph
 from cairn.workflows.contracts import Breach, grammar_schema, read_answer
-from cairn.workflows.definition import NODE_TOKENS, Node
-from cairn.workflows.merging import merge
-from cairn.workflows.paths import INDEX, INPUTS, ITEM, MISSING, PREVIOUS, holds, lookup
-from cairn.workflows.records import NodeEnded, Run, RunEnded, RunItem
+from cairn.workflows.definition import NODE_TOKENS, Node, Workflow
+from cairn.workflows.paths import INDEX, INPUTS, ITEM, MISSING, PREVIOUS, holds, lookup, same
 from cairn.workflows.templates import Absent, TooLong, filling
 from cairn.workflows.text_room import TextRoom
+
+RunStatus = Literal["running", "interrupted", "finished", "failed"]
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A run as it was asked for."""
+
+    id: str
+    workflow: Workflow
+    inputs: dict[str, Any] = {}
+    seed: int = 0
+
+
+class NodeEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="node"):
+    """A node, one item of a fan-out, or a node of one run of a loop, is over."""
+
+    key: str
+    """`plan`, `code.3` for an item, `repair#2/fix` for the second run of a loop."""
+    state: Literal["done", "skipped", "failed"]
+    output: Any = None
+    why: str = ""
+    """Why it was skipped or failed."""
+    lost: bool = False
+    """It was skipped because something that it needs has failed."""
+    attempts: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class RunEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="run"):
+    """The run is over."""
+
+    state: Literal["finished", "failed"]
+    result: Any = None
+    sources: dict[str, str] = {}
+    """Whose value each field of a merged result has."""
+    conflicts: tuple[dict[str, Any], ...] = ()
+    why: str = ""
+
+
+RunItem = NodeEnded | RunEnded
+
+
+class FieldConflict(NamedTuple):
+    """Two values of one field."""
+
+    field: str
+    won: str
+    """The node whose value stands, with the number of the item in a fan-out."""
+    value: Any
+    lost: str
+    other: Any
+    why: str
+
+
+class Merged(NamedTuple):
+    """The result."""
+
+    values: dict[str, Any]
+    sources: dict[str, str]
+    """Whose value each field has."""
+    conflicts: list[FieldConflict]
+
+
+def merge(precedence: Sequence[str], outputs: Mapping[str, Any]) -> Merged:
+    """The fields of these nodes' outputs. A node that was skipped says nothing."""
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    conflicts = []
+    for name in precedence:
+        output = outputs.get(name)
+        listed = isinstance(output, list)
+        for index, one in enumerate(output if isinstance(output, list) else [output]):
+            source = f"{name}.{index}" if listed else name
+            for field, value in sorted(one.items()) if isinstance(one, Mapping) else ():
+                if field not in values:
+                    values[field], sources[field] = value, source
+                elif not same(values[field], value):
+                    why = _why(sources[field], source)
+                    conflicts.append(FieldConflict(field, sources[field], values[field], source, value, why))
+    return Merged(values, sources, conflicts)
+
+
+def _why(won: str, lost: str) -> str:
+    one, other = won.partition(".")[0], lost.partition(".")[0]
+    if one == other:
+        return f"an earlier item of {one} stands before a later one"
+    return f"{one} stands before {other} in merge.precedence"
+
 
 T = TypeVar("T")
 Emit = Callable[[dict[str, Any]], object]

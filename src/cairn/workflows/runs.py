@@ -16,8 +16,7 @@ from cairn.workflows.answerer import Answerer, Asker
 from cairn.workflows.bounds import listed
 from cairn.workflows.checks import check_workflow
 from cairn.workflows.definition import Workflow
-from cairn.workflows.records import NodeEnded, Run, RunEnded, RunItem, RunStatus
-from cairn.workflows.runner import Emit, WorkflowRun
+from cairn.workflows.runner import Emit, NodeEnded, Run, RunEnded, RunItem, RunStatus, WorkflowRun
 from cairn.workflows.text_room import TextRoom
 
 ROOM = "run"
