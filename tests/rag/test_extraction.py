@@ -71,7 +71,7 @@ WRONG: tuple[tuple[DocumentKind, bytes, str], ...] = (
     ("docx", docx(BODY, head=BOMB), "document type"),
     ("docx", docx("<w:p>"), "no valid XML"),
     ("docx", docx("<w:p>" * 600 + "</w:p>" * 600), "nests deeper than 500"),
-    ("txt", b"\xff\xfe", "no text in UTF-8"),
+    ("txt", b"\xff\xfe", "not UTF-8 text"),
 )
 
 

@@ -1,8 +1,8 @@
-"""The process that reads one document, its standard input; run as `python -m cairn.rag.extraction KIND`.
+"""Helper process that reads one document from standard input; run as `python -m cairn.rag.extraction KIND`.
 
-It writes one frame to its standard output (`Extracted`, as msgpack) and ends. Whatever the file does to it - endless
-loops, bombs, faults of a parser - costs this process alone: the system bounds its memory and its processor time, and
-the parent (`extractor.py`) kills it when it has waited long enough. It can write no file.
+It writes one frame to standard output (`Extracted`, as msgpack) and ends. A hostile file - an endless loop, a bomb, a
+parser's fault - costs this process alone: the system limits its memory and processor time, the parent (`extractor.py`)
+kills it after a deadline, and it cannot write files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Attributes = Mapping[str, str]
 
 
 def paragraphs(file: BinaryIO) -> list[Section]:
-    """The sections of a document. Unreadable says what is wrong with the file."""
+    """Return the sections of a DOCX. Raise UnreadableDocument that says what is wrong with the file."""
     try:
         with zipfile.ZipFile(file) as parts:
             names = parts.namelist()
@@ -53,16 +53,16 @@ def paragraphs(file: BinaryIO) -> list[Section]:
 
 
 class _Handler:
-    """Elements of WordprocessingML as they come, by their plain names."""
+    """Receiver of WordprocessingML elements, by their names without namespace."""
 
     def start(self, name: str, attributes: Attributes) -> None:
-        """An element begins."""
+        """Handle the beginning of an element."""
 
     def text(self, data: str) -> None:
-        """Characters of an element."""
+        """Handle characters inside an element."""
 
     def stop(self, name: str) -> None:
-        """An element ends."""
+        """Handle the end of an element."""
 
 
 def _parse(parts: zipfile.ZipFile, name: str, handler: _Handler) -> None:
@@ -107,19 +107,19 @@ def _refuse_type(*_: object) -> None:
 
 
 def _plain(name: str) -> str:
-    """The name of an element or an attribute of WordprocessingML; others keep their namespace."""
+    """Return a WordprocessingML name without its namespace; other names keep theirs."""
     return name.removeprefix(_W).removeprefix(_STRICT)
 
 
 class _Levels(_Handler):
-    """The levels of headings, by the id of their style: ids are in the language of whoever wrote the document."""
+    """Reads the heading level of each style id. Ids are in the author's language, so they say nothing themselves."""
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
         self._style = ""
 
     def start(self, name: str, attributes: Attributes) -> None:
-        """A style, or what is said of it."""
+        """Note a style's id, then its name or outline level."""
         if name == "style":
             self._style = attributes.get("styleId", "")
         elif name == "name" and self._style:
@@ -133,31 +133,31 @@ class _Levels(_Handler):
 
 
 class _Paragraph:
-    """A paragraph that is being read."""
+    """A paragraph being read."""
 
     def __init__(self) -> None:
         self.words: list[str] = []
         self.level: int | None = None
-        """Of the heading that it is."""
+        """Its level if it is a heading."""
 
 
 class _Body(_Handler):
-    """Paragraphs, rows of tables, and the headings among them."""
+    """Reads paragraphs, table rows and headings into an outline."""
 
     def __init__(self, levels: Mapping[str, int]) -> None:
         self._levels = levels
         self._outline = Outline()
         self._blocks: list[str] = []
         self._open: list[_Paragraph] = []
-        """Paragraphs that are open: a box of text within one has others."""
+        """Open paragraphs, the innermost last: a text box nests others."""
         self._cells: list[list[str]] = []
-        """The cells of the rows that are open, the inmost last."""
+        """Cells of the open rows, the innermost last."""
         self._reading = False
         self._twice = 0
-        """Within so many elements that say again, for older readers, what was said before them."""
+        """Depth inside an `mc:Fallback`, which repeats content for older readers."""
 
     def start(self, name: str, attributes: Attributes) -> None:
-        """An element begins."""
+        """Open a paragraph, row or cell, or note a paragraph's style."""
         if name == _FALLBACK or self._twice:
             self._twice += 1
             return
@@ -176,12 +176,12 @@ class _Body(_Handler):
                 self._cells[-1].append("")
 
     def text(self, data: str) -> None:
-        """Characters of a run."""
+        """Add characters of a run to the open paragraph."""
         if self._reading:
             self._open[-1].words.append(data)
 
     def stop(self, name: str) -> None:
-        """An element ends."""
+        """Close a run, paragraph or row."""
         if self._twice:
             self._twice -= 1
         elif name == "t":
@@ -204,7 +204,7 @@ class _Body(_Handler):
             self._say(text)
 
     def _say(self, text: str) -> None:
-        """Text of a cell, or a block."""
+        """Add text to the open cell, else as a block of its own."""
         if self._cells and self._cells[-1]:
             before = self._cells[-1][-1]
             self._cells[-1][-1] = f"{before} {text}" if before else text
@@ -216,17 +216,17 @@ class _Body(_Handler):
         self._blocks = []
 
     def end(self) -> list[Section]:
-        """All sections."""
+        """Return all sections read."""
         self._flush()
         return self._outline.sections
 
 
 def pages(file: BinaryIO) -> list[Section]:
-    """The pages that hold text, in order. Unreadable says what is wrong with the file."""
+    """Return a section for each PDF page that holds text. Raise UnreadableDocument that says what is wrong."""
     from pypdf import PasswordType, PdfReader
     from pypdf.errors import PyPdfError
 
-    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it tells of each small fault, and most files have some
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it logs each small fault, and most files have some
     try:
         reader = PdfReader(file)
         if reader.is_encrypted and reader.decrypt("") is PasswordType.NOT_DECRYPTED:
@@ -239,7 +239,7 @@ def pages(file: BinaryIO) -> list[Section]:
             for number, page in enumerate(reader.pages, 1)
             if (text := page.extract_text().strip())
         ]
-    except (PyPdfError, ImportError) as error:  # ciphers of newer files are in a package of their own
+    except (PyPdfError, ImportError) as error:  # ImportError: ciphers of newer files need another package
         raise UnreadableDocument(f"the PDF cannot be read: {_line(error)}") from None
     if count and not found:
         raise UnreadableDocument(
@@ -253,20 +253,20 @@ def _line(error: Exception) -> str:
 
 
 MEMORY = 1 << 30
-"""Bytes of address space that reading one document may take."""
+"""Address space limit for reading one document, in bytes."""
 SECONDS = 120
-"""Seconds of processor time that reading one document may take."""
+"""Processor time limit for reading one document, in seconds."""
 
 
 class Extracted(msgspec.Struct, frozen=True):
-    """What was read: the sections, or why there are none."""
+    """The helper's result: the sections, or an error for the client."""
 
     sections: list[Section] = []
     error: str = ""
 
 
 def extract(kind: DocumentKind, file: BinaryIO) -> Extracted:
-    """Read a document."""
+    """Return a document's sections, or the reason why it cannot be read."""
     try:
         found = _sections(kind, file)
     except UnreadableDocument as error:
@@ -275,7 +275,7 @@ def extract(kind: DocumentKind, file: BinaryIO) -> Extracted:
         return Extracted(error=f"reading the document takes more than {MEMORY >> 20} MiB of memory, the limit")
     except RecursionError:
         return Extracted(error="the document nests too deeply")
-    except Exception as error:  # a parser's fault over a broken file is the file's
+    except Exception as error:  # a parser that fails on a broken file: the client's error
         return Extracted(error=f"the document is broken: {' '.join(str(error).split())[:200] or type(error).__name__}")
     size = sum(len(one.heading) + len(one.text) for one in found)
     if size > MAX_BYTES:
@@ -291,12 +291,12 @@ def _sections(kind: DocumentKind, file: BinaryIO) -> list[Section]:
     try:
         text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UnreadableDocument(f"the document is no text in UTF-8: byte {error.start} is none of it") from None
+        raise UnreadableDocument(f"the document is not UTF-8 text: byte {error.start} is invalid") from None
     return sections(text, kind)
 
 
 def main() -> None:
-    """Read the document on the standard input."""
+    """Read a document from standard input and write the result to standard output."""
     sys.set_int_max_str_digits(1000)
     restrict(memory=MEMORY, seconds=SECONDS)
     found = extract(cast(DocumentKind, sys.argv[1]), sys.stdin.buffer)
