@@ -149,7 +149,7 @@ async def test_calls_are_bounded_and_broken_ones_are_not_made() -> None:
 @pytest.mark.parametrize(
     ("tools", "said"),
     [
-        ([LOOK] * 2, "look stands there twice"),
+        ([LOOK] * 2, "look occurs twice"),
         ([MemberTool(name=SPEAKS)], "who calls none"),
         ([MemberTool(name=f"t{at}") for at in range(17)], "17 tools; the limit is 16"),
         ([MemberTool(name="a", description="x" * 5000)], "the limit is 4096"),
