@@ -150,7 +150,7 @@ async def test_calls_are_bounded_and_broken_ones_are_not_made() -> None:
     ("tools", "said"),
     [
         ([LOOK] * 2, "look occurs twice"),
-        ([MemberTool(name=SPEAKS)], "who calls none"),
+        ([MemberTool(name=SPEAKS)], "calls no tool"),
         ([MemberTool(name=f"t{at}") for at in range(17)], "17 tools; the limit is 16"),
         ([MemberTool(name="a", description="x" * 5000)], "the limit is 4096"),
     ],
