@@ -214,8 +214,8 @@ async def test_a_merge_lists_each_conflict_with_both_values_and_why_one_won() ->
     assert ended is not None and ended.result == {"verdict": "no", "note": "slow"}
     assert ended.sources == {"verdict": "reviewer", "note": "tester"}
     assert [tuple(one.values()) for one in ended.conflicts] == [
-        ("verdict", "reviewer", "no", "tester", "yes", "reviewer stands before tester in merge.precedence"),
-        ("note", "tester", "slow", "coder", "quick", "tester stands before coder in merge.precedence"),
+        ("verdict", "reviewer", "no", "tester", "yes", "reviewer comes before tester in merge.precedence"),
+        ("note", "tester", "slow", "coder", "quick", "tester comes before coder in merge.precedence"),
     ]
 
 

@@ -1,7 +1,7 @@
-"""A run of a workflow: nodes that wait for nothing run at once, each as soon as what it needs is done.
+"""Runs a workflow: each node starts as soon as its dependencies are done.
 
-What a node is asked depends on the outputs that it reads and on the run's seed, so neither the order in which nodes end
-nor a restart in between changes an answer. What is done is in the journal, and not done again.
+A node's prompt depends on the outputs it reads and on the run's seed, so neither the order in which nodes finish nor a
+restart changes an answer. Finished nodes are in the journal and are not run again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RunStatus = Literal["running", "interrupted", "finished", "failed"]
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A run as it was asked for."""
+    """A run as it was requested."""
 
     id: str
     workflow: Workflow
@@ -44,16 +44,16 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class NodeEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="node"):
-    """A node, one item of a fan-out, or a node of one run of a loop, is over."""
+    """The end of a node, of one item of a fan-out, or of a node in one iteration of a loop."""
 
     key: str
-    """`plan`, `code.3` for an item, `repair#2/fix` for the second run of a loop."""
+    """`plan`; `code.3` for an item; `repair#2/fix` in a loop's second iteration."""
     state: Literal["done", "skipped", "failed"]
     output: Any = None
     why: str = ""
     """Why it was skipped or failed."""
     lost: bool = False
-    """It was skipped because something that it needs has failed."""
+    """Whether it was skipped because a dependency failed."""
     attempts: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -61,12 +61,12 @@ class NodeEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
 
 
 class RunEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="run"):
-    """The run is over."""
+    """The end of a run."""
 
     state: Literal["finished", "failed"]
     result: Any = None
     sources: dict[str, str] = {}
-    """Whose value each field of a merged result has."""
+    """The node that each field of a merged result comes from."""
     conflicts: tuple[dict[str, Any], ...] = ()
     why: str = ""
 
@@ -75,11 +75,11 @@ RunItem = NodeEnded | RunEnded
 
 
 class FieldConflict(NamedTuple):
-    """Two values of one field."""
+    """Two nodes' differing values of one field."""
 
     field: str
     won: str
-    """The node whose value stands, with the number of the item in a fan-out."""
+    """The node whose value is used, with the item's number in a fan-out."""
     value: Any
     lost: str
     other: Any
@@ -87,16 +87,16 @@ class FieldConflict(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """The result."""
+    """A merged result."""
 
     values: dict[str, Any]
     sources: dict[str, str]
-    """Whose value each field has."""
+    """The node that each field comes from."""
     conflicts: list[FieldConflict]
 
 
 def merge(precedence: Sequence[str], outputs: Mapping[str, Any]) -> Merged:
-    """The fields of these nodes' outputs. A node that was skipped says nothing."""
+    """Merge the fields of these nodes' outputs; skipped nodes have none."""
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     conflicts = []
@@ -117,18 +117,18 @@ def merge(precedence: Sequence[str], outputs: Mapping[str, Any]) -> Merged:
 def _why(won: str, lost: str) -> str:
     one, other = won.partition(".")[0], lost.partition(".")[0]
     if one == other:
-        return f"an earlier item of {one} stands before a later one"
-    return f"{one} stands before {other} in merge.precedence"
+        return f"an earlier item of {one} comes before a later one"
+    return f"{one} comes before {other} in merge.precedence"
 
 
 T = TypeVar("T")
 Emit = Callable[[dict[str, Any]], object]
 PASSING = (Unavailable, Cancelled)
-"""What says nothing of a node: the run is cut off, and goes on another time."""
+"""Errors that are not a node's fault: the run is interrupted and can be resumed."""
 
 
 class WorkflowRun:
-    """One run, from wherever its journal says it is."""
+    """One run, continued from its journal."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class WorkflowRun:
         room: TextRoom,
         emit: Emit,
     ) -> None:
-        """`graph`: what `check_workflow` made of the run's workflow; `room`: for the prompts of all runs."""
+        """Prepare a run. `graph` is `check_workflow`'s; `room` bounds the prompts of all runs together."""
         self._run, self._workflow, self._graph, self._room = run, run.workflow, graph, room
         self._journals, self._journal, self._answerer, self._asker = journals, journal, answerer, asker
         self._emit = emit
@@ -149,7 +149,7 @@ class WorkflowRun:
         self._known = {one.value.key: one.value for one in journal.read(RunItem) if isinstance(one.value, NodeEnded)}
 
     async def work(self) -> RunEnded:
-        """The run to its end."""
+        """Run all nodes that are not done; return how the run ended."""
         self._emit({"type": "run.started", "run": self._run.id, "resumed": bool(self._known)})
         values: dict[str, Any] = {INPUTS: self._run.inputs}
         ended = await self._nodes(self._graph, values, "")
@@ -171,7 +171,7 @@ class WorkflowRun:
         return RunEnded(state="finished", result=last)
 
     async def _nodes(self, graph: Graph, values: dict[str, Any], prefix: str) -> dict[str, NodeEnded]:
-        """Run nodes, whose outputs go into `values`; how each ended, in the graph's order."""
+        """Run nodes and put their outputs into `values`; return how each ended, in the graph's order."""
         ended: dict[str, NodeEnded] = {}
         over = {node.id: asyncio.Event() for node in graph.nodes}
 
@@ -192,7 +192,7 @@ class WorkflowRun:
     async def _node(
         self, graph: Graph, node: Node, values: Mapping[str, Any], prefix: str, lost: Sequence[str]
     ) -> NodeEnded:
-        """One node with all its items, or its loop."""
+        """Run one node with all its items, or its loop."""
         key = prefix + node.id
         if (known := self._known.get(key)) is not None:
             self._tell_end(known, node)
@@ -212,7 +212,7 @@ class WorkflowRun:
             return await self._ask(node, values, key)
 
     async def _loop(self, graph: Graph, node: Node, values: Mapping[str, Any], key: str) -> NodeEnded:
-        """The nodes of a loop, again and again; its output is what they said last."""
+        """Iterate a loop; its output is the last output of each of its nodes."""
         assert node.loop is not None
         latest: dict[str, Any] = {}
         done = node.loop.until is None
@@ -231,7 +231,7 @@ class WorkflowRun:
         return await self._end(NodeEnded(key=key, state="done", output={**latest, "runs": runs, "done": done}), node)
 
     async def _fan_out(self, node: Node, values: Mapping[str, Any], key: str) -> NodeEnded:
-        """The node once for each item; its output is the list of theirs, in the items' order."""
+        """Run a node for each item; its output is the list of theirs, in the items' order."""
         assert node.each is not None
         items = lookup(values, node.each.items)
         if not isinstance(items, list):
@@ -259,7 +259,7 @@ class WorkflowRun:
         return await self._end(NodeEnded(key=key, state="done", output=[one.output for one in ended]), node)
 
     async def _ask(self, node: Node, values: Mapping[str, Any], key: str) -> NodeEnded:
-        """Ask, and ask again while the answer breaks the contract. The caller has a place for it."""
+        """Ask until the answer fits the contract or retries are used up. The caller holds a slot."""
         return await self._end(await self._asked(node, values, key), node)
 
     async def _asked(self, node: Node, values: Mapping[str, Any], key: str) -> NodeEnded:
@@ -277,7 +277,7 @@ class WorkflowRun:
                 return await self._attempts(node, await _apart(found.parts, found.text), key)
             except PASSING:
                 raise
-            except CairnError as error:  # a prompt that is too long, an answer that cannot be held to its contract
+            except CairnError as error:  # such as a prompt that is too long, or a contract that no grammar can enforce
                 return NodeEnded(key=key, state="failed", why=str(error))
 
     async def _attempts(self, node: Node, prompt: str, key: str) -> NodeEnded:
@@ -309,7 +309,7 @@ class WorkflowRun:
         return NodeEnded(key=key, state="failed", why=f"{why}, {len(answers)} times", **_figures(answers))
 
     def _told(self, node: Node) -> list[dict[str, Any]]:
-        """What is the same for every node comes first, so that nodes share the beginning of their prompts."""
+        """Return the system message: the workflow's text before the role's, so that nodes share a prefix."""
         role = self._workflow.roles.get(node.role, f"You are the {node.role}." if node.role else "")
         told = "\n\n".join(text for text in (self._workflow.system, role) if text)
         return [{"role": "system", "content": told}] if told else []
@@ -337,7 +337,7 @@ class WorkflowRun:
 
 
 async def _apart(parts: Sequence[Any], work: Callable[..., T], *given: Any) -> T:
-    """Do what takes time that grows with the parts of a prompt, where they are long beside the event loop."""
+    """Run work that is linear in a prompt's parts, on another thread if they are long."""
     return await asyncio.to_thread(work, *given) if length(parts) > INLINE else work(*given)
 
 
