@@ -21,6 +21,7 @@ import msgspec
 from cairn.config.config import Config
 from cairn.system.interfaces import Clock
 from cairn.system.posix import SystemClock
+from cairn.text.chat.call_ids import with_ids
 from cairn.text.chat.messages import length, plain_message, texts_in, unused_marks, with_message_texts, with_texts
 from cairn.text.chat.replay import AnswerIdentity, Prefix, ReplayTable, answer_of, assemble
 from cairn.text.chat.sampled import offered_by, opener, visible_ids
@@ -360,7 +361,8 @@ class Chat:
             broken = partial(self._broken, mark=mark)
             shown = tools if self._teaches(name) else None
             told = clean if not tools or shown else with_tools_by_instruction(clean, tools)
-            plain = [self._with_thinking(with_message_texts(message, broken)) for message in told]
+            named = with_ids(told, traits.ids)
+            plain = [self._with_thinking(with_message_texts(message, broken)) for message in named]
             offered = with_texts(shown or None, broken)
             given = {valid_text(name): with_texts(value, broken) for name, value in arguments.items()}
         except RecursionError:

@@ -74,7 +74,7 @@ class SectionReader:
         self._ends = 0
         self._in_list = False
         self._pending: ParsedCall | None = None
-        self._name = self._key = ""
+        self._name = self._key = self._id = ""
         self._is_text = False
         self._members: dict[str, str] = {}
         self._scanner = JsonScanner()
@@ -172,7 +172,12 @@ class SectionReader:
             self._fail()
             return
         self._take(behind)
-        if numbered and not (self._word(_MADE_UP[kind]) and self._take(after)):
+        at = self._next
+        if numbered and not self._word(_MADE_UP[kind]):
+            self._fail()
+            return
+        self._id = self._text[at : self._next]
+        if numbered and not self._take(after):
             self._fail()
             return
         self._name, self._members = name.strip(), {}
@@ -190,7 +195,7 @@ class SectionReader:
         call = (
             call_of(self._usual(self._scanner.members))
             if own
-            else ParsedCall(self._name, text)
+            else ParsedCall(self._name, text, self._id)
             if text.startswith("{")
             else None
         )
@@ -220,7 +225,7 @@ class SectionReader:
         else:
             given = self._members.items()
             written = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in given)
-            self._end_call(ParsedCall(self._name, f"{{{written}}}"))
+            self._end_call(ParsedCall(self._name, f"{{{written}}}", self._id))
 
     def _value(self) -> None:
         """Behind the name of an argument: what else stands before its value."""

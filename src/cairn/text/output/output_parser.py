@@ -247,7 +247,7 @@ class Splitter:
         for call in calls[: 1 - self.complete_calls] if self._one_call else calls:
             index = self.complete_calls
             self.complete_calls += 1
-            id = call_id(*self._source, index)
+            id = call_id(*self._source, index, call.id)
             pieces.append(ToolCallDelta(index=index, id=id, name=call.name, arguments=call.arguments))
 
 

@@ -69,11 +69,30 @@ class ParsedCall(NamedTuple):
 
     name: str
     arguments: str
+    id: str = ""
+    """The id or number that the model wrote into the call: letters and digits, "" in forms that have none."""
 
 
-def call_id(request: int, choice: int, index: int) -> str:
-    """The id of a call, the same whenever the same generation is read again."""
-    return f"call_{hashlib.sha256(f'tool call {request} {choice} {index}'.encode()).hexdigest()[:24]}"
+_ID_SIZE = 24
+_WRITTEN_ID = re.compile(r"call_[0-9a-f]{8,24}z([0-9A-Za-z]{1,15})")
+
+
+def call_id(request: int, choice: int, index: int, own: str = "") -> str:
+    """Return the id of a call, the same whenever the same generation is read again.
+
+    `own`: the id that the model wrote. It ends this one behind a letter that is no hexadecimal digit, so that a result
+    can be given to the template under the id that stands in the sampled answer (`written_id`).
+    """
+    digest = hashlib.sha256(f"tool call {request} {choice} {index}".encode()).hexdigest()
+    if not 0 < len(own) < 16:
+        return f"call_{digest[:_ID_SIZE]}"
+    return f"call_{digest[: _ID_SIZE - 1 - len(own)]}z{own}"
+
+
+def written_id(id: str) -> str:
+    """Return what a model wrote as the id of a call, from an id that `call_id` made; "" where it wrote none."""
+    found = _WRITTEN_ID.fullmatch(id)
+    return found[1] if found else ""
 
 
 def offered_tools(tools: Iterable[Any], *, xml: bool) -> tuple[OfferedTool, ...]:
