@@ -145,7 +145,7 @@ class RequestState:
         self.request = request
         self.told = told
         self.text = text
-        self.eager = bool(request.stop) or request.output.one_call
+        self.eager = bool(request.stop) or request.output.one_call or request.output.calls_only
         self.tokens = list(request.generated)
         """Every token of the answer so far, also what was generated before."""
         self.mu = request.mu

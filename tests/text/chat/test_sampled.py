@@ -163,3 +163,33 @@ def test_no_opener_without_the_token(tmp_path: Path) -> None:
         text_models.write_model(tmp_path, text_models.byte_level("llama3"), text_models.LLAMA3_CONFIG)
     )
     assert opener(made, made.encode("<think>\n"), THINK) == 0
+
+
+REQUIRED = OutputFormat(tools=True, calls_only=True)
+AGAIN = CALL.replace("   1", "1")
+
+
+def test_a_call_that_comes_again_where_calls_were_asked_for_is_dropped(qwen: Tokenizer) -> None:
+    """The answer ends there, and what the next prompt holds of it is the first call alone."""
+    whole = f"{CALL}\n{AGAIN}\n"
+    message, tokens = seen(qwen, split_ids(qwen, whole), REQUIRED)
+    assert len(message["tool_calls"]) == 1 and not message["content"]
+    assert len(tokens) < len(split_ids(qwen, whole)), "nothing more is generated"
+    ids = visible_ids(qwen, tokens, message, REQUIRED)
+    assert ids is not None and qwen.decode(ids, skip_special=False) == CALL
+    other, _ = seen(qwen, split_ids(qwen, f"{CALL}\n{CALL.replace('1', '2')}"), REQUIRED)
+    assert len(other["tool_calls"]) == 2, "another call is no repetition"
+    free, _ = seen(qwen, split_ids(qwen, whole), BOTH)
+    assert len(free["tool_calls"]) == 2, "a model that was not made to call may call twice"
+
+
+@pytest.mark.parametrize("cut", [3, 8, len("<tool_call>"), len("<tool_call>") + 9, len(CALL) - 20])
+def test_what_a_limit_leaves_of_a_call_is_no_content_where_calls_alone_may_come(cut: int, qwen: Tokenizer) -> None:
+    message, tokens = seen(qwen, split_ids(qwen, f"{CALL}\n{CALL.replace('1', '2')[:cut]}"), REQUIRED)
+    assert len(message["tool_calls"]) == 1 and not message["content"]
+    ids = visible_ids(qwen, tokens, message, REQUIRED)
+    assert ids is not None and qwen.decode(ids, skip_special=False).strip() == CALL
+    message, tokens = seen(qwen, split_ids(qwen, CALL[:cut]), REQUIRED)
+    assert not message["tool_calls"] and not message["content"]
+    free, _ = seen(qwen, split_ids(qwen, f"{CALL}\n{CALL[:cut]}"), BOTH)
+    assert free["content"] == CALL[:cut], "where text may stand too it may be text"

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from cairn.text.grammar.grammar import GrammarError, Shape, checked
-from cairn.text.output import python_calls
 from cairn.text.output.call_formats import BY_NAME, FORMATS, CallFormat, format_of, name_of
 from cairn.text.output.call_grammar import callable_tools, lark_of_calls
 from cairn.text.output.declared_call_format import declared_form
@@ -253,23 +252,6 @@ def test_arguments_that_may_all_be_left_out_come_in_their_order() -> None:
         assert accepts(grammar, f"<|tool_call_start|>[f({inner})]<|tool_call_end|>"), inner
     for inner in ("b=1, a=2", "c=1, c=2", "a=1,"):
         assert not accepts(grammar, f"<|tool_call_start|>[f({inner})]<|tool_call_end|>"), inner
-
-
-def test_a_value_of_pythons_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many commas it has; and what would be no UTF-8 is written as an escape."""
-    looks: list[str] = []
-    monkeypatch.setattr(python_calls, "literal", lambda text, of=python_calls.literal: looks.append(text) or of(text))
-    many = ", ".join(f"'a{number}'" for number in range(300))
-    (call,) = python_calls.python_calls(f"[f(x=[{many}], y=('(', \"b)\", {{'c': 'it\\'s'}}), z='\\ud800')]") or ()
-    assert len(looks) == 3
-    assert call.arguments.encode()
-    assert json.loads(call.arguments) == {
-        "x": [f"a{number}" for number in range(300)],
-        "y": ["(", "b)", {"c": "it's"}],
-        "z": "\ud800",
-    }
-    looks.clear()
-    assert python_calls.python_calls("[f(x=['a'" + ", 'a'" * 500) is None and len(looks) <= 1
 
 
 def test_a_template_without_calls_has_no_form() -> None:

@@ -181,7 +181,7 @@ BODY = "<function=f>\n<parameter=n>\n 3 \n</parameter>\n<parameter=text>\n3\n\n<
         ("<function=f><parameter=t>a</parameter>b <parameter=u>c</parameter></function>", None),
         ("<function=f><parameter=t>\"é\\</parameter></function>", {"t": '"é\\'}),
         ("<function=f><parameter=t>a</parameter><parameter=t>b</parameter></function>", None),
-        ("<function=f><parameter=t>a</function>", None),
+        ("<function=f><parameter=t>a</function>", {"t": "a"}),
         ("<function=>\n</function>", None),
         ("<functions=f></function>", None),
         ("<function=f>x</function>", None),

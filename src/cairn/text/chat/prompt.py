@@ -318,6 +318,9 @@ class Chat:
         """The prompt with the grammar of what is wanted, if anything is."""
         grammar = await self._compiler.held_to(wanted, prompt.output, tools, chat.form, share)
         output = prompt.output
+        if tools and chat.form is not None:
+            # What a grammar allows is read by its form's marks alone: nothing else was held to the tools.
+            output = msgspec.structs.replace(output, loose=not grammar, calls_only=wanted.choice.required)
         if wanted.choice.names is not None:
             offered = tuple(tool for tool in output.offered if tool.name in wanted.choice.names)
             output = msgspec.structs.replace(output, offered=offered)
@@ -484,7 +487,12 @@ class Chat:
             return None
         thought = bool(opened) and self._thought.close.encode() not in b"".join(map(self.tokenizer.token_bytes, opened))
         called = offered_by(seen)
-        for tools, one_call in ((True, False), (True, True), (False, False)):
+        for tools, one_call, only in (
+            (True, False, False),
+            (True, False, True),
+            (True, True, False),
+            (False, False, False),
+        ):
             output = OutputFormat(
                 reasoning=self._thinks,
                 thoughts=self._thought.name,
@@ -494,6 +502,8 @@ class Chat:
                 calls=next(filter(None, map(_read_apart, self._forms.values())), "") if tools else "",
                 offered=called if tools else (),
                 one_call=one_call,
+                loose=tools and not only,
+                calls_only=only,
             )
             ids = visible_ids(self.tokenizer, generated_tokens, seen, output)
             if ids is not None:

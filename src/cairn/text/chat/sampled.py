@@ -51,12 +51,14 @@ def visible_ids(
     text = certain + detokenizer.flush()
     shown = message.get("content") or ""
     for by_model in (True, False):  # who ended it decides on a call without its last brace
-        content, reasoning, calls = _parse(text, output, by_model=by_model)
+        content, reasoning, calls, end = _parse(text, output, by_model=by_model)
         same = _same_calls(calls, message.get("tool_calls") or [])
         if same and reasoning == (message.get("reasoning_content") or ""):
             break
     else:
         return None
+    if end is not None:  # what follows was dropped
+        return _cut(tokenizer, ids, skip, text[:end].rstrip("\n")) if end >= 0 and content == shown else None
     if content == shown and certain == text:
         return ids
     if not content.startswith(shown) or not text.endswith(content):
@@ -75,8 +77,9 @@ def offered_by(message: Mapping[str, Any]) -> tuple[OfferedTool, ...]:
     return tuple(OfferedTool(name, tuple(sorted(known))) for name, known in values.items())
 
 
-def _parse(text: str, output: OutputFormat, *, by_model: bool) -> tuple[str, str, list[tuple[str, str]]]:
-    """Content, reasoning and tool calls (name, arguments) of a whole text."""
+def _parse(text: str, output: OutputFormat, *, by_model: bool) -> tuple[str, str, list[tuple[str, str]], int | None]:
+    """Content, reasoning and tool calls (name, arguments) of a whole text, and how many of its characters hold them
+    where the rest was dropped; -1 where that cannot be told."""
     reader = splitter(output, 0, 0)
     texts = {"text": "", "reasoning": ""}
     calls: list[tuple[str, str]] = []
@@ -85,7 +88,7 @@ def _parse(text: str, output: OutputFormat, *, by_model: bool) -> tuple[str, str
             calls.append((piece.name, piece.arguments))
         else:
             texts[piece[0]] += piece[1]
-    return texts["text"], texts["reasoning"], calls
+    return texts["text"], texts["reasoning"], calls, reader.shown
 
 
 def _same_calls(calls: list[tuple[str, str]], shown: Sequence[Mapping[str, Any]]) -> bool:

@@ -12,13 +12,15 @@ import json
 import re
 from typing import ClassVar
 
+from cairn.text.output.argument_fit import fits
 from cairn.text.output.brace_calls import brace_call
 from cairn.text.output.call_formats import CallFormat
 from cairn.text.output.json_scan import JsonScanner
 from cairn.text.output.python_calls import literal, python_calls
-from cairn.text.output.tool_parser import ParsedCall, call_of
+from cairn.text.output.tagged_values import ValueScanner
+from cairn.text.output.tool_parser import ParsedCall, call_of, calls_in_json, joined, known_names
 from cairn.text.tokens.tokenizer import valid_text
-from cairn.types.request import OutputFormat
+from cairn.types.request import OfferedTool, OutputFormat
 
 MAX_NAME = 256
 MAX_ENDS = 32
@@ -59,23 +61,31 @@ class _Wait(Exception):
 class SectionReader:
     """Reads from just behind the mark that begins a section up to its end: the same interface as `tools.CallReader`."""
 
-    def __init__(self, opening: str, output: OutputFormat, form: CallFormat) -> None:
-        """`opening` is the text already consumed for this section: content if it turns out to be none."""
+    def __init__(self, opening: str, output: OutputFormat, form: CallFormat, *, marked: bool = True) -> None:
+        """`opening` is the text already consumed for this section: content if it turns out to be none.
+
+        `marked`: it is the mark that begins a section. Without one a call has to fit its tool.
+        """
         self._form = form
-        self._values = {tool.name: tool.values for tool in output.offered}
+        self.marked = marked
+        """It began with the mark of a section."""
+        self._tools = {tool.name: tool for tool in output.offered}
         self._text = opening
         self._opening = len(opening)
-        self._at = _SectionAt.SECTION
+        self._at = _SectionAt.SECTION if marked else _SectionAt.OPEN
         self._next = len(opening)
         """Where reading goes on."""
         self._start = 0
         """Behind the last call that came out: what follows is content if it is none."""
         self._searched = self._from = 0
+        self._over = False
+        """No more of the text comes."""
         self._ends = 0
         self._in_list = False
         self._pending: ParsedCall | None = None
         self._name = self._key = self._id = ""
-        self._is_text = False
+        self._is_text = self._own = False
+        self._values = ValueScanner(form.tags, 0, ()) if form.kind == "tagged" else None
         self._members: dict[str, str] = {}
         self._scanner = JsonScanner()
         self._calls: list[ParsedCall] = []
@@ -97,8 +107,9 @@ class SectionReader:
 
     @property
     def again(self) -> str:
-        """The end of what belongs to no call, in which another may begin."""
-        return self._text[self._again :]
+        """What is to be read again: behind the end of the section, or the end of what belongs to no call, in which
+        another may begin."""
+        return self._text[self._next if self.closed else self._again :]
 
     def take(self) -> list[ParsedCall]:
         """The calls that came out since the last time."""
@@ -106,7 +117,7 @@ class SectionReader:
         return calls
 
     def feed(self, text: str, start: int) -> int:
-        """Read on from text[start]. Returns where it stopped: len(text) unless `closed` or `failed`."""
+        """Read on from text[start] to its end, which it returns; `again` is what was read too far."""
         kept, self._text = self._text, ""  # held by one name alone, a text is made longer in its place
         kept += text[start:]
         self._text = kept
@@ -118,29 +129,34 @@ class SectionReader:
             except _Wait:
                 if self._at not in _SCANNED:
                     self._next = before
-                return len(text)
-        if self.failed:
-            return len(text)
-        over = len(self._text) - self._next
-        self._text = self._text[: self._next]
-        return len(text) - over
+                break
+        return len(text)
 
     def finish(self, *, by_model: bool) -> None:
         """The text ends here, by the model's own will or because it was cut."""
-        if self._at is _SectionAt.PYTHON and by_model and self._python(len(self._text)):
-            self._at = _SectionAt.CLOSED
-        whole = self._at is _SectionAt.JOINT and (by_model or not self._form.end)
-        self._at = _SectionAt.CLOSED if whole or self.closed else _SectionAt.FAILED
+        self._over = True
+        if self._at is _SectionAt.TEXT_VALUE and by_model:
+            self.feed("", 0)
+        if self.closed:
+            return
+        whole = self._at is _SectionAt.PYTHON and by_model and self._python(len(self._text))
+        whole |= self._at is _SectionAt.JOINT and (by_model or not self._form.end or not self.marked)
+        self._next = len(self._text) if self.marked else self._start
+        self._at = _SectionAt.CLOSED if whole else _SectionAt.FAILED
 
     @property
     def _again(self) -> int:
         """Where in what was kept another section may begin: at its last mark, or at what may become one."""
-        mark, text = self._form.begin.strip(), self._text
+        text = self._text
         first = self._start or self._opening
-        last = text.rfind(mark, first)
+        if not self.marked:
+            return self._start or min(len(text), 1)
+        last = max(text.rfind(mark, first) for mark in self._form.begins)
         if last < 0:
-            sizes = range(min(len(mark) - 1, len(text) - first), 0, -1)
-            last = len(text) - next((size for size in sizes if text.endswith(mark[:size])), 0)
+            longest = max(map(len, self._form.begins))
+            sizes = range(min(longest - 1, len(text) - first), 0, -1)
+            ends = (size for size in sizes if any(mark.startswith(text[-size:]) for mark in self._form.begins))
+            last = len(text) - next(ends, 0)
         return last - (last > first and text[last - 1] == "\n")  # the line break that sets it apart
 
     def _step(self) -> None:
@@ -158,8 +174,11 @@ class SectionReader:
     def _open(self) -> None:
         form = self._form
         self._scanner = JsonScanner()
-        if form.kind == "object":
-            self._blank()
+        self._id = ""
+        self._blank()
+        self._need(1)
+        self._own = form.kind == "object" or self._text[self._next] == "{"
+        if self._own:  # also where the form has another kind, and the model wrote an object
             self._at = _SectionAt.OBJECT
             return
         before, _, behind = form.open.partition("{name}")
@@ -167,21 +186,27 @@ class SectionReader:
         behind, numbered, after = behind.partition(kind)
         stops = [part.strip() for part in (behind, form.key[0], form.end) if part.strip()]
         stops += ["\n"] if behind and not behind.strip() else []
-        stops += ["{"] if form.kind == "named" and not stops else []
-        if not self._take(before) or (name := self._until(*stops)) is None or not name.strip():
+        stops += ["{"] if form.bare_name else []
+        if not self._take(before) or (name := self._until(*stops)) is None:
+            self._fail()
+            return
+        name, _, self._id = name.partition(form.id_mark) if form.id_mark else (name, "", "")
+        self._name, self._members = name.strip(), {}
+        if not self._name or (form.bare_name and self._name not in self._tools):
             self._fail()
             return
         self._take(behind)
-        at = self._next
-        if numbered and not self._word(_MADE_UP[kind]):
+        if numbered and not (self._made_up(kind) and self._take(after)):
             self._fail()
             return
-        self._id = self._text[at : self._next]
-        if numbered and not self._take(after):
-            self._fail()
-            return
-        self._name, self._members = name.strip(), {}
         self._at = _SectionAt.ARGUMENTS if form.kind == "named" else _SectionAt.KEY
+
+    def _made_up(self, kind: str) -> bool:
+        """Go behind a number or an id, which is kept."""
+        at = self._next
+        found = self._word(_MADE_UP[kind])
+        self._id = self._text[at : self._next]
+        return found
 
     def _object(self) -> None:
         """A whole object: a call's own, or its arguments."""
@@ -191,14 +216,9 @@ class SectionReader:
         if not self._scanner.done:
             raise _Wait
         text = self._scanner.text.strip()
-        own = self._at is _SectionAt.OBJECT
-        call = (
-            call_of(self._usual(self._scanner.members))
-            if own
-            else ParsedCall(self._name, text, self._id)
-            if text.startswith("{")
-            else None
-        )
+        call = ParsedCall(self._name, text, self._id) if text.startswith("{") else None
+        if self._own:
+            call = call_of(self._usual(self._scanner.members))
         self._end_call(call)
 
     def _usual(self, members: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -210,6 +230,10 @@ class SectionReader:
         ]
 
     def _end_call(self, call: ParsedCall | None) -> None:
+        if call is not None and (not self.marked or (self._own and self._form.bare_name)):
+            tool = self._tools.get(call.name)
+            known = tool is not None and (self.marked or fits(call.arguments, tool.shape))
+            call = call if known else None
         self._pending, self._at = call, _SectionAt.FAILED if call is None else _SectionAt.CLOSE
 
     def _tag(self) -> None:
@@ -220,18 +244,19 @@ class SectionReader:
                 self._fail()
                 return
             self._key, self._at = key.strip(), _SectionAt.VALUE
+        elif self._form.bare_name and not self._members and self._begins("{") is not None:
+            self._at = _SectionAt.ARGUMENTS
         elif self._begins(self._form.close or self._form.end) is None:
             self._fail()
         else:
-            given = self._members.items()
-            written = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in given)
-            self._end_call(ParsedCall(self._name, f"{{{written}}}", self._id))
+            self._end_call(ParsedCall(self._name, joined(self._members), self._id))
 
     def _value(self) -> None:
         """Behind the name of an argument: what else stands before its value."""
         before, told, behind = self._form.key[1].partition("{kind}")
         text, other = self._form.words
-        known = self._key not in self._values.get(self._name, ())
+        tool = self._tools.get(self._name, OfferedTool(self._name))
+        known = self._key not in tool.values
         if told and not self._take(before):
             self._fail()
             return
@@ -248,7 +273,8 @@ class SectionReader:
             self._need(1)
             self._next += self._text[self._next] == "\n"
         self._scanner = JsonScanner()
-        self._from = self._searched = self._next
+        self._from = self._next
+        self._values = ValueScanner(self._form.tags, self._next, known_names(tool) - self._members.keys() - {self._key})
         self._is_text = known
         self._at = _SectionAt.TEXT_VALUE if known else _SectionAt.JSON_VALUE
 
@@ -264,20 +290,19 @@ class SectionReader:
             self._next, self._at = self._from, _SectionAt.TEXT_VALUE
 
     def _text_value(self) -> None:
-        tag = self._form.value_end.strip()
-        end = self._text.find(tag, self._searched)
-        if end < 0:
-            self._searched = max(self._next, len(self._text) - len(tag) + 1)
+        assert self._values is not None
+        found = self._values.find(self._text, whole=self._over)
+        if found is None:
             raise _Wait
-        value = self._text[self._next : end]
-        value = value.removesuffix("\n") if self._form.value_end.startswith("\n") else value
+        value = self._text[self._next : found.end]
+        value = value.removesuffix("\n") if self._form.value_end.startswith("\n") or not found.tagged else value
         written = None if self._is_text else literal(value.strip())
         self._members[self._key] = written or json.dumps(valid_text(value), ensure_ascii=False)
-        self._next, self._at = end + len(tag), _SectionAt.KEY
+        self._next, self._at = found.behind, _SectionAt.KEY
 
     def _close(self) -> None:
         assert self._pending is not None
-        if not self._take(self._form.close):
+        if not (self._own and self._form.kind != "object") and not self._take(self._form.close):
             self._fail()
             return
         self._calls.append(self._pending)
@@ -288,14 +313,21 @@ class SectionReader:
         form = self._form
         listed = self._in_list and self._take("]")
         over = listed and not form.end.strip()
-        if over or (form.end.strip() and self._take(form.end)):
+        if over or any(self._take(end) for end in self._ends_of_section):
             self._start, self._at = self._next, _SectionAt.CLOSED
+        elif not self.marked:
+            more = self._begins(form.open.partition("{name}")[0]) is not None
+            self._at = _SectionAt.OPEN if more else _SectionAt.CLOSED
         elif listed or form.single or not self._take(form.joint.strip()):
             self._fail()
         else:
             self._blank()
             self._need(1)
             self._at = _SectionAt.OPEN
+
+    @property
+    def _ends_of_section(self) -> list[str]:
+        return [end for end in (self._form.end, *(end for _, end in self._form.others)) if end.strip()]
 
     def _find_end(self) -> None:
         """Python's calls, and those in braces, are read where they end."""
@@ -318,7 +350,7 @@ class SectionReader:
             call = brace_call(text, self._form.value_end, self._form.open.partition("{name}")[0])
             calls = None if call is None else [call]
         else:
-            calls = python_calls(text)
+            calls = python_calls(text) or calls_in_json(text)
         self._calls += calls or []
         if calls:
             self._start = end

@@ -3,8 +3,10 @@
     <|channel|>analysis<|message|>Thoughts.<|end|><|start|>assistant<|channel|>final<|message|>The answer.
     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}
 
-`analysis` is reasoning, a message to `functions` is a call, and all else is content. A call comes out whole or not at
-all; one that cannot be read is content with its header. Texts of one kind that are several messages are lines of one.
+`analysis` is reasoning, a message to `functions` is a call, and all else is content. A header whose `<|message|>` is
+missing ends at the next mark, or where something follows that is no part of one, and that is its message. A call comes
+out whole or not at all; one that cannot be read is content with its header. Texts of one kind that are several messages
+are lines of one.
 """
 
 from __future__ import annotations
@@ -22,12 +24,28 @@ START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ROLE = START + "assistant"
 RECIPIENT = "functions."
 MAX_HEADER = 256
+MOST_NEAR = 2 * MAX_HEADER
+"""Characters in which a header is looked for."""
+MAX_STRAY = 64
+"""Characters behind the channel in which `<|message|>` may still come."""
 _BEGINS = (CHANNEL, START, MESSAGE, "<|constrain|>", " to=", "to=")
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_TO = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
+_KNOWN = r"analysis|commentary|final"
+_CHANNEL = re.compile(rf"<\|channel\|>\s*({_KNOWN})(?![a-z])|<\|channel\|>\s*(\w+)")
+_TO = re.compile(r"(?:^|[\s>])to=([^\s<{]+)")
+_TO_PART = r"\s*+to=[^\s<{]++"
+_CHANNEL_PART = rf"\s*+<\|channel\|>\s*+(?:(?:{_KNOWN})(?![a-z])|\w++)"
+_TYPE_PART = r"\s*+<\|constrain\|>\s*+\w*+|\s*+(?:json|code)(?!\w)"
+_PARTS = re.compile(f"(?:{_TO_PART})*+(?:{_CHANNEL_PART})?+(?:{_TO_PART}|{_TYPE_PART})*+")
+"""What a header is made of, from its beginning on."""
 _MARKS = (START, CHANNEL, "<|end|>", "<|call|>", "<|return|>")
 _END = re.compile("|".join(map(re.escape, _MARKS)))
+_HEADER_END = re.compile("|".join(map(re.escape, (MESSAGE, *_MARKS))))
 _LONGEST = max(map(len, _MARKS))
+
+
+def _is_sure(channel: re.Match[str] | None, to: re.Match[str] | None) -> bool:
+    """Whether a header says enough without what ends it."""
+    return channel is not None and (bool(channel[1]) or to is not None)
 
 
 class _HarmonyAt(enum.Enum):
@@ -58,6 +76,10 @@ class HarmonySplitter:
         """Kinds of which there were messages."""
         self._fresh = False
         """Nothing of this message has come out."""
+        self._bare = False
+        """Its header lacks what sets it apart, so that blanks before it belong to neither."""
+        self.shown: int | None = None
+        """How many characters hold all that is shown; None: all of them."""
         self.complete_calls = 0
         """Tool calls that came out; each is complete."""
         self.unread = False
@@ -86,11 +108,19 @@ class HarmonySplitter:
     def finish(self, *, by_model: bool) -> list[Piece]:
         """The text ends: what was held back. `by_model`: it ended by itself and was not cut."""
         pieces: list[Piece] = []
+        if self._at is _HarmonyAt.HEADER and self._held and not self.over and not self._cut_header():
+            self._header(pieces, whole=True)
         held, self._held = self._held, ""
         if self._at is _HarmonyAt.BODY:
             self._take(held, pieces)
             self._leave(pieces, whole=by_model)
         return pieces
+
+    def _cut_header(self) -> bool:
+        """Whether what is held is the beginning of a header and nothing else."""
+        parts = _PARTS.match(self._held)
+        rest = self._held[parts.end() if parts else 0 :]
+        return any(one.startswith(rest) for one in (*_BEGINS, *_MARKS) if rest[:1] in ("", "<"))
 
     def copy(self) -> HarmonySplitter:
         """Another one in the same state."""
@@ -104,33 +134,57 @@ class HarmonySplitter:
             self._take(held, pieces)
         return pieces
 
-    def _header(self, pieces: list[Piece]) -> bool:
-        """Read a header, if there is one; whether to go on."""
+    def _header(self, pieces: list[Piece], *, whole: bool = False) -> bool:
+        """Read a header, if there is one; whether to go on. `whole`: no more of the text comes."""
         text = self._held
-        line = text.partition("\n")[0]
-        end = line.find(MESSAGE, 0, MAX_HEADER + len(MESSAGE))
-        begins = any(text.startswith(one[: len(text)]) for one in _BEGINS)
-        if end < 0 and begins and line == text and len(text) < MAX_HEADER + len(MESSAGE):
-            return False
-        header = text[:end] if begins and end >= 0 else ""
         if text.startswith(START):
             self._at = _HarmonyAt.BETWEEN
             return True
+        begins = any(text.startswith(one[: len(text)]) for one in _BEGINS)
+        if begins and not text.startswith(_BEGINS) and not whole:
+            return False
+        end = self._header_end(text, whole=whole) if begins else -1
+        if end is None:
+            return False
+        header = text[: max(end, 0)]
         channel, to = _CHANNEL.search(header), _TO.search(header)
-        known = begins and end >= 0 and (to is None or self._calls(to[1]))
+        behind = end + len(MESSAGE) if text.startswith(MESSAGE, end) else end
+        known = begins and end >= 0 and (to is None or self._calls(to[1])) and (behind > end or _is_sure(channel, to))
+        said = "" if channel is None else channel[1] or channel[2]
         self._name = to[1].removeprefix(RECIPIENT) if known and to is not None else None
-        self._kind = "reasoning" if known and channel is not None and channel[1] == "analysis" else "text"
+        self._kind = "reasoning" if known and said == "analysis" else "text"
+        self._kept, self._body = [text[:behind]] if self._name is not None else [], []
+        self._at, self._fresh, self._bare = _HarmonyAt.BODY, True, known and behind == end
         if known:
-            self._held = text[end + len(MESSAGE) :]
-        self._kept, self._body = [text[: end + len(MESSAGE)]] if self._name is not None else [], []
-        self._at, self._fresh = _HarmonyAt.BODY, True
-        if not known and end >= 0 and begins:  # to somebody else: shown as it is
-            self._take(text[: end + len(MESSAGE)], pieces)
-            self._held = text[end + len(MESSAGE) :]
-        elif not known and text.startswith(CHANNEL):
+            self._held = text[behind:]
+        elif begins and behind > end >= 0:  # to somebody else: shown as it is
+            self._take(text[:behind], pieces)
+            self._held = text[behind:]
+        elif text.startswith(CHANNEL):
             self._take(CHANNEL, pieces)
             self._held = text[len(CHANNEL) :]
         return True
+
+    def _header_end(self, text: str, *, whole: bool) -> int | None:
+        """Where a header ends, -1 where it is none; None where that is not there yet. `whole`: no more comes."""
+        near = text[:MOST_NEAR]
+        parts = _PARTS.match(near)
+        end = parts.end() if parts else 0
+        channel, to = _CHANNEL.search(near[:end]), _TO.search(near[:end])
+        sure = _is_sure(channel, to)
+        most = end + MAX_STRAY if sure else MAX_HEADER
+        line = near.partition("\n")[0]
+        begun = end + len(line[end:]) - len(line[end:].lstrip())
+        if channel is None and line.startswith(CHANNEL, begun):
+            begun += len(CHANNEL)  # its word is still to come
+        mark = _HEADER_END.search(line, begun)
+        if mark is not None and mark.start() <= most:
+            if mark.group() == MESSAGE:
+                return mark.start()
+            return end if sure else -1
+        if line == near and len(text) < min(most + _LONGEST, MOST_NEAR) and not whole:
+            return None
+        return end if sure else -1
 
     def _calls(self, to: str) -> bool:
         return self._output.tools and (to.startswith(RECIPIENT) or to in self._offered)
@@ -166,8 +220,11 @@ class HarmonySplitter:
 
     def _take(self, text: str, pieces: list[Piece]) -> None:
         """More of a message."""
+        if self._bare:
+            text = text.lstrip()
         if not text:
             return
+        self._bare = False
         if self._name is not None:
             self._body.append(text)
             return

@@ -12,15 +12,25 @@ on how the text was cut into pieces.
 from __future__ import annotations
 
 import copy
+import functools
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cairn.text.output.call_formats import FORMATS, form_by, markers_of
 from cairn.text.output.call_section import SectionReader
 from cairn.text.output.harmony import HarmonySplitter
 from cairn.text.output.pieces import PUSHED, Piece
 from cairn.text.output.reasoning_formats import HARMONY, own_markers, thoughts
+from cairn.text.output.thought_calls import MOST_TRIED, ThoughtCallReader
 from cairn.text.output.tool_parser import OPEN, BareReader, CallReader, ParsedCall, call_id
+from cairn.text.output.unmarked_calls import (
+    BracketReader,
+    LineWatch,
+    openings,
+    unmarked_form,
+    unmarked_reader,
+)
 from cairn.types.outputs import ToolCallDelta
 from cairn.types.request import OutputFormat
 
@@ -73,17 +83,33 @@ class Splitter:
         self._lead = True
         """No content has come yet."""
         self._form = form_by(output.calls) if output.tools else None
-        self._sign = self._form.begin.strip() if self._form is not None else ""
-        marks = dict.fromkeys([OPEN, self._sign] if self._sign else [OPEN])
-        self._tags = {"text": list(marks) if output.tools else [], "reasoning": [self._thought.close]}
-        self._patterns = {
-            kind: re.compile("|".join("\n?" + re.escape(tag) for tag in tags)) if tags else None
-            for kind, tags in self._tags.items()
-        }
+        self._begins = (OPEN, *(self._form.begins if self._form is not None else ())) if output.tools else ()
+        self._loose_form = unmarked_form(output)
+        self._lines = (
+            None
+            if self._loose_form is None
+            else LineWatch(openings(self._loose_form, [tool.name for tool in output.offered]))
+        )
+        self._thought_calls = MOST_TRIED if output.loose and output.offered else 0
+        """How many more marks in reasoning may begin calls."""
+        self._wrapped = False
+        """The content stands in the tags that the model puts around its answers."""
+        self._wrap_end = ""
+        """The tag that may end such a content, and the blanks behind it."""
         self._held = ""
         self._one_call = output.one_call
-        self._call: CallReader | SectionReader | None = None
+        self._call: CallReader | SectionReader | BracketReader | None = None
         self._bare: BareReader | None = None
+        self._thinking: ThoughtCallReader | None = None
+        self._made: set[tuple[str, str]] = set()
+        """The calls that came out, where one that comes again ends the answer."""
+        self._total = 0
+        """Characters that came."""
+        self._section = (0, 0)
+        """Where what `_call` reads begins, of those, and how many calls had come out before."""
+        self._repeated = False
+        self.shown: int | None = None
+        """How many characters hold all that is shown, where the rest is dropped; -1 where that cannot be told."""
         self.complete_calls = 0
         """Tool calls that came out; each is complete."""
         self.unread = False
@@ -91,55 +117,41 @@ class Splitter:
 
     @property
     def over(self) -> bool:
-        """The only call that is wanted is complete: what follows is no part of the answer."""
-        return self._one_call and self.complete_calls > 0 and self._call is None
+        """The only call that is wanted is complete, or one came again: what follows is no part of the answer."""
+        return self._repeated or (self._one_call and self.complete_calls > 0 and self._call is None)
 
     @property
     def may_call(self) -> bool:
         """What is being read may be a call, and may turn out to be content."""
-        return self._call is not None or self._bare is not None
+        return self._call is not None or self._bare is not None or self._thinking is not None
 
     def push(self, text: str) -> list[Piece]:
         """Split what is certain by now."""
-        pieces: list[Piece] = []
-        if len(text) <= PUSHED:  # a token's, nearly always
-            self._push(text, pieces)
-            return pieces
-        for start in range(0, len(text), PUSHED):
-            self._push(text[start : start + PUSHED], pieces)
-        return pieces
-
-    def _push(self, text: str, pieces: list[Piece]) -> None:
-        text = self._held + text
-        self._held = ""
-        at = 0
-        while at < len(text) and not self.over:
-            if self._call is not None:
-                at, text = self._feed_call(self._call, text, at, pieces)
-            elif self._bare is not None:
-                at, text = self._feed_bare(self._bare, text, at)
-            else:
-                at = self._feed_text(text, at, pieces)
+        self._total += len(text)
+        return self._push(text)
 
     def finish(self, *, by_model: bool) -> list[Piece]:
         """The text ends: what was held back. `by_model`: it ended by itself and was not cut."""
         pieces: list[Piece] = []
-        bare, self._bare = self._bare, None
-        if bare is not None:
-            if (call := bare.finish(by_model=by_model)) is not None:
-                self._put_calls(pieces, [call])
-            else:
-                pieces += self.push(bare.kept)
+        self._finish_thinking(pieces, by_model=by_model)
+        self._finish_bare(pieces, by_model=by_model)
         while self._call is not None:
             reader, self._call = self._call, None
             reader.finish(by_model=by_model)
             self._put_calls(pieces, reader.take())
+            rest = self._failed(reader) + reader.again if reader.failed else ""
+            if rest and self._output.calls_only and not by_model:
+                self.shown = self._section[0] if self.complete_calls == self._section[1] else -1
+                return pieces
             if reader.failed:
-                self.unread = True
                 self._put(pieces, "text", reader.rest)
-                pieces += self.push(reader.again)
-        self._put(pieces, self._kind, self._held)
-        self._held = ""
+            self._trim = reader.closed
+            pieces += self._push(reader.again)
+        if self._held and self._output.calls_only and not by_model:
+            self.shown = self._total - len(self._held)
+        else:
+            self._put(pieces, self._kind, self._held)
+        self._held = self._wrap_end = ""
         return pieces
 
     def copy(self) -> Splitter:
@@ -150,9 +162,31 @@ class Splitter:
         """Content held back because a tag may begin with it: something else follows."""
         pieces: list[Piece] = []
         if self._kind == "text" and not self._lead:
+            if self._lines is not None:
+                self._lines.skip(self._held)
             self._put(pieces, "text", self._held)
             self._held = ""
         return pieces
+
+    def _push(self, text: str) -> list[Piece]:
+        pieces: list[Piece] = []
+        text = self._held + text
+        self._held = ""
+        at = 0
+        while at < len(text) and not self.over:
+            if self._call is not None:
+                at, text = self._feed_call(self._call, text, at, pieces)
+            elif self._bare is not None:
+                at, text = self._feed_bare(self._bare, text, at)
+            elif self._thinking is not None:
+                at, text = self._feed_thinking(self._thinking, text, at, pieces)
+            else:
+                at = self._feed_text(text, at, pieces)
+        if self.over and self.shown is None and at < len(text):
+            self.shown = self._total - (len(text) - at)
+        return pieces
+
+    # ------------------------------------------------------------------------------------------ content and reasoning
 
     def _feed_text(self, text: str, at: int, pieces: list[Piece]) -> int:
         """Pass on content or reasoning up to the next tag, or up to what may become one."""
@@ -164,72 +198,94 @@ class Splitter:
             self._trim = False
         if self._lead and self._kind == "text":
             return self._feed_lead(text, at)
-        pattern = self._patterns[self._kind]
-        found = pattern.search(text, at) if pattern else None
+        if self._wrap_end and (at := self._behind_wrap(text, at, pieces)) == len(text):
+            return at
+        tags = self._tags()
+        found = _pattern(tags).search(text, at) if tags else None
+        end = self._certain(tags, text, at) if found is None else found.start()
+        if self._kind == "text" and self._lines is not None:
+            look = self._lines.look(text, at, end, decided=found is not None)
+            if look.opens or look.end < end:
+                self._put(pieces, "text", text[at : look.end])
+                if look.opens:
+                    self._open_unmarked(text, look.end)
+                    return look.end
+                self._held = text[look.end :]
+                return len(text)
+        self._put(pieces, self._kind, text[at:end])
         if found is None:
-            end = self._certain(text, at)
             self._held = text[end:]
-            self._put(pieces, self._kind, text[at:end])
             return len(text)
-        self._put(pieces, self._kind, text[at : found.start()])
-        if self._kind == "text":
-            self._call = self._reader(found.group())
-        else:
-            self._kind = "text"
-            self._trim = True
+        self._enter(found.group(), text, found.start())
         return found.end()
+
+    def _tags(self) -> tuple[str, ...]:
+        """What ends the text that is being read, or may."""
+        if self._kind == "reasoning":
+            return (self._thought.close, *(self._begins if self._thought_calls > 0 else ()))
+        return (*self._begins, *([self._thought.answer[1]] if self._wrapped else []))
+
+    def _enter(self, tag: str, text: str, at: int) -> None:
+        """Go on behind a tag, which stands at text[at]."""
+        if self._kind == "reasoning" and tag.endswith(self._thought.close):
+            self._kind, self._trim = "text", True
+        elif self._kind == "reasoning":
+            marks = self._begins
+            self._thinking = ThoughtCallReader(tag, self._output, marks, self._thought.close, self._reader)
+        elif self._wrapped and tag.endswith(self._thought.answer[1]):
+            self._wrap_end = tag
+        else:
+            self._section = (self._total - (len(text) - at), self.complete_calls)
+            self._call = self._reader(tag)
 
     def _reader(self, opening: str) -> CallReader | SectionReader:
         """What reads behind a tag."""
-        if self._form is not None and opening.endswith(self._sign):
+        if self._form is not None and opening.endswith(self._form.begins):
             return SectionReader(opening, self._output, self._form)
         return CallReader(opening, self._output)
+
+    def _open_unmarked(self, text: str, at: int) -> None:
+        assert self._loose_form is not None
+        self._section = (self._total - (len(text) - at), self.complete_calls)
+        self._call = unmarked_reader(self._loose_form, self._output)
 
     def _feed_lead(self, text: str, at: int) -> int:
         """Find out what an answer begins with; nothing is passed on, and what may be either is held back."""
         first = at
         while first < len(text) and first - at <= MOST_LEAD and text[first].isspace():
             first += 1
-        think = self._thought.open
-        begin = text[first : first + len(think)] if first - at <= MOST_LEAD else "no tag"
-        if not begin or (self._thinks and begin != think and think.startswith(begin)):
+        near = first - at <= MOST_LEAD
+        leads = [self._thought.open] if self._thinks else []
+        leads += [self._thought.answer[0]] if self._thought.answer[0] and not self._wrapped else []
+        begin = text[first:] if near else "no tag"
+        if not begin or any(lead.startswith(begin) and lead != begin for lead in leads):
             self._held = text[at:]
             return len(text)
-        thinks, self._thinks = self._thinks and begin == think, False
-        if thinks:
-            self._kind = "reasoning"
+        found = next((lead for lead in leads if begin.startswith(lead)), "")
+        thinks, self._thinks = self._thinks and found == self._thought.open, False
+        if found:
+            self._kind = "reasoning" if thinks else "text"
+            self._wrapped |= not thinks
             self._trim = True
-            return first + len(think)
+            return first + len(found)
         self._lead = False
         if self._output.offered and begin[0] in "{`":
             self._bare = BareReader(text[at:first], self._output)
             return first
         return at
 
-    def _feed_call(
-        self, reader: CallReader | SectionReader, text: str, at: int, pieces: list[Piece]
-    ) -> tuple[int, str]:
-        at = reader.feed(text, at)
-        self._put_calls(pieces, reader.take())
-        if reader.closed or reader.failed:
-            self._call = None
-            self._trim = reader.closed
-        if not reader.failed:
-            return at, text
-        self.unread = True
-        self._put(pieces, "text", reader.rest)
-        return _back(reader.again, text, at)
+    def _behind_wrap(self, text: str, at: int, pieces: list[Piece]) -> int:
+        """Behind what may be the tag that ends a content: blanks up to the end of the answer, or it was text."""
+        while at < len(text) and text[at].isspace():
+            self._wrap_end += text[at]
+            at += 1
+        if at < len(text):
+            self._put(pieces, "text", self._wrap_end)
+            self._wrap_end = ""
+        return at
 
-    def _feed_bare(self, reader: BareReader, text: str, at: int) -> tuple[int, str]:
-        at = reader.feed(text, at)
-        if not reader.failed:
-            return at, text
-        self._bare = None
-        return _back(reader.kept, text, at)
-
-    def _certain(self, text: str, at: int) -> int:
+    def _certain(self, tags: Sequence[str], text: str, at: int) -> int:
         """Where the end of `text` begins that may become a tag."""
-        tags = self._tags[self._kind]
         end = len(text)
         first = max(at, end - max(map(len, tags), default=0) + 1)
         for start in {tag[0] for tag in tags}:
@@ -239,16 +295,98 @@ class Splitter:
             end = min(end, place) if place >= 0 else end
         return end - 1 if tags and end > at and text[end - 1] == "\n" else end
 
+    # ------------------------------------------------------------------------------------------ calls
+
+    def _feed_call(
+        self, reader: CallReader | SectionReader | BracketReader, text: str, at: int, pieces: list[Piece]
+    ) -> tuple[int, str]:
+        at = reader.feed(text, at)
+        self._put_calls(pieces, reader.take())
+        if not (reader.closed or reader.failed):
+            return at, text
+        self._call = None
+        self._trim = reader.closed
+        if reader.failed:
+            self._put(pieces, "text", self._failed(reader))
+        elif self._lines is not None:
+            self._lines.fresh()
+        return _back(reader.again, text, at)
+
+    def _failed(self, reader: CallReader | SectionReader | BracketReader) -> str:
+        """What was read and is no call, but for its end, which is to be read again."""
+        if self._lines is not None:
+            self._lines.skip(reader.rest)
+        if self._lines is not None and not isinstance(reader, CallReader) and not reader.marked:
+            self._lines.tried += 1
+        else:
+            self.unread = True
+        return reader.rest
+
+    def _feed_bare(self, reader: BareReader, text: str, at: int) -> tuple[int, str]:
+        at = reader.feed(text, at)
+        if not reader.failed:
+            return at, text
+        self._bare = None
+        return _back(reader.kept, text, at)
+
+    def _finish_bare(self, pieces: list[Piece], *, by_model: bool) -> None:
+        bare, self._bare = self._bare, None
+        if bare is None:
+            return
+        if (call := bare.finish(by_model=by_model)) is not None:
+            self._put_calls(pieces, [call])
+        elif self._output.calls_only and not by_model:
+            self.shown = self._total - len(bare.kept)
+        else:
+            pieces += self._push(bare.kept)
+
+    def _feed_thinking(self, reader: ThoughtCallReader, text: str, at: int, pieces: list[Piece]) -> tuple[int, str]:
+        reader.feed(text, at)
+        if not reader.failed:
+            return len(text), text
+        self._thinking = None
+        self._thought_calls -= 1
+        self._put(pieces, "reasoning", reader.opening)
+        return _back(reader.again, text, len(text))
+
+    def _finish_thinking(self, pieces: list[Piece], *, by_model: bool) -> None:
+        while self._thinking is not None:
+            reader, self._thinking = self._thinking, None
+            calls = reader.finish(by_model=by_model)
+            if calls:
+                self._put_calls(pieces, calls)
+                return
+            self._thought_calls -= 1
+            self._put(pieces, "reasoning", reader.opening)
+            pieces += self._push(reader.again)
+
     def _put(self, pieces: list[Piece], kind: str, text: str) -> None:
         if text:
             pieces.append((kind, text))
 
     def _put_calls(self, pieces: list[Piece], calls: list[ParsedCall]) -> None:
         for call in calls[: 1 - self.complete_calls] if self._one_call else calls:
+            if self._output.calls_only and self._again(call):
+                self._repeated, self._call = True, None
+                self.shown = self._section[0] if self.complete_calls == self._section[1] else -1
+                return
             index = self.complete_calls
             self.complete_calls += 1
             id = call_id(*self._source, index, call.id)
             pieces.append(ToolCallDelta(index=index, id=id, name=call.name, arguments=call.arguments))
+
+    def _again(self, call: ParsedCall) -> bool:
+        """Whether the same call came out before."""
+        made = call.name, json.dumps(json.loads(call.arguments), sort_keys=True)
+        known = made in self._made
+        self._made.add(made)
+        return known
+
+
+@functools.lru_cache(maxsize=256)
+def _pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
+    """Any of some tags, with the line break that sets it apart."""
+    return re.compile("|".join("\n?" + re.escape(tag) for tag in dict.fromkeys(tags)))
 
 
 def _back(again: str, text: str, at: int) -> tuple[int, str]:

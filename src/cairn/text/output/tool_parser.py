@@ -35,7 +35,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from cairn.text.output.argument_fit import names_in, shape_of
 from cairn.text.output.json_scan import SPACE, JsonScanner
+from cairn.text.output.tagged_values import ValueScanner, ValueTags
 from cairn.text.tokens.tokenizer import valid_text
 from cairn.types.request import OfferedTool, OutputFormat
 
@@ -49,13 +51,17 @@ _BRACES = re.compile(r"[ \t\n\r}]*")
 _XML_END = re.compile(r"</function>\s{0,40}</tool_call>")
 _XML_REACH = len("</function>" + CLOSE) + 40 - 1
 _XML_NAME = re.compile(r"\s*<function=([^<>\n]+)>")
-_XML_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>(.*?)</parameter>\s*+(?=<parameter=|</function>)", re.DOTALL)
+_XML_KEY = re.compile(r"\s*<parameter=([^<>\n]+)>")
 _XML_CLOSE = re.compile(r"\s*</function>\s*")
+_XML_TAGS = ValueTags("</parameter>", ("<parameter=", ">"), "</function>", "", (FUNCTION,))
 _FENCE = re.compile(r"(?:```[a-z_]{0,16}\s{0,16})?")
 _FENCE_SO_FAR = re.compile(r"`{1,2}|```[a-z_]{0,16}\s{0,16}")
 _AFTER_FENCED = re.compile(r"\s{0,16}(?:`{1,2}|```\s{0,16})?")
 _AFTER_BARE = re.compile(r"\s{0,16}")
 
+_JSON_COMMA = re.compile(r"\s*+(,)?\s*+")
+_OWN_ID = re.compile(r'"([0-9A-Za-z]{9})"')
+"""The id that a model writes into its call, as Mistral's do."""
 _EITHER = ({"arguments", "parameters"}, {"name", "tool_name"})
 """Members of a call of which there may be one."""
 _OF_A_CALL = frozenset({"", "name", "arguments", "parameters", "id", "type", "function"})
@@ -106,7 +112,7 @@ def offered_tools(tools: Iterable[Any], *, xml: bool) -> tuple[OfferedTool, ...]
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
         known = properties.items() if xml and isinstance(properties, Mapping) else ()
         values = tuple(valid_text(key) for key, schema in known if not is_text(schema))
-        offered.append(OfferedTool(valid_text(function["name"]), values))
+        offered.append(OfferedTool(valid_text(function["name"]), values, shape_of(parameters)))
     return tuple(offered)
 
 
@@ -139,12 +145,37 @@ def call_of(members: Sequence[tuple[str, str]]) -> ParsedCall | None:
     if not isinstance(name, str) or not name:
         return None
     arguments = given.get("arguments", given.get("parameters"))
+    own = _OWN_ID.fullmatch(given.get("id", ""))
+    id = own[1] if own else ""
     if arguments is None:
-        return ParsedCall(valid_text(name), "{}") if given.keys() <= _WITHOUT else None
+        return ParsedCall(valid_text(name), "{}", id) if given.keys() <= _WITHOUT else None
     if arguments.startswith('"'):
         arguments = whole_json(valid_text(json.loads(arguments)).strip() or "null")
     arguments = "{}" if arguments == "null" else arguments
-    return ParsedCall(valid_text(name), arguments) if arguments is not None and arguments.startswith("{") else None
+    if arguments is None or not arguments.startswith("{"):
+        return None
+    return ParsedCall(valid_text(name), arguments, id)
+
+
+def calls_in_json(text: str) -> list[ParsedCall] | None:
+    """The calls that one object, or a list of objects, makes; None if the text is anything else."""
+    text = text.strip()
+    listed = text.startswith("[") and text.endswith("]")
+    text = text[1:-1].strip() if listed else text
+    calls: list[ParsedCall] = []
+    at = 0
+    while at < len(text):
+        scanner = JsonScanner()
+        at = scanner.feed(text, at)
+        call = call_of(scanner.members) if scanner.done else None
+        if call is None:
+            return None
+        calls.append(call)
+        behind = _JSON_COMMA.match(text, at)
+        if behind is None or (behind.end() == len(text)) != (behind[1] is None) or not (listed or behind[1] is None):
+            return None
+        at = behind.end()
+    return calls or None
 
 
 def whole_json(text: str) -> str | None:
@@ -156,24 +187,39 @@ def whole_json(text: str) -> str | None:
 
 def calls_in_xml(text: str, offered: Iterable[OfferedTool]) -> list[ParsedCall] | None:
     """The calls that a text of `<function=...>` tags holds; None if it is anything else."""
-    values = {tool.name: tool.values for tool in offered}
+    tools = {tool.name: tool for tool in offered}
     calls: list[ParsedCall] = []
     at = 0
     while found := _XML_NAME.match(text, at):
         name, at = found[1].strip(), found.end()
+        tool = tools.get(name, OfferedTool(name))
+        names = known_names(tool)
         arguments: dict[str, str] = {}
-        while parameter := _XML_PARAMETER.match(text, at):
-            key, at = parameter[1].strip(), parameter.end()
-            if key in arguments or ("</parameter>" in parameter[2] and "<parameter=" in parameter[2]):
+        while key := _XML_KEY.match(text, at):
+            scanner = ValueScanner(_XML_TAGS, key.end(), names - arguments.keys() - {key[1].strip()})
+            end = scanner.find(text, whole=True)
+            if end is None or key[1].strip() in arguments:
                 return None
-            arguments[key] = _xml_value(parameter[2], is_text=key not in values.get(name, ()))
-        end = _XML_CLOSE.match(text, at)
-        if end is None or not name:
+            value, at = text[key.end() : end.end], end.behind
+            if "</parameter>" in value and "<parameter=" in value:
+                return None
+            arguments[key[1].strip()] = _xml_value(value, is_text=key[1].strip() not in tool.values)
+        close = _XML_CLOSE.match(text, at)
+        if close is None or not name:
             return None
-        at = end.end()
-        written = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items())
-        calls.append(ParsedCall(name, f"{{{written}}}"))
+        at = close.end()
+        calls.append(ParsedCall(name, joined(arguments)))
     return calls if calls and at == len(text) else None
+
+
+def known_names(tool: OfferedTool) -> frozenset[str]:
+    """Return the arguments that a tool is known to have."""
+    return names_in(tool.shape).union(tool.values)
+
+
+def joined(members: Mapping[str, str]) -> str:
+    """Return a JSON object of members whose values are JSON already."""
+    return "{" + ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {one}" for key, one in members.items()) + "}"
 
 
 def _xml_value(text: str, *, is_text: bool) -> str:
@@ -230,8 +276,8 @@ class CallReader:
 
     @property
     def again(self) -> str:
-        """The end of what belongs to no call, in which another may begin."""
-        return "".join(self._kept)[self._from :]
+        """What is to be read again: the end of what belongs to no call, in which another may begin."""
+        return "".join(self._kept)[self._from :] if self.failed else ""
 
     def take(self) -> list[ParsedCall]:
         """The calls that came out since the last time."""
