@@ -214,7 +214,7 @@ class AsyncLLM:
         wanted = wanted_of({"response_format": response_format})
         tokens = await self._tokens(prompt, suffix, parse_special)
         grammar = await self.service.chat.grammar(wanted.structure, output)
-        request = self._request(tokens, asked, output=output, grammar=grammar)
+        request = self._request(tokens, asked, output=output, grammar=grammar.text)
         return AsyncStream(self.service, request, lambda _: None)
 
     @overload

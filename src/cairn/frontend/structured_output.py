@@ -75,7 +75,7 @@ def _response_format(given: Any) -> Iterator[Structure]:
         return
     inner = given.get("json_schema")
     if isinstance(inner, Mapping) and "schema" in inner:
-        yield _structure("json", inner["schema"], f"{field}.json_schema.schema")
+        yield _structure("json", inner["schema"], f"{field}.json_schema.schema", strict=inner.get("strict") is True)
     elif given.get("schema") is not None:
         yield _structure("json", given["schema"], f"{field}.schema")
     elif kind == "json_schema":
@@ -102,7 +102,8 @@ def _structured_outputs(given: Any) -> Iterator[Structure]:
             raise Unsupported(f"{where} is not built", field=where)
 
 
-def _structure(kind: Kind, value: Any, field: str) -> Structure:
+def _structure(kind: Kind, value: Any, field: str, *, strict: bool = False) -> Structure:
+    """What one field says. `strict`: a schema that cannot be held to in full is an error."""
     if kind == "json":
         if isinstance(value, str):
             _check_size(value, field)
@@ -114,7 +115,7 @@ def _structure(kind: Kind, value: Any, field: str) -> Structure:
             raise InvalidRequest(f"{field} must be a JSON schema: an object", field=field)
         text = json.dumps(value, ensure_ascii=False)
         _check_size(text, field)
-        return Structure(kind=kind, text=text, field=field)
+        return Structure(kind=kind, text=text, field=field, strict=strict)
     if kind == "choice":
         texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
         if not texts or not 0 < len(value) <= MAX_CHOICES:

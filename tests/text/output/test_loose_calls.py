@@ -314,7 +314,7 @@ def test_a_call_that_is_only_thought_of(name: str) -> None:
         (f"<think>Like\n{call.replace('path', 'paths')}", f"Like{bare.replace('path', 'paths')}"),
         (f"<think>Like\n{call[: call.index('a.txt')]}", f"Like{''.join(call[: call.index('a.txt')].split())}"),
     ):
-        content, thought, calls = read(name, text)
+        _, thought, calls = read(name, text)
         assert not calls and "".join(thought.split()) == reasoning, text
     _, thought, calls = read(name, f"<think>Like\n{call}</think>{MARKED[name]}")
     assert calls == [P] and "".join(thought.split()) == f"Like{bare}", "the one behind the reasoning is the call"

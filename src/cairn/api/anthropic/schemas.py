@@ -103,7 +103,7 @@ def chat_of(body: MessagesBody, call: HTTPCall, knows: Callable[[str], bool]) ->
             chat["parallel_tool_calls"] = False
     if (form := (body.output_config or {}).get("format")) is not None:
         schema = form.get("schema") if isinstance(form, dict) else None
-        wanted = {"name": "output", "schema": schema, "strict": True}
+        wanted = {"name": "output", "schema": schema}
         chat["response_format"] = {"type": "json_schema", "json_schema": wanted}
     return {name: value for name, value in chat.items() if value is not None}
 

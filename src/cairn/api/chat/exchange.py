@@ -175,6 +175,8 @@ class Exchange:
     """It goes on when its connection closes, for the time of grace, whether anybody asked for that or not."""
     unattended: bool = False
     """It goes on to its end, read or not."""
+    warnings: Sequence[str] = ()
+    """What was wanted of the answer and it is not held to: sentences that begin with the name of a field."""
     warn: Callable[[str], None] = lambda sentence: None
     """Tells the sender something beside the answer."""
 
@@ -264,6 +266,7 @@ class Exchanges:
     async def run(self, call: HTTPCall, exchange: Exchange, *, stream: bool) -> None:
         """Answer a call, as a stream of events or in one piece."""
         exchange.warn = call.warn
+        _tell(call, exchange)
         logged = exchange.outlives or is_resumable(call, stream)
         if logged and exchange.media is not EVENT_STREAM:
             raise InvalidRequest(
@@ -289,6 +292,7 @@ class Exchanges:
 
     def begin(self, call: HTTPCall, exchange: Exchange) -> None:
         """Generate onto an event log that the connection does not read."""
+        _tell(call, exchange)
         self._calls.open(call.number, [one.request.id for one in exchange.choices], name=call.name, salt=call.salt)
         self._log(call, exchange, stream=False).leave()
 
@@ -373,12 +377,24 @@ def spelled(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        known, rest = error.field or "", ""
-        while known not in names and "." in known:
-            known, _, inner = known.rpartition(".")
-            rest = f".{inner}{rest}"
-        if known not in names:
+        name = spelled_name(error.field or "", names)
+        if name is None:
             raise
-        name = names[known] + rest
         text = str(error) if error.field == "prompt" else str(error).replace(str(error.field), name)
         raise error.named(text, name) from None
+
+
+def spelled_name(field: str, names: Mapping[str, str]) -> str | None:
+    """What a route calls a field, by the longest of `names` that it begins with; None where it has no other name."""
+    known, rest = field, ""
+    while known not in names and "." in known:
+        known, _, inner = known.rpartition(".")
+        rest = f".{inner}{rest}"
+    return names[known] + rest if known in names else None
+
+
+def _tell(call: HTTPCall, exchange: Exchange) -> None:
+    """Tell what the answer is not held to, by the names that the client knows."""
+    for sentence in exchange.warnings:
+        field, sign, said = sentence.partition(":")
+        call.warn(f"{spelled_name(field, exchange.names) or field}{sign}{said}")

@@ -72,6 +72,7 @@ async def chat_exchange(
         keep=chat_keeper(service, call.tenant, tied),
         attribution=tied,
         names=names,
+        warnings=prompt.warnings,
     )
 
 
@@ -102,7 +103,7 @@ async def text_exchange(
                 salt=call.salt,
                 share=call.share,
                 output=output,
-                grammar=grammar,
+                grammar=grammar.text,
                 allow_empty=allow_empty,
                 stored=store,
             )
@@ -118,6 +119,7 @@ async def text_exchange(
         keep=cost_keeper(tied),
         attribution=tied,
         names=names,
+        warnings=grammar.warnings,
     )
 
 

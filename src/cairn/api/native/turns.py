@@ -146,6 +146,7 @@ def turn_exchange(
         cancel=running.cancel,
         keep=keep,
         outlives=True,
+        warnings=running.warnings,
     )
 
 

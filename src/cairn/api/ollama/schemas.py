@@ -235,7 +235,7 @@ def _form(given: Any) -> dict[str, Any]:
     if given == "json":
         return {"type": "json_object"}
     if isinstance(given, dict):
-        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given, "strict": True}}
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given}}
     raise InvalidRequest('format must be "json" or a JSON schema', field="format")
 
 

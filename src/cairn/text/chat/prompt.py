@@ -37,7 +37,7 @@ from cairn.text.chat.templates import (
 )
 from cairn.text.chat.tools_by_instruction import with_tools_by_instruction
 from cairn.text.grammar.compiler import Compiler
-from cairn.text.grammar.grammar import ANYTHING, Structure, Wanted
+from cairn.text.grammar.grammar import ANYTHING, Grammar, Structure, Wanted
 from cairn.text.output.call_formats import BY_NAME, CallFormat, format_of, name_of
 from cairn.text.output.choose_call_format import chosen_form
 from cairn.text.output.reasoning_formats import HARMONY, thinks, thoughts_of
@@ -73,6 +73,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """How the answer is to be read."""
     grammar: str = ""
     """`Request.grammar`: what the answer has to be."""
+    warnings: tuple[str, ...] = ()
+    """What was wanted of the answer and it is not held to."""
 
 
 class Sampled(NamedTuple):
@@ -320,13 +322,13 @@ class Chat:
         output = prompt.output
         if tools and chat.form is not None:
             # What a grammar allows is read by its form's marks alone: nothing else was held to the tools.
-            output = msgspec.structs.replace(output, loose=not grammar, calls_only=wanted.choice.required)
+            output = msgspec.structs.replace(output, loose=not grammar.text, calls_only=wanted.choice.required)
         if wanted.choice.names is not None:
             offered = tuple(tool for tool in output.offered if tool.name in wanted.choice.names)
             output = msgspec.structs.replace(output, offered=offered)
-        return msgspec.structs.replace(prompt, grammar=grammar, output=output)
+        return msgspec.structs.replace(prompt, grammar=grammar.text, warnings=grammar.warnings, output=output)
 
-    async def grammar(self, structure: Structure | None, output: OutputFormat, *, share: str = "") -> str:
+    async def grammar(self, structure: Structure | None, output: OutputFormat, *, share: str = "") -> Grammar:
         """`Request.grammar` of an answer that is read by `output`; "" where nothing is wanted.
 
         Raises InvalidRequest naming the field for what cannot be compiled, or not within the limits; else as `prompt`.

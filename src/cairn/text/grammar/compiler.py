@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from cairn.text.grammar.grammar import GrammarError, Shape, Structure, Wanted
+from cairn.text.grammar.grammar import Grammar, GrammarError, Shape, Structure, Wanted
 from cairn.text.output.call_formats import CallFormat
 from cairn.text.output.call_grammar import callable_tools, lark_of_calls
 from cairn.text.render.parent import Renderer
@@ -24,7 +24,7 @@ class Compiler:
         self.renderer: Renderer | None = None
         """The process to use; None for one of its own, which starts with the first grammar."""
         self._own: Renderer | None = None
-        self._known: dict[Shape, str] = {}
+        self._known: dict[Shape, Grammar] = {}
 
     async def held_to(
         self,
@@ -33,7 +33,7 @@ class Compiler:
         tools: Sequence[Mapping[str, Any]] | None,
         form: CallFormat | None,
         share: str,
-    ) -> str:
+    ) -> Grammar:
         """`Request.grammar` of an answer that is read by `output`; "" where it may be anything.
 
         Tools are called in a `form`. Raises InvalidRequest naming the field for what cannot be compiled, or not within
@@ -43,7 +43,9 @@ class Compiler:
         asked = choice.required or choice.names is not None or choice.strict or structure is not None
         if tools and form is not None and asked:
             return await self._calling(form, output, wanted, tools, share)
-        return "" if structure is None else await self._compiled("", structure, output, structure.field, share)
+        if structure is None:
+            return Grammar()
+        return await self._compiled("", structure, output, structure.field, share)
 
     async def close(self) -> None:
         """End the process of its own."""
@@ -57,31 +59,33 @@ class Compiler:
         wanted: Wanted,
         tools: Sequence[Mapping[str, Any]],
         share: str,
-    ) -> str:
+    ) -> Grammar:
         """The grammar of answers that call tools. A schema that cannot be held to is passed over, but of a tool that
         wants it to be."""
         choice = wanted.choice
         structure = None if choice.required else wanted.structure
         alone = choice.required or structure is not None
         try:
-            calls = lark_of_calls(
-                form, callable_tools(tools, choice.names, None), required=alone, parallel=choice.parallel
-            )
-            return await self._compiled(calls, structure, output, "tools", share)
+            held = callable_tools(tools, choice.names, None, choice.strict)
+            calls = lark_of_calls(form, held, required=alone, parallel=choice.parallel)
+            made = await self._compiled(calls, structure, output, "tools", share)
+            return made._replace(warnings=(*made.warnings, *(one for tool in held for one in tool.warnings)))
         except (InvalidRequest, GrammarError):
             pass  # of one tool at least
         try:
-            held = callable_tools(tools, choice.names, choice.strict)
+            held = callable_tools(tools, choice.names, choice.strict, choice.strict)
             calls = lark_of_calls(form, held, required=alone, parallel=choice.parallel)
         except GrammarError as error:
             raise InvalidRequest(f"tools cannot be followed: {error}", field="tools") from None
         if structure is not None:
             await self._compiled("", structure, output, structure.field, share)  # it may be what is wrong
-        return await self._compiled(calls, structure, output, "tools", share)
+        made = await self._compiled(calls, structure, output, "tools", share)
+        told = f"tools: {', '.join(tool.name[:64] for tool in held if tool.name not in choice.strict)}"
+        return made._replace(warnings=(*made.warnings, f"{told}: the arguments are not held to the schema"))
 
     async def _compiled(
         self, calls: str, structure: Structure | None, output: OutputFormat, field: str, share: str
-    ) -> str:
+    ) -> Grammar:
         lead: Literal["", "may", "open"] = "may" if output.reasoning else ""
         shape = Shape(
             structure=structure,

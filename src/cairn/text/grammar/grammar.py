@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from cairn.text.grammar.exact_numbers import RuleList, expression, is_exact
+from cairn.text.grammar.json_schema import SchemaError, loosened, prepared
+from cairn.text.grammar.lark import literal, with_blanks
 from cairn.text.output.reasoning_formats import FORMS, HARMONY
 
 MAX_TEXT = 1 << 18
 """Characters of what a client sends, and four times as many of what is made of it."""
 MAX_CHOICES = 4096
-BLANKS = r"[\x20\x0A\x0D\x09]{1,40}"
-"""White space between two parts of JSON: with no bound, models are known to write nothing else for ever."""
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_000,
     "initial_lexer_fuel": 1_000_000,
@@ -36,7 +37,6 @@ LIMITS: dict[str, Any] = {
 HARMONY_FINAL = "<|channel|>final<|message|>"
 """Before an answer that is said to the user, where each message has a header."""
 _LEADS = {"": "", "may": "( think BREAKS )?", "open": "think BREAKS"}
-_REPEATS = "an object may name a key twice, so how many it has cannot be held to"
 
 Kind = Literal["json", "regex", "choice", "lark", "gbnf", "grammar"]
 
@@ -54,6 +54,8 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     """The schema as JSON, the choices as a list in JSON, else as it was sent."""
     field: str = "response_format"
     """What the client calls it."""
+    strict: bool = True
+    """A schema that an answer cannot be held to in full is an error; else that part is told and left out."""
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,26 +99,61 @@ def limits() -> Any:
     return LLParserLimits(**LIMITS)
 
 
-def checked(shape: Shape) -> str:
-    """The grammar, which compiles. Raises GrammarError."""
-    from llguidance import LLMatcher
+class Grammar(NamedTuple):
+    """What answers are held to."""
 
-    text = grammar_of(shape)
+    text: str = ""
+    """As llguidance reads it; "" for anything."""
+    warnings: tuple[str, ...] = ()
+    """What a client wanted and answers are not held to: sentences that name its field."""
+
+
+def checked(shape: Shape) -> Grammar:
+    """The grammar, which compiles. Raises GrammarError."""
+    structure = shape.structure
+    if structure is None or structure.kind != "json":
+        return Grammar(_compiled(shape, None if structure is None else _part(structure)))
+    schema, told = _schema_of(structure)
+    try:
+        text = _compiled(shape, _json_part(schema))
+    except GrammarError:
+        if structure.strict:
+            raise
+        schema, more = loosened(schema, _why_not)
+        told += more
+        text = _compiled(shape, _json_part(schema))
+    return Grammar(text, tuple(f"{structure.field}: {one}" for one in told))
+
+
+def _compiled(shape: Shape, part: Mapping[str, Any] | None) -> str:
+    text = grammar_of(shape, part)
     if len(text) > 4 * MAX_TEXT:
         raise GrammarError(f"it makes a grammar of {len(text)} characters; the limit is {4 * MAX_TEXT}")
-    failed, said = LLMatcher.validate_grammar_with_warnings(text, None, limits=limits())
-    if failed:
-        raise GrammarError(" ".join(" ".join(said).split())[:400])
+    if said := _failing(text):
+        raise GrammarError(said)
     return text
 
 
-def grammar_of(shape: Shape) -> str:
-    """The grammar as llguidance reads it. Raises GrammarError."""
+def _failing(text: str) -> str:
+    """What llguidance has against a grammar; "" for nothing."""
+    from llguidance import LLMatcher
+
+    failed, said = LLMatcher.validate_grammar_with_warnings(text, None, limits=limits())
+    return " ".join(" ".join(said).split())[:400] if failed else ""
+
+
+def _why_not(schema: Any) -> str:
+    """What llguidance has against a schema; "" for nothing."""
+    return _failing(json.dumps({"grammars": [{"json_schema": with_blanks(schema)}]}, ensure_ascii=False))
+
+
+def grammar_of(shape: Shape, part: Mapping[str, Any] | None) -> str:
+    """The grammar as llguidance reads it; `part` is that of the structure."""
     parts: list[Mapping[str, Any]] = []
     if shape.calls:
         parts.append({"name": "calls", "lark_grammar": shape.calls})
-    if shape.structure is not None:
-        parts.append({"name": "answer", **_part(shape.structure)})
+    if part is not None:
+        parts.append({"name": "answer", **part})
     form, harmony = FORMS[shape.thoughts], shape.thoughts == HARMONY.name
     said = literal(HARMONY_FINAL) + " @answer" if harmony else "@answer"
     answer = " | ".join(said if part["name"] == "answer" else f"@{part['name']}" for part in parts)
@@ -128,13 +165,35 @@ def grammar_of(shape: Shape) -> str:
     return json.dumps({"grammars": [{"name": "start", "lark_grammar": start}, *parts]}, ensure_ascii=False)
 
 
-def _part(structure: Structure) -> dict[str, Any]:
-    text = structure.text
+def _schema_of(structure: Structure) -> tuple[Any, list[str]]:
+    """The schema that answers are held to, and what of the client's is left out."""
+    _check_length(structure.text)
+    try:
+        found = prepared(json.loads(structure.text), strict=structure.strict)
+    except SchemaError as error:
+        raise GrammarError(str(error)) from None
+    return found.schema, [*found.warnings]
+
+
+def _json_part(schema: Any) -> dict[str, Any]:
+    if is_exact(schema):
+        return {"json_schema": with_blanks(schema)}
+    rules = RuleList()
+    try:
+        return {"lark_grammar": rules.text(expression(schema, rules))}
+    except SchemaError as error:
+        raise GrammarError(str(error)) from None
+
+
+def _check_length(text: str) -> None:
     if len(text) > MAX_TEXT:
         raise GrammarError(f"it has {len(text)} characters; the limit is {MAX_TEXT}")
+
+
+def _part(structure: Structure) -> dict[str, Any]:
+    text = structure.text
+    _check_length(text)
     match structure.kind:
-        case "json":
-            return {"json_schema": with_blanks(json.loads(text))}
         case "choice":
             return {"lark_grammar": "start: " + " | ".join(map(literal, json.loads(text)))}
         case "regex":
@@ -156,32 +215,3 @@ def _from_gbnf(text: str, *, surely: bool) -> str:
         raise GrammarError("the grammar is nested too deeply") from None
     except Exception as error:  # the converter raises what it meets
         raise GrammarError(f"it cannot be read as GBNF: {' '.join(str(error).split())[:200]}") from None
-
-
-def with_blanks(schema: Any) -> Any:
-    """A schema whose JSON has bounded white space. Raises GrammarError for what llguidance would read otherwise."""
-    _check(schema, 0)
-    if not isinstance(schema, dict):
-        return schema if schema is not True else {"x-guidance": {"whitespace_pattern": BLANKS}}
-    return {**schema, "x-guidance": {"whitespace_pattern": BLANKS}}
-
-
-def _check(schema: Any, depth: int) -> None:
-    """`minProperties` counts keys, and a model may write one twice: only those that are required count."""
-    if depth > 128:
-        raise GrammarError("the schema is nested too deeply")
-    if isinstance(schema, dict):
-        least, required = schema.get("minProperties"), schema.get("required")
-        sure = len(set(map(str, required))) if isinstance(required, list) else 0
-        if isinstance(least, int | float) and least > sure:
-            raise GrammarError(f'Unimplemented keys: ["minProperties"]: {_REPEATS}')
-        for value in schema.values():
-            _check(value, depth + 1)
-    elif isinstance(schema, list):
-        for value in schema:
-            _check(value, depth + 1)
-
-
-def literal(text: str) -> str:
-    """A text as a literal of Lark."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

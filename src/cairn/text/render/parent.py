@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from cairn.system.posix import without_secrets
-from cairn.text.grammar.grammar import Shape
+from cairn.text.grammar.grammar import Grammar, Shape
 from cairn.text.render.fair_time import SharedTurns
 from cairn.text.render.render_wire import (
     GRAMMAR_MEMORY,
@@ -121,14 +121,14 @@ class Renderer:
         """
         return (await self._asked(job, share, _MESSAGES)).texts
 
-    async def compile(self, shape: Shape, field: str, share: str = OURS) -> str:
+    async def compile(self, shape: Shape, field: str, share: str = OURS) -> Grammar:
         """The grammar of an answer.
 
         Raises InvalidRequest naming the `field` for one that cannot be compiled, or not within the limits; else as
         `render`.
         """
         answer = await self._asked(Compile(shape=shape), share, _Words("compiling it", "", field))
-        return answer.texts[0]
+        return Grammar(answer.texts[0], answer.warnings)
 
     async def _asked(self, job: Job | Compile, share: str, words: _Words) -> Rendered:
         try:

@@ -28,7 +28,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cairn.text.grammar.grammar import GrammarError, checked
+from cairn.text.grammar.grammar import Grammar, GrammarError, checked
 from cairn.text.render.render_wire import (
     GRAMMAR_MEMORY,
     GRAMMAR_SECONDS,
@@ -201,15 +201,17 @@ class _Room:
         self._base = before = _memory_in_use()
         self._bound(GRAMMAR_MEMORY)
         signal.setitimer(signal.ITIMER_PROF, GRAMMAR_SECONDS)
+        made, error = Grammar(), ""
         try:
-            texts, error = [checked(job.shape)], ""
+            made = checked(job.shape)
         except GrammarError as wrong:
-            texts, error = [], str(wrong)
+            error = str(wrong)
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
         self._base = after = _memory_in_use()
         last = before is not None and after is not None and after - before > KEPT
-        return Rendered(texts=texts, error=error, last=last, seconds=cpu_seconds() - began)
+        texts, seconds = [] if error else [made.text], cpu_seconds() - began
+        return Rendered(texts=texts, warnings=made.warnings, error=error, last=last, seconds=seconds)
 
     def _bound(self, extra: int) -> None:
         if self._base is not None:

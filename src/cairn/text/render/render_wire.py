@@ -52,6 +52,8 @@ class Rendered(msgspec.Struct, frozen=True, kw_only=True):
 
     texts: list[str] = []
     error: str = ""
+    warnings: tuple[str, ...] = ()
+    """What a grammar does not hold answers to."""
     last: bool = False
     """The process ends after this answer."""
     seconds: float = 0.0
