@@ -139,12 +139,11 @@ class Splitter:
             reader, self._call = self._call, None
             reader.finish(by_model=by_model)
             self._put_calls(pieces, reader.take())
-            rest = self._failed(reader) + reader.again if reader.failed else ""
-            if rest and self._output.calls_only and not by_model:
+            if reader.failed and self._output.calls_only and not by_model:
                 self.shown = self._section[0] if self.complete_calls == self._section[1] else -1
                 return pieces
             if reader.failed:
-                self._put(pieces, "text", reader.rest)
+                self._put(pieces, "text", self._failed(reader))
             self._trim = reader.closed
             pieces += self._push(reader.again)
         if self._held and self._output.calls_only and not by_model:
