@@ -63,8 +63,9 @@ def is_exact(schema: Any) -> bool:
 def expression(schema: Any, rules: Rules) -> str:
     """Return what JSON of a schema is in Lark. Raises SchemaError where a number beyond 2^53 stands in a place that is
     not written here."""
-    if is_exact(schema):
-        return json_part(schema)
+    written = json_part(schema)
+    if not _LONG.search(written):
+        return written
     return _ExactWriter(schema, rules).of(schema)
 
 

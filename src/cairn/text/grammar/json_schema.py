@@ -74,10 +74,9 @@ def prepared(schema: Schema, *, strict: bool) -> Prepared:
 
 
 @functools.lru_cache(maxsize=512)
-def prepared_text(schema: str, strict: bool) -> tuple[str, tuple[str, ...]]:
-    """`prepared` of a schema's JSON, as JSON."""
-    found = prepared(json.loads(schema), strict=strict)
-    return json.dumps(found.schema, ensure_ascii=False), found.warnings
+def prepared_text(schema: bytes, strict: bool) -> Prepared:
+    """`prepared` of a schema's JSON. What it returns is shared: it must stay as it is."""
+    return prepared(json.loads(schema), strict=strict)
 
 
 _UNBUILT = (

@@ -28,7 +28,7 @@ def shape_of(parameters: Any) -> str:
         return ""
     try:
         return _shape_of(_encoder.encode(parameters))
-    except (TypeError, ValueError, RecursionError):
+    except (TypeError, ValueError, OverflowError, RecursionError):
         return ""
 
 

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from cairn.text.grammar.exact_numbers import expression
 from cairn.text.grammar.grammar import HARMONY_FINAL, MAX_TEXT, GrammarError
 from cairn.text.grammar.json_schema import SchemaError, prepared_text
@@ -21,6 +23,7 @@ from cairn.text.output.tool_parser import is_text
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 """The parameters of a tool that names none."""
+_encoder = msgspec.json.Encoder()
 _NO_CALL = r"~/[ \t\r\n]*(```[a-z_]*[ \t\r\n]*)?\{(.|\n)*/"
 """A text that does not begin as the call of an answer without tags does."""
 
@@ -54,11 +57,18 @@ def callable_tools(
             found.append(Offered(name, ANY_OBJECT))
             continue
         try:
-            schema, told = prepared_text(json.dumps(function.get("parameters") or NO_ARGUMENTS), name in strict)
+            schema, told = prepared_text(_encoded(function.get("parameters") or NO_ARGUMENTS), name in strict)
         except (SchemaError, RecursionError) as error:
             raise GrammarError(f"{name[:64]}: {error}") from None
-        found.append(Offered(name, json.loads(schema), tuple(f"tools: {name[:64]}: {one}" for one in told)))
+        found.append(Offered(name, schema, tuple(f"tools: {name[:64]}: {one}" for one in told)))
     return found
+
+
+def _encoded(schema: Any) -> bytes:
+    try:
+        return _encoder.encode(schema)
+    except (OverflowError, TypeError):  # whole numbers of any size
+        return json.dumps(schema).encode()
 
 
 def lark_of_calls(form: CallFormat, tools: Sequence[Offered], *, required: bool, parallel: bool) -> str:

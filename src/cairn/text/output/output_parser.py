@@ -15,7 +15,7 @@ import copy
 import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from cairn.text.output.call_formats import FORMATS, form_by, markers_of
 from cairn.text.output.call_section import SectionReader
@@ -96,6 +96,9 @@ class Splitter:
         """The content stands in the tags that the model puts around its answers."""
         self._wrap_end = ""
         """The tag that may end such a content, and the blanks behind it."""
+        self._tags: tuple[str, ...] = ()
+        self._pattern: re.Pattern[str] | None = None
+        self._look_for_tags()
         self._held = ""
         self._one_call = output.one_call
         self._call: CallReader | SectionReader | BracketReader | None = None
@@ -199,9 +202,8 @@ class Splitter:
             return self._feed_lead(text, at)
         if self._wrap_end and (at := self._behind_wrap(text, at, pieces)) == len(text):
             return at
-        tags = self._tags()
-        found = _pattern(tags).search(text, at) if tags else None
-        end = self._certain(tags, text, at) if found is None else found.start()
+        found = None if self._pattern is None else self._pattern.search(text, at)
+        end = self._certain(text, at) if found is None else found.start()
         if self._kind == "text" and self._lines is not None:
             look = self._lines.look(text, at, end, decided=found is not None)
             if look.opens or look.end < end:
@@ -218,16 +220,21 @@ class Splitter:
         self._enter(found.group(), text, found.start())
         return found.end()
 
-    def _tags(self) -> tuple[str, ...]:
-        """What ends the text that is being read, or may."""
+    def _look_for_tags(self) -> None:
+        """Set what ends the text that is being read, or may: whenever that changes."""
         if self._kind == "reasoning":
-            return (self._thought.close, *(self._begins if self._thought_calls > 0 else ()))
-        return (*self._begins, *([self._thought.answer[1]] if self._wrapped else []))
+            self._tags = (self._thought.close, *(self._begins if self._thought_calls > 0 else ()))
+        else:
+            self._tags = (*self._begins, *([self._thought.answer[1]] if self._wrapped else []))
+        self._pattern = _pattern(self._tags) if self._tags else None
+        self._firsts = frozenset(tag[0] for tag in self._tags)
+        self._longest = max(map(len, self._tags), default=0)
 
     def _enter(self, tag: str, text: str, at: int) -> None:
         """Go on behind a tag, which stands at text[at]."""
         if self._kind == "reasoning" and tag.endswith(self._thought.close):
             self._kind, self._trim = "text", True
+            self._look_for_tags()
         elif self._kind == "reasoning":
             marks = self._begins
             self._thinking = ThoughtCallReader(tag, self._output, marks, self._thought.close, self._reader)
@@ -266,6 +273,7 @@ class Splitter:
             self._kind = "reasoning" if thinks else "text"
             self._wrapped |= not thinks
             self._trim = True
+            self._look_for_tags()
             return first + len(found)
         self._lead = False
         if self._output.offered and begin[0] in "{`":
@@ -283,16 +291,16 @@ class Splitter:
             self._wrap_end = ""
         return at
 
-    def _certain(self, tags: Sequence[str], text: str, at: int) -> int:
+    def _certain(self, text: str, at: int) -> int:
         """Where the end of `text` begins that may become a tag."""
         end = len(text)
-        first = max(at, end - max(map(len, tags), default=0) + 1)
-        for start in {tag[0] for tag in tags}:
+        first = max(at, end - self._longest + 1)
+        for start in self._firsts:
             place = text.find(start, first)
-            while place >= 0 and not any(tag.startswith(text[place:]) for tag in tags):
+            while place >= 0 and not any(tag.startswith(text[place:]) for tag in self._tags):
                 place = text.find(start, place + 1)
             end = min(end, place) if place >= 0 else end
-        return end - 1 if tags and end > at and text[end - 1] == "\n" else end
+        return end - 1 if self._tags and end > at and text[end - 1] == "\n" else end
 
     # ------------------------------------------------------------------------------------------ calls
 
@@ -344,7 +352,7 @@ class Splitter:
         if not reader.failed:
             return len(text), text
         self._thinking = None
-        self._thought_calls -= 1
+        self._not_called()
         self._put(pieces, "reasoning", reader.opening)
         return _back(reader.again, text, len(text))
 
@@ -355,9 +363,14 @@ class Splitter:
             if calls:
                 self._put_calls(pieces, calls)
                 return
-            self._thought_calls -= 1
+            self._not_called()
             self._put(pieces, "reasoning", reader.opening)
             pieces += self._push(reader.again)
+
+    def _not_called(self) -> None:
+        """A mark in reasoning began no call."""
+        self._thought_calls -= 1
+        self._look_for_tags()
 
     def _put(self, pieces: list[Piece], kind: str, text: str) -> None:
         if text:
