@@ -404,6 +404,8 @@ def test_a_turn_of_an_agent_is_held_to_its_form(server: Served) -> None:
             answer = http.post(turns, json=body)
             message = answer.json()["choices"][0]["message"]
             assert message["content"] in ('"red"', '"green"') or message["tool_calls"][0]["function"]["name"]
+        told = http.post(turns, json={"messages": ASKED, "max_tokens": 60, "guided_json": NOT})
+        assert told.headers["x-cairn-warning"] == 'guided_json: "not" is not held to'
         refused = http.post(turns, json={"messages": ASKED, "guided_regex": "("})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "guided_regex"
 
