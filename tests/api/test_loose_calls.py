@@ -24,7 +24,9 @@ KINDS = {"<think>": 3, "</think>": 4, "<tool_call>": 4, "</tool_call>": 4}
 XML = ["<function=f>\n<parameter=x>\n", "1", "\n</parameter>\n</function>"]
 CALLS = {
     "without its opening tag": ("qwen_xml", ["I look.\n", *XML, "\n", "</tool_call>"], "I look.\n", None),
-    "in reasoning that never ended": ("qwen_xml", ["<think>", "Hm.\n", "<tool_call>", "\n", *XML, "\n", "</tool_call>"], None, "Hm."),
+    "in reasoning that never ended": (
+        "qwen_xml", ["<think>", "Hm.\n", "<tool_call>", "\n", *XML, "\n", "</tool_call>"], None, "Hm."
+    ),
     "a name and JSON": ("glm", ["<tool_call>", "f ", '{"x": 1}', "</tool_call>"], None, None),
 }  # fmt: skip
 NONE = {

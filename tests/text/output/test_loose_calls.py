@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from typing import Any
 
@@ -384,3 +385,48 @@ def test_a_shape_is_bounded() -> None:
     assert len(shape_of(deep)) <= MAX_SHAPE and not fits(
         '{"b": "x"}', shape_of({"properties": {"b": {"type": "integer"}}})
     )
+
+
+WORDS = {
+    "qwen_xml": ["<function=write>", "<parameter=path>", "a.txt", "</parameter>", "</function>", "</tool_call>", CALL],
+    "gemma": ["call:write{", "path:", '<|"|>', "a.txt", "}", "write(", "path='a'", ")", "<|tool_call>", "<tool_call|>"],
+    "lfm2": ["write(", "[write(", "path='", "a.txt'", ")", "now()", "<|tool_call_start|>", "<|tool_call_end|>", "]"],
+    "glm": [
+        "<tool_call>",
+        "write",
+        "<arg_key>",
+        "path</arg_key>",
+        "<arg_value>",
+        "a",
+        "</arg_value>",
+        "</tool_call>",
+        "{",
+    ],
+    "kimi": [
+        KIMI,
+        "<|tool_call_begin|>",
+        "functions.write:0",
+        "<|tool_call_section_begin|>",
+        "{}",
+        "<|tool_call_end|>",
+    ],
+    "hermes": ['{"name": "now"}', '{"name": "write", "arguments": {"path": "a"}}', "<tool_call>", "</tool_call>"],
+}
+COMMON = ["\n", "\n", "\n\n", " ", "text", "```", "<think>", "</think>", "<", "`", "so"]
+
+
+@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("thoughts", ["", "hunyuan"])
+def test_random_answers_are_read_alike_however_they_are_cut(name: str, thoughts: str, prove: bool) -> None:
+    words = [*WORDS[name], *COMMON, *(["<answer>", "</answer>"] if thoughts else [])]
+    for seed in range(5000 if prove else 150):
+        rng = random.Random(seed)
+        text = "".join(rng.choice(words) for _ in range(rng.randrange(14)))
+        output = output_of(BY_NAME[name], thoughts=thoughts, reasoning_open=rng.random() < 0.2)
+        by_model = rng.random() < 0.8
+        content, reasoning, calls = read_once(text, output, by_model=by_model)
+        for _ in range(4):
+            assert read_once(text, output, rng, by_model=by_model) == (content, reasoning, calls), (seed, text)
+        if not calls:
+            left = re.sub(r"</?(?:think|answer)>|\s", "", reasoning + content)
+            assert left == re.sub(r"</?(?:think|answer)>|\s", "", text), "a text that is no call is there, all of it"

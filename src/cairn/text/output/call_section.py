@@ -146,17 +146,16 @@ class SectionReader:
 
     @property
     def _again(self) -> int:
-        """Where in what was kept another section may begin: at its last mark, or at what may become one."""
+        """Where what was kept is to be read again: at the last mark that was read as a part of something else, or where
+        reading failed, which does not depend on how the text was cut."""
         text = self._text
         first = self._start or self._opening
         if not self.marked:
             return self._start or min(len(text), 1)
-        last = max(text.rfind(mark, first) for mark in self._form.begins)
+        stop = len(text) if self._over else max(self._next, self._searched, first)
+        last = max(text.rfind(mark, first, stop) for mark in self._form.begins)
         if last < 0:
-            longest = max(map(len, self._form.begins))
-            sizes = range(min(longest - 1, len(text) - first), 0, -1)
-            ends = (size for size in sizes if any(mark.startswith(text[-size:]) for mark in self._form.begins))
-            last = len(text) - next(ends, 0)
+            return stop
         return last - (last > first and text[last - 1] == "\n")  # the line break that sets it apart
 
     def _step(self) -> None:
