@@ -37,7 +37,7 @@ class _Pending:
     """The new ids of the calls so far, and which of the last answer's calls have no result yet."""
 
     def __init__(self, make: Callable[[str, str], str]) -> None:
-        """`make`: name of a tool, the client's id -> the id that the template is given."""
+        """Take `make`: (name of a tool, the client's id) -> the id that the template is given."""
         self._make = make
         self._by_id: dict[str, str] = {}
         """The client's id -> the template's, of the newest call that has it."""
@@ -61,8 +61,8 @@ class _Pending:
         return {**call, "id": made}
 
     def _result(self, message: dict[str, Any]) -> str:
-        """The id of a result: by the client's id, else of the next call of its name that has none yet, else a new one,
-        for a call that is not in the conversation."""
+        """Return the id of a result: by the client's id, else that of the next call of its name without a result, else
+        a new one, for a call that is not in the conversation."""
         given, name = message.get("tool_call_id"), message.get("name")
         given = given if isinstance(given, str) else ""
         for called, id, made in self._open:

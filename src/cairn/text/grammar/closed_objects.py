@@ -35,7 +35,10 @@ def closed(schema: Schema) -> Schema:
 
 
 def _closed(schema: Schema, path: str, whole: bool, open_parts: set[str]) -> Schema:
-    """`whole`: this is all that is said of a value; `open_parts`: paths of schemas that are parts of others."""
+    """Close one schema within the whole, which stands at `path`.
+
+    `whole`: no other schema says anything of the same value; `open_parts`: paths of schemas that are parts of others.
+    """
     if not isinstance(schema, Mapping):
         return schema
     whole = whole and path not in open_parts
@@ -54,7 +57,7 @@ def _closed(schema: Schema, path: str, whole: bool, open_parts: set[str]) -> Sch
 
 
 def _references(schema: Schema, path: str, whole: bool, open_parts: set[str]) -> Iterator[tuple[str, bool]]:
-    """(where it points to, whether that is all that is said of the value) of each reference."""
+    """Yield each reference: (where it points to, whether no other schema says anything of the same value)."""
     if not isinstance(schema, Mapping):
         return
     whole = whole and path not in open_parts
@@ -66,7 +69,7 @@ def _references(schema: Schema, path: str, whole: bool, open_parts: set[str]) ->
 
 
 def _inner(schema: Mapping[str, Any], path: str, whole: bool) -> Iterator[tuple[str, Any, Schema, bool]]:
-    """(keyword, place in what it holds, schema, whether that is all that is said of a value) of each schema within."""
+    """Yield (keyword, place in what it holds, schema, whether no other says anything of its value) of each within."""
     for key in ("properties", "patternProperties", "$defs", "definitions"):
         if isinstance(inner := schema.get(key), Mapping):
             yield from ((key, name, one, True) for name, one in inner.items())

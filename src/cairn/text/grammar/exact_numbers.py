@@ -26,7 +26,7 @@ class Rules(Protocol):
     """A grammar that grows."""
 
     def new(self, kind: str) -> str:
-        """A name that no rule has."""
+        """Return a name that no rule has."""
         ...
 
     def rule(self, name: str, body: str) -> None:
@@ -42,7 +42,7 @@ class RuleList:
         self._count = 0
 
     def new(self, kind: str) -> str:
-        """A name that no rule has."""
+        """Return a name that no rule has."""
         self._count += 1
         return f"{kind}{self._count}"
 
@@ -51,18 +51,20 @@ class RuleList:
         self._lines.append(f"{name}: {body}")
 
     def text(self, start: str) -> str:
-        """All of it, from an expression on."""
+        """Return the whole grammar, which begins with an expression."""
         return "\n".join([f"start: {start}", *self._lines]) + "\n"
 
 
 def is_exact(schema: Any) -> bool:
-    """Whether doubles hold all numbers that a schema lists, by a look at its text."""
+    """Tell whether no number of a schema has so many digits that a double may not hold it."""
     return _LONG.search(json.dumps(schema)) is None
 
 
 def expression(schema: Any, rules: Rules) -> str:
-    """Return what JSON of a schema is in Lark. Raises SchemaError where a number beyond 2^53 stands in a place that is
-    not written here."""
+    """Return the Lark expression of a schema's JSON.
+
+    Raises SchemaError where a number beyond 2^53 stands in a place that is not written here.
+    """
     written = json_part(schema)
     if not _LONG.search(written):
         return written
@@ -79,7 +81,7 @@ class _ExactWriter:
         self._shared = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, dict) and key in root}
 
     def needs(self, schema: Any) -> bool:
-        """Whether a number beyond 2^53 is listed in it, or in what it points to."""
+        """Tell whether a schema, or one that it points to, lists a number beyond 2^53."""
         if not isinstance(schema, Mapping):
             return False
         if _is_beyond(schema.get("const")) or _is_beyond(schema.get("enum")):
@@ -93,7 +95,7 @@ class _ExactWriter:
         return any(map(self.needs, _parts_of(schema)))
 
     def of(self, schema: Any) -> str:
-        """The expression of a schema."""
+        """Return the expression of a schema."""
         if not self.needs(schema):
             shared = self._shared if isinstance(schema, dict) and "$ref" in json.dumps(schema) else {}
             return json_part({**shared, **schema} if isinstance(schema, dict) else schema)
@@ -135,7 +137,7 @@ class _ExactWriter:
         return name
 
     def _listed(self, schema: Mapping[str, Any], said: set[str]) -> str:
-        """One of some values, those of the types that the schema names."""
+        """Return the expression of listed values, as far as they are of the schema's types."""
         if said - {"const", "enum", "type"}:
             raise SchemaError(f"a whole number beyond 2^53 cannot be held to beside {sorted(said)}: leave it out")
         kinds = kinds_of(schema)
@@ -164,7 +166,7 @@ class _ExactWriter:
         return self._named("pair", f'{key} {_BLANK} ":" {_BLANK} {value} {_BLANK}')
 
     def _members(self, members: Sequence[tuple[str, bool]]) -> str:
-        """Members in their order, with commas between those that are there."""
+        """Return the expression of (member, whether it must be there), in their order, with commas between them."""
         behind, first = "", ""
         for member, needed in reversed(members):
             more = f"{_comma()} {member}"
@@ -198,7 +200,7 @@ _ARRAY = frozenset({"type", "items", "prefixItems", "minItems", "maxItems"})
 
 
 def _parts_of(schema: Mapping[str, Any]) -> list[Any]:
-    """The schemas within a schema that are said of its value."""
+    """Return the schemas within a schema that say something of its value or of parts of it."""
     found: list[Any] = []
     for key in ("properties", "patternProperties"):
         found += schema[key].values() if isinstance(schema.get(key), Mapping) else []
@@ -224,7 +226,7 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def _literal(value: Any) -> str:
-    """A value as JSON has it, with blanks where they may stand."""
+    """Return a value as JSON has it, with blanks where they may stand."""
     if isinstance(value, Mapping):
         pairs = [f'{_text(key)} {_BLANK} ":" {_BLANK} {_literal(one)} {_BLANK}' for key, one in value.items()]
         return f'"{{" {_BLANK} ' + f" {_comma()} ".join(pairs) + ' "}"'
@@ -238,7 +240,7 @@ def _comma() -> str:
 
 
 def _text(name: str) -> str:
-    """The name of a property, as it is written in JSON, as a literal of Lark."""
+    """Return the name of a property as a literal of Lark, in the quotes that JSON has around it."""
     return literal(json.dumps(name, ensure_ascii=False))
 
 

@@ -75,7 +75,7 @@ def prepared(schema: Schema, *, strict: bool) -> Prepared:
 
 @functools.lru_cache(maxsize=512)
 def prepared_text(schema: bytes, strict: bool) -> Prepared:
-    """`prepared` of a schema's JSON. What it returns is shared: it must stay as it is."""
+    """Return `prepared` of a schema's JSON. The result is shared, so nobody may change it."""
     return prepared(json.loads(schema), strict=strict)
 
 
@@ -115,7 +115,7 @@ def _patterns_in(schema: Schema) -> set[str]:
 
 
 def _without(schema: Schema, patterns: set[str], told: list[str], *, one_of: bool = False) -> Schema:
-    """A schema without some patterns, or with choices of which several parts may be true."""
+    """Return a schema without some patterns, and if `one_of` with `anyOf` in place of `oneOf`; note both in `told`."""
     if isinstance(schema, list):
         return [_without(one, patterns, told, one_of=one_of) for one in schema]
     if not isinstance(schema, Mapping):
@@ -138,7 +138,7 @@ class _Worker:
         self.warnings: list[str] = []
 
     def schema(self, schema: Schema, path: str, depth: int) -> Schema:
-        """One schema within the whole, without what it does not need."""
+        """Prepare one schema within the whole, which stands at `path`."""
         if depth > MAX_DEPTH:
             raise SchemaError("the schema is nested too deeply")
         if isinstance(schema, bool):
@@ -176,7 +176,7 @@ class _Worker:
             raise SchemaError(f"{_at(path)}$ref {reference[:64]!r} points to nothing in the schema")
 
     def _numbers(self, node: Node, path: str) -> None:
-        """Numbers are doubles to what holds answers to them."""
+        """Refuse bounds that a double does not hold, and drop those that no number of JSON's exceeds."""
         for key in _NUMBERS:
             value = node.get(key)
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -190,7 +190,7 @@ class _Worker:
                 )
 
     def _formats(self, node: Node, path: str) -> None:
-        """One that is not known says nothing (JSON Schema 2020-12, 7.2.3), and a pattern beside it still holds."""
+        """Write a format as a pattern where it has one; drop an unknown one (JSON Schema 2020-12, 7.2.3)."""
         name = node.get("format")
         if not isinstance(name, str):
             return
@@ -214,7 +214,7 @@ class _Worker:
             _add_pattern(node, one)
 
     def _names(self, node: Node, path: str) -> None:
-        """Names of properties, where they are listed or have a pattern."""
+        """Write `propertyNames` by `properties` or `patternProperties`, where it lists names or has one pattern."""
         names = node.pop("propertyNames", True)
         if _says_nothing(names, "string"):
             return
@@ -233,7 +233,7 @@ class _Worker:
             self._left_out(path, "propertyNames")
 
     def _unevaluated(self, node: Node, path: str) -> None:
-        """Where no other schema is beside it, it is the same as `additionalProperties` and `items`."""
+        """Write `unevaluatedProperties` as `additionalProperties` and the like, where no other schema is beside it."""
         alone = not node.keys() & {"allOf", "anyOf", "oneOf", "$ref", "if", "then", "else", "dependentSchemas", "not"}
         for key, same in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
             if key in node and (alone or same in node):
@@ -241,7 +241,7 @@ class _Worker:
                 node.setdefault(same, value)
 
     def _cannot(self, node: Node, path: str) -> None:
-        """What nothing can hold an answer to."""
+        """Leave out what nothing can hold an answer to."""
         for key, parts in _UNHELD.items():
             if key in node:
                 del node[key]
@@ -297,7 +297,7 @@ def _drop_what_says_nothing(node: Node) -> None:
 
 
 def _says_nothing(schema: Schema, kind: str = "") -> bool:
-    """Whether a schema, of values of one type, allows any."""
+    """Tell whether a schema allows every value of one type."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, Mapping):
@@ -334,7 +334,7 @@ _NOTHING: Mapping[str, Callable[[Any, Node], bool]] = {
 
 
 def _listed(names: Schema) -> list[str] | None:
-    """The names that a schema of names lists; None where it says something else too."""
+    """Return the names that a schema of names lists; None where it says anything else."""
     if not isinstance(names, Mapping) or names.keys() - _ANNOTATIONS - {"type", "enum", "const"}:
         return None
     values = names.get("enum", [names["const"]] if "const" in names else None)
@@ -342,7 +342,7 @@ def _listed(names: Schema) -> list[str] | None:
 
 
 def _pattern_of_names(names: Schema) -> str:
-    """The pattern of names that a schema of names asks for; "" where it asks for something else."""
+    """Return the one pattern that a schema of names asks for; "" where it asks for anything else."""
     said = dict(names) if isinstance(names, Mapping) else {}
     rest = {key: value for key, value in said.items() if key not in _ANNOTATIONS and key != "type"}
     match rest:
@@ -366,7 +366,7 @@ def _add_pattern(node: Node, pattern: str) -> None:
 
 
 def _resolved(root: Schema, reference: str) -> Schema | None:
-    """The schema that a reference within the whole points to; None where there is none, or by an anchor."""
+    """Return the schema that a reference within the whole points to, True for an anchor, None where there is none."""
     if reference in ("#", "#/"):
         return root
     if not reference.startswith("#/"):
@@ -384,5 +384,5 @@ def _resolved(root: Schema, reference: str) -> Schema | None:
 
 
 def _at(path: str) -> str:
-    """Where in a schema something is, as the beginning of a sentence."""
+    """Return the beginning of a sentence that says where in a schema something is."""
     return f"at {path[1:][:120]}, " if path else ""

@@ -10,17 +10,17 @@ BLANKS = r"[\x20\x0A\x0D\x09]{1,40}"
 
 
 def literal(text: str) -> str:
-    """A text as a literal of Lark."""
+    """Return a text as a literal of Lark."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def with_blanks(schema: Any) -> Any:
-    """A schema whose JSON has bounded white space."""
+    """Return a schema whose JSON has bounded white space."""
     if not isinstance(schema, dict):
         return schema if schema is not True else {"x-guidance": {"whitespace_pattern": BLANKS}}
     return {**schema, "x-guidance": {"whitespace_pattern": BLANKS}}
 
 
 def json_part(schema: Any) -> str:
-    """A schema as it stands in Lark."""
+    """Return a schema as it stands in Lark."""
     return f"%json {json.dumps(with_blanks(schema), ensure_ascii=False)}"

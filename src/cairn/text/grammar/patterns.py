@@ -75,7 +75,7 @@ def _looks(pattern: str) -> bool:
 
 
 def _closing(pattern: str, at: int) -> int | None:
-    """Where the group ends that begins at a place."""
+    """Return where the group ends that begins at a place; None where it does not end."""
     depth = 0
     for sign, place in _signs(pattern, at):
         depth += 1 if sign == "(" else -1 if sign == ")" else 0
@@ -85,7 +85,7 @@ def _closing(pattern: str, at: int) -> int | None:
 
 
 def _has_choice(pattern: str) -> bool:
-    """Whether the whole pattern is a choice: a look-ahead before it would be of its first part alone."""
+    """Tell whether the whole pattern is a choice, so that a look-ahead before it is one of its first part alone."""
     depth = 0
     for sign, _ in _signs(pattern, 0):
         depth += 1 if sign == "(" else -1 if sign == ")" else 0
@@ -95,7 +95,7 @@ def _has_choice(pattern: str) -> bool:
 
 
 def _signs(pattern: str, at: int) -> list[tuple[str, int]]:
-    """The brackets, bars and backslashes from a place on that are signs, and where."""
+    """Return (sign, place) of the round brackets, bars and backslashes from a place on, outside character classes."""
     found = []
     listed = False
     while at < len(pattern):

@@ -43,7 +43,7 @@ def _shape_of(parameters: bytes) -> str:
 
 
 def _pruned(schema: Any, depth: int) -> Any:
-    """A schema without what only describes, and without anything below a depth."""
+    """Return a schema without what only describes, and without anything below a depth."""
     if not isinstance(schema, Mapping):
         return schema is not False and {}
     kept = {key: schema[key] for key in ("type", "enum", "const", "required") if key in schema}
@@ -76,7 +76,7 @@ def names_in(shape: str) -> frozenset[str]:
 
 
 def fits(arguments: str, shape: str) -> bool:
-    """Whether a JSON object fits a shape."""
+    """Tell whether a JSON object fits a shape."""
     if not shape:
         return True
     try:

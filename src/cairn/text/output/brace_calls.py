@@ -62,7 +62,7 @@ class _ValueReader:
         return self._at == len(self._text)
 
     def arguments(self) -> str:
-        """The arguments in either kind of brackets."""
+        """Read the arguments, in either kind of brackets, as a JSON object."""
         if self._takes("{"):
             return self._object(0, "}", ":")
         if self._takes("("):
@@ -123,7 +123,8 @@ class _ValueReader:
         return valid_text(found.group())
 
     def _quoted(self, closing: re.Pattern[str]) -> str:
-        """A text, if one stands here, up to the first mark behind which something can follow."""
+        """Read a text that has its opening mark, or quotes; "" where none begins here. It ends at the first mark that
+        something of a call follows."""
         if self._takes(self._mark):
             end = closing.search(self._text, self._at)
             if end is None:
@@ -136,7 +137,7 @@ class _ValueReader:
         return text
 
     def _scalar(self) -> str:
-        """A number or a word of JSON's or Python's; "" where none stands here with nothing behind it."""
+        """Read a number or a word of JSON's or Python's; "" where none stands here alone."""
         found = _SCALAR.match(self._text, self._at)
         scanner = JsonScanner()
         if found is None or not self._behind.match(self._text, found.end()):
@@ -148,7 +149,7 @@ class _ValueReader:
         return scanner.text.strip()
 
     def _unopened(self) -> str:
-        """A text whose first mark is missing, up to its last one."""
+        """Read a text whose opening mark is missing, up to its closing one."""
         end = self._text.find(self._mark, self._at)
         behind = end + len(self._mark)
         if end <= self._at or not self._behind.match(self._text, behind):

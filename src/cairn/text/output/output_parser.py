@@ -58,6 +58,9 @@ def further_markers(output: OutputFormat) -> tuple[str, ...]:
     return () if form is None or form in FORMATS else form.markers
 
 
+_BLANK = re.compile(r"\s*+")
+MOST_BLANK = 256
+"""White space behind the tag that ends a content; behind more it is text."""
 MOST_LEAD = 16
 """White space before `<think>` or a call without tags; behind more it is content."""
 
@@ -245,7 +248,7 @@ class Splitter:
             self._call = self._reader(tag)
 
     def _reader(self, opening: str) -> CallReader | SectionReader:
-        """What reads behind a tag."""
+        """Return what reads behind a tag."""
         if self._form is not None and opening.endswith(self._form.begins):
             return SectionReader(opening, self._output, self._form)
         return CallReader(opening, self._output)
@@ -282,14 +285,14 @@ class Splitter:
         return at
 
     def _behind_wrap(self, text: str, at: int, pieces: list[Piece]) -> int:
-        """Behind what may be the tag that ends a content: blanks up to the end of the answer, or it was text."""
-        while at < len(text) and text[at].isspace():
-            self._wrap_end += text[at]
-            at += 1
-        if at < len(text):
+        """Read behind what may be the tag that ends a content: it is that if nothing but blanks follows."""
+        blank = _BLANK.match(text, at)
+        end = blank.end() if blank else at
+        self._wrap_end += text[at:end]
+        if end < len(text) or len(self._wrap_end) > MOST_BLANK:
             self._put(pieces, "text", self._wrap_end)
             self._wrap_end = ""
-        return at
+        return end
 
     def _certain(self, text: str, at: int) -> int:
         """Where the end of `text` begins that may become a tag."""
@@ -320,7 +323,7 @@ class Splitter:
         return _back(reader.again, text, at)
 
     def _failed(self, reader: CallReader | SectionReader | BracketReader) -> str:
-        """What was read and is no call, but for its end, which is to be read again."""
+        """Note that a reader found no call; return what it read, without what is to be read again."""
         if self._lines is not None:
             self._lines.skip(reader.rest)
         if self._lines is not None and not isinstance(reader, CallReader) and not reader.marked:
@@ -368,7 +371,7 @@ class Splitter:
             pieces += self._push(reader.again)
 
     def _not_called(self) -> None:
-        """A mark in reasoning began no call."""
+        """Note that a mark in reasoning began no call."""
         self._thought_calls -= 1
         self._look_for_tags()
 
@@ -388,7 +391,7 @@ class Splitter:
             pieces.append(ToolCallDelta(index=index, id=id, name=call.name, arguments=call.arguments))
 
     def _again(self, call: ParsedCall) -> bool:
-        """Whether the same call came out before."""
+        """Tell whether the same call came out before, and note it."""
         made = call.name, json.dumps(json.loads(call.arguments), sort_keys=True)
         known = made in self._made
         self._made.add(made)
@@ -397,7 +400,7 @@ class Splitter:
 
 @functools.lru_cache(maxsize=256)
 def _pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
-    """Any of some tags, with the line break that sets it apart."""
+    """Return the pattern of any of some tags, with the line break that sets it apart."""
     return re.compile("|".join("\n?" + re.escape(tag) for tag in dict.fromkeys(tags)))
 
 

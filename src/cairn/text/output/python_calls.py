@@ -40,7 +40,7 @@ class NotPython(Exception):
 
 
 def python_calls(text: str) -> list[ParsedCall] | None:
-    """The calls that a list in Python's syntax makes, with keyword arguments alone; None if it is anything else."""
+    """Return the calls of a list in Python's syntax, with keyword arguments alone; None for anything else."""
     text = text.strip()
     if text[:1] == "[" and text[-1:] == "]":
         text = text[1:-1].rstrip()
@@ -59,7 +59,7 @@ def python_calls(text: str) -> list[ParsedCall] | None:
 
 
 def call_at(text: str, at: int) -> tuple[ParsedCall, int]:
-    """The call that begins at text[at], and the place behind it. Raises NotPython."""
+    """Return the call that begins at text[at], and the place behind it. Raises NotPython."""
     found = _PYTHON_NAME.match(text, at)
     if found is None:
         raise NotPython
@@ -77,7 +77,7 @@ def call_at(text: str, at: int) -> tuple[ParsedCall, int]:
 
 
 def literal(text: str) -> str | None:
-    """A value in Python's syntax as JSON, raw line breaks in its texts included; None if it is none."""
+    """Return a value in Python's syntax as JSON; None where the text is no such value."""
     try:
         value, at = value_at(text, _skip(text, 0))
     except NotPython:
@@ -86,7 +86,7 @@ def literal(text: str) -> str | None:
 
 
 def value_at(text: str, at: int, depth: int = 0) -> tuple[str, int]:
-    """The value that begins at text[at] as JSON, and the place behind it. Raises NotPython."""
+    """Return the value that begins at text[at] as JSON, and the place behind it. Raises NotPython."""
     if depth > MAX_DEPTH:
         raise NotPython
     first = text[at : at + 1]
@@ -100,7 +100,7 @@ def value_at(text: str, at: int, depth: int = 0) -> tuple[str, int]:
 
 
 def text_at(text: str, at: int) -> tuple[str, int]:
-    """The text between quotes that begins at text[at] as JSON, and the place behind it. Raises NotPython."""
+    """Return the text between quotes that begins at text[at] as JSON, and the place behind it. Raises NotPython."""
     parts: list[str] = []
     end = at
     while (opened := _QUOTE.match(text, end)) is not None:
@@ -131,7 +131,7 @@ def _unescaped(body: str, *, double: bool, raw: bool) -> str:
 
 
 def _escape(found: re.Match[str]) -> str:
-    """What an escape stands for; the backslash itself where it needs none."""
+    """Return what an escape stands for; the escape itself where Python knows none such."""
     said = found[1]
     if said in _PLAIN_ESCAPES:
         return _PLAIN_ESCAPES[said]

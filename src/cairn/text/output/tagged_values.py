@@ -21,8 +21,8 @@ class ValueTags:
     """The tags of one form, without the blanks around them."""
 
     def __init__(self, value_end: str, key: tuple[str, str], close: str, end: str, begins: Collection[str]) -> None:
-        """`key`: before and behind an argument's name; `close`, `end`: of a call, of a section, "" for none; `begins`:
-        what another call begins with."""
+        """Take the tags of a form: `key` stands before and behind an argument's name, `close` ends a call and `end` a
+        section ("" for none), and `begins` are what another call may begin with."""
         self.value_end, self.key = value_end.strip(), key[0].strip()
         self.closers = tuple(dict.fromkeys(one.strip() for one in (close, end) if one.strip()))
         self.behind = {
@@ -51,14 +51,14 @@ class ValueScanner:
     """Looks for the end of one value in a text that grows. Linear: each tag is decided once."""
 
     def __init__(self, tags: ValueTags, start: int, names: Collection[str]) -> None:
-        """`names`: the arguments that may follow."""
+        """Begin at text[start]; `names` are the arguments that may follow."""
         self._tags, self._start, self._names = tags, start, names
         self._from = start
         self._closer: int | None = None
         """The first closer, which ends the value where no closing tag comes."""
 
     def find(self, text: str, *, whole: bool) -> ValueEnd | None:
-        """Return the end; None where what is there does not say yet. `whole`: no more of the text comes."""
+        """Return the end of the value; None where the text so far does not tell. `whole`: no more of the text comes."""
         tags = self._tags
         while found := tags.any.search(text, self._from):
             tag, at = found.group(), found.start()
@@ -83,7 +83,7 @@ class ValueScanner:
         return ValueEnd(self._closer, self._closer) if whole and self._closer is not None else None
 
     def _follows(self, text: str, at: int, wanted: Collection[str]) -> bool | None:
-        """Whether one of some tags comes next; None where that cannot be told yet."""
+        """Tell whether one of some tags comes next; None where the text so far does not tell."""
         blank = _BLANK.match(text, at)
         at = blank.end() if blank else at
         if any(text.startswith(one, at) for one in wanted):

@@ -16,6 +16,8 @@ from cairn.types.request import OutputFormat
 
 MOST_TRIED = 8
 """Marks in one reasoning behind which no call stands; then no more are looked at."""
+MOST_BLANK = 256
+"""White space behind a call; behind more the reasoning goes on."""
 _BLANK = re.compile(r"\s*+")
 
 
@@ -39,8 +41,8 @@ class ThoughtCallReader:
     def __init__(
         self, opening: str, output: OutputFormat, marks: Sequence[str], close: str, reader: Callable[[str], CallSource]
     ) -> None:
-        """`opening`: the mark, perhaps with a line break before it; `marks`: all that begin calls; `close`: what ends
-        the reasoning; `reader`: makes what reads behind a mark."""
+        """Begin behind the mark `opening`, perhaps with a line break before it. `marks` are all that begin calls,
+        `close` ends the reasoning, and `reader` makes what reads behind a mark."""
         self._shapes = {tool.name: tool.shape for tool in output.offered}
         self._opening, self._marks, self._close, self._make = opening, tuple(marks), close, reader
         self._kept = [opening]
@@ -69,7 +71,7 @@ class ThoughtCallReader:
         self._read(text[start:])
 
     def finish(self, *, by_model: bool) -> list[ParsedCall]:
-        """The answer ends here: its calls, if that is what they are."""
+        """Return the calls of an answer that ends here; [] where they are reasoning after all."""
         if self._reader is not None and not self.failed:
             self._reader.finish(by_model=by_model)
             self._take(self._reader)
@@ -96,11 +98,11 @@ class ThoughtCallReader:
             self.failed |= call.name not in self._shapes or not fits(call.arguments, self._shapes[call.name])
 
     def _between(self, text: str) -> str:
-        """Behind a call: another one, the end of the reasoning, or what shows that it goes on."""
+        """Read behind a call: another one, the end of the reasoning, or text that shows that the reasoning goes on."""
         text, self._behind = self._behind + text, ""
         blank = _BLANK.match(text)
         at = blank.end() if blank else 0
-        wanted = () if self._ended else (self._close, *self._marks)
+        wanted = () if self._ended or at > MOST_BLANK else (self._close, *self._marks)
         found = next((one for one in wanted if text.startswith(one, at)), None)
         if found == self._close:
             self._ended = True
@@ -110,5 +112,6 @@ class ThoughtCallReader:
             return text[at + len(found) :]
         rest = text[at:]
         self.failed |= bool(rest) and not any(one.startswith(rest) for one in wanted)
+        self.failed |= at > MOST_BLANK
         self._behind = text
         return ""

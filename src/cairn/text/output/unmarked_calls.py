@@ -104,11 +104,11 @@ class LineWatch:
         self.tried = tried
 
     def fresh(self) -> None:
-        """A line begins here: behind a call, or where content begins."""
+        """Note that a line begins here: behind a call, or where content begins."""
         self._at_start = True
 
     def _judge(self, line: str, *, ended: bool) -> int | None:
-        """Where in a line a call begins, -1 for none; None where the line must come further. Fences are followed."""
+        """Return where in a line a call begins, -1 for nowhere, None where more of it must come; follow code fences."""
         indent = _INDENT.match(line)
         start = indent.end() if indent else 0
         rest = line[start:]
@@ -190,7 +190,7 @@ class BracketReader:
         return self._text[self._end :] if self.closed else self._text[1:]
 
     def take(self) -> list[ParsedCall]:
-        """The calls that came out since the last time."""
+        """Return the calls that came out since the last time."""
         if not self.closed:
             return []
         calls, self._calls = self._calls, []
@@ -203,7 +203,7 @@ class BracketReader:
         return len(text)
 
     def finish(self, *, by_model: bool) -> None:
-        """The text ends here."""
+        """End the text here."""
         self._read(whole=True)
         if not self.closed:
             self._at = _BracketAt.FAILED
@@ -279,7 +279,7 @@ class BracketReader:
         self._calls = calls if good else []
 
     def _tail(self, *, whole: bool) -> None:
-        """Behind the call: the mark that would have ended it, and the end of its line."""
+        """Read behind the call: the mark that would have ended its section, and the end of the line."""
         rest = self._text[self._end :].lstrip(" \t")
         mark = self._form.end.strip()
         if mark and rest.startswith(mark):
