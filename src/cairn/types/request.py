@@ -38,8 +38,9 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     """So do calls in a further form, as `text.call_formats` names it."""
     offered: tuple[OfferedTool, ...] = ()
     """The tools there are: an answer that is nothing but the JSON object of a call to one of them is that call."""
-    loose: bool = False
-    """Calls without their marks, and calls in reasoning that nothing follows, are read too."""
+    held: bool = False
+    """Calls are held to a grammar, so only those in the marks of their form are read; else those are too whose mark is
+    missing, and those in reasoning that nothing follows."""
     calls_only: bool = False
     """The answer is held to calls and nothing else: what is left over of them is no content, and a call that comes a
     second time ends the answer."""

@@ -125,9 +125,7 @@ async def test_ids_are_those_of_transformers_for_a_qwen_like_model(
             tmp_path / "model0", messages, tools=tools
         )
         offered = offered_tools(tools or (), xml=False)
-        assert prompt.output == OutputFormat(
-            reasoning=True, tools=tools is not None, loose=tools is not None, offered=offered
-        )
+        assert prompt.output == OutputFormat(reasoning=True, tools=tools is not None, offered=offered)
 
 
 async def test_ids_are_those_of_transformers_with_tool_calls_and_arguments(start: Start, tmp_path: Path) -> None:
@@ -992,7 +990,7 @@ async def test_the_bundled_models_ids_are_those_of_transformers(demo: Chat, mess
         prompt = await demo.prompt(messages, tools)
         assert (decoded(demo, prompt.tokens), list(prompt.tokens)) == reference(DEMO, messages, tools=tools)
         offered = offered_tools(tools or (), xml=False)
-        assert prompt.output == OutputFormat(tools=tools is not None, loose=tools is not None, offered=offered)
+        assert prompt.output == OutputFormat(tools=tools is not None, offered=offered)
 
 
 async def test_a_chat_with_the_bundled_model_keeps_its_very_ids(demo: Chat) -> None:

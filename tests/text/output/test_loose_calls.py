@@ -44,7 +44,6 @@ def output_of(form: CallFormat, **more: Any) -> OutputFormat:
     return OutputFormat(
         tools=True,
         reasoning=True,
-        loose=True,
         xml=form.name == "qwen_xml",
         calls="" if form.plain else name_of(form),
         offered=offered_tools(TOOLS, xml=form.kind == "tagged"),
@@ -277,7 +276,7 @@ def test_several_calls_without_marks(name: str, text: str, calls: Any) -> None:
 
 
 def test_a_grammars_answers_are_read_by_marks_alone() -> None:
-    output = OutputFormat(tools=True, xml=True, offered=offered_tools(TOOLS, xml=True))
+    output = OutputFormat(tools=True, xml=True, held=True, offered=offered_tools(TOOLS, xml=True))
     assert read_once(CALL, output) == (CALL, "", [])
     assert read_once(f"<tool_call>\n{CALL}\n</tool_call>", output) == ("", "", [P])
 

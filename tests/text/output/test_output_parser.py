@@ -182,6 +182,7 @@ BODY = "<function=f>\n<parameter=n>\n 3 \n</parameter>\n<parameter=text>\n3\n\n<
         ("<function=f><parameter=t>\"é\\</parameter></function>", {"t": '"é\\'}),
         ("<function=f><parameter=t>a</parameter><parameter=t>b</parameter></function>", None),
         ("<function=f><parameter=t>a</function>", {"t": "a"}),
+        ("<function=f>\n<parameter=n>\n3\n<parameter=t>\na\n</parameter>\n</function>", {"n": 3, "t": "a"}),
         ("<function=>\n</function>", None),
         ("<functions=f></function>", None),
         ("<function=f>x</function>", None),

@@ -321,8 +321,7 @@ class Chat:
         grammar = await self._compiler.held_to(wanted, prompt.output, tools, chat.form, share)
         output = prompt.output
         if tools and chat.form is not None:
-            # What a grammar allows is read by its form's marks alone: nothing else was held to the tools.
-            output = msgspec.structs.replace(output, loose=not grammar.text, calls_only=wanted.choice.required)
+            output = msgspec.structs.replace(output, held=bool(grammar.text), calls_only=wanted.choice.required)
         if wanted.choice.names is not None:
             offered = tuple(tool for tool in output.offered if tool.name in wanted.choice.names)
             output = msgspec.structs.replace(output, offered=offered)
@@ -504,7 +503,7 @@ class Chat:
                 calls=next(filter(None, map(_read_apart, self._forms.values())), "") if tools else "",
                 offered=called if tools else (),
                 one_call=one_call,
-                loose=tools and not only,
+                held=only,
                 calls_only=only,
             )
             ids = visible_ids(self.tokenizer, generated_tokens, seen, output)

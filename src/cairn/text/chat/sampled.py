@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cairn.text.output.argument_fit import shape_of
 from cairn.text.output.output_parser import markers, splitter
 from cairn.text.output.reasoning_formats import ThoughtFormat, thoughts
 from cairn.text.tokens.tokenizer import Tokenizer
@@ -69,12 +70,15 @@ def visible_ids(
 def offered_by(message: Mapping[str, Any]) -> tuple[OfferedTool, ...]:
     """The tools that a message calls, as far as reading its text again needs them: which were offered is not kept."""
     values: dict[str, set[str]] = {}
+    known: dict[str, dict[str, Any]] = {}
     for call in message.get("tool_calls") or ():
-        known = values.setdefault(call["function"]["name"], set())
-        arguments = call["function"]["arguments"]
-        if isinstance(arguments, Mapping):
-            known.update(key for key, value in arguments.items() if not isinstance(value, str))
-    return tuple(OfferedTool(name, tuple(sorted(known))) for name, known in values.items())
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        given = arguments if isinstance(arguments, Mapping) else {}
+        values.setdefault(name, set()).update(key for key, value in given.items() if not isinstance(value, str))
+        known.setdefault(name, {}).update((key, {}) for key in given)
+    return tuple(
+        OfferedTool(name, tuple(sorted(values[name])), shape_of({"properties": known[name]})) for name in values
+    )
 
 
 def _parse(text: str, output: OutputFormat, *, by_model: bool) -> tuple[str, str, list[tuple[str, str]], int | None]:

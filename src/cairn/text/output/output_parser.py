@@ -93,7 +93,7 @@ class Splitter:
             if self._loose_form is None
             else LineWatch(openings(self._loose_form, [tool.name for tool in output.offered]))
         )
-        self._thought_calls = MOST_TRIED if output.loose and output.offered else 0
+        self._thought_calls = MOST_TRIED if output.offered and not output.held else 0
         """How many more marks in reasoning may begin calls."""
         self._wrapped = False
         """The content stands in the tags that the model puts around its answers."""

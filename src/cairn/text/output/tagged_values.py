@@ -50,9 +50,10 @@ class ValueEnd(NamedTuple):
 class ValueScanner:
     """Looks for the end of one value in a text that grows. Linear: each tag is decided once."""
 
-    def __init__(self, tags: ValueTags, start: int, names: Collection[str]) -> None:
-        """Begin at text[start]; `names` are the arguments that may follow."""
-        self._tags, self._start, self._names = tags, start, names
+    def __init__(self, tags: ValueTags, start: int, known: Collection[str], given: Collection[str]) -> None:
+        """Begin at text[start]. `known` are the arguments of the tool, empty where they are not known, and `given`
+        those that the call has already."""
+        self._tags, self._start, self._known, self._given = tags, start, known, given
         self._from = start
         self._closer: int | None = None
         """The first closer, which ends the value where no closing tag comes."""
@@ -98,4 +99,5 @@ class ValueScanner:
         named = self._tags.named.match(text, at)
         if named is None:
             return None if not whole and len(text) - at < 256 else False
-        return ValueEnd(at, at) if named[1] in self._names else False
+        follows = named[1] not in self._given and (not self._known or named[1] in self._known)
+        return ValueEnd(at, at) if follows else False

@@ -193,10 +193,10 @@ def calls_in_xml(text: str, offered: Iterable[OfferedTool]) -> list[ParsedCall] 
     while found := _XML_NAME.match(text, at):
         name, at = found[1].strip(), found.end()
         tool = tools.get(name, OfferedTool(name))
-        names = known_names(tool)
+        known = known_names(tool)
         arguments: dict[str, str] = {}
         while key := _XML_KEY.match(text, at):
-            scanner = ValueScanner(_XML_TAGS, key.end(), names - arguments.keys() - {key[1].strip()})
+            scanner = ValueScanner(_XML_TAGS, key.end(), known, {*arguments, key[1].strip()})
             end = scanner.find(text, whole=True)
             if end is None or key[1].strip() in arguments:
                 return None
@@ -213,8 +213,8 @@ def calls_in_xml(text: str, offered: Iterable[OfferedTool]) -> list[ParsedCall] 
 
 
 def known_names(tool: OfferedTool) -> frozenset[str]:
-    """Return the arguments that a tool is known to have."""
-    return names_in(tool.shape).union(tool.values)
+    """Return the arguments of a tool; none where they are not known."""
+    return names_in(tool.shape)
 
 
 def joined(members: Mapping[str, str]) -> str:

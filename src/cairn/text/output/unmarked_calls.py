@@ -37,7 +37,7 @@ _KEY = re.compile(r"\s*+([^\s:=,(){}\[\]<>\"']{0,128})\s*+")
 def unmarked_form(output: OutputFormat) -> CallFormat | None:
     """Return the form whose calls are known without their marks; None where there is none."""
     form = form_by(output.calls) if output.calls else BY_NAME["qwen_xml"] if output.xml else None
-    return form if output.loose and output.tools and output.offered else None
+    return form if output.tools and output.offered and not output.held else None
 
 
 def openings(form: CallFormat, names: Sequence[str]) -> tuple[str, ...]:
