@@ -65,7 +65,7 @@ XML = f"<tool_call>\n<function=tool_17>\n{PARAMETERS}</function>\n</tool_call>"
 
 
 def held(kind: Any, text: Any) -> str:
-    return checked(Shape(structure=Structure(kind=kind, text=json.dumps(text)))).text
+    return checked(Shape(structure=Structure(kind=kind, text=json.dumps(text))))
 
 
 def answers() -> dict[str, tuple[str, str]]:

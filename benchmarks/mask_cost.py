@@ -44,13 +44,13 @@ def tools(count: int) -> list[dict[str, Any]]:
 
 def called(form: str, count: int, *, required: bool) -> str:
     offered = callable_tools(tools(count), None, None)
-    return checked(Shape(calls=lark_of_calls(BY_NAME[form], offered, required=required, parallel=True))).text
+    return checked(Shape(calls=lark_of_calls(BY_NAME[form], offered, required=required, parallel=True)))
 
 
 def grammars() -> dict[str, str]:
     return {
-        "a JSON schema": checked(Shape(structure=Structure(kind="json", text=json.dumps(SCHEMA)))).text,
-        "any JSON": checked(Shape(structure=Structure(kind="json", text="true"))).text,
+        "a JSON schema": checked(Shape(structure=Structure(kind="json", text=json.dumps(SCHEMA)))),
+        "any JSON": checked(Shape(structure=Structure(kind="json", text="true"))),
         "a call of 60 tools (Hermes)": called("hermes", 60, required=True),
         "a call of 60 tools (XML)": called("qwen_xml", 60, required=True),
         "text, then such a call": called("hermes", 60, required=False),

@@ -230,7 +230,7 @@ async def test_thoughts_have_a_budget(name: str, tmp_path: Path) -> None:
 )
 def test_thoughts_may_stand_before_what_is_wanted(name: str, thought: str) -> None:
     structure = Structure(kind="choice", text='["yes", "no"]')
-    grammar = checked(Shape(structure=structure, reasoning="may", thoughts=name)).text
+    grammar = checked(Shape(structure=structure, reasoning="may", thoughts=name))
     assert accepts(grammar, "yes") and accepts(grammar, thought + "no") and not accepts(grammar, thought + "maybe")
 
 

@@ -53,7 +53,7 @@ def vocabulary() -> Vocabulary:
 
 @cache
 def compiled(pattern: str) -> Any:
-    return compile_grammar(vocabulary(), checked(Shape(structure=Structure(kind="regex", text=pattern))).text)
+    return compile_grammar(vocabulary(), checked(Shape(structure=Structure(kind="regex", text=pattern))))
 
 
 class OneByOne:

@@ -236,7 +236,7 @@ def like(schema: Schema, rng: random.Random) -> Any:
 def compiled(schema: Schema) -> str | None:
     """The grammar; None where the schema is refused."""
     try:
-        return checked(Shape(structure=Structure(kind="json", text=json.dumps(schema)))).text
+        return checked(Shape(structure=Structure(kind="json", text=json.dumps(schema))))
     except GrammarError:
         return None
 

@@ -30,7 +30,7 @@ from tests.text.walks import END, byte_vocabulary
 
 
 def grammar(kind: Any, text: str, reasoning: Any = "") -> str:
-    return checked(Shape(structure=Structure(kind=kind, text=text), reasoning=reasoning)).text
+    return checked(Shape(structure=Structure(kind=kind, text=text), reasoning=reasoning))
 
 
 AB = grammar("regex", "(ab)+")
@@ -247,7 +247,7 @@ def test_a_mark_that_is_a_token_of_the_model_is_forced_as_that(tmp_path: Path) -
     vocabulary = read_vocabulary(folder, None, tokenizer.largest_id + 1, sorted(tokenizer.end_ids))
     tools = [Offered("f", {"type": "object", "properties": {}, "additionalProperties": False})]
     calls = lark_of_calls(BY_NAME["hermes"], tools, required=True, parallel=False)
-    matcher = compile_grammar(vocabulary, checked(Shape(calls=calls)).text)
+    matcher = compile_grammar(vocabulary, checked(Shape(calls=calls)))
     mask = matcher.compute_bitmask()
     allowed = [token for token in range(tokenizer.largest_id + 1) if mask[token >> 3] >> (token & 7) & 1]
     assert allowed == [tokenizer.token_id("<tool_call>")]

@@ -98,7 +98,7 @@ def test_control_tokens_are_no_text_and_count(tokens: int = 3) -> None:
 @pytest.mark.parametrize("reasoning", ["open", "may"])
 def test_a_grammar_goes_on_behind_the_tag(reasoning: Any) -> None:
     vocabulary, masks = byte_vocabulary(), Masks()
-    text = checked(Shape(structure=Structure(kind="regex", text="7"), reasoning=reasoning)).text
+    text = checked(Shape(structure=Structure(kind="regex", text="7"), reasoning=reasoning))
     inner = GrammarMatcher(compile_grammar(vocabulary, text), vocabulary, (END,), masks)
     matcher = budget(4, opened=reasoning == "open", inner=inner)
     for token in b"abcd" if reasoning == "open" else b"<think>abcd":

@@ -201,7 +201,7 @@ ZOD: dict[str, tuple[Any, list[Any], list[Any]]] = {
 
 
 def held(schema: Any, *, strict: bool = True) -> str:
-    return checked(Shape(structure=Structure(kind="json", text=json.dumps(schema), strict=strict))).text
+    return checked(Shape(structure=Structure(kind="json", text=json.dumps(schema), strict=strict)))
 
 
 def test_there_are_all_of_them() -> None:

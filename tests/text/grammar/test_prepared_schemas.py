@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cairn.text.grammar.closed_objects import closed
-from cairn.text.grammar.grammar import Grammar, GrammarError, Shape, Structure, checked
+from cairn.text.grammar.grammar import Grammar, GrammarError, Shape, Structure, compiled
 from cairn.text.grammar.json_schema import SchemaError, prepared
 from cairn.text.grammar.patterns import FORMATS, without_look_ahead
 from tests.text.walks import accepts, walk
@@ -19,7 +19,7 @@ BIG = 1234567890123456789
 
 def held(schema: Any, *, strict: bool = True) -> Grammar:
     text = json.dumps(schema)
-    return checked(Shape(structure=Structure(kind="json", text=text, field="form", strict=strict)))
+    return compiled(Shape(structure=Structure(kind="json", text=text, field="form", strict=strict)))
 
 
 def takes(schema: Any, good: list[Any], bad: list[Any]) -> None:

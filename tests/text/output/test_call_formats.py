@@ -98,7 +98,7 @@ def test_what_a_grammar_allows_is_read_as_calls(part: int, prove: bool, forms: l
         rng = random.Random(seed)
         form, tools = rng.choice(forms), random_tools(rng)
         calls = lark_of_calls(form, callable_tools(tools, None, None), required=True, parallel=rng.random() < 0.5)
-        grammar = checked(Shape(calls=calls)).text
+        grammar = checked(Shape(calls=calls))
         text = walk(grammar, rng)
         if text is None:
             continue
@@ -117,7 +117,7 @@ def test_text_may_stand_before_calls_that_are_held_to_their_schema(form: CallFor
     tools = [tool("f", {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})]
     grammar = checked(
         Shape(calls=lark_of_calls(form, callable_tools(tools, None, None), required=False, parallel=True))
-    ).text
+    )
     for seed in range(20):
         text = walk(grammar, random.Random(seed))
         if text is not None and (made := read(text, output_of(form, tools))[1]):
@@ -216,7 +216,7 @@ def test_a_pattern_of_a_whole_text_is_held_to(form: CallFormat) -> None:
     tools = [tool("f", {"type": "object", "properties": {"input": text}, "required": ["input"]})]
     grammar = checked(
         Shape(calls=lark_of_calls(form, callable_tools(tools, None, None), required=True, parallel=False))
-    ).text
+    )
     whole = 0
     for seed in range(20):
         said = walk(grammar, random.Random(seed))
@@ -247,7 +247,7 @@ def test_a_grammar_of_tools_grows_no_faster_than_they_do(name: str) -> None:
 def test_arguments_that_may_all_be_left_out_come_in_their_order() -> None:
     properties = {key: {"type": "integer"} for key in "abc"}
     tools = callable_tools([tool("f", {"type": "object", "properties": properties})], None, None)
-    grammar = checked(Shape(calls=lark_of_calls(BY_NAME["lfm2"], tools, required=True, parallel=False))).text
+    grammar = checked(Shape(calls=lark_of_calls(BY_NAME["lfm2"], tools, required=True, parallel=False)))
     for inner in ("", "a=1", "b=1", "a=1, c=2", "b=1, c=2", "a=1, b=2, c=3"):
         assert accepts(grammar, f"<|tool_call_start|>[f({inner})]<|tool_call_end|>"), inner
     for inner in ("b=1, a=2", "c=1, c=2", "a=1,"):

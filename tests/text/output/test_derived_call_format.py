@@ -70,7 +70,7 @@ async def test_a_form_of_nobody_is_told_and_held_to(name: str) -> None:
     for seed in range(12):
         rng = random.Random(seed)
         calls = lark_of_calls(form, callable_tools(TOOLS, None, None), required=True, parallel=True)
-        text = walk(checked(Shape(calls=calls)).text, rng)
+        text = walk(checked(Shape(calls=calls)), rng)
         if text is not None:
             whole += 1
             content, made = read("Well. " + text, name_of(form), rng)

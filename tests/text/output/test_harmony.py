@@ -96,11 +96,11 @@ def test_whatever_is_broken_is_read_alike_in_pieces(seed: int) -> None:
 def test_grammars() -> None:
     form, tools = BY_NAME["harmony"], callable_tools(F, None, None)
     must = lark_of_calls(form, tools, required=True, parallel=True)
-    grammar = checked(Shape(calls=must, reasoning="may", thoughts="harmony")).text
+    grammar = checked(Shape(calls=must, reasoning="may", thoughts="harmony"))
     assert accepts(grammar, THOUGHT + CALL) and accepts(grammar, CALL) and not accepts(grammar, THOUGHT + FINAL + "x")
     structure = Structure(kind="choice", text='["yes", "no"]')
-    grammar = checked(Shape(structure=structure, reasoning="may", thoughts="harmony")).text
+    grammar = checked(Shape(structure=structure, reasoning="may", thoughts="harmony"))
     assert accepts(grammar, THOUGHT + FINAL + "yes") and not accepts(grammar, FINAL + "maybe")
     may = lark_of_calls(form, tools, required=False, parallel=True)
-    grammar = checked(Shape(calls=may, structure=structure, reasoning="may", thoughts="harmony")).text
+    grammar = checked(Shape(calls=may, structure=structure, reasoning="may", thoughts="harmony"))
     assert accepts(grammar, THOUGHT + FINAL + "no") and accepts(grammar, THOUGHT + CALL)

@@ -108,8 +108,13 @@ class Grammar(NamedTuple):
     """What a client wanted and answers are not held to: sentences that name its field."""
 
 
-def checked(shape: Shape) -> Grammar:
-    """The grammar, which compiles. Raises GrammarError."""
+def checked(shape: Shape) -> str:
+    """Return the text of a grammar that compiles. Raises GrammarError."""
+    return compiled(shape).text
+
+
+def compiled(shape: Shape) -> Grammar:
+    """Return a grammar that compiles, and what it does not hold answers to. Raises GrammarError."""
     structure = shape.structure
     if structure is None or structure.kind != "json":
         return Grammar(_compiled(shape, None if structure is None else _part(structure)))

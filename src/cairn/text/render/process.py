@@ -28,7 +28,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cairn.text.grammar.grammar import Grammar, GrammarError, checked
+from cairn.text.grammar.grammar import Grammar, GrammarError, compiled
 from cairn.text.render.render_wire import (
     GRAMMAR_MEMORY,
     GRAMMAR_SECONDS,
@@ -203,7 +203,7 @@ class _Room:
         signal.setitimer(signal.ITIMER_PROF, GRAMMAR_SECONDS)
         made, error = Grammar(), ""
         try:
-            made = checked(job.shape)
+            made = compiled(job.shape)
         except GrammarError as wrong:
             error = str(wrong)
         finally:
