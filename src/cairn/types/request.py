@@ -39,8 +39,8 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     offered: tuple[OfferedTool, ...] = ()
     """The tools there are: an answer that is nothing but the JSON object of a call to one of them is that call."""
     held: bool = False
-    """Calls are held to a grammar, so only those in the marks of their form are read; else those are too whose mark is
-    missing, and those in reasoning that nothing follows."""
+    """Calls are held to a grammar, so they are read as their form has them. Else those are read too whose marks or
+    closing tags are missing, and those in reasoning that nothing follows."""
     calls_only: bool = False
     """The answer is held to calls and nothing else: what is left over of them is no content, and a call that comes a
     second time ends the answer."""

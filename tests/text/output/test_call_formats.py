@@ -30,6 +30,7 @@ def output_of(form: CallFormat, tools: list[dict[str, Any]]) -> OutputFormat:
         calls="" if form.plain else name_of(form),
         thoughts="harmony" if form.name == "harmony" else "",
         offered=offered_tools(tools, xml=form.kind == "tagged"),
+        held=True,
     )
 
 

@@ -70,6 +70,7 @@ class SectionReader:
         self.marked = marked
         """It began with the mark of a section."""
         self._tools = {tool.name: tool for tool in output.offered}
+        self._mends = not output.held
         self._text = opening
         self._opening = len(opening)
         self._at = _SectionAt.SECTION if marked else _SectionAt.OPEN
@@ -85,7 +86,7 @@ class SectionReader:
         self._pending: ParsedCall | None = None
         self._name = self._key = self._id = ""
         self._is_text = self._own = False
-        self._values = ValueScanner(form.tags, 0, (), ()) if form.kind == "tagged" else None
+        self._values = ValueScanner(form.tags, 0, (), (), mends=self._mends) if form.kind == "tagged" else None
         self._members: dict[str, str] = {}
         self._scanner = JsonScanner()
         self._calls: list[ParsedCall] = []
@@ -274,7 +275,7 @@ class SectionReader:
         self._scanner = JsonScanner()
         self._from = self._next
         given = {*self._members, self._key}
-        self._values = ValueScanner(self._form.tags, self._next, known_names(tool), given)
+        self._values = ValueScanner(self._form.tags, self._next, known_names(tool), given, mends=self._mends)
         self._is_text = known
         self._at = _SectionAt.TEXT_VALUE if known else _SectionAt.JSON_VALUE
 

@@ -4,7 +4,8 @@ An answer that begins with `<think>`, or what the model has in its place (`cairn
 perhaps behind white space, begins with reasoning, and so does one whose prompt ends with it. Reasoning ends at
 `</think>` or not at all. Behind it, and behind the first content, such tags are content like any other text.
 `<tool_call>` in content opens a tool call if it is one, and so is an answer a call that is nothing but one
-(`cairn.text.output.tool_parser`); all else is content. Line breaks that only set a tag apart belong to the tag: one
+(`cairn.text.output.tool_parser`). A call without that tag (`unmarked_calls`) and one in reasoning that never ends
+(`thought_calls`) are calls too, unless a grammar holds them; all else is content. Line breaks that only set a tag apart belong to the tag: one
 before `</think>` and `<tool_call>`, all behind `<think>`, `</think>` and `</tool_call>`. What comes out does not depend
 on how the text was cut into pieces.
 """

@@ -32,6 +32,7 @@ class ValueTags:
         """What follows each closer where it ends a call for certain."""
         name_end = key[1].partition("{kind}")[0].partition("\n")[0].strip()
         self.named = re.compile(rf"{re.escape(self.key)}\s*+([^<>\n\"]{{1,128}}?)\s*{re.escape(name_end)}")
+        self.closing = re.compile(re.escape(self.value_end))
         self.any = re.compile("|".join(map(re.escape, (self.value_end, self.key, *self.closers))))
 
 
@@ -50,10 +51,13 @@ class ValueEnd(NamedTuple):
 class ValueScanner:
     """Looks for the end of one value in a text that grows. Linear: each tag is decided once."""
 
-    def __init__(self, tags: ValueTags, start: int, known: Collection[str], given: Collection[str]) -> None:
+    def __init__(
+        self, tags: ValueTags, start: int, known: Collection[str], given: Collection[str], *, mends: bool
+    ) -> None:
         """Begin at text[start]. `known` are the arguments of the tool, empty where they are not known, and `given`
-        those that the call has already."""
+        those that the call has already. `mends`: the closing tag may be missing."""
         self._tags, self._start, self._known, self._given = tags, start, known, given
+        self._pattern = tags.any if mends else tags.closing
         self._from = start
         self._closer: int | None = None
         """The first closer, which ends the value where no closing tag comes."""
@@ -61,7 +65,7 @@ class ValueScanner:
     def find(self, text: str, *, whole: bool) -> ValueEnd | None:
         """Return the end of the value; None where the text so far does not tell. `whole`: no more of the text comes."""
         tags = self._tags
-        while found := tags.any.search(text, self._from):
+        while found := self._pattern.search(text, self._from):
             tag, at = found.group(), found.start()
             decided: ValueEnd | bool | None
             if tag == tags.value_end:

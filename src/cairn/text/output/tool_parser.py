@@ -185,8 +185,11 @@ def whole_json(text: str) -> str | None:
     return scanner.text if scanner.done and end >= len(text) else None
 
 
-def calls_in_xml(text: str, offered: Iterable[OfferedTool]) -> list[ParsedCall] | None:
-    """The calls that a text of `<function=...>` tags holds; None if it is anything else."""
+def calls_in_xml(text: str, offered: Iterable[OfferedTool], *, mends: bool = True) -> list[ParsedCall] | None:
+    """Return the calls that a text of `<function=...>` tags holds; None if it is anything else.
+
+    `mends`: a closing tag of a parameter may be missing.
+    """
     tools = {tool.name: tool for tool in offered}
     calls: list[ParsedCall] = []
     at = 0
@@ -196,7 +199,7 @@ def calls_in_xml(text: str, offered: Iterable[OfferedTool]) -> list[ParsedCall] 
         known = known_names(tool)
         arguments: dict[str, str] = {}
         while key := _XML_KEY.match(text, at):
-            scanner = ValueScanner(_XML_TAGS, key.end(), known, {*arguments, key[1].strip()})
+            scanner = ValueScanner(_XML_TAGS, key.end(), known, {*arguments, key[1].strip()}, mends=mends)
             end = scanner.find(text, whole=True)
             if end is None or key[1].strip() in arguments:
                 return None
@@ -385,7 +388,7 @@ class CallReader:
         return end
 
     def _end_xml(self, text: str) -> None:
-        calls = calls_in_xml(text, self._output.offered)
+        calls = calls_in_xml(text, self._output.offered, mends=not self._output.held)
         self._at = _At.FAILED if calls is None else _At.CLOSED
         self._calls += calls or []
 
