@@ -5,9 +5,9 @@ perhaps behind white space, begins with reasoning, and so does one whose prompt 
 `</think>` or not at all. Behind it, and behind the first content, such tags are content like any other text.
 `<tool_call>` in content opens a tool call if it is one, and so is an answer a call that is nothing but one
 (`cairn.text.output.tool_parser`). A call without that tag (`unmarked_calls`) and one in reasoning that never ends
-(`thought_calls`) are calls too, unless a grammar holds them; all else is content. Line breaks that only set a tag apart belong to the tag: one
-before `</think>` and `<tool_call>`, all behind `<think>`, `</think>` and `</tool_call>`. What comes out does not depend
-on how the text was cut into pieces.
+(`thought_calls`) are calls too, unless a grammar holds them; all else is content. Line breaks that only set a tag
+apart belong to the tag: one before `</think>` and `<tool_call>`, all behind `<think>`, `</think>` and `</tool_call>`.
+What comes out does not depend on how the text was cut into pieces.
 """
 
 from __future__ import annotations
