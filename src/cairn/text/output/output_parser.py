@@ -134,8 +134,13 @@ class Splitter:
 
     def push(self, text: str) -> list[Piece]:
         """Split what is certain by now."""
-        self._total += len(text)
-        return self._push(text)
+        if len(text) <= PUSHED:  # a token's, nearly always
+            self._total += len(text)
+            return self._push(text)
+        pieces: list[Piece] = []
+        for start in range(0, len(text), PUSHED):
+            pieces += self.push(text[start : start + PUSHED])
+        return pieces
 
     def finish(self, *, by_model: bool) -> list[Piece]:
         """The text ends: what was held back. `by_model`: it ended by itself and was not cut."""
@@ -152,7 +157,7 @@ class Splitter:
             if reader.failed:
                 self._put(pieces, "text", self._failed(reader))
             self._trim = reader.closed
-            pieces += self._push(reader.again)
+            pieces += self._push_again(reader.again)
         if self._held and self._output.calls_only and not by_model:
             self.shown = self._total - len(self._held)
         else:
@@ -173,6 +178,11 @@ class Splitter:
             self._put(pieces, "text", self._held)
             self._held = ""
         return pieces
+
+    def _push_again(self, text: str) -> list[Piece]:
+        """Split the end of what came once more."""
+        self._total -= len(text)
+        return self.push(text)
 
     def _push(self, text: str) -> list[Piece]:
         pieces: list[Piece] = []
@@ -349,7 +359,7 @@ class Splitter:
         elif self._output.calls_only and not by_model:
             self.shown = self._total - len(bare.kept)
         else:
-            pieces += self._push(bare.kept)
+            pieces += self._push_again(bare.kept)
 
     def _feed_thinking(self, reader: ThoughtCallReader, text: str, at: int, pieces: list[Piece]) -> tuple[int, str]:
         reader.feed(text, at)
@@ -369,7 +379,7 @@ class Splitter:
                 return
             self._not_called()
             self._put(pieces, "reasoning", reader.opening)
-            pieces += self._push(reader.again)
+            pieces += self._push_again(reader.again)
 
     def _not_called(self) -> None:
         """Note that a mark in reasoning began no call."""

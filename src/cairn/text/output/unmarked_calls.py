@@ -198,7 +198,10 @@ class BracketReader:
 
     def feed(self, text: str, start: int) -> int:
         """Read on from text[start] to its end, which it returns; `again` is what was read too far."""
-        self._text += text[start:]
+        kept, self._text = self._text, ""  # held by one name alone, a text is made longer in its place
+        kept += text[start:]
+        self._text = kept
+        del kept
         self._read(whole=False)
         return len(text)
 
