@@ -13,6 +13,7 @@ from cairn.text.output.call_formats import BY_NAME, FORMATS
 from cairn.text.output.output_parser import splitter
 from cairn.text.output.python_calls import python_calls
 from cairn.text.output.stream import TextStream
+from cairn.text.output.tool_parser import ParsedCall
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.request import OfferedTool, OutputFormat, Request
 from cairn.types.sampling_params import SamplingParams
@@ -129,9 +130,10 @@ def test_calls_in_python_are_as_they_were() -> None:
     assert python_calls("[f(x=[1]]") is None
     assert python_calls("[f(x=1]") is None
     assert python_calls("f(x=1") is None
-    (call,) = python_calls('[f(x="a", y=[1, {"b": null}], z=True)]') or ()
-    assert (call.name, call.arguments) == ("f", '{"x": "a", "y": [1, {"b": null}], "z": true}')
-    assert python_calls("f(x='a')") == [("f", '{"x": "a"}')]
+    assert python_calls('[f(x="a", y=[1, {"b": null}], z=True)]') == [
+        ParsedCall("f", '{"x": "a", "y": [1, {"b": null}], "z": true}')
+    ]
+    assert python_calls("f(x='a')") == [ParsedCall("f", '{"x": "a"}')]
 
 
 # ------------------------------------------------------------------------------------------- control tokens as stops
