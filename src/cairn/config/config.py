@@ -468,6 +468,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "it they are a 400, but with the header X-Cairn-Lenient: 1."
         ),
     ] = False
+    images: Annotated[
+        Literal["refuse", "text"],
+        Meta(
+            description="What becomes of an image or file that a user has just sent, as models here read text: "
+            "'refuse' answers 400, 'text' puts a text with its digest in its place. Those of earlier messages and of "
+            "tools are replaced in any case."
+        ),
+    ] = "refuse"
     max_header_kib: Annotated[int, Meta(ge=1, description="Most KiB of request line and headers.")] = 32
     max_body_mib: Annotated[int, Meta(ge=1, description="Most MiB of request body.")] = 16
     max_bodies_mib: Annotated[

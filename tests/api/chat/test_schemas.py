@@ -455,8 +455,8 @@ SENTENCES = [
     ({"stop": 5}, "stop must be a text or a list of texts"),
     ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content must be a text or a list of text parts"),
     (
-        {"messages": [{"role": "user", "content": [IMAGE]}]},
-        "messages[0].content[0].type can only be 'text': images, sound and files are not read here",
+        {"messages": [{"role": "user", "content": [{"type": "thought", "text": "x"}]}]},
+        "messages[0].content[0].type can only be 'text': other parts are not read here",
     ),
     (
         {"tools": [{"type": "custom", "custom": {}}]},

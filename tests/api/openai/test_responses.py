@@ -318,7 +318,7 @@ async def test_what_is_too_long_fails_in_the_stream_where_clients_look_for_it(tm
         ({"input": [5]}, "input[0]"),
         ({"input": [{"role": "judge", "content": "x"}]}, "input[0].role"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "send the item itself"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0] is an image"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"input": []}, "input is empty"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),

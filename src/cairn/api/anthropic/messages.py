@@ -15,13 +15,12 @@ from cairn.api.anthropic.schemas import NAMES, MessagesBody, chat_of
 from cairn.api.chat.cache_diagnosis import RecentPrompts, message_diagnostics
 from cairn.api.chat.exchange import ChoiceStream, Exchanges, spelled
 from cairn.api.chat.generation import chat_exchange, chat_prompt
-from cairn.api.chat.parse import parse
+from cairn.api.chat.parse import parse, read
 from cairn.api.chat.reasoning_text import pack
 from cairn.api.chat.schemas import ChatBody
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.chat.wire import cache_object
 from cairn.api.http.call import HTTPCall, encode
-from cairn.api.http.json_body import read_json
 from cairn.api.http.not_found import anthropic_error
 from cairn.config.config import Config
 from cairn.frontend.service import Service
@@ -77,7 +76,7 @@ class Anthropic:
         await call.json({"input_tokens": len(prompt.tokens)})
 
     async def _read(self, call: HTTPCall, service: Service) -> tuple[MessagesBody, ChatBody]:
-        body = parse(MessagesBody, await read_json(call, self._config), self._config, call)
+        body = await read(MessagesBody, call, self._config)
         with spelled(NAMES):
             return body, parse(ChatBody, chat_of(body, call, service.chat.knows), self._config)
 

@@ -37,6 +37,7 @@ class MessagesBody(Body):
     """POST /v1/messages, and /v1/messages/count_tokens without what is of the answer."""
 
     place = "messages"
+    attached = "messages"
     lenient: ClassVar[bool] = True
 
     model: str | None = None
@@ -258,12 +259,14 @@ def _text(block: Mapping[str, Any], where: str) -> str:
     source = block.get("source")
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
         return _field(source, "data", f"{where}.source")
+    if kind == "document" and isinstance(source, dict) and source.get("type") == "content":
+        return "\n".join(_texts(source.get("content"), f"{where}.source.content"))
+    if kind == "search_result":
+        head = [_field(block, name, where) for name in ("title", "source")]
+        return "\n".join([*head, *_texts(block.get("content"), f"{where}.content")])
     if kind == "tool_reference":
         return _field(block, "tool_name", where)
-    raise Unsupported(
-        f"{where}.type can only be text here, not {kind!s:.40}: images, files and search results are not read",
-        field=f"{where}.type",
-    )
+    raise Unsupported(f"{where}.type can only be text here, not {kind!s:.40}", field=f"{where}.type")
 
 
 def _blocks(content: Any, where: str) -> list[Mapping[str, Any]]:

@@ -19,12 +19,22 @@ def _as_text(value: Any) -> Any:
 
 
 class TextPart(Body):
-    """`{"type": "text", "text": ...}`."""
+    """`{"type": "text", "text": ...}`; the types of a text in OpenAI's other API mean the same."""
 
     place = "part"
 
     type: Literal["text"]
     text: str
+
+    @classmethod
+    def usual(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Return the part as a text, if it is one by another name."""
+        if value.get("type") in ("input_text", "output_text"):
+            return value | {"type": "text"}
+        if value.get("type") == "refusal" and "text" not in value:
+            rest = {name: item for name, item in value.items() if name != "refusal"}
+            return rest | {"type": "text", "text": value.get("refusal")}
+        return value
 
 
 Content = Annotated[
@@ -72,6 +82,13 @@ class ChatMessage(Body):
     reasoning_content: str | None = None
     reasoning: str | None = None
     """Another name for `reasoning_content`, which some servers use."""
+
+    @classmethod
+    def usual(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Return the message with `tool_call_id`, for which some clients say `id`."""
+        if value.get("role") == "tool" and value.get("tool_call_id") is None:
+            return value | {"tool_call_id": value.get("id")}
+        return value
 
 
 class FunctionTool(Body):

@@ -4,16 +4,17 @@ meaning is not built, what is too long to be looked at, and the sentence for wha
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from itertools import pairwise
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from cairn.api.chat.attachments import leave_out
 from cairn.api.chat.fields import ROWS, FieldRow, asks_for_nothing
-from cairn.api.chat.message_schemas import ChatMessage
 from cairn.api.http.body import Body
 from cairn.api.http.call import HTTPCall, shown
+from cairn.api.http.json_body import read_json
 from cairn.config.config import Config
 from cairn.config.option import closest
 from cairn.frontend.sampling_extras import MAX_BIAS
@@ -35,6 +36,18 @@ _HIDDEN = "~"
 """First letter of these tags. A client's own field may begin so too, but stands nowhere behind such a name."""
 
 B = TypeVar("B", bound=Body)
+
+
+async def read(
+    kind: type[B],
+    call: HTTPCall,
+    config: Config,
+    body: Callable[[HTTPCall, Config], Awaitable[dict[str, Any]]] = read_json,
+) -> B:
+    """Read the body of a call whose messages may hold images and files, which are left out (`attachments`)."""
+    value = await body(call, config)
+    await leave_out(call, kind, value, config)
+    return parse(kind, value, config, call)
 
 
 def parse(kind: type[B], value: dict[str, Any], config: Config, call: HTTPCall | None = None) -> B:
@@ -117,8 +130,7 @@ def _unknown_field(field: str, kind: type[Body], where: str, name: str, more: st
 
 def _renamed(kind: type[Body], value: dict[str, Any]) -> Mapping[str, Any]:
     """The object with every field under its own name."""
-    if kind is ChatMessage and value.get("role") == "tool" and value.get("tool_call_id") is None:
-        value = value | {"tool_call_id": value.get("id")}
+    value = kind.usual(value)
     for name in value.keys() & kind.synonyms.keys():
         own = kind.synonyms[name]
         given = value[name] if value.get(own) is None else value[own]
@@ -158,7 +170,7 @@ def _check_row(row: FieldRow, field: str, value: Any) -> None:
 
 
 _ONLY: Mapping[str, str] = {
-    "content": "images, sound and files are not read here",
+    "content": "other parts are not read here",
     "tools": "custom tools, and those that run on a server, are not built",
     "tool_calls": "calls of other tools are not built",
 }

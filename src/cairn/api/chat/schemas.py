@@ -187,6 +187,7 @@ class ChatGeneration(Generation, Templated):
     """What a chat and an agent's turn share."""
 
     within: ClassVar[dict[str, type[Body]]] = Generation.within | {"messages": ChatMessage}
+    attached = "messages"
 
     messages: Messages
     max_completion_tokens: Count = None
@@ -267,6 +268,7 @@ class TokenizeBody(Templated):
 
     place = "tokenize"
     within: ClassVar[dict[str, type[Body]]] = {"messages": ChatMessage, "tools": Tool}
+    attached = "messages"
 
     model: str | None = None
     prompt: str | None = None

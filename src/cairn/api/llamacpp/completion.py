@@ -11,7 +11,7 @@ from typing import Any
 
 from cairn.api.chat.exchange import ChoiceStream, Exchanges
 from cairn.api.chat.generation import chat_prompt, check_length, check_model, text_exchange
-from cairn.api.chat.parse import parse
+from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.chat.timings import AnswerTimes
@@ -120,7 +120,7 @@ class Llama:
         await call.json({"object": "response.input_tokens", "input_tokens": len(prompt)})
 
     async def _prompt(self, call: HTTPCall, service: Service) -> Sequence[int]:
-        body = parse(ChatBody, await read_json(call, self._config), self._config, call)
+        body = await read(ChatBody, call, self._config)
         return (await chat_prompt(call, service, self._config, body)).tokens
 
     async def slots(self, call: HTTPCall, service: Service) -> None:

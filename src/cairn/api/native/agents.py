@@ -29,7 +29,7 @@ from cairn.agents.types import AgentInfo
 from cairn.api.chat.exchange import Exchanges
 from cairn.api.chat.generation import check_length, check_model, warn_of_tools
 from cairn.api.chat.message_schemas import contents, plain_messages, plain_tools
-from cairn.api.chat.parse import parse
+from cairn.api.chat.parse import parse, read
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.http.body_budget import RETRY, spool
 from cairn.api.http.call import HTTPCall, shown
@@ -106,7 +106,7 @@ class AgentRoutes:
     async def create(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/agents."""
         agents = self._open()
-        body = parse(CreateBody, await read_nothing(call, self._config), self._config, call)
+        body = await read(CreateBody, call, self._config, read_nothing)
         check_model(body.model, service)
         messages = beginning(body, self._config)
         tools = plain_tools(body.tools) or []

@@ -19,12 +19,12 @@ from cairn.api.chat.answers import ChatAnswer
 from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Exchanges, spelled
 from cairn.api.chat.generation import check_length, check_model
 from cairn.api.chat.message_schemas import contents, plain_messages
-from cairn.api.chat.parse import parse
+from cairn.api.chat.parse import parse, read
 from cairn.api.chat.sessions import HEADER, AgentAttribution
 from cairn.api.chat.timings import AnswerTimes
 from cairn.api.chat.wire import cache_object
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_json, read_nothing
+from cairn.api.http.json_body import read_nothing
 from cairn.api.native.agent_schemas import PATH, ResumeBody, TurnBody, check_account, check_own, check_turn, page_of
 from cairn.api.openai.chat import names_of
 from cairn.config.config import Config
@@ -57,7 +57,7 @@ class TurnRoutes:
     async def turn(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/agents/{id}/turns: new messages in, the answer out as of /v1/chat/completions."""
         agents, id = self._attribution.open(), call.path_part(PATH)
-        body = parse(TurnBody, await read_json(call, self._config), self._config, call)
+        body = await read(TurnBody, call, self._config)
         check_own(agents.get(call.tenant, id))
         check_turn(body, self._config)
         header = call.header(HEADER)

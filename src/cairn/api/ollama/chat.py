@@ -14,7 +14,7 @@ from typing import Any
 
 from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, Exchanges, spelled
 from cairn.api.chat.generation import chat_exchange, text_exchange
-from cairn.api.chat.parse import parse
+from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody, Generation
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.chat.wire import cache_object, chat_logprobs
@@ -53,7 +53,7 @@ class Ollama:
 
     async def chat(self, call: HTTPCall, service: Service) -> None:
         """POST /api/chat. Without messages it asks for the model to be loaded, which it is."""
-        body = parse(OllamaChatBody, await read_plain(call, self._config), self._config, call)
+        body = await read(OllamaChatBody, call, self._config, read_plain)
         self._greet(call, service, body)
         if not body.messages:
             await call.json(_loaded(service, {"message": {"role": "assistant", "content": ""}}))
@@ -65,7 +65,7 @@ class Ollama:
 
     async def generate(self, call: HTTPCall, service: Service) -> None:
         """POST /api/generate. Without a prompt it asks for the model to be loaded, which it is."""
-        body = parse(OllamaGenerateBody, await read_plain(call, self._config), self._config, call)
+        body = await read(OllamaGenerateBody, call, self._config, read_plain)
         self._greet(call, service, body)
         if not body.prompt and not body.suffix:
             await call.json(_loaded(service, {"response": ""}))

@@ -15,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from cairn import __version__
+from cairn.api.admin.requests import MODALITIES
 from cairn.api.chat.parse import parse
 from cairn.api.http.auth import has_keys, is_local
 from cairn.api.http.call import HTTPCall, Watch, encode, internal, shown
@@ -140,6 +141,7 @@ class OllamaModels:
                 "details": facts.details,
                 "model_info": _info(service.spec, service.name, service.info.context, facts),
                 "capabilities": _capabilities(service),
+                "input_modalities": MODALITIES,
                 "modified_at": facts.modified,
             }
         )
@@ -354,6 +356,7 @@ def _model(model: ServedModel, facts: _Facts) -> dict[str, Any]:
         "size": facts.size,
         "digest": identity.hex(),
         "details": facts.details,
+        "input_modalities": MODALITIES,
     }
 
 
@@ -370,6 +373,7 @@ def _show_of_files(model: ServedModel, facts: _Facts | None) -> dict[str, Any]:
         "details": facts.details if facts is not None else {},
         "model_info": _info(spec, model.name, context, facts) if spec is not None and facts is not None else {},
         "capabilities": kinds.get(model.kind, []),
+        "input_modalities": MODALITIES,
         "modified_at": facts.modified if facts is not None else "",
     }
 

@@ -132,6 +132,8 @@ class OllamaBody(Body):
 class OllamaChatBody(OllamaBody):
     """POST /api/chat."""
 
+    attached = "messages"
+
     messages: Several[dict[str, Any]] | None = None
     tools: Several[dict[str, Any]] | None = None
 
@@ -139,14 +141,14 @@ class OllamaChatBody(OllamaBody):
 class OllamaGenerateBody(OllamaBody):
     """POST /api/generate."""
 
+    attached = "prompt"
+
     prompt: str | None = None
     suffix: str | None = None
     system: str | None = None
-    template: str | None = None
     raw: bool | None = None
     context: Several[int] | None = None
     """Tokens that an earlier answer has given back: what comes before."""
-    images: Several[str] | None = None
 
 
 class OllamaEmbedBody(Body):
@@ -280,8 +282,6 @@ def _message(message: Mapping[str, Any], where: str, calls: _OpenCalls) -> dict[
         raise InvalidRequest(f"{where}.role must be system, user, assistant or tool", field=f"{where}.role")
     if not isinstance(content, str | None):
         raise InvalidRequest(f"{where}.content must be a text", field=f"{where}.content")
-    if message.get("images"):
-        raise Unsupported(f"{where}.images: this model reads texts alone", field=f"{where}.images")
     found: dict[str, Any] = {"role": role, "content": content or ""}
     if role == "assistant":
         if message.get("thinking"):

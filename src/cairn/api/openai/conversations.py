@@ -21,12 +21,12 @@ from cairn.agents.agents import Agents
 from cairn.agents.types import AgentInfo
 from cairn.api.chat.message_schemas import plain_messages
 from cairn.api.chat.paging import page, page_of_items
-from cairn.api.chat.parse import parse
+from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.http.body import Body, Several
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_json, read_nothing
+from cairn.api.http.json_body import read_nothing
 from cairn.api.native.agent_schemas import MAX_OWN_METADATA, check_metadata
 from cairn.api.openai.responses_items import items_of, messages_of
 from cairn.api.openai.stored_responses import TTL, StoredResponses, find_kept
@@ -44,6 +44,7 @@ class ConversationBody(Body):
     """POST /v1/conversations, and /v1/conversations/{id} without items."""
 
     lenient: ClassVar[bool] = True
+    attached = "items"
 
     items: Several[dict[str, Any]] | None = None
     metadata: dict[str, str] | None = None
@@ -53,6 +54,7 @@ class ItemsBody(Body):
     """POST /v1/conversations/{id}/items."""
 
     lenient: ClassVar[bool] = True
+    attached = "items"
 
     items: Several[dict[str, Any]]
 
@@ -139,7 +141,7 @@ class Conversations:
     async def create(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/conversations."""
         agents = self._attribution.open()
-        body = parse(ConversationBody, await read_nothing(call, self._config), self._config, call)
+        body = await read(ConversationBody, call, self._config, read_nothing)
         check_metadata(body.metadata)
         state = ConversationState("", self._messages(body.items or [], call))
         metadata = {"object": KIND, "state": _packed(state), "before": _packed(state)}
@@ -154,7 +156,7 @@ class Conversations:
     async def update(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/conversations/{id}: other metadata."""
         agents, id = self._attribution.open(), call.path_part(PATH)
-        body = parse(ConversationBody, await read_json(call, self._config), self._config, call)
+        body = await read(ConversationBody, call, self._config)
         if body.items is not None:
             raise InvalidRequest("items are added at /v1/conversations/{id}/items", field="items")
         check_metadata(body.metadata)
@@ -175,7 +177,7 @@ class Conversations:
 
     async def add(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/conversations/{id}/items."""
-        body = parse(ItemsBody, await read_json(call, self._config), self._config, call)
+        body = await read(ItemsBody, call, self._config)
         agents, id = self._attribution.open(), call.path_part(PATH)
         with self.locked(call.tenant, id):
             state = await self.state(call.tenant, id)

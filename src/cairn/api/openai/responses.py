@@ -18,12 +18,12 @@ from cairn.api.chat.cache_diagnosis import RecentPrompts
 from cairn.api.chat.exchange import ChoiceStream, Exchange, Exchanges, spelled
 from cairn.api.chat.generation import chat_exchange, chat_prompt
 from cairn.api.chat.paging import page_of_items, parameters
-from cairn.api.chat.parse import parse
+from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.chat.wire import EVENT_STREAM
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_json, read_nothing
+from cairn.api.http.json_body import read_nothing
 from cairn.api.http.resumable import EventLogs
 from cairn.api.native.agent_schemas import NoBody, check_metadata
 from cairn.api.native.library import Library
@@ -86,7 +86,7 @@ class Responses:
 
     async def create(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/responses."""
-        body = parse(ResponseBody, await read_json(call, self._config), self._config, call)
+        body = await read(ResponseBody, call, self._config)
         check_metadata(body.metadata)
         tools = Tools(body.tools, call)
         kept = body.store is not False and self._stored.open and not body.prewarms
@@ -216,7 +216,7 @@ class Responses:
 
     async def input_tokens(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/responses/input_tokens."""
-        body = parse(ResponseBody, await read_json(call, self._config), self._config, call)
+        body = await read(ResponseBody, call, self._config)
         tools = Tools(body.tools, call)
         if tools.searches:
             call.warn("tools: files are not searched to count tokens, so what a search would find is not counted")
@@ -226,7 +226,7 @@ class Responses:
 
     async def compact(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/responses/compact."""
-        body = parse(ResponseBody, await read_json(call, self._config), self._config, call)
+        body = await read(ResponseBody, call, self._config)
         with spelled(NAMES):
             chat = await self._history(call, body, Tools(body.tools, call))
             wanted = parse(ChatBody, compacting(chat), self._config)

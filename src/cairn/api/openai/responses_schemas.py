@@ -36,6 +36,7 @@ class ResponseBody(Body):
     """POST /v1/responses, and /v1/responses/input_tokens without what is of the answer."""
 
     place = "responses"
+    attached = "input"
     lenient: ClassVar[bool] = True
 
     model: str | None = None
