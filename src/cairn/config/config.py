@@ -382,13 +382,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     admin_host: Annotated[str, Meta(description="Address of that listener.")] = "127.0.0.1"
     unsafe_no_auth: Annotated[bool, Meta(description="Listen beyond this machine without any API key.")] = False
     allowed_hosts: Annotated[
-        tuple[str, ...], Meta(description="Host headers to accept besides the address itself and localhost.")
+        tuple[str, ...],
+        Meta(
+            description="Host headers to accept besides localhost, host.docker.internal and the literal addresses of "
+            "this machine and of private networks."
+        ),
     ] = ()
     cors_origins: Annotated[
         tuple[str, ...],
         Meta(
             description="Web origins that may call the API, such as https://app.example; none by default. "
-            "http://localhost stands for all its ports, '*' for every page."
+            "'localhost' stands for pages of this machine on any port, '*' for every page."
         ),
     ] = ()
     page: Annotated[

@@ -26,6 +26,7 @@ from cairn.types.errors import InvalidRequest
 KINDS = {
     "/v1/embeddings": "embed",
     "/embed": "embed",
+    "/embedding": "embed",
     "/api/embed": "embed",
     "/api/embeddings": "embed",
     "/v1/rerank": "rerank",

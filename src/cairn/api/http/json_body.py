@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from cairn.api.http.call import HTTPCall, shown
+from cairn.api.http.call import GZIP, HTTPCall, shown
 from cairn.config.config import Config
 from cairn.text.tokens.tokenizer import valid_text
 from cairn.types.errors import Forbidden, InvalidRequest, UnsupportedMedia
@@ -68,9 +68,10 @@ def _check_headers(call: HTTPCall) -> None:
 
 
 def _check_coding(call: HTTPCall) -> None:
-    coding = call.header(b"content-encoding") or b"identity"
-    if coding.strip().lower() != b"identity":
-        raise UnsupportedMedia("the body must not be compressed", field="Content-Encoding")
+    if call.coding not in (b"identity", *GZIP):
+        raise UnsupportedMedia(
+            "the body must not be compressed, or with gzip: other codings are not read", field="Content-Encoding"
+        )
 
 
 def _unheard(sentence: str) -> None:
