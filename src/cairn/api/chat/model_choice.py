@@ -9,6 +9,7 @@ import codecs
 import contextlib
 import math
 import re
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -51,8 +52,22 @@ UNNAMED_TOO = ("/api/delete", "/api/copy", "/api/show", "/v1/conversations", "/v
 """Routes, with all below them, that are about no one model, or find it themselves."""
 FOLLOWED = "/v1/events"
 """A route whose calls last for hours: no model is kept loaded for them, nor waits with its end for theirs."""
-DURATION = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)(ns|us|ms|s|m|h)?")
-UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+OLLAMA = "/api/"
+"""What the paths of Ollama's API begin with. Its names have no case."""
+DURATION = re.compile(r"([-+]?)((?:[0-9.]{1,36}(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h)){1,8}|[0-9.]{1,18})")
+"""A duration as Go writes one, such as 1h30m0s, or a number of seconds."""
+PART = re.compile(r"([0-9.]+)([a-z\u00b5\u03bc]*)")
+UNITS = {
+    "ns": 1e-9,
+    "us": 1e-6,
+    "\u00b5s": 1e-6,
+    "\u03bcs": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "m": 60.0,
+    "h": 3600.0,
+    "": 1.0,
+}
 
 
 class _Named(msgspec.Struct):
@@ -90,7 +105,9 @@ class ModelRouter:
             call.identity, call.model = service.spec.identity, service.name
             yield service
             return
+        began, there = time.monotonic(), model.loaded is not None
         async with self._models.using(model) as service:
+            call.load_seconds = 0.0 if there else time.monotonic() - began
             call.identity, call.model = service.spec.identity, service.name
             try:
                 yield service
@@ -111,8 +128,11 @@ class ModelRouter:
                 return self._models.find(_asked(call)), None
             return None, None
         named = await self._named(call)
-        model = self._models.find(_text(named.model), KINDS.get(path, "chat"))
-        keep = seconds_of(named.keep_alive) if path.startswith("/api/") and named.keep_alive is not None else None
+        name = _text(named.model)
+        if name is not None and path.startswith(OLLAMA):
+            name = self._models.spelt(name)
+        model = self._models.find(name, KINDS.get(path, "chat"))
+        keep = seconds_of(named.keep_alive) if path.startswith(OLLAMA) and named.keep_alive is not None else None
         return model, keep
 
     def _of_agent(self, call: HTTPCall, id: str, named: _Named) -> ServedModel:
@@ -153,15 +173,22 @@ class ModelRouter:
 
 
 def seconds_of(given: Any) -> float:
-    """What Ollama's keep_alive says: a number of seconds, or a text such as "10m"; infinite where it is negative.
-    InvalidRequest for anything else."""
-    if isinstance(given, str) and (match := DURATION.fullmatch(given)) is not None:
-        seconds = float(match[1]) * UNITS[match[2] or "s"]
-    elif isinstance(given, int | float) and not isinstance(given, bool):
-        seconds = float(given)
-    else:
-        raise InvalidRequest('keep_alive must be a number of seconds, or a text such as "10m"', field="keep_alive")
-    return seconds if seconds >= 0 else math.inf
+    """Return the seconds that Ollama's keep_alive says: a number of them, or a duration of Go's such as "1h30m".
+
+    Infinite where it is negative. InvalidRequest for anything else.
+    """
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return float(given) if given >= 0 else math.inf
+    try:
+        found = DURATION.fullmatch(given) if isinstance(given, str) else None
+        if found is None:
+            raise ValueError
+        seconds = sum(float(part[1]) * UNITS[part[2]] for part in PART.finditer(found[2]))
+    except ValueError:
+        raise InvalidRequest(
+            'keep_alive must be a number of seconds, or a duration such as "10m" or "1h30m0s"', field="keep_alive"
+        ) from None
+    return math.inf if found[1] == "-" and seconds else seconds
 
 
 def _text(name: Any) -> str | None:

@@ -116,6 +116,7 @@ class HTTPCall:
         "headers",
         "id",
         "identity",
+        "load_seconds",
         "model",
         "name",
         "number",
@@ -159,6 +160,8 @@ class HTTPCall:
         self.identity = b""
         self.model = ""
         """Identity and name of the model that answers, once it was chosen."""
+        self.load_seconds = 0.0
+        """How long it waited for that model to be loaded."""
         self.started = False
         self.status = 0
         """The status of the answer, once it has begun."""

@@ -56,19 +56,19 @@ class Ollama:
         body = await read(OllamaChatBody, call, self._config, read_plain)
         self._greet(call, service, body)
         if not body.messages:
-            await call.json(_loaded(service, {"message": {"role": "assistant", "content": ""}}))
+            await call.json(_loaded(call, service, {"message": {"role": "assistant", "content": ""}}))
             return
         with spelled(NAMES):
             chat = chat_of(body, service.chat.knows, thinks=service.chat.thinks)
             asked = parse(ChatBody, chat, self._config, call)
-        await self._run(call, body, await self._chat(call, service, asked, Talk(service, body), NAMES))
+        await self._run(call, body, await self._chat(call, service, asked, Talk(call, service, body), NAMES))
 
     async def generate(self, call: HTTPCall, service: Service) -> None:
         """POST /api/generate. Without a prompt it asks for the model to be loaded, which it is."""
         body = await read(OllamaGenerateBody, call, self._config, read_plain)
         self._greet(call, service, body)
         if not body.prompt and not body.suffix:
-            await call.json(_loaded(service, {"response": ""}))
+            await call.json(_loaded(call, service, {"response": ""}))
             return
         if body.raw or body.suffix or not service.chat.template:
             await self._run(call, body, await self._complete(call, service, body))
@@ -77,11 +77,11 @@ class Ollama:
             chat = prompt_chat(body, service.chat.knows, thinks=service.chat.thinks)
             asked = parse(ChatBody, chat, self._config, call)
         before = self._before(body, service)
-        exchange = await self._chat(call, service, asked, Text(service, body), TEXT_NAMES, before)
+        exchange = await self._chat(call, service, asked, Text(call, service, body), TEXT_NAMES, before)
         await self._run(call, body, exchange)
 
     def _greet(self, call: HTTPCall, service: Service, body: OllamaBody) -> None:
-        if body.model is not None and body.model.removesuffix(LATEST) in service.names:
+        if body.model is not None and is_called(service, body.model):
             body.model = None
         warn_of_context(body.options, service.info.context, call)
 
@@ -110,7 +110,7 @@ class Ollama:
             top_logprobs=body.top_logprobs,
         )
         prompts = [[*self._before(body, service), *tokens]]
-        adapter = Text(service, body)
+        adapter = Text(call, service, body)
         return await text_exchange(
             call, service, self._config, self._attribution, asked, prompts, options, adapter.of, TEXT_NAMES
         )
@@ -131,8 +131,9 @@ class Ollama:
 class LineFormat(ABC):
     """How an answer looks: `piece` is what is said in one line of it."""
 
-    def __init__(self, service: Service, body: OllamaBody) -> None:
+    def __init__(self, call: HTTPCall, service: Service, body: OllamaBody) -> None:
         self._service = service
+        self._load = int(call.load_seconds * 1e9)
         self._hides = body.hides
         self._began = time.monotonic_ns()
         self._choice: ChoiceStream
@@ -189,13 +190,13 @@ class LineFormat(ABC):
         return {"logprobs": chat_logprobs(found, self._service.tokenizer)["content"]} if found else {}
 
     def _end(self, done: Done) -> dict[str, Any]:
-        """What it cost. A load is none: the model was there."""
+        """What it cost, a load of the model with it."""
         timing = done.timing
         return {
             "done": True,
             "done_reason": "length" if self._choice.reason == "length" else "stop",
-            "total_duration": time.monotonic_ns() - self._began,
-            "load_duration": 0,
+            "total_duration": self._load + time.monotonic_ns() - self._began,
+            "load_duration": self._load,
             "prompt_eval_count": done.usage.prompt_tokens,
             "prompt_eval_duration": int(timing.prefill * 1e9),
             "eval_count": done.usage.completion_tokens,
@@ -235,5 +236,13 @@ def _head(service: Service) -> dict[str, Any]:
     return {"model": service.name, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
 
 
-def _loaded(service: Service, piece: dict[str, Any]) -> dict[str, Any]:
-    return _head(service) | piece | {"done": True, "done_reason": "load"}
+def _loaded(call: HTTPCall, service: Service, piece: dict[str, Any]) -> dict[str, Any]:
+    load = int(call.load_seconds * 1e9)
+    durations = {"total_duration": load, "load_duration": load}
+    return _head(service) | piece | {"done": True, "done_reason": "load"} | durations
+
+
+def is_called(service: Service, name: str) -> bool:
+    """Whether a name is one of a model's to Ollama's clients: without case, and with or without its tag."""
+    wanted = name.casefold()
+    return bool({wanted, wanted.removesuffix(LATEST)} & {known.casefold() for known in service.names})

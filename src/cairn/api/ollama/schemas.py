@@ -159,7 +159,8 @@ class OllamaEmbedBody(Body):
     lenient: ClassVar[bool] = True
 
     model: str | None = None
-    input: Stop
+    input: Stop | None = None
+    """Empty: the model is to be loaded."""
     truncate: bool | None = None
     """False: a text that is too long is refused; by default it is cut."""
     dimensions: Count = None
@@ -174,7 +175,8 @@ class OllamaEmbeddingsBody(Body):
     lenient: ClassVar[bool] = True
 
     model: str | None = None
-    prompt: str
+    prompt: str | None = None
+    """The same."""
     options: Options | None = None
 
 
@@ -187,6 +189,11 @@ class NameBody(Body):
 
     model: str
     stream: bool | None = None
+
+    @classmethod
+    def usual(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Return the object without a name that is empty: Ollama's own client sends both, one of them so."""
+        return {key: item for key, item in value.items() if item != "" or key not in ("name", "model")}
 
 
 class CopyBody(Body):
