@@ -317,7 +317,7 @@ async def test_what_is_too_long_fails_in_the_stream_where_clients_look_for_it(tm
         ({"input": 5}, "input must be"),
         ({"input": [5]}, "input[0]"),
         ({"input": [{"role": "judge", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "send the item itself"),
+        ({"input": [{"type": "item_reference", "id": 5}]}, "input[0].id must be a text"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0] is an image"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"input": []}, "input is empty"),
@@ -415,7 +415,8 @@ async def test_a_response_goes_on_from_another_and_is_found_in_the_cache(tmp_pat
             before = one["usage"]["total_tokens"]
             assert found["usage"]["input_tokens_details"]["cached_tokens"] >= before - 16 - 1
         items = (await http.get(f"/v1/responses/{two['id']}/input_items")).json()
-        assert [item["content"][0]["text"] for item in items["data"]] == ["more"]
+        texts = [item["content"][0]["text"] for item in items["data"]]
+        assert texts == ["more", one["output"][0]["content"][0]["text"], "hi"], "all that it was made from, last first"
         changed = (await post(at, kept(instructions="Other rules.", input="x", previous_response_id=two["id"]))).json()
         count = {"instructions": "Other rules.", "input": "x", "previous_response_id": two["id"]}
         counted = (await post(at, count, "/v1/responses/input_tokens")).json()
@@ -715,7 +716,7 @@ async def test_the_openai_client(tmp_path: Path) -> None:
         assert again.usage is not None and again.usage.input_tokens_details.cached_tokens >= 16
         assert (await client.responses.retrieve(again.id)).output_text == again.output_text
         items = await client.responses.input_items.list(again.id)
-        assert [item.type async for item in items] == ["message"]
+        assert [item.type async for item in items] == ["message", "message", "reasoning", "message"]
         count = await client.responses.input_tokens.count(model="any", input="hi")
         assert count.input_tokens == whole.usage.input_tokens if whole.usage else 0
         await client.responses.delete(again.id)

@@ -28,6 +28,7 @@ from cairn.api.http.body import Body, Several
 from cairn.api.http.call import HTTPCall
 from cairn.api.http.json_body import read_nothing
 from cairn.api.native.agent_schemas import MAX_OWN_METADATA, check_metadata
+from cairn.api.openai.item_references import ItemReferences
 from cairn.api.openai.responses_items import items_of, messages_of
 from cairn.api.openai.stored_responses import TTL, StoredResponses, find_kept
 from cairn.config.config import Config
@@ -88,6 +89,8 @@ class Conversations:
         self._config = config
         self._attribution = attribution
         self._stored = stored
+        self.references = ItemReferences(config, stored, self._items)
+        """Resolves references to items of these, and of responses."""
         self._locked: set[tuple[str, str]] = set()
 
     def routes(self, path: str) -> dict[str, Endpoint] | None:
@@ -143,7 +146,7 @@ class Conversations:
         agents = self._attribution.open()
         body = await read(ConversationBody, call, self._config, read_nothing)
         check_metadata(body.metadata)
-        state = ConversationState("", self._messages(body.items or [], call))
+        state = ConversationState("", await self._messages(body.items or [], call, service))
         metadata = {"object": KIND, "state": _packed(state), "before": _packed(state)}
         metadata["metadata"] = json.dumps(body.metadata or {})
         info = await agents.create(call.tenant, id=PREFIX + call.id, metadata=metadata, ttl=TTL)
@@ -182,7 +185,8 @@ class Conversations:
         with self.locked(call.tenant, id):
             state = await self.state(call.tenant, id)
             before = len(await self._listed(call.tenant, id, state))
-            after = ConversationState(state.head, [*state.more, *self._messages(body.items, call)])
+            more = await self._messages(body.items, call, service)
+            after = ConversationState(state.head, [*state.more, *more])
             await self._write(agents, call.tenant, self._find(agents, call.tenant, id), after, after)
         added = (await self._items(call.tenant, id))[before:]
         await call.json(page(added, len(added), None))
@@ -205,9 +209,9 @@ class Conversations:
 
     # -------------------------------------------------------------------------------------------------------- within
 
-    def _messages(self, items: list[dict[str, Any]], call: HTTPCall) -> list[dict[str, Any]]:
-        """Items as messages that a chat may hold."""
-        found = messages_of(items, call)
+    async def _messages(self, items: list[dict[str, Any]], call: HTTPCall, service: Service) -> list[dict[str, Any]]:
+        """Return items as messages that a chat may hold."""
+        found = messages_of(await self.references.resolved(call, service, items, "items"), call)
         return plain_messages(parse(ChatBody, {"messages": found}, self._config).messages) if found else []
 
     async def _items(self, tenant: str, id: str) -> list[dict[str, Any]]:

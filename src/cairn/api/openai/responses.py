@@ -84,9 +84,15 @@ class Responses:
         }
         return known.get(rest) if rest or not path.endswith("/") else None
 
+    async def _read(self, call: HTTPCall, service: Service) -> ResponseBody:
+        """The body of a call, with items in the place of references to them."""
+        body = await read(ResponseBody, call, self._config)
+        body.input = await self._conversations.references.resolved(call, service, body.input)
+        return body
+
     async def create(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/responses."""
-        body = await read(ResponseBody, call, self._config)
+        body = await self._read(call, service)
         check_metadata(body.metadata)
         tools = Tools(body.tools, call)
         kept = body.store is not False and self._stored.open and not body.prewarms
@@ -216,7 +222,7 @@ class Responses:
 
     async def input_tokens(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/responses/input_tokens."""
-        body = await read(ResponseBody, call, self._config)
+        body = await self._read(call, service)
         tools = Tools(body.tools, call)
         if tools.searches:
             call.warn("tools: files are not searched to count tokens, so what a search would find is not counted")
@@ -226,7 +232,7 @@ class Responses:
 
     async def compact(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/responses/compact."""
-        body = await read(ResponseBody, call, self._config)
+        body = await self._read(call, service)
         with spelled(NAMES):
             chat = await self._history(call, body, Tools(body.tools, call))
             wanted = parse(ChatBody, compacting(chat), self._config)

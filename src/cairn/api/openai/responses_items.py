@@ -91,8 +91,6 @@ class _Items:
         read = self._kinds.get(kind) if isinstance(kind, str) else None
         if read is not None:
             read(item, where)
-        elif kind == "item_reference":
-            raise Unsupported(f"{where}: items are not kept one by one; send the item itself", field=where)
         elif not isinstance(kind, str):
             raise InvalidRequest(f"{where}.type must be a text", field=f"{where}.type")
         else:

@@ -202,13 +202,18 @@ class StoredResponses:
     def _find(self, agents: Agents, tenant: str, id: str) -> AgentInfo:
         return find_kept(agents, tenant, id, PREFIX, KIND, _is_response)
 
-    async def _said(self, agents: Agents, tenant: str, info: AgentInfo) -> list[dict[str, Any]]:
+    async def _said(
+        self, agents: Agents, tenant: str, info: AgentInfo, *, answered: bool = True
+    ) -> list[dict[str, Any]]:
+        """Return all messages but the instructions; the last answer where `answered`."""
         first, _ = await agents.beginning(tenant, info.id)
         count = len(instructed(await self._instructions(agents, tenant, info)))
         found = [dict(message) for message in first[count:]]
-        for turn in await agents.turns(tenant, info.id):
-            if turn.current:
-                found += [*turn.messages, *([turn.answer] if turn.answer is not None else [])]
+        turns = [turn for turn in await agents.turns(tenant, info.id) if turn.current]
+        for turn in turns:
+            found += turn.messages
+            if turn.answer is not None and (answered or turn is not turns[-1]):
+                found.append(turn.answer)
         return found
 
     async def _instructions(self, agents: Agents, tenant: str, info: AgentInfo) -> str | None:
@@ -220,7 +225,7 @@ class StoredResponses:
     # ---------------------------------------------------------------------------------------------------- to look at
 
     async def show(self, tenant: str, id: str, service: Service) -> dict[str, Any]:
-        """A response as it is now."""
+        """Return a response as it is now."""
         agents = self._attribution.open()
         info = self._find(agents, tenant, id)
         turn, content = await self._turn(agents, tenant, info), await agents.last(tenant, id)
@@ -228,6 +233,7 @@ class StoredResponses:
         del head["instructed"]
         head["id"] = id  # it may have been imported under another
         _, tools = await agents.beginning(tenant, id)
+        answer = self._answer(info, head, service)
         searched = _searched(info)
         head |= {
             "tools": [
@@ -237,11 +243,7 @@ class StoredResponses:
             "instructions": await self._instructions(agents, tenant, info),
             "output": [],
         }
-        answer = ResponseAnswer(
-            head, _called(info), service.tokenizer, encrypted=bool(info.metadata["include"]), searched=searched
-        )
-        said = _said_of(turn.answer)
-        output = answer.items(said)
+        output = answer.items(_said_of(turn.answer))
         if turn.state == "running":
             return {**head, "status": "in_progress"}
         if (sampling := content.began.sampling) is not None:
@@ -264,12 +266,33 @@ class StoredResponses:
         found["usage"]["cairn"] = cache_object(end.cache)
         return found
 
+    async def output(self, tenant: str, id: str, service: Service) -> list[dict[str, Any]] | None:
+        """Return what a response has said, as items; None where there is no such response."""
+        agents = self._attribution.open()
+        try:
+            info = self._find(agents, tenant, id)
+        except NotFound:
+            return None
+        turn = await self._turn(agents, tenant, info)
+        return self._answer(info, json.loads(info.metadata["head"]) | {"id": id}, service).items(_said_of(turn.answer))
+
+    @staticmethod
+    def _answer(info: AgentInfo, head: dict[str, Any], service: Service) -> ResponseAnswer:
+        """What makes items of a response's answer, as they were when it was given."""
+        return ResponseAnswer(
+            head,
+            _called(info),
+            service.tokenizer,
+            encrypted=bool(info.metadata["include"]),
+            searched=_searched(info),
+        )
+
     async def input_items(self, tenant: str, id: str) -> list[dict[str, Any]]:
-        """What a response was told, as items."""
+        """Return all that a response was made from, as items: what was said before it, and what it was told."""
         agents = self._attribution.open()
         info = self._find(agents, tenant, id)
-        turn = await self._turn(agents, tenant, info)
-        return items_of(turn.messages, _called(info), id.removeprefix(PREFIX) + "_in")
+        said = await self._said(agents, tenant, info, answered=False)
+        return items_of(said, _called(info), id.removeprefix(PREFIX) + "_in")
 
     async def _turn(self, agents: Agents, tenant: str, info: AgentInfo) -> TurnInfo:
         """The turn of a response, the last of its agent."""
