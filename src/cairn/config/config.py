@@ -468,8 +468,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     lenient: Annotated[
         bool,
         Meta(
-            description="Answer requests with unknown fields, and tell of these in the answer's 'warnings'; without "
-            "it they are a 400, but with the header X-Cairn-Lenient: 1."
+            description="Pass over fields that look like a slip of a known one (temprature) too, and tell of them as "
+            "of other unknown fields; without it they are a 400, but with the header X-Cairn-Lenient: 1."
+        ),
+    ] = False
+    strict_fields: Annotated[
+        bool,
+        Meta(
+            description="Refuse unknown fields in chats and completions with 400. Without it they are passed over, and "
+            "told in the header X-Cairn-Warning and the answer's 'warnings'."
         ),
     ] = False
     images: Annotated[
@@ -510,7 +517,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         1 << 18
     )
     max_messages: Annotated[int, Meta(ge=1, description="Most messages in a chat.")] = 4096
-    max_tools: Annotated[int, Meta(ge=1, description="Most tools in a chat.")] = 128
+    max_tools: Annotated[int, Meta(ge=1, description="Most tools in a chat.")] = 1024
     max_choices: Annotated[int, Meta(ge=1, description="Largest n.")] = 8
     max_prompts: Annotated[int, Meta(ge=1, description="Most prompts in one text completion.")] = 128
     max_connections: Annotated[int, Meta(ge=1, description="Most open connections; more are a 503.")] = 4096

@@ -265,6 +265,15 @@ def test_the_line_that_changes_with_every_session_is_left_out(version: str) -> N
     assert line in inside, "only at the beginning"
 
 
+def test_the_older_name_of_a_format() -> None:
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "string"}}}}
+    wanted = read(body(output_config={"format": form}))
+    assert wanted["response_format"]["json_schema"]["schema"] == form["schema"]
+    assert read(body(output_format=form)) == read(body(output_format=form, output_config={"format": form})) == wanted
+    with pytest.raises(CairnError, match=r"output_config\.format and output_format differ"):
+        read(body(output_format=form, output_config={"format": {"type": "json_schema", "schema": {}}}))
+
+
 def test_a_tool_turn() -> None:
     thought = {"type": "thinking", "thinking": "hm", "signature": "whatever"}
     called = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"z": 1, "a": [2]}}

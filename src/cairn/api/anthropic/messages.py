@@ -228,7 +228,7 @@ class MessageAnswer:
             return "tool_use", None
         if done.reason is FinishReason.LENGTH:
             asked = self._body.max_tokens
-            cut = asked is None or asked < 0 or choice.request.sampling.max_tokens < asked
+            cut = asked is None or choice.request.sampling.max_tokens < asked
             return ("model_context_window_exceeded" if cut else "max_tokens"), None
         if (text := choice.stop_text(self._service.tokenizer.decode)) is not None:
             return "stop_sequence", text

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import msgspec
+
 from cairn.api.chat.exchange import ChoiceStream
+from cairn.api.chat.free_text_tools import free_text
 from cairn.api.chat.timings import AnswerTimes
 from cairn.api.chat.wire import (
     DONE,
@@ -23,7 +26,7 @@ from cairn.api.chat.wire import (
 from cairn.api.http.call import HTTPCall
 from cairn.frontend.service import Service
 from cairn.types.errors import CairnError
-from cairn.types.outputs import Delta, Done, TokenLogprob
+from cairn.types.outputs import Delta, Done, TokenLogprob, ToolCallDelta
 
 _PROGRESS = "prompt_progress"
 
@@ -44,10 +47,16 @@ class ChatAnswer:
         *,
         top: int | None = None,
         scored: int | None = None,
+        hides: bool = False,
+        free: Collection[str] = (),
     ) -> None:
         """`top`: how many of the likeliest tokens are told beside each of the answer's (None: all that are known), and
-        `scored` beside each of the prompt's, where these are told."""
-        self._pace, self._top, self._scored = pace, top, scored
+        `scored` beside each of the prompt's, where these are told. `hides`: reasoning is left out.
+        `free`: the names of custom tools."""
+        self._pace, self._top, self._scored, self._hides = pace, top, scored, hides
+        self._free = frozenset(free)
+        self._input: dict[int, list[ToolCallDelta]] = {}
+        """By choice: the call of a custom tool that is being written, whose input is told once it is whole."""
         self._service = service
         self._choices = choices
         self._head = head(call, service, self.prefix, self.kind)
@@ -64,13 +73,42 @@ class ChatAnswer:
     def delta(self, index: int, delta: Delta) -> bytes:
         """A piece of a stream."""
         assert self._chunks is not None
+        if self._hides and delta.reasoning:
+            delta = msgspec.structs.replace(delta, reasoning="")
         before = _heard(self._pace, index, self._chunks.nothing)
+        if self._free and (delta.tool_calls or index in self._input):
+            return before + _timed(self._pace, index, self._with_free_calls(index, delta))
         return before + _timed(self._pace, index, self._chunks.delta(index, delta))
+
+    def _with_free_calls(self, index: int, delta: Delta) -> bytes:
+        """The chunks of a piece with calls, of which some may be those of custom tools."""
+        assert self._chunks is not None
+        before = self._free_call(index) if delta.text or delta.reasoning else b""
+        data = before + self._chunks.delta(index, msgspec.structs.replace(delta, tool_calls=()))
+        for call in delta.tool_calls:
+            if call.id:
+                data += self._free_call(index)
+            if call.name in self._free or (not call.id and index in self._input):
+                self._input.setdefault(index, []).append(call)
+            else:
+                data += self._chunks.delta(index, Delta(tool_calls=(call,)))
+        return data
+
+    def _free_call(self, index: int) -> bytes:
+        """The chunk of a custom tool's call that is whole, if one was being written."""
+        pieces = self._input.pop(index, [])
+        if not pieces:
+            return b""
+        assert self._chunks is not None
+        text = "".join(piece.arguments for piece in pieces)
+        shown = _free_shape(pieces[0].id, pieces[0].name, text)
+        return self._chunks.call(index, {"index": pieces[0].index} | shown)
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
         """The end of a choice in a stream."""
         assert self._chunks is not None
-        return _ended(self._pace, index, done, self._chunks.finish(index, done, reason, self._warnings))
+        last = self._chunks.finish(index, done, reason, self._warnings)
+        return self._free_call(index) + _ended(self._pace, index, done, last)
 
     def end(self) -> bytes:
         """The chunk that carries the usage where one is wanted, and the mark of the end."""
@@ -93,12 +131,26 @@ class ChatAnswer:
             if choice.request.sampling.logprobs:
                 logprobs = chat_logprobs(_cut(choice.logprobs, self._top), self._service.tokenizer)
             message = choice.said.message() | {"refusal": None}
+            if self._hides:
+                message.pop("reasoning_content", None)
+            if self._free and "tool_calls" in message:
+                message["tool_calls"] = [self._shape(call) for call in message["tool_calls"]]
             found.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.reason})
         whole = self._head | {"choices": found, "usage": usage_of(self._choices)}
         if self._scored is not None:
             entries = _cut(self._choices[0].prompt_logprobs, self._scored)
             whole["prompt_logprobs"] = prompt_scores(entries, self._service.tokenizer)
         return whole | timings_of(self._pace, self._choices)
+
+    def _shape(self, call: dict[str, Any]) -> dict[str, Any]:
+        """A call as its tool's kind has it."""
+        function = call["function"]
+        free = function["name"] in self._free
+        return _free_shape(call["id"], function["name"], function["arguments"]) if free else call
+
+
+def _free_shape(id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": id, "type": "custom", "custom": {"name": name, "input": free_text(arguments)}}
 
 
 class TextAnswer:

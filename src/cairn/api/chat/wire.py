@@ -253,6 +253,10 @@ class ChatChunks:
         found += [self._chunk(index, encode(piece), b"null", b"null") for piece in pieces[1:]]
         return b"".join(found)
 
+    def call(self, index: int, call: dict[str, Any]) -> bytes:
+        """The chunk of one whole call."""
+        return self._heads[index] + encode({"tool_calls": [call]})[:-1] + self._plain
+
     def finish(self, index: int, done: Done, reason: str, warnings: Sequence[str] = ()) -> bytes:
         """The last chunk of a choice. Where no usage follows, it says where the prompt's KV came from."""
         more = _told(warnings) + (b"" if self._usage_null else _cairn(done))

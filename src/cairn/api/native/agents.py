@@ -53,7 +53,7 @@ from cairn.api.native.turns import TurnRoutes
 from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.text.grammar.grammar import ToolChoice, Wanted
-from cairn.types.errors import Damaged, InvalidRequest, Overloaded, Unavailable, UnsupportedMedia
+from cairn.types.errors import Damaged, InvalidRequest, Overloaded, Unavailable, Unsupported, UnsupportedMedia
 from cairn.types.stats import TakenIn
 
 Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
@@ -109,6 +109,12 @@ class AgentRoutes:
         body = await read(CreateBody, call, self._config, read_nothing)
         check_model(body.model, service)
         messages = beginning(body, self._config)
+        for index, tool in enumerate(body.tools or ()):
+            if tool.type == "custom":
+                raise Unsupported(
+                    f"tools[{index}].type can only be 'function': custom tools go with chats",
+                    field=f"tools[{index}].type",
+                )
         tools = plain_tools(body.tools) or []
         warn_of_tools(call, service, tools)
         strict = tuple(tool.function.name for tool in body.tools or () if tool.function.strict)

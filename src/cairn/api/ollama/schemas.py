@@ -60,7 +60,7 @@ class Options(Body):
         """By the names of a `ChatBody`."""
         most = self.num_predict
         return {
-            "max_tokens": -1 if most is not None and most <= 0 else most,
+            "n_predict": -1 if most is not None and most <= 0 else most,
             "temperature": self.temperature,
             "top_k": self.top_k,
             "top_p": self.top_p,
@@ -232,7 +232,8 @@ def raw_text(body: OllamaGenerateBody, knows: Callable[[str], bool], *, thinks: 
         if getattr(body, name):
             raise Unsupported(f"{name} needs a chat template, and this prompt is completed as it stands", field=name)
     chat = body.common(knows, thinks=thinks)
-    return _given({name: value for name, value in chat.items() if name in Generation.model_fields or "format" in name})
+    known = {*Generation.model_fields, *Generation.synonyms, "response_format"}
+    return _given({name: value for name, value in chat.items() if name in known})
 
 
 def _given(chat: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,8 @@ class OpenAI:
                 pace_of(body, choices),
                 top=body.top_logprobs or 0,
                 scored=body.prompt_logprobs,
+                free=[tool.function.name for tool in body.tools or () if tool.type == "custom"],
+                hides=body.reasoning is not None and bool(body.reasoning.exclude),
             ),
             names_of(body.max_tokens),
         )

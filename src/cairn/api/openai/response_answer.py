@@ -13,11 +13,12 @@ from typing import Any
 
 from cairn.api.chat.cache_diagnosis import Parting, response_diagnostics
 from cairn.api.chat.exchange import ChoiceStream
+from cairn.api.chat.free_text_tools import free_text
 from cairn.api.chat.reasoning_text import pack
 from cairn.api.chat.wire import TokenBytes, cache_object, chat_logprobs
 from cairn.api.http.call import encode
 from cairn.api.openai.file_search import CitedText, Searched
-from cairn.api.openai.responses_items import Called, call_item, free_text
+from cairn.api.openai.responses_items import MARKS, Called, call_item
 from cairn.api.openai.responses_schemas import ResponseBody
 from cairn.text.chat.message_builder import MessageBuilder
 from cairn.types.block_size import BLOCK_TOKENS
@@ -41,14 +42,19 @@ def head_of(body: ResponseBody, id: str, model: str, *, stored: bool) -> dict[st
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
+        "frequency_penalty": body.frequency_penalty or 0.0,
         "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "model": model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "presence_penalty": body.presence_penalty or 0.0,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": None, "summary": None} | (body.reasoning or {}),
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
         "store": stored,
         "temperature": body.temperature,
         "text": {"format": {"type": "text"}} | (body.text or {}),
@@ -216,9 +222,8 @@ class ResponseAnswer:
         if self._open is not None and self._open.kind == kind and not call_id:
             return b""
         data = self._leave()
-        mark = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}[kind]
         number = str(self._head["id"]).removeprefix("resp_")
-        item = self._open = _ItemInProgress(kind, f"{mark}_{number}_{len(self._output)}", name, call_id)
+        item = self._open = _ItemInProgress(kind, f"{MARKS[kind]}_{number}_{len(self._output)}", name, call_id)
         shown = self._shown(item, "in_progress")
         data += self._event("response.output_item.added", output_index=len(self._output), item=shown)
         if kind == "message":
@@ -267,8 +272,9 @@ class ResponseAnswer:
     def _call(self, call: ToolCallDelta) -> bytes:
         data = b""
         if call.id:
-            custom = call.name in self._called and self._called[call.name].custom
-            data += self._enter("custom_tool_call" if custom else "function_call", call.name, call.id)
+            tool = self._called.get(call.name, Called(call.name))
+            kind = "custom_tool_call" if tool.custom else f"{tool.kind or 'function'}_call"
+            data += self._enter(kind, call.name, call.id)
         item = self._open
         assert item is not None
         item.text.append(call.arguments)
@@ -304,7 +310,7 @@ class ResponseAnswer:
             given = free_text(text)
             data += self._event("response.custom_tool_call_input.delta", **at, delta=given)
             data += self._event("response.custom_tool_call_input.done", **at, input=given)
-        else:
+        elif item.kind == "function_call":
             name = item.name
             data += self._event("response.function_call_arguments.done", **at, arguments=text, name=name)
         shown = self._shown(item, "completed")

@@ -274,6 +274,8 @@ class Responses:
         parse(NoBody, await read_nothing(call, self._config), self._config)
         self._stored.check(call.tenant, id)
         found = await self._stored.show(call.tenant, id, service)
+        if found["status"] in ("completed", "incomplete", "failed"):
+            raise InvalidRequest(f"response {id} is {found['status']}: only one that runs can be cancelled", field="id")
         if found["status"] == "in_progress":
             service.abort(_number_of(id))
             end = asyncio.get_running_loop().time() + CANCEL_SECONDS

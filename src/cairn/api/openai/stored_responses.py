@@ -44,6 +44,12 @@ TTL = 30 * 86_400.0
 """Seconds after its last use for which a response is kept, as with OpenAI."""
 KIND = "response"
 """`object` in the metadata of an agent that is a response."""
+ADDED: Mapping[str, Any] = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), 0.0),
+    **dict.fromkeys(("max_tool_calls", "safety_identifier")),
+    "service_tier": "default",
+}
+"""What responses that were kept by earlier versions do not say of themselves."""
 _APART = ("tools", "instructions", "output")
 """Fields of a response's object that stand elsewhere: the agent begins with the first two."""
 
@@ -229,7 +235,7 @@ class StoredResponses:
         agents = self._attribution.open()
         info = self._find(agents, tenant, id)
         turn, content = await self._turn(agents, tenant, info), await agents.last(tenant, id)
-        head: dict[str, Any] = json.loads(info.metadata["head"])
+        head: dict[str, Any] = ADDED | json.loads(info.metadata["head"])
         del head["instructed"]
         head["id"] = id  # it may have been imported under another
         _, tools = await agents.beginning(tenant, id)
