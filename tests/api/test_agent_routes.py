@@ -242,7 +242,7 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/agents/ada/rollback", {"turn": -1}, 404, "no turn -1"),
     ("/v1/agents/ada/resume", {}, 409, "only an interrupted one"),
     ("/v1/agents/ada/nothing", {}, 404, "no route"),
-    ("/v1/agents/ada/", {}, 404, "no route"),
+    ("/v1/agents/ada/", {}, 405, "is not for POST"),
 ]
 
 
