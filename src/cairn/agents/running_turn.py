@@ -144,7 +144,9 @@ class RunningTurn:
         stream = self._stream
         if stream is None:
             return
-        async with contextlib.aclosing(merge(lambda _: stream, [self.request], heartbeat=PIECE_SECONDS)) as found:
+        async with contextlib.aclosing(
+            merge(lambda _: stream, [self.request], heartbeat=lambda: PIECE_SECONDS)
+        ) as found:
             async for batch in found:
                 events = [self._take(event) for _, event in batch]
                 self._log(self._keeper.clock.now())

@@ -289,7 +289,7 @@ async def test_a_404_speaks_the_dialect_of_its_path() -> None:
 async def test_routes_of_other_servers_get_a_sentence() -> None:
     async with site(ScriptedService()) as at, at.http() as http:
         for path, said in (
-            ("/v1/embedding", "/v1/embeddings makes vectors"),
+            ("/embed_all", "/v1/embeddings makes vectors"),
             ("/v1/images/generations", "images are neither made nor edited here"),
             ("/v1/audio/transcriptions", "speech"),
             ("/v1/responses/x", "/v1/responses"),

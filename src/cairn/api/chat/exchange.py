@@ -7,6 +7,7 @@ source ──batches of events──> `chunks`, the loop ──bytes──> the 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,12 +37,34 @@ from cairn.types.request import Request
 
 Batches = AsyncGenerator[Sequence[tuple[int, Event]], None]
 """(choice, event) as they come: first an empty batch, once the requests were let in."""
-Source = Callable[[float | None], Batches]
-"""What generates. With a number an empty batch says that nothing came for so many seconds."""
+Source = Callable[["Silence | None"], Batches]
+"""What generates. With a `Silence` empty batches come too, the latest when that should be broken."""
 UNREAD = (
     "the answer has something that begins as a call of a tool does and cannot be read as one, so it stands in the "
     "content as it was written"
 )
+
+
+class Silence:
+    """How long a stream has sent nothing: what is generated and not shown (reasoning that is hidden, a call that is
+    held back) breaks no silence, and clients end streams that are silent for minutes."""
+
+    __slots__ = ("_loop", "_since", "most")
+
+    def __init__(self, most: float) -> None:
+        """`most` seconds of it are borne."""
+        self.most = most
+        self._loop = asyncio.get_running_loop()
+        self._since = self._loop.time()
+
+    @property
+    def left(self) -> float:
+        """Seconds until it has lasted too long."""
+        return max(0.0, self._since + self.most - self._loop.time())
+
+    def broken(self) -> None:
+        """Something is sent."""
+        self._since = self._loop.time()
 
 
 class Adapter(Protocol):
@@ -189,14 +212,20 @@ class Exchange:
         in any case.
         """
         say = stream or log
+        silence = None if heartbeat is None else Silence(heartbeat)
         with spelled(self.names), self._attributed():
-            async with contextlib.aclosing(self.source(heartbeat)) as found:
+            async with contextlib.aclosing(self.source(silence)) as found:
                 await anext(found)
                 yield b""
                 data = self.adapter.begin() if say else b""
                 try:
                     async for batch in found:
-                        data += self._say(batch, say, keep_logprobs=not stream) if batch else self.adapter.heartbeat()
+                        said = self._say(batch, say, keep_logprobs=not stream)
+                        if say and not said and not self.over and silence is not None and not silence.left:
+                            said = self.adapter.heartbeat()
+                        data += said
+                        if data and silence is not None:
+                            silence.broken()
                         if self.over and self.attribution is not None:
                             await self.attribution.kept()
                         if say and self.over:
@@ -364,8 +393,9 @@ def generating(service: Service, choices: Sequence[ChoiceStream], told: PromptOr
         of[request.id].stream = stream = service.generate(request, told)
         return stream
 
-    def batches(heartbeat: float | None) -> Batches:
-        return merge(start, [choice.request for choice in choices], heartbeat=heartbeat, announce=True)
+    def batches(silence: Silence | None) -> Batches:
+        left = None if silence is None else lambda: silence.left
+        return merge(start, [choice.request for choice in choices], heartbeat=left, announce=True)
 
     return batches
 

@@ -26,7 +26,7 @@ _RANKING = "POST {base}/rerank and {base}/score say how well texts go together"
 _ELSEWHERE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), said)
     for pattern, said in (
-        (r"/v1/embedding|/embed_all|/embed_sparse", _EMBEDDINGS),
+        (r"/embed_all|/embed_sparse", _EMBEDDINGS),
         (r"/api/(?:push|create|blobs/.*)", "models are neither made nor uploaded here: cairn serve takes their files"),
         (r"/api(?:/.*)?", _OLLAMA_USE),
         (

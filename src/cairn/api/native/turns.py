@@ -5,7 +5,6 @@ Every turn is generated onto an event log, so it runs on for a time of grace aft
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ import msgspec
 from cairn.agents.running_turn import RunningTurn
 from cairn.agents.types import TurnInfo
 from cairn.api.chat.answers import ChatAnswer
-from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Exchanges, spelled
+from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Exchanges, Silence, spelled
 from cairn.api.chat.generation import check_length, check_model
 from cairn.api.chat.message_schemas import contents, plain_messages
 from cairn.api.chat.parse import parse, read
@@ -150,15 +149,11 @@ def turn_exchange(
     )
 
 
-async def _batches(running: RunningTurn, heartbeat: float | None) -> Batches:
+async def _batches(running: RunningTurn, silence: Silence | None) -> Batches:
     yield []  # the turn has begun
-    loop = asyncio.get_running_loop()
-    last = loop.time()
-    async with contextlib.aclosing(running.batches(beats=heartbeat is not None)) as found:
+    async with contextlib.aclosing(running.batches(beats=silence is not None)) as found:
         async for events in found:
-            if events or (heartbeat is not None and loop.time() - last >= heartbeat):
-                last = loop.time()
-                yield [(0, event) for event in events]
+            yield [(0, event) for event in events]
 
 
 def turn_object(turn: TurnInfo) -> dict[str, Any]:
