@@ -193,6 +193,8 @@ class RequestState:
             self.prompt_logprobs += len(news)
             if news:
                 self._events.append(Delta(prompt_logprobs=news))
+        if output.progress is not None:
+            self._events.append(Delta(progress=(output.progress,)))
         self.vector = output.vector or self.vector
         self.mu = self.mu if output.mu is None else output.mu
         self.tokens.extend(output.tokens)
@@ -378,4 +380,5 @@ def _one(deltas: list[Delta]) -> Delta:
         tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
         tokens=tuple(token for delta in deltas for token in delta.tokens),
         prompt_logprobs=tuple(logprob for delta in deltas for logprob in delta.prompt_logprobs),
+        progress=tuple(one for delta in deltas for one in delta.progress),
     )

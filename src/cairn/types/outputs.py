@@ -45,6 +45,15 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     decode: float = 0.0
 
 
+class Progress(msgspec.Struct, frozen=True):
+    """How far a prompt is, in tokens."""
+
+    cached: int
+    """Found in the cache."""
+    processed: int
+    """There by now, those among them."""
+
+
 class Output(msgspec.Struct, frozen=True, kw_only=True):
     """What one step did to one request: the worker's side of an event.
 
@@ -66,6 +75,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     """Set on the first output after the prompt was computed."""
     timing: Timing | None = None
     """Set with `finish`."""
+    progress: Progress | None = None
+    """Set while the prompt is computed, of a request that wants to know."""
     vector: bytes = b""
     """float32 in the machine's order: what a request that wants a hidden state has asked for, with `finish`."""
 
@@ -88,6 +99,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    progress: tuple[Progress, ...] = ()
+    """How far the prompt was after each step, of a request that wants to know."""
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):

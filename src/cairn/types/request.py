@@ -91,6 +91,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     stored: bool = True
     """Whether its KV may be kept beyond the pool at all. Chunks hold the token ids, so a text that must not be stored
     must not come there either."""
+    progress: bool = False
+    """Whether each step of its prompt is told."""
     want: Want = "token"
     """`hidden`: nothing is generated; the last output has the text's `vector`."""
     second: int = 0

@@ -180,6 +180,24 @@ async def test_the_parts_of_usage_sum_to_the_prompt() -> None:
         assert one["input_tokens"] == 4 and one["cache_creation"]["ephemeral_5m_input_tokens"] == 48
 
 
+@pytest.mark.parametrize("size", range(14, 35))
+@pytest.mark.parametrize("cached", [0, 16])
+async def test_something_of_a_prompt_is_always_input(size: int, cached: int) -> None:
+    """Clients take 0 for a prompt that was not counted: a prompt of whole blocks has one that is not written."""
+    cached = min(cached, (size - 1) // 16 * 16)
+    usage = Usage(prompt_tokens=size, completion_tokens=2, cached_tokens=cached)
+    end = Done(reason=FinishReason.STOP, usage=usage, cache=CacheReport(computed=size - cached, pool=cached))
+    service = ScriptedService(lambda request: [Delta(text="x", tokens=(1,)), end])
+    asked = [{"role": "user", "content": "x" * size}]
+    async with site(service) as at:
+        found = (await post(at, body(messages=asked))).json()["usage"]
+        response = (await post(at, {"input": "x" * size, "store": False}, "/v1/responses")).json()["usage"]
+    assert 1 <= found["input_tokens"] <= 16 and found["cache_read_input_tokens"] == cached
+    parts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    assert sum(found[part] for part in parts) == size
+    assert response["input_tokens_details"]["cache_write_tokens"] == found["cache_creation_input_tokens"]
+
+
 async def test_a_message_of_no_tokens_warms_the_cache(tmp_path: Path) -> None:
     text = [{"role": "user", "content": "What is asked later. " * 10}]
     async with serving(make_model(tmp_path / "tiny")) as service, site(service) as at:

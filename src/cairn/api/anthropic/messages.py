@@ -2,7 +2,8 @@
 
 Events: docs.anthropic.com/en/docs/build-with-claude/streaming, as anthropic-python's `types.RawMessageStreamEvent`
 states them. `input_tokens` are those that neither came from the cache nor went to it; the three together are the
-prompt. What is computed of a prompt stays in whole blocks, so that is what was written to the cache.
+prompt. What is computed of a prompt stays in whole blocks, so that is what was written to the cache. The last token
+is never among them: an answer is always computed from it, so `input_tokens` is at least 1.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ from cairn.api.chat.parse import parse, read
 from cairn.api.chat.reasoning_text import pack
 from cairn.api.chat.schemas import ChatBody
 from cairn.api.chat.sessions import AgentAttribution
-from cairn.api.chat.wire import cache_object
+from cairn.api.chat.wire import cache_object, written_of
 from cairn.api.http.call import HTTPCall, encode
 from cairn.api.http.not_found import anthropic_error
 from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.text.chat.message_builder import arguments_of
-from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.errors import CairnError
 from cairn.types.outputs import Delta, Done, FinishReason, ToolCallDelta
 
@@ -242,7 +242,7 @@ class MessageAnswer:
 
     def _counts(self, cached: int) -> dict[str, Any]:
         prompt = len(self._choice.request.prompt)
-        written = max(prompt // BLOCK_TOKENS * BLOCK_TOKENS - cached, 0)
+        written = written_of(prompt, cached)
         return {
             "input_tokens": prompt - cached - written,
             "cache_creation_input_tokens": written,

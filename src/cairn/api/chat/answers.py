@@ -21,14 +21,12 @@ from cairn.api.chat.wire import (
     error_event,
     prompt_scores,
     usage_object,
-    with_field,
+    with_fields,
 )
 from cairn.api.http.call import HTTPCall
 from cairn.frontend.service import Service
 from cairn.types.errors import CairnError
 from cairn.types.outputs import Delta, Done, TokenLogprob, ToolCallDelta
-
-_PROGRESS = "prompt_progress"
 
 
 class ChatAnswer:
@@ -67,15 +65,14 @@ class ChatAnswer:
     def begin(self) -> bytes:
         """The first bytes of a stream: every choice names its role."""
         self._chunks = ChatChunks(self._head, len(self._choices), self._include_usage, self._service.tokenizer)
-        data = b"".join(self._chunks.first(index) for index in range(len(self._choices)))
-        return data + _begun(self._pace, [self._chunks.nothing(index) for index in range(len(self._choices))])
+        return b"".join(self._chunks.first(index) for index in range(len(self._choices)))
 
     def delta(self, index: int, delta: Delta) -> bytes:
         """A piece of a stream."""
         assert self._chunks is not None
         if self._hides and delta.reasoning:
             delta = msgspec.structs.replace(delta, reasoning="")
-        before = _heard(self._pace, index, self._chunks.nothing)
+        before = _heard(self._pace, index, delta, self._chunks.nothing)
         if self._free and (delta.tool_calls or index in self._input):
             return before + _timed(self._pace, index, self._with_free_calls(index, delta))
         return before + _timed(self._pace, index, self._chunks.delta(index, delta))
@@ -181,17 +178,20 @@ class TextAnswer:
         self._echoed = [echoes is None] * len(choices)
 
     def begin(self) -> bytes:
-        """Text completions have no opening chunk, but for the progress of the prompts."""
+        """Text completions have no opening chunk."""
         self._chunks = TextChunks(self._head, len(self._choices), self._include_usage)
-        return _begun(self._pace, [self._chunks.text(index, "") for index in range(len(self._choices))])
+        return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
         """A piece of a stream, after the echoed prompt."""
         chunks = self._chunks
         assert chunks is not None
-        if not (delta.tokens or delta.text or delta.logprobs):
+        if not (delta.tokens or delta.text or delta.logprobs or delta.progress):
             return b""
-        before = _heard(self._pace, index, lambda index: chunks.text(index, "")) + self._echo(index)
+        before = _heard(self._pace, index, delta, lambda index: chunks.text(index, ""))
+        if delta.progress and not (delta.tokens or delta.text):
+            return before
+        before += self._echo(index)
         if self._logprobs is None:
             return before + _timed(self._pace, index, chunks.text(index, delta.text) if delta.text else b"")
         for entry in delta.logprobs:
@@ -268,25 +268,17 @@ def timings_of(pace: AnswerTimes, choices: Sequence[ChoiceStream]) -> dict[str, 
     return {"timings": pace.whole(0, done)} if pace.timings and done is not None else {}
 
 
-def _begun(pace: AnswerTimes, chunks: Sequence[bytes]) -> bytes:
-    """An empty chunk of each choice, as the progress of its prompt where that is wanted."""
-    if not pace.progress:
-        return b""
-    return b"".join(with_field(chunk, _PROGRESS, pace.begun(index)) for index, chunk in enumerate(chunks))
-
-
-def _heard(pace: AnswerTimes, index: int, nothing: Callable[[int], bytes]) -> bytes:
-    """The chunk before the first of a choice: its prompt is computed."""
-    told = pace.heard(index)
-    return b"" if told is None else with_field(nothing(index), _PROGRESS, told)
+def _heard(pace: AnswerTimes, index: int, delta: Delta, nothing: Callable[[int], bytes]) -> bytes:
+    """The chunks before a piece of a choice that say how far its prompt is."""
+    return b"".join(with_fields(nothing(index), told) for told in pace.heard(index, delta))
 
 
 def _timed(pace: AnswerTimes, index: int, chunks: bytes) -> bytes:
-    return with_field(chunks, "timings", pace.so_far(index)) if pace.timings and chunks else chunks
+    return with_fields(chunks, {"timings": pace.so_far(index)}) if pace.timings and chunks else chunks
 
 
 def _ended(pace: AnswerTimes, index: int, done: Done, chunk: bytes) -> bytes:
-    return with_field(chunk, "timings", pace.whole(index, done)) if pace.timings else chunk
+    return with_fields(chunk, {"timings": pace.whole(index, done)}) if pace.timings else chunk
 
 
 def usage_of(choices: Sequence[ChoiceStream]) -> dict[str, Any]:

@@ -165,6 +165,7 @@ class Generation(Body):
             "priority": self.priority,
             "timeout": self.timeout,
             "first_token_timeout": self.first_token_timeout,
+            "progress": bool(self.return_progress),
         }
         return SamplingOptions(**(given | more))
 

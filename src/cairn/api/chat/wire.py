@@ -9,12 +9,13 @@ is encoded once a stream.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from cairn.api.http.call import encode, error_body
+from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.errors import CairnError
 from cairn.types.outputs import Delta, Done, TokenLogprob, ToolCallDelta
 from cairn.types.stats import CacheReport, Miss
@@ -60,9 +61,9 @@ def error_event(error: CairnError) -> bytes:
     return b"data: " + encode(error_body(error)) + b"\n\n"
 
 
-def with_field(events: bytes, name: str, value: Any) -> bytes:
-    """Events of a stream, with one more field in the last one's object."""
-    return events[: -len(_CLOSE)] + b"," + encode(name) + b":" + encode(value) + _CLOSE
+def with_fields(events: bytes, fields: Mapping[str, Any]) -> bytes:
+    """Events of a stream, with more fields in the last one's object."""
+    return events[: -len(_CLOSE)] + b"," + encode(fields)[1:-1] + _CLOSE
 
 
 def cache_object(report: CacheReport) -> dict[str, Any]:
@@ -77,6 +78,12 @@ def cache_object(report: CacheReport) -> dict[str, Any]:
         "load_seconds": round(report.load, 6),
         "miss": [] if miss is None else [miss_object(miss)],
     }
+
+
+def written_of(prompt: int, cached: int) -> int:
+    """Return how many tokens of a prompt went to the cache: whole blocks of all but its last token, from which the
+    answer is always computed anew."""
+    return max((prompt - 1) // BLOCK_TOKENS * BLOCK_TOKENS - cached, 0)
 
 
 def miss_object(miss: Miss) -> dict[str, Any]:

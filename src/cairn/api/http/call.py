@@ -40,11 +40,23 @@ AUTHORITY = "cairn.authority"
 """Holds, in the scope of a call whose request line names a host, that host as it stands there."""
 _NAME = re.compile(rb"[!-.0-~]{1,128}")
 """What a client may call a request: visible characters, and no slash, since it stands in a path."""
-encode = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder().encode
+_BREAKS = tuple((char.encode(), b"\\u%04x" % ord(char)) for char in "\u2028\u2029\u0085")
+"""Line breaks that JSON lets stand in a text, and how it may write them."""
 USED_UP = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
 NO_THREAD = "can't start new thread"
 USED_RETRY = 5.0
 """Seconds until who found a machine without memory, threads or files may try again."""
+
+
+def encode(value: Any) -> bytes:
+    """Return a value as JSON in one line, whatever a reader takes for the end of one: Python's `splitlines`, and what
+    is built on it, ends lines at three more characters than those that JSON escapes."""
+    data = _encode(value)
+    if not data.isascii():
+        for char, escaped in _BREAKS:
+            data = data.replace(char, escaped)
+    return data
 
 
 class Disconnected(Exception):

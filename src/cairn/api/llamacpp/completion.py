@@ -146,15 +146,13 @@ class LlamaAnswer:
         self._pace = AnswerTimes(choices, timings=body.timings_per_token, progress=body.return_progress)
 
     def begin(self) -> bytes:
-        """Nothing is computed yet, where anybody wants to know."""
-        if not self._pace.progress:
-            return b""
-        return b"".join(self._progress(index, self._pace.begun(index)) for index in range(len(self._choices)))
+        """Nothing."""
+        return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
         """A piece of a stream."""
-        choice, told = self._choices[index], self._pace.heard(index)
-        data = b"" if told is None else self._progress(index, told)
+        choice = self._choices[index]
+        data = b"".join(self._progress(index, told) for told in self._pace.heard(index, delta))
         if not (delta.text or delta.tokens):
             return data
         piece = self._piece(index) | {"content": delta.text, "tokens": list(delta.tokens)}
@@ -190,7 +188,7 @@ class LlamaAnswer:
         return {"index": index, "stop": False, "id_slot": -1}
 
     def _progress(self, index: int, told: dict[str, Any]) -> bytes:
-        return _event(self._piece(index) | {"content": "", "tokens": [], "prompt_progress": told})
+        return _event(self._piece(index) | {"content": "", "tokens": []} | told)
 
     def _probabilities(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
         if not found:

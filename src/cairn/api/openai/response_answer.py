@@ -7,23 +7,24 @@ them. Each is one server-sent event with a `sequence_number` from 0, so on an ev
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from cairn.api.chat.cache_diagnosis import Parting, response_diagnostics
 from cairn.api.chat.exchange import ChoiceStream
 from cairn.api.chat.free_text_tools import free_text
 from cairn.api.chat.reasoning_text import pack
-from cairn.api.chat.wire import TokenBytes, cache_object, chat_logprobs
+from cairn.api.chat.timings import AnswerTimes, cache_of
+from cairn.api.chat.wire import TokenBytes, cache_object, chat_logprobs, written_of
 from cairn.api.http.call import encode
 from cairn.api.openai.file_search import CitedText, Searched
 from cairn.api.openai.responses_items import MARKS, Called, call_item
 from cairn.api.openai.responses_schemas import ResponseBody
 from cairn.text.chat.message_builder import MessageBuilder
-from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.errors import CairnError, ContextTooLong
 from cairn.types.outputs import Delta, Done, FinishReason, TokenLogprob, ToolCallDelta, Usage
+from cairn.types.stats import CacheReport
 
 CODES = {"overloaded": "rate_limit_exceeded", "unavailable": "server_is_overloaded"}
 """What clients of OpenAI know our codes as, where theirs are others."""
@@ -98,9 +99,10 @@ class ResponseAnswer:
         encrypted: bool = False,
         logprobs: bool = False,
         searched: Searched | None = None,
+        progress: bool = False,
     ) -> None:
         """`head` says what was asked; `encrypted`, `logprobs`: items have these too. `searched`: the search that the
-        answer is made from."""
+        answer is made from; `progress`: events say how far the prompt is."""
         self._head = head
         self._called = called
         self._vocabulary = vocabulary
@@ -108,6 +110,7 @@ class ResponseAnswer:
         self._encrypted = encrypted
         self._logprobs = logprobs
         self._choice: ChoiceStream | None = None
+        self._progress, self._pace = progress, AnswerTimes((), timings=False, progress=False)
         self._compared = False
         self._parting: Parting | None = None
         self._sequence = 0
@@ -124,9 +127,12 @@ class ResponseAnswer:
         self._searched, self._output = searched, [searched.item]
         self._first = len(self._output)
 
-    def of(self, choices: Sequence[ChoiceStream]) -> ResponseAnswer:
-        """The same, of what is generated."""
+    def of(
+        self, choices: Sequence[ChoiceStream], cache: Callable[[ChoiceStream], CacheReport | None] = cache_of
+    ) -> Self:
+        """The same, of what is generated. `cache`: where the KV of its prompt came from."""
         (self._choice,) = choices
+        self._pace = AnswerTimes(choices, timings=False, progress=self._progress, cache=cache)
         return self
 
     def compare(self, parting: Parting | None) -> None:
@@ -158,8 +164,10 @@ class ResponseAnswer:
         return self._event("response.in_progress", response=self._head)
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """Pieces of items."""
+        """Pieces of items; before the first how far the prompt is, in events that clients know."""
         data = b""
+        for told in self._pace.heard(index, delta) if self._progress else ():
+            data += self._event("response.in_progress", response=self._head, **told)
         if delta.reasoning:
             data += self._enter("reasoning") + self._reasoning(delta.reasoning)
         if delta.text:
@@ -356,7 +364,7 @@ def completed(
 ) -> dict[str, Any]:
     """A response that has ended well, or is `cut` after the last token it might have. `at`: when; None: now."""
     prompt, cached = usage.prompt_tokens, usage.cached_tokens
-    written = max(prompt // BLOCK_TOKENS * BLOCK_TOKENS - cached, 0)
+    written = written_of(prompt, cached)
     return {
         **head,
         "status": "incomplete" if cut else "completed",

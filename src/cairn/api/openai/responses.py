@@ -110,6 +110,7 @@ class Responses:
             service.tokenizer,
             encrypted=body.includes(ENCRYPTED),
             logprobs=body.includes(LOGPROBS),
+            progress=bool(body.return_progress and body.stream),
         )
         try:
             with spelled(NAMES):
@@ -149,7 +150,7 @@ class Responses:
             running = await self._begin(call, service, body, tools, answer, head)
             choices = [ChoiceStream(running.request)]
             keep = self._stored.keeper(call, service, running)
-            exchange = turn_exchange(running, choices, answer.of(choices), keep)
+            exchange = turn_exchange(running, choices, answer.of(choices, lambda _: running.cache), keep)
             exchange.names, exchange.unattended = NAMES, bool(body.background)
         exchange.numbered = True
         prompt, parts = exchange.choices[0].request.prompt, {"model_changed": service.name} | body.parts

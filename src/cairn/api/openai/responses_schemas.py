@@ -65,6 +65,8 @@ class ResponseBody(Body):
     prompt_cache_options: dict[str, Any] | None = None
     background: bool | None = None
     conversation: Any = None
+    return_progress: bool | None = None
+    """As of a chat."""
     max_tool_calls: Count = None
     """Of tools that run on a server: `file_search` alone does, once."""
     safety_identifier: str | None = None
@@ -215,6 +217,7 @@ def chat_of(body: ResponseBody, tools: Tools, call: HTTPCall) -> dict[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": None if effort is None else EFFORTS.get(effort, effort),
         "response_format": _format(text.get("format")),
+        "return_progress": body.return_progress,
         "store": body.store,
         "metadata": body.metadata,
         "prompt_cache_key": body.prompt_cache_key,
