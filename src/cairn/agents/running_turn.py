@@ -184,7 +184,7 @@ class RunningTurn:
         good = done is not None and done.reason in GOOD
         failure = None
         try:  # nothing changes before there is a record of it
-            end, record = self._made(done, self._said.message() if self._said else None, good=good)
+            end, record = self._made(done, self._said.kept() if self._said else None, good=good)
         except UnicodeError:  # half a surrogate pair, which UTF-8 cannot hold
             named = f"turn {self.turn.number} of agent {self.agent.id}"
             if good:

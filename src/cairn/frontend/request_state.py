@@ -113,6 +113,7 @@ class RequestState:
     __slots__ = (
         "_events",
         "_logprobs",
+        "_merge_at",
         "_parts",
         "_reasoning",
         "_unread",
@@ -178,6 +179,7 @@ class RequestState:
         self._logprobs = PackedLogprobs()
         """Logprobs of the tokens that the consumer has not read: a delta gets its own when it is taken."""
         self._events: list[Event] = []
+        self._merge_at = _MERGE_AT
         self._parts = [delta.text for delta in text.before]
         self._reasoning = [delta.reasoning for delta in text.before]
 
@@ -264,8 +266,9 @@ class RequestState:
             if delta.reasoning:
                 self._reasoning.append(delta.reasoning)
         self._events.extend(deltas)
-        if len(self._events) > _MERGE_AT:
+        if len(self._events) > self._merge_at:
             self._events = joined(self._events)
+            self._merge_at = max(_MERGE_AT, 2 * len(self._events))
 
     # ----------------------------------------------------------------------------------- what the consumer reads
 
@@ -275,7 +278,7 @@ class RequestState:
         events = self._events
         if len(events) > 1:
             events = joined(events)
-        self._events = []
+        self._events, self._merge_at = [], _MERGE_AT
         return [self._with_logprobs(event) for event in events] if self._logprobs else events
 
     def _with_logprobs(self, event: Event) -> Event:
@@ -355,20 +358,34 @@ class RequestState:
 
 
 def joined(events: list[Event]) -> list[Event]:
-    """These events with every run of deltas made one."""
+    """Return these events with runs of deltas made one, as far as that keeps the order: of one delta reasoning comes
+    first, then text, then calls."""
     merged: list[Event] = []
     run: list[Delta] = []
+    said = 0
     for event in events:
-        if isinstance(event, Delta):
+        if isinstance(event, Delta) and _first(event) >= said:
             run.append(event)
+            said = max(said, _last(event))
             continue
         if run:
             merged.append(_one(run))
-            run = []
-        merged.append(event)
+        run, said = ([event], _last(event)) if isinstance(event, Delta) else ([], 0)
+        if not run:
+            merged.append(event)
     if run:
         merged.append(_one(run))
     return merged
+
+
+def _first(delta: Delta) -> int:
+    """Where in a delta what it says first stands; behind all of it where it says nothing."""
+    return 0 if delta.reasoning else 1 if delta.text else 2
+
+
+def _last(delta: Delta) -> int:
+    """Where in a delta what it says last stands."""
+    return 2 if delta.tool_calls else 1 if delta.text else 0
 
 
 def _one(deltas: list[Delta]) -> Delta:

@@ -144,17 +144,21 @@ class MessageAnswer:
         """The message in one piece."""
         said, done = self._choice.said, self._choice.done
         assert done is not None
-        content: list[dict[str, Any]] = []
-        if said.reasoning and self._body.thinks:
-            shown = "" if self._body.omits else said.reasoning
-            content.append({"type": "thinking", "thinking": shown, "signature": self._signature(said.reasoning)})
-        if said.text:
-            content.append({"type": "text", "text": said.text})
-        content += [
-            {"type": "tool_use", "id": id, "name": name, "input": arguments_of(text)} for id, name, text in said.calls
-        ]
+        content = [block for part in said.parts() for block in self._blocks(part)]
         stop, sequence = self._stop()
         return self._message(content, self._usage(done)) | {"stop_reason": stop, "stop_sequence": sequence}
+
+    def _blocks(self, part: Delta) -> list[dict[str, Any]]:
+        """The block of a part of the answer; none of thinking that nobody asked for."""
+        if part.tool_calls:
+            (call,) = part.tool_calls
+            return [{"type": "tool_use", "id": call.id, "name": call.name, "input": arguments_of(call.arguments)}]
+        if part.text:
+            return [{"type": "text", "text": part.text}]
+        if not self._body.thinks:
+            return []
+        shown = "" if self._body.omits else part.reasoning
+        return [{"type": "thinking", "thinking": shown, "signature": self._signature(part.reasoning)}]
 
     def _start(self) -> bytes:
         """The event that begins the message, once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import msgspec
 from cairn.api.chat.exchange import ChoiceStream
 from cairn.api.chat.free_text_tools import free_text
 from cairn.api.chat.timings import AnswerTimes
+from cairn.api.chat.whole_calls import WholeCalls
 from cairn.api.chat.wire import (
     DONE,
     HEARTBEAT,
@@ -53,8 +55,10 @@ class ChatAnswer:
         `free`: the names of custom tools."""
         self._pace, self._top, self._scored, self._hides = pace, top, scored, hides
         self._free = frozenset(free)
-        self._input: dict[int, list[ToolCallDelta]] = {}
-        """By choice: the call of a custom tool that is being written, whose input is told once it is whole."""
+        self._input: dict[int, WholeCalls] = {}
+        """By choice: calls of custom tools, whose input is told once it is whole."""
+        self._writing: dict[int, bool] = {}
+        """By choice: whether the call that is being written is one of them."""
         self._service = service
         self._choices = choices
         self._head = head(call, service, self.prefix, self.kind)
@@ -78,34 +82,34 @@ class ChatAnswer:
         return before + _timed(self._pace, index, self._chunks.delta(index, delta))
 
     def _with_free_calls(self, index: int, delta: Delta) -> bytes:
-        """The chunks of a piece with calls, of which some may be those of custom tools."""
+        """The chunks of a piece with calls, of which some may be those of custom tools: these are told once whole."""
         assert self._chunks is not None
-        before = self._free_call(index) if delta.text or delta.reasoning else b""
-        data = before + self._chunks.delta(index, msgspec.structs.replace(delta, tool_calls=()))
+        free = self._input.setdefault(index, WholeCalls())
+        data = b"".join(
+            map(partial(self._free_call, index), free.push(Delta(text=delta.text, reasoning=delta.reasoning))[0])
+        )
+        data += self._chunks.delta(index, msgspec.structs.replace(delta, tool_calls=()))
         for call in delta.tool_calls:
             if call.id:
-                data += self._free_call(index)
-            if call.name in self._free or (not call.id and index in self._input):
-                self._input.setdefault(index, []).append(call)
+                data += b"".join(map(partial(self._free_call, index), free.finish()))
+                self._writing[index] = call.name in self._free
+            if self._writing.get(index):
+                free.push(Delta(tool_calls=(call,)))
             else:
                 data += self._chunks.delta(index, Delta(tool_calls=(call,)))
         return data
 
-    def _free_call(self, index: int) -> bytes:
-        """The chunk of a custom tool's call that is whole, if one was being written."""
-        pieces = self._input.pop(index, [])
-        if not pieces:
-            return b""
+    def _free_call(self, index: int, call: ToolCallDelta) -> bytes:
+        """The chunk of a custom tool's call."""
         assert self._chunks is not None
-        text = "".join(piece.arguments for piece in pieces)
-        shown = _free_shape(pieces[0].id, pieces[0].name, text)
-        return self._chunks.call(index, {"index": pieces[0].index} | shown)
+        return self._chunks.call(index, {"index": call.index} | _free_shape(call.id, call.name, call.arguments))
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
         """The end of a choice in a stream."""
         assert self._chunks is not None
         last = self._chunks.finish(index, done, reason, self._warnings)
-        return self._free_call(index) + _ended(self._pace, index, done, last)
+        free = self._input.get(index, WholeCalls()).finish()
+        return b"".join(map(partial(self._free_call, index), free)) + _ended(self._pace, index, done, last)
 
     def end(self) -> bytes:
         """The chunk that carries the usage where one is wanted, and the mark of the end."""

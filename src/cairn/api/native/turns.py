@@ -28,6 +28,7 @@ from cairn.api.native.agent_schemas import PATH, ResumeBody, TurnBody, check_acc
 from cairn.api.openai.chat import names_of
 from cairn.config.config import Config
 from cairn.frontend.service import Service
+from cairn.text.chat.message_builder import plain
 from cairn.types.errors import InvalidRequest
 
 
@@ -160,4 +161,6 @@ def turn_object(turn: TurnInfo) -> dict[str, Any]:
     """A turn on the wire; `cairn` as in the usage of an answer."""
     found: dict[str, Any] = msgspec.to_builtins(turn)
     del found["cache"]
+    if turn.answer is not None:
+        found["answer"] = plain(turn.answer)
     return {"object": "agent.turn", **found, "cairn": cache_object(turn.cache)}

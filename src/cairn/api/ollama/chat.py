@@ -17,6 +17,7 @@ from cairn.api.chat.generation import chat_exchange, text_exchange
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody, Generation
 from cairn.api.chat.sessions import AgentAttribution
+from cairn.api.chat.whole_calls import WholeCalls
 from cairn.api.chat.wire import cache_object, chat_logprobs
 from cairn.api.http.call import Headers, HTTPCall, encode
 from cairn.api.http.json_body import read_plain
@@ -36,7 +37,7 @@ from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.text.chat.message_builder import arguments_of
 from cairn.types.errors import CairnError, InvalidRequest
-from cairn.types.outputs import Delta, Done, TokenLogprob
+from cairn.types.outputs import Delta, Done, TokenLogprob, ToolCallDelta
 
 LINES: Headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-cache")]
 LATEST = ":latest"
@@ -136,6 +137,7 @@ class LineFormat(ABC):
         self._load = int(call.load_seconds * 1e9)
         self._hides = body.hides
         self._began = time.monotonic_ns()
+        self._whole = WholeCalls()
         self._choice: ChoiceStream
 
     def of(self, choices: Sequence[ChoiceStream]) -> Adapter:
@@ -144,7 +146,7 @@ class LineFormat(ABC):
         return self
 
     @abstractmethod
-    def piece(self, text: str, thought: str, calls: Sequence[tuple[str, str, str]] = ()) -> dict[str, Any]:
+    def piece(self, text: str, thought: str, calls: Sequence[ToolCallDelta] = ()) -> dict[str, Any]:
         """What a line says."""
 
     def begin(self) -> bytes:
@@ -152,17 +154,21 @@ class LineFormat(ABC):
         return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """A line of what is new. Calls come whole, at the end."""
+        """Lines of what is new. A call comes whole, before what follows it."""
         thought = "" if self._hides else delta.reasoning
-        if not (delta.text or thought or delta.logprobs):
-            return b""
-        return self._line(self.piece(delta.text, thought) | self._logprobs(delta.logprobs) | {"done": False})
+        before, within = self._whole.push(delta)
+        data = self._called(before)
+        if delta.text or thought or delta.logprobs:
+            data += self._line(self.piece(delta.text, thought) | self._logprobs(delta.logprobs) | {"done": False})
+        return data + self._called(within)
+
+    def _called(self, calls: Sequence[ToolCallDelta]) -> bytes:
+        """A line of whole calls; nothing where there are none."""
+        return self._line(self.piece("", "", calls) | {"done": False}) if calls else b""
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
-        """A line of the calls, and the last one."""
-        calls = self._choice.said.calls
-        data = self._line(self.piece("", "", calls) | {"done": False}) if calls else b""
-        return data + self._line(self.piece("", "") | self._end(done))
+        """A line of the last call, if there is one, and the last line."""
+        return self._called(self._whole.finish()) + self._line(self.piece("", "") | self._end(done))
 
     def end(self) -> bytes:
         """Nothing: the last line was the end."""
@@ -180,7 +186,8 @@ class LineFormat(ABC):
         """The answer in one piece."""
         said, done = self._choice.said, self._choice.done
         assert done is not None
-        piece = self.piece(said.text, "" if self._hides else said.reasoning, said.calls)
+        calls = [call for part in said.parts() for call in part.tool_calls]
+        piece = self.piece(said.text, "" if self._hides else said.reasoning, calls)
         return _head(self._service) | piece | self._logprobs(self._choice.logprobs) | self._end(done)
 
     def _line(self, more: dict[str, Any]) -> bytes:
@@ -208,15 +215,18 @@ class LineFormat(ABC):
 class Talk(LineFormat):
     """How an answer to /api/chat looks."""
 
-    def piece(self, text: str, thought: str, calls: Sequence[tuple[str, str, str]] = ()) -> dict[str, Any]:
+    def piece(self, text: str, thought: str, calls: Sequence[ToolCallDelta] = ()) -> dict[str, Any]:
         """A piece of a message."""
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if thought:
             message["thinking"] = thought
         if calls:
             message["tool_calls"] = [
-                {"id": id, "function": {"index": index, "name": name, "arguments": arguments_of(text)}}
-                for index, (id, name, text) in enumerate(calls)
+                {
+                    "id": call.id,
+                    "function": {"index": call.index, "name": call.name, "arguments": arguments_of(call.arguments)},
+                }
+                for call in calls
             ]
         return {"message": message}
 
@@ -224,7 +234,7 @@ class Talk(LineFormat):
 class Text(LineFormat):
     """How an answer to /api/generate looks."""
 
-    def piece(self, text: str, thought: str, calls: Sequence[tuple[str, str, str]] = ()) -> dict[str, Any]:
+    def piece(self, text: str, thought: str, calls: Sequence[ToolCallDelta] = ()) -> dict[str, Any]:
         """A piece of a text."""
         return {"response": text} | ({"thinking": thought} if thought else {})
 

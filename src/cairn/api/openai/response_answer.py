@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import msgspec
+
 from cairn.api.chat.cache_diagnosis import Parting, response_diagnostics
 from cairn.api.chat.exchange import ChoiceStream
 from cairn.api.chat.free_text_tools import free_text
@@ -206,12 +208,11 @@ class ResponseAnswer:
     def items(self, said: MessageBuilder, logprobs: Sequence[TokenLogprob] = ()) -> list[dict[str, Any]]:
         """All that was said, as items: those that were streamed, or all at once."""
         if len(self._output) == self._first and self._open is None and said:
-            calls = [
-                ToolCallDelta(index=index, id=id, name=name, arguments=arguments)
-                for index, (id, name, arguments) in enumerate(said.calls)
-            ]
-            self.delta(0, Delta(reasoning=said.reasoning))
-            self.delta(0, Delta(text=said.text, logprobs=tuple(logprobs), tool_calls=tuple(calls)))
+            scores = tuple(logprobs)
+            for part in said.parts():
+                if part.text:
+                    part, scores = msgspec.structs.replace(part, logprobs=scores), ()
+                self.delta(0, part)
         self._leave()
         return self._output
 

@@ -35,9 +35,9 @@ from cairn.api.openai.responses_items import Called, items_of
 from cairn.api.openai.responses_schemas import instructed, tools_of
 from cairn.config.config import Config
 from cairn.frontend.service import Service
-from cairn.text.chat.message_builder import MessageBuilder
+from cairn.text.chat.message_builder import plain, said_of
 from cairn.types.errors import Conflict, InvalidRequest, NotFound, Overloaded, UnknownResponse
-from cairn.types.outputs import Delta, ToolCallDelta, Usage
+from cairn.types.outputs import Usage
 
 PREFIX = "resp_"
 TTL = 30 * 86_400.0
@@ -219,7 +219,7 @@ class StoredResponses:
         for turn in turns:
             found += turn.messages
             if turn.answer is not None and (answered or turn is not turns[-1]):
-                found.append(turn.answer)
+                found.append(plain(turn.answer))
         return found
 
     async def _instructions(self, agents: Agents, tenant: str, info: AgentInfo) -> str | None:
@@ -249,7 +249,7 @@ class StoredResponses:
             "instructions": await self._instructions(agents, tenant, info),
             "output": [],
         }
-        output = answer.items(_said_of(turn.answer))
+        output = answer.items(said_of(turn.answer))
         if turn.state == "running":
             return {**head, "status": "in_progress"}
         if (sampling := content.began.sampling) is not None:
@@ -280,7 +280,7 @@ class StoredResponses:
         except NotFound:
             return None
         turn = await self._turn(agents, tenant, info)
-        return self._answer(info, json.loads(info.metadata["head"]) | {"id": id}, service).items(_said_of(turn.answer))
+        return self._answer(info, json.loads(info.metadata["head"]) | {"id": id}, service).items(said_of(turn.answer))
 
     @staticmethod
     def _answer(info: AgentInfo, head: dict[str, Any], service: Service) -> ResponseAnswer:
@@ -348,16 +348,3 @@ def _searched(info: AgentInfo) -> Searched | None:
 
 def _called(info: AgentInfo) -> dict[str, Called]:
     return {name: Called(*parts) for name, parts in json.loads(info.metadata["called"]).items()}
-
-
-def _said_of(message: Mapping[str, Any] | None) -> MessageBuilder:
-    """An answer's message as what was said."""
-    said = MessageBuilder()
-    if message is not None:
-        calls = [
-            ToolCallDelta(index=n, id=one["id"], name=one["function"]["name"], arguments=one["function"]["arguments"])
-            for n, one in enumerate(message.get("tool_calls") or ())
-        ]
-        reasoning = message.get("reasoning_content") or ""
-        said.add(Delta(text=message.get("content") or "", reasoning=reasoning, tool_calls=tuple(calls)))
-    return said
