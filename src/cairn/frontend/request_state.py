@@ -117,6 +117,7 @@ class RequestState:
         "_parts",
         "_reasoning",
         "_unread",
+        "_unscored",
         "arrived",
         "cache",
         "deaths",
@@ -177,7 +178,9 @@ class RequestState:
         """Where it is noted what its time went to, if anybody wants to know."""
         self._unread: list[int] = []
         self._logprobs = PackedLogprobs()
-        """Logprobs of the tokens that the consumer has not read: a delta gets its own when it is taken."""
+        """Logprobs of the tokens whose kind was not told: a delta gets those of its `kinds` when it is taken."""
+        self._unscored = text.undecided
+        """How many tokens come first that an earlier request has sampled, so that theirs are not known."""
         self._events: list[Event] = []
         self._merge_at = _MERGE_AT
         self._parts = [delta.text for delta in text.before]
@@ -282,9 +285,11 @@ class RequestState:
         return [self._with_logprobs(event) for event in events] if self._logprobs else events
 
     def _with_logprobs(self, event: Event) -> Event:
-        if isinstance(event, Done) or not event.tokens:
+        if isinstance(event, Done) or not event.kinds:
             return event
-        return msgspec.structs.replace(event, logprobs=self._logprobs.take(len(event.tokens)))
+        kinds = event.kinds[self._unscored :]
+        self._unscored -= len(event.kinds) - len(kinds)
+        return msgspec.structs.replace(event, kinds=kinds, logprobs=self._logprobs.take(len(kinds)))
 
     @property
     def length(self) -> int:
@@ -396,6 +401,7 @@ def _one(deltas: list[Delta]) -> Delta:
         reasoning="".join(delta.reasoning for delta in deltas),
         tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
         tokens=tuple(token for delta in deltas for token in delta.tokens),
+        kinds=b"".join(delta.kinds for delta in deltas),
         prompt_logprobs=tuple(logprob for delta in deltas for logprob in delta.prompt_logprobs),
         progress=tuple(one for delta in deltas for one in delta.progress),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import msgspec
 
@@ -81,6 +82,16 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     """float32 in the machine's order: what a request that wants a hidden state has asked for, with `finish`."""
 
 
+class TokenKind(enum.IntEnum):
+    """What a token of an answer is a part of."""
+
+    HIDDEN = 0
+    """A call, a tag, a control token, or what a stop string has cut off."""
+    CONTENT = 1
+    REASONING = 2
+    REASONING_TAG = 3
+
+
 class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of a tool call. The first piece of a call carries `id` and `name`; pieces of `arguments` join to JSON."""
 
@@ -97,10 +108,21 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     tokens: tuple[int, ...] = ()
+    kinds: bytes = b""
+    """A `TokenKind` for each token whose kind became certain, in the order of the answer. They come with the text of
+    these tokens, and so later than `tokens`. Told where log-probabilities or reasoning are wanted."""
     logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the tokens of `kinds`; of content, where there are no kinds."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     progress: tuple[Progress, ...] = ()
     """How far the prompt was after each step, of a request that wants to know."""
+
+
+def logprobs_of(kind: TokenKind, kinds: bytes | bytearray, logprobs: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
+    """Return the log-probabilities of one kind of tokens; where no kinds are known, all are of content."""
+    if not kinds:
+        return logprobs if kind is TokenKind.CONTENT else ()
+    return [one for one, found in zip(logprobs, kinds, strict=False) if found == kind]
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from cairn.api.http.body_budget import BodyBudget
 from cairn.api.http.call import HTTPCall
 from cairn.config.config import Config, Secret
 from cairn.types.errors import CairnError, ContextTooLong, GenerationFailed, Overloaded
-from cairn.types.outputs import Delta, Done, FinishReason, ToolCallDelta, Usage
+from cairn.types.outputs import Delta, Done, FinishReason, TokenKind, ToolCallDelta, Usage
 from cairn.types.request import OutputFormat
 from cairn.types.stats import CacheReport
 from tests.api.scripted import ScriptedService, done
@@ -59,8 +59,8 @@ def events(text: str) -> list[tuple[str, Any]]:
 async def test_message_object() -> None:
     service = ScriptedService(
         lambda request: [
-            Delta(reasoning="hm", tokens=(1, 2)),
-            Delta(text="Hel", tokens=(3,)),
+            Delta(reasoning="hm", tokens=(1, 2), kinds=bytes([TokenKind.REASONING, TokenKind.REASONING_TAG])),
+            Delta(text="Hel", tokens=(3,), kinds=bytes([TokenKind.CONTENT])),
             Delta(text="lo", tokens=(4,)),
             Delta(tool_calls=(CALL,), tokens=(5,)),
             done(FinishReason.TOOL_CALLS, prompt=2, completion=5),

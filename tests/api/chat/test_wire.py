@@ -98,7 +98,7 @@ def test_a_delta_that_says_nothing_is_no_chunk() -> None:
 @given(st.lists(st.tuples(st.integers(0, 299), st.floats(max_value=0)), max_size=5))
 def test_logprobs_are_finite_json(pairs: list[tuple[int, float]]) -> None:
     entries = [TokenLogprob(token, value, tuple(pairs)) for token, value in pairs]
-    found = json.loads(json.dumps(chat_logprobs(entries, Bytes()), allow_nan=False))
+    found = json.loads(json.dumps(chat_logprobs(entries, (), Bytes()), allow_nan=False))
     assert len(found["content"]) == len(pairs)
     for entry, (token, _) in zip(found["content"], pairs, strict=True):
         assert bytes(entry["bytes"]) == Bytes().token_bytes(token) and len(entry["top_logprobs"]) == len(pairs)

@@ -28,7 +28,7 @@ from cairn.api.chat.wire import (
 from cairn.api.http.call import HTTPCall
 from cairn.frontend.service import Service
 from cairn.types.errors import CairnError
-from cairn.types.outputs import Delta, Done, TokenLogprob, ToolCallDelta
+from cairn.types.outputs import Delta, Done, TokenKind, TokenLogprob, ToolCallDelta, logprobs_of
 
 
 class ChatAnswer:
@@ -74,8 +74,9 @@ class ChatAnswer:
     def delta(self, index: int, delta: Delta) -> bytes:
         """A piece of a stream."""
         assert self._chunks is not None
-        if self._hides and delta.reasoning:
-            delta = msgspec.structs.replace(delta, reasoning="")
+        if self._hides and (delta.reasoning or delta.logprobs):
+            shown = tuple(logprobs_of(TokenKind.CONTENT, delta.kinds, delta.logprobs))
+            delta = msgspec.structs.replace(delta, reasoning="", logprobs=shown, kinds=b"")
         before = _heard(self._pace, index, delta, self._chunks.nothing)
         if self._free and (delta.tool_calls or index in self._input):
             return before + _timed(self._pace, index, self._with_free_calls(index, delta))
@@ -130,7 +131,9 @@ class ChatAnswer:
         for index, choice in enumerate(self._choices):
             logprobs = None
             if choice.request.sampling.logprobs:
-                logprobs = chat_logprobs(_cut(choice.logprobs, self._top), self._service.tokenizer)
+                content = _cut(choice.scores(TokenKind.CONTENT), self._top)
+                thought = () if self._hides else _cut(choice.scores(TokenKind.REASONING), self._top)
+                logprobs = chat_logprobs(content, thought, self._service.tokenizer)
             message = choice.said.message() | {"refusal": None}
             if self._hides:
                 message.pop("reasoning_content", None)
@@ -180,6 +183,8 @@ class TextAnswer:
         self._warnings = call.warnings
         self._logprobs = None if top is None else [self._scores(choice, service, top) for choice in choices]
         self._echoed = [echoes is None] * len(choices)
+        self._last: dict[int, str] = {}
+        """By choice, where log-probabilities are told: its last text, which comes with its end."""
 
     def begin(self) -> bytes:
         """Text completions have no opening chunk."""
@@ -200,12 +205,19 @@ class TextAnswer:
             return before + _timed(self._pace, index, chunks.text(index, delta.text) if delta.text else b"")
         for entry in delta.logprobs:
             self._logprobs[index].add(entry.token, entry)
+        if self._choices[index].ending:
+            self._last[index] = self._last.get(index, "") + delta.text
+            return before
+        if not delta.text and not delta.logprobs:
+            return before
         return before + _timed(self._pace, index, chunks.text(index, delta.text, self._logprobs[index].take()))
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
-        """The end of a choice in a stream."""
+        """The end of a choice in a stream, with the log-probabilities of its last tokens."""
         assert self._chunks is not None
-        last = self._chunks.finish(index, done, reason, self._warnings)
+        scores = None if self._logprobs is None else self._logprobs[index].take()
+        scores = scores if scores is not None and scores["tokens"] else None
+        last = self._chunks.finish(index, done, reason, self._warnings, self._last.get(index, ""), scores)
         return self._echo(index) + _ended(self._pace, index, done, last)
 
     def end(self) -> bytes:

@@ -23,7 +23,7 @@ from cairn.config.config import Config
 from cairn.frontend.miss_explainer import PromptOrigin
 from cairn.frontend.service import Service
 from cairn.frontend.stream import RequestStream, merge
-from cairn.text.chat.message_builder import MessageBuilder, ReasoningCount
+from cairn.text.chat.message_builder import MessageBuilder, reasoning_tokens
 from cairn.types.errors import (
     CairnError,
     Cancelled,
@@ -32,7 +32,7 @@ from cairn.types.errors import (
     InvalidRequest,
     Overloaded,
 )
-from cairn.types.outputs import Delta, Done, Event, FinishReason, TokenLogprob
+from cairn.types.outputs import Delta, Done, Event, FinishReason, TokenKind, TokenLogprob, logprobs_of
 from cairn.types.request import Request
 
 Batches = AsyncGenerator[Sequence[tuple[int, Event]], None]
@@ -108,9 +108,11 @@ class ChoiceStream:
 
     __slots__ = (
         "done",
+        "ending",
+        "kinds",
         "logprobs",
         "prompt_logprobs",
-        "reasoning",
+        "reasoning_tokens",
         "request",
         "said",
         "stream",
@@ -122,16 +124,16 @@ class ChoiceStream:
         self.said = MessageBuilder()
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        self.kinds = bytearray()
+        """What the tokens of `logprobs` are a part of."""
         self.prompt_logprobs: list[TokenLogprob] = []
         self.done: Done | None = None
         self.stream: RequestStream | None = None
         """Where it comes from, once it was started."""
-        self.reasoning = ReasoningCount(request.output)
-
-    @property
-    def reasoning_tokens(self) -> int:
+        self.reasoning_tokens = 0
         """How many of the tokens are of reasoning, its tags among them."""
-        return self.reasoning.tokens
+        self.ending = False
+        """The pieces that are being taken are its last ones."""
 
     @property
     def computed(self) -> Sequence[int]:
@@ -143,6 +145,10 @@ class ChoiceStream:
         """The finish_reason, once it has ended."""
         assert self.done is not None
         return self.done.reason.value
+
+    def scores(self, kind: TokenKind) -> Sequence[TokenLogprob]:
+        """The log-probabilities of its content, or of its reasoning."""
+        return logprobs_of(kind, self.kinds, self.logprobs)
 
     def stop_text(self, decode: Callable[[Sequence[int]], str]) -> str | None:
         """Which of the request's stop texts has ended it, if one did."""
@@ -158,9 +164,10 @@ class ChoiceStream:
         """Take a piece. Log-probabilities are large: a stream sends them at once and does not keep them."""
         if keep_logprobs:
             self.logprobs += delta.logprobs
+            self.kinds += delta.kinds
         self.said.add(delta)
         self.tokens += delta.tokens
-        self.reasoning.add(delta)
+        self.reasoning_tokens += reasoning_tokens(delta)
         self.prompt_logprobs += delta.prompt_logprobs
 
     def end(self, done: Done) -> str:
@@ -241,6 +248,8 @@ class Exchange:
     def _say(self, batch: Sequence[tuple[int, Event]], say: bool, *, keep_logprobs: bool) -> bytes:
         """Take what came together; its events where they are wanted."""
         data = b""
+        for index, event in batch:
+            self.choices[index].ending |= isinstance(event, Done)
         for index, event in batch:
             choice = self.choices[index]
             if isinstance(event, Done):

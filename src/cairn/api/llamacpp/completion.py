@@ -15,7 +15,7 @@ from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.chat.timings import AnswerTimes
-from cairn.api.chat.wire import HEARTBEAT, cache_object, chat_logprobs, error_event
+from cairn.api.chat.wire import HEARTBEAT, cache_object, error_event, token_scores
 from cairn.api.http.call import HTTPCall, encode
 from cairn.api.http.json_body import read_json
 from cairn.api.llamacpp.schemas import InfillBody, LlamaBody, LlamaCompletionBody, plain, prompts_of
@@ -193,7 +193,7 @@ class LlamaAnswer:
     def _probabilities(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
         if not found:
             return {}
-        shown = chat_logprobs(found, self._service.tokenizer)["content"]
+        shown = token_scores(found, self._service.tokenizer)
         for entry, one in zip(found, shown, strict=True):
             one["id"] = entry.token
             for (token, _), other in zip(entry.top, one["top_logprobs"], strict=True):

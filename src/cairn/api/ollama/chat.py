@@ -18,7 +18,7 @@ from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody, Generation
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.chat.whole_calls import WholeCalls
-from cairn.api.chat.wire import cache_object, chat_logprobs
+from cairn.api.chat.wire import cache_object, token_scores
 from cairn.api.http.call import Headers, HTTPCall, encode
 from cairn.api.http.json_body import read_plain
 from cairn.api.ollama.schemas import (
@@ -37,7 +37,7 @@ from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.text.chat.message_builder import arguments_of
 from cairn.types.errors import CairnError, InvalidRequest
-from cairn.types.outputs import Delta, Done, TokenLogprob, ToolCallDelta
+from cairn.types.outputs import Delta, Done, TokenKind, TokenLogprob, ToolCallDelta, logprobs_of
 
 LINES: Headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-cache")]
 LATEST = ":latest"
@@ -158,8 +158,10 @@ class LineFormat(ABC):
         thought = "" if self._hides else delta.reasoning
         before, within = self._whole.push(delta)
         data = self._called(before)
-        if delta.text or thought or delta.logprobs:
-            data += self._line(self.piece(delta.text, thought) | self._logprobs(delta.logprobs) | {"done": False})
+        content = logprobs_of(TokenKind.CONTENT, delta.kinds, delta.logprobs)
+        scores = self._logprobs(content, logprobs_of(TokenKind.REASONING, delta.kinds, delta.logprobs))
+        if delta.text or thought or scores:
+            data += self._line(self.piece(delta.text, thought) | scores | {"done": False})
         return data + self._called(within)
 
     def _called(self, calls: Sequence[ToolCallDelta]) -> bytes:
@@ -188,13 +190,15 @@ class LineFormat(ABC):
         assert done is not None
         calls = [call for part in said.parts() for call in part.tool_calls]
         piece = self.piece(said.text, "" if self._hides else said.reasoning, calls)
-        return _head(self._service) | piece | self._logprobs(self._choice.logprobs) | self._end(done)
+        scores = self._logprobs(self._choice.scores(TokenKind.CONTENT), self._choice.scores(TokenKind.REASONING))
+        return _head(self._service) | piece | scores | self._end(done)
 
     def _line(self, more: dict[str, Any]) -> bytes:
         return encode(_head(self._service) | more) + b"\n"
 
-    def _logprobs(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
-        return {"logprobs": chat_logprobs(found, self._service.tokenizer)["content"]} if found else {}
+    def _logprobs(self, content: Sequence[TokenLogprob], thought: Sequence[TokenLogprob]) -> dict[str, Any]:
+        told = {"logprobs": content, "thinking_logprobs": () if self._hides else thought}
+        return {name: token_scores(one, self._service.tokenizer) for name, one in told.items() if one}
 
     def _end(self, done: Done) -> dict[str, Any]:
         """What it cost, a load of the model with it."""

@@ -18,14 +18,14 @@ from cairn.api.chat.exchange import ChoiceStream
 from cairn.api.chat.free_text_tools import free_text
 from cairn.api.chat.reasoning_text import pack
 from cairn.api.chat.timings import AnswerTimes, cache_of
-from cairn.api.chat.wire import TokenBytes, cache_object, chat_logprobs, written_of
+from cairn.api.chat.wire import TokenBytes, cache_object, token_scores, written_of
 from cairn.api.http.call import encode
 from cairn.api.openai.file_search import CitedText, Searched
 from cairn.api.openai.responses_items import MARKS, Called, call_item
 from cairn.api.openai.responses_schemas import ResponseBody
 from cairn.text.chat.message_builder import MessageBuilder
 from cairn.types.errors import CairnError, ContextTooLong
-from cairn.types.outputs import Delta, Done, FinishReason, TokenLogprob, ToolCallDelta, Usage
+from cairn.types.outputs import Delta, Done, FinishReason, TokenKind, TokenLogprob, ToolCallDelta, Usage, logprobs_of
 from cairn.types.stats import CacheReport
 
 CODES = {"overloaded": "rate_limit_exceeded", "unavailable": "server_is_overloaded"}
@@ -173,7 +173,9 @@ class ResponseAnswer:
         if delta.reasoning:
             data += self._enter("reasoning") + self._reasoning(delta.reasoning)
         if delta.text:
-            data += self._enter("message") + self._text(delta.text, delta.logprobs)
+            data += self._enter("message") + self._text(
+                delta.text, logprobs_of(TokenKind.CONTENT, delta.kinds, delta.logprobs)
+            )
         for call in delta.tool_calls:
             data += self._call(call)
         return data
@@ -196,7 +198,7 @@ class ResponseAnswer:
         choice = self._choice
         assert choice is not None and choice.done is not None
         done = choice.done
-        output = self.items(choice.said, choice.logprobs)
+        output = self.items(choice.said, choice.scores(TokenKind.CONTENT))
         cut = done.reason is FinishReason.LENGTH and choice.request.sampling.max_tokens > 0
         found = completed(self._head, output, done.usage, choice.reasoning_tokens, cut=cut)
         found["usage"]["cairn"] = cache_object(done.cache)
@@ -258,7 +260,7 @@ class ResponseAnswer:
     def _text(self, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
         item = self._open
         assert item is not None
-        scores = chat_logprobs(logprobs, self._vocabulary)["content"] if self._logprobs else []
+        scores = token_scores(logprobs, self._vocabulary) if self._logprobs else []
         item.logprobs += scores
         if item.cites is None:
             return self._told(item, text, scores)

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cairn.types.outputs import Delta, ToolCallDelta
-from cairn.types.request import OutputFormat
+from cairn.types.outputs import Delta, TokenKind, ToolCallDelta
 
 ORDER = "order"
 """Of a message that is kept: in which order its parts were said, where that is not the usual one."""
@@ -110,20 +109,9 @@ def said_of(message: Mapping[str, Any] | None) -> MessageBuilder:
     return said
 
 
-class ReasoningCount:
-    """How many of an answer's tokens are of reasoning, its tags among them."""
-
-    def __init__(self, output: OutputFormat) -> None:
-        self.tokens = 0
-        self._thinking = output.reasoning_open
-
-    def add(self, delta: Delta) -> None:
-        """The next piece."""
-        said = bool(delta.text or delta.tool_calls)
-        self._thinking = bool(delta.reasoning) or (self._thinking and not said)
-        if self._thinking:
-            self.tokens += len(delta.tokens)
-            self._thinking = not said
+def reasoning_tokens(delta: Delta) -> int:
+    """Return how many tokens of reasoning a delta tells of, its tags among them."""
+    return delta.kinds.count(TokenKind.REASONING) + delta.kinds.count(TokenKind.REASONING_TAG)
 
 
 def message_of(text: str, reasoning: str, calls: Sequence[tuple[str, str, str]]) -> dict[str, Any]:

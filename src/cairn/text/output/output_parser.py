@@ -24,6 +24,7 @@ from cairn.text.output.harmony import HarmonySplitter
 from cairn.text.output.pieces import PUSHED, Piece
 from cairn.text.output.reasoning_formats import HARMONY, own_markers, thoughts
 from cairn.text.output.thought_calls import MOST_TRIED, ThoughtCallReader
+from cairn.text.output.token_kinds import Run
 from cairn.text.output.tool_parser import OPEN, BareReader, CallReader, ParsedCall, call_id
 from cairn.text.output.unmarked_calls import (
     BracketReader,
@@ -32,7 +33,7 @@ from cairn.text.output.unmarked_calls import (
     unmarked_form,
     unmarked_reader,
 )
-from cairn.types.outputs import ToolCallDelta
+from cairn.types.outputs import TokenKind, ToolCallDelta
 from cairn.types.request import OutputFormat
 
 TAGS = (OPEN, "</tool_call>")
@@ -114,6 +115,11 @@ class Splitter:
         """Characters that came."""
         self._section = (0, 0)
         """Where what `_call` reads begins, of those, and how many calls had come out before."""
+        self._settled = 0
+        """How many of them were shown or passed over."""
+        self._runs: list[Run] = []
+        self._tag_kind = TokenKind.REASONING_TAG
+        """What the tag is a part of that was read last."""
         self._repeated = False
         self.shown: int | None = None
         """How many characters hold all that is shown, where the rest is dropped; -1 where that cannot be told."""
@@ -154,6 +160,8 @@ class Splitter:
             if reader.failed and self._output.calls_only and not by_model:
                 self.shown = self._section[0] if self.complete_calls == self._section[1] else -1
                 return pieces
+            self._tag_kind = TokenKind.HIDDEN
+            self._drop(self._total - len(reader.again) - (len(reader.rest) if reader.failed else 0))
             if reader.failed:
                 self._put(pieces, "text", self._failed(reader))
             self._trim = reader.closed
@@ -164,6 +172,11 @@ class Splitter:
             self._put(pieces, self._kind, self._held)
         self._held = self._wrap_end = ""
         return pieces
+
+    def decided(self) -> list[Run]:
+        """What was decided of the characters, one behind the other, since the last time."""
+        runs, self._runs = self._runs, []
+        return runs
 
     def copy(self) -> Splitter:
         """Another one in the same state."""
@@ -209,6 +222,7 @@ class Splitter:
         if self._trim:
             while at < len(text) and text[at] == "\n":
                 at += 1
+            self._drop(self._total - len(text) + at)
             if at == len(text):
                 return at
             self._trim = False
@@ -248,6 +262,7 @@ class Splitter:
         """Go on behind a tag, which stands at text[at]."""
         if self._kind == "reasoning" and tag.endswith(self._thought.close):
             self._kind, self._trim = "text", True
+            self._drop(self._total - len(text) + at + len(tag))
             self._look_for_tags()
         elif self._kind == "reasoning":
             marks = self._begins
@@ -287,6 +302,8 @@ class Splitter:
             self._kind = "reasoning" if thinks else "text"
             self._wrapped |= not thinks
             self._trim = True
+            self._tag_kind = TokenKind.REASONING_TAG if thinks else TokenKind.HIDDEN
+            self._drop(self._total - len(text) + first + len(found))
             self._look_for_tags()
             return first + len(found)
         self._lead = False
@@ -327,6 +344,8 @@ class Splitter:
             return at, text
         self._call = None
         self._trim = reader.closed
+        self._tag_kind = TokenKind.HIDDEN
+        self._drop(self._total - len(text) + at - len(reader.again) - (len(reader.rest) if reader.failed else 0))
         if reader.failed:
             self._put(pieces, "text", self._failed(reader))
         elif self._lines is not None:
@@ -389,6 +408,16 @@ class Splitter:
     def _put(self, pieces: list[Piece], kind: str, text: str) -> None:
         if text:
             pieces.append((kind, text))
+            self._decide(TokenKind.CONTENT if kind == "text" else TokenKind.REASONING, len(text))
+
+    def _drop(self, end: int) -> None:
+        """What was not decided before this place in the answer is passed over: it is a tag, or a call."""
+        self._decide(self._tag_kind, end - self._settled)
+
+    def _decide(self, kind: TokenKind, size: int) -> None:
+        if size > 0:
+            self._settled += size
+            self._runs.append((kind, size))
 
     def _put_calls(self, pieces: list[Piece], calls: list[ParsedCall]) -> None:
         for call in calls[: 1 - self.complete_calls] if self._one_call else calls:
