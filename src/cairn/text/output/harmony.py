@@ -4,8 +4,9 @@
     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}
 
 `analysis` is reasoning, a message to `functions` is a call, and all else is content. A header whose `<|message|>` is
-missing ends at the next mark, or where something follows that is no part of one, and that is its message. A call comes
-out whole or not at all; one that cannot be read is content with its header. Texts of one kind that are several messages
+missing ends at the next mark, or where something follows that is no part of one, and that is its message. A call of a
+tool that was offered is passed on once its arguments have begun (`begun_calls`). Any other comes out whole or not at
+all, and one that cannot be read is content with its header. Texts of one kind that are several messages
 are lines of one.
 """
 
@@ -15,9 +16,10 @@ import copy
 import enum
 import re
 
+from cairn.text.output.json_scan import JsonScanner
 from cairn.text.output.pieces import PUSHED, Piece
 from cairn.text.output.token_kinds import Run
-from cairn.text.output.tool_parser import ParsedCall, call_id, whole_json
+from cairn.text.output.tool_parser import call_id, whole_json
 from cairn.types.outputs import TokenKind, ToolCallDelta
 from cairn.types.request import OutputFormat
 
@@ -73,6 +75,12 @@ class HarmonySplitter:
         self._kept: list[str] = []
         """The header and the text of a call."""
         self._body: list[str] = []
+        self._scanner = JsonScanner()
+        """Reads the arguments of a call."""
+        self._streamed = False
+        """The call is passed on while it is written (`begun_calls`)."""
+        self._told = 0
+        """Pieces of its JSON that were."""
         self._said: set[str] = set()
         """Kinds of which there were messages."""
         self._fresh = False
@@ -167,6 +175,7 @@ class HarmonySplitter:
         self._name = to[1].removeprefix(RECIPIENT) if known and to is not None else None
         self._kind = "reasoning" if known and said == "analysis" else "text"
         self._kept, self._body = [text[:behind]] if self._name is not None else [], []
+        self._scanner, self._streamed, self._told = JsonScanner(), False, 0
         self._at, self._fresh, self._bare = _HarmonyAt.BODY, True, known and behind == end
         self._begun = self._total - len(text)
         if not known or self._name is not None:
@@ -251,6 +260,11 @@ class HarmonySplitter:
         self._bare = False
         if self._name is not None:
             self._body.append(text)
+            self._scanner.feed(text)
+            if not self._streamed and self._scanner.is_object and self._name in self._offered:
+                self._streamed = True
+                pieces.append(self._first(self._name, ""))
+            self._pass_on(pieces)
             return
         self._decide(TokenKind.CONTENT if self._kind == "text" else TokenKind.REASONING, len(text))
         if self._fresh and self._kind in self._said:
@@ -274,14 +288,46 @@ class HarmonySplitter:
         if name is None:
             return
         body = "".join(self._body)
+        if self._streamed and not whole:
+            return
+        if self._streamed:
+            self._end_streamed(body, pieces, end)
+            return
         arguments = whole_json(body.strip() or "{}") if whole else None
         if arguments is None or not arguments.startswith("{") or not name:
             self._kind, self.unread = "text", True
             self._take("".join(self._kept) + body, pieces)
             return
-        call = ParsedCall(name, arguments)
-        index, self.complete_calls = self.complete_calls, self.complete_calls + 1
-        id = call_id(*self._source, index)
-        pieces.append(ToolCallDelta(index=index, id=id, name=call.name, arguments=call.arguments))
+        pieces.append(self._first(name, arguments))
+        self._end_call(end)
+
+    def _pass_on(self, pieces: list[Piece]) -> None:
+        """Pass on what is certain of a call that is being written."""
+        end = self._scanner.certain[0]
+        if self._streamed and end > self._told:
+            text = self._scanner.between(self._told, end)
+            if text := text if self._told else text.lstrip():
+                pieces.append(ToolCallDelta(index=self.complete_calls, arguments=text))
+            self._told = end
+
+    def _first(self, name: str, arguments: str) -> ToolCallDelta:
+        index = self.complete_calls
+        return ToolCallDelta(index=index, id=call_id(*self._source, index), name=name, arguments=arguments)
+
+    def _end_streamed(self, body: str, pieces: list[Piece], end: int) -> None:
+        """A call that was passed on ends. What follows its arguments is content; broken ones go on as written."""
+        if self._scanner.lacking == 1 and not self._scanner.failed:
+            self._scanner.close()
+            self._pass_on(pieces)
+        rest = body[self._scanner.certain[1] :]
+        if not self._scanner.done and rest:
+            pieces.append(ToolCallDelta(index=self.complete_calls, arguments=rest))
+        self.unread |= not self._scanner.done
+        self._end_call(end if not self._scanner.done else end - len(rest))
+        if self._scanner.done and rest.strip():
+            self._take(rest, pieces)
+
+    def _end_call(self, end: int) -> None:
+        self.complete_calls += 1
         self._kind = "text"
         self._drop(end)

@@ -18,15 +18,18 @@ import json
 import re
 from collections.abc import Callable
 
+from cairn.text.output.begun_calls import BegunCall
 from cairn.text.output.call_formats import FORMATS, form_by, markers_of
+from cairn.text.output.call_reader import CallReader
 from cairn.text.output.call_section import SectionReader
 from cairn.text.output.harmony import HarmonySplitter
 from cairn.text.output.pieces import PUSHED, Piece
 from cairn.text.output.reasoning_formats import HARMONY, own_markers, thoughts
 from cairn.text.output.thought_calls import MOST_TRIED, ThoughtCallReader
 from cairn.text.output.token_kinds import Run
-from cairn.text.output.tool_parser import OPEN, BareReader, CallReader, ParsedCall, call_id
+from cairn.text.output.tool_parser import OPEN, ParsedCall, call_id
 from cairn.text.output.unmarked_calls import (
+    BareReader,
     BracketReader,
     LineWatch,
     openings,
@@ -109,6 +112,10 @@ class Splitter:
         self._call: CallReader | SectionReader | BracketReader | None = None
         self._bare: BareReader | None = None
         self._thinking: ThoughtCallReader | None = None
+        self._told: int | None = None
+        """Pieces of the arguments that were passed on of a call that is being written; None before its name was."""
+        self._said = 0
+        """Characters in them."""
         self._made: set[tuple[str, str]] = set()
         """The calls that came out, where one that comes again ends the answer."""
         self._total = 0
@@ -157,7 +164,9 @@ class Splitter:
             reader, self._call = self._call, None
             reader.finish(by_model=by_model)
             self._put_calls(pieces, reader.take())
-            if reader.failed and self._output.calls_only and not by_model:
+            if reader.begun is not None and self._put_begun(pieces, reader.begun):
+                return pieces  # it was cut
+            if not reader.closed and self._output.calls_only and not by_model:
                 self.shown = self._section[0] if self.complete_calls == self._section[1] else -1
                 return pieces
             self._tag_kind = TokenKind.HIDDEN
@@ -206,7 +215,7 @@ class Splitter:
             if self._call is not None:
                 at, text = self._feed_call(self._call, text, at, pieces)
             elif self._bare is not None:
-                at, text = self._feed_bare(self._bare, text, at)
+                at, text = self._feed_bare(self._bare, text, at, pieces)
             elif self._thinking is not None:
                 at, text = self._feed_thinking(self._thinking, text, at, pieces)
             else:
@@ -266,18 +275,19 @@ class Splitter:
             self._look_for_tags()
         elif self._kind == "reasoning":
             marks = self._begins
-            self._thinking = ThoughtCallReader(tag, self._output, marks, self._thought.close, self._reader)
+            reader = functools.partial(self._reader, begins=False)
+            self._thinking = ThoughtCallReader(tag, self._output, marks, self._thought.close, reader)
         elif self._wrapped and tag.endswith(self._thought.answer[1]):
             self._wrap_end = tag
         else:
             self._section = (self._total - (len(text) - at), self.complete_calls)
             self._call = self._reader(tag)
 
-    def _reader(self, opening: str) -> CallReader | SectionReader:
-        """Return what reads behind a tag."""
+    def _reader(self, opening: str, *, begins: bool = True) -> CallReader | SectionReader:
+        """Return what reads behind a tag. `begins`: a call is one as soon as its arguments have begun."""
         if self._form is not None and opening.endswith(self._form.begins):
-            return SectionReader(opening, self._output, self._form)
-        return CallReader(opening, self._output)
+            return SectionReader(opening, self._output, self._form, begins=begins)
+        return CallReader(opening, self._output, begins=begins)
 
     def _open_unmarked(self, text: str, at: int) -> None:
         assert self._loose_form is not None
@@ -341,6 +351,8 @@ class Splitter:
         at = reader.feed(text, at)
         self._put_calls(pieces, reader.take())
         if not (reader.closed or reader.failed):
+            if reader.begun is not None:
+                self._put_begun(pieces, reader.begun)
             return at, text
         self._call = None
         self._trim = reader.closed
@@ -362,8 +374,11 @@ class Splitter:
             self.unread = True
         return reader.rest
 
-    def _feed_bare(self, reader: BareReader, text: str, at: int) -> tuple[int, str]:
+    def _feed_bare(self, reader: BareReader, text: str, at: int, pieces: list[Piece]) -> tuple[int, str]:
         at = reader.feed(text, at)
+        if reader.begun is not None:
+            self._put_begun(pieces, reader.begun)
+            return len(text), text
         if not reader.failed:
             return at, text
         self._bare = None
@@ -375,6 +390,10 @@ class Splitter:
             return
         if (call := bare.finish(by_model=by_model)) is not None:
             self._put_calls(pieces, [call])
+        elif bare.begun is not None:
+            self._put_begun(pieces, bare.begun)
+            self.unread |= by_model
+            self.complete_calls += by_model
         elif self._output.calls_only and not by_model:
             self.shown = self._total - len(bare.kept)
         else:
@@ -425,13 +444,34 @@ class Splitter:
                 self._repeated, self._call = True, None
                 self.shown = self._section[0] if self.complete_calls == self._section[1] else -1
                 return
-            index = self.complete_calls
-            self.complete_calls += 1
-            id = call_id(*self._source, index, call.id)
-            pieces.append(ToolCallDelta(index=index, id=id, name=call.name, arguments=call.arguments))
+            index, told = self.complete_calls, self._told
+            self.complete_calls, self._told = index + 1, None
+            self.unread |= call.broken
+            if told is None:
+                id = call_id(*self._source, index, call.id)
+                pieces.append(ToolCallDelta(index=index, id=id, name=call.name, arguments=call.arguments))
+            elif rest := call.arguments[self._said :]:
+                pieces.append(ToolCallDelta(index=index, arguments=rest))
+
+    def _put_begun(self, pieces: list[Piece], call: BegunCall) -> bool:
+        """Pass on what is certain of a call that is being written. False where it has to come whole, because it may
+        turn out to be one that came before."""
+        index = self.complete_calls
+        if index and (self._one_call or self._output.calls_only):
+            return False
+        if self._told is None:
+            pieces.append(ToolCallDelta(index=index, id=call_id(*self._source, index, call.id), name=call.name))
+            self._told = self._said = 0
+        arguments, self._told = call.since(self._told)
+        self._said += len(arguments)
+        if arguments:
+            pieces.append(ToolCallDelta(index=index, arguments=arguments))
+        return True
 
     def _again(self, call: ParsedCall) -> bool:
         """Tell whether the same call came out before, and note it."""
+        if call.broken:
+            return False
         made = call.name, json.dumps(json.loads(call.arguments), sort_keys=True)
         known = made in self._made
         self._made.add(made)

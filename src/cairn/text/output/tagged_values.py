@@ -62,6 +62,16 @@ class ValueScanner:
         self._closer: int | None = None
         """The first closer, which ends the value where no closing tag comes."""
 
+    @property
+    def start(self) -> int:
+        """Where the value begins."""
+        return self._start
+
+    def certain(self, text: str) -> int:
+        """Return up to where a text is the value, whatever follows; the line break that may end it is left out."""
+        end = self._from if self._closer is None else min(self._from, self._closer)
+        return end - (end > self._start and text[end - 1] == "\n")
+
     def find(self, text: str, *, whole: bool) -> ValueEnd | None:
         """Return the end of the value; None where the text so far does not tell. `whole`: no more of the text comes."""
         tags = self._tags
