@@ -367,7 +367,7 @@ BUGS = (
     Bug("tokens that were read are read again", FLIGHT, "RequestState.read", "tokens, self._unread = (self._unread, [])", "tokens = self._unread"),
     Bug("events that were taken are taken again", FLIGHT, "RequestState.take", "self._events = []", "pass"),
     Bug("merging turns the order round", FLIGHT, "_one", "(delta.text for delta in deltas)", "(delta.text for delta in reversed(deltas))"),
-    Bug("merging loses logprobs", FLIGHT, "RequestState._with_logprobs", "take(len(kinds))", "take(1)"),
+    Bug("merging loses logprobs", FLIGHT, "RequestState._with_logprobs", "self._logprobs.take(len(kinds))", "self._logprobs.take(1)"),
     Bug("prompt logprobs come again after a worker's death", FLIGHT, "RequestState.accept", "output.prompt_logprobs[self.skip:]", "output.prompt_logprobs"),
     Bug("the next worker starts from the beginning", FLIGHT, "RequestState.resume", "tuple(self.tokens)", "self.request.generated"),
     Bug("the next worker starts the clock again", FLIGHT, "RequestState.resume", "timeout - (now - self.arrived)", "timeout"),

@@ -17,7 +17,7 @@ from cairn.frontend.miss_explainer import PromptOrigin
 from cairn.system.spans import Spans
 from cairn.text.output.stream import TextStream
 from cairn.types.errors import CairnError
-from cairn.types.outputs import Delta, Done, Event, FinishReason, Output, Timing, TokenLogprob, Usage
+from cairn.types.outputs import Delta, Done, Event, FinishReason, Output, Timing, TokenLogprob, Usage, joined_calls
 from cairn.types.request import Request
 from cairn.types.stats import CacheReport
 
@@ -281,7 +281,8 @@ class RequestState:
         events = self._events
         if len(events) > 1:
             events = joined(events)
-        self._events, self._merge_at = [], _MERGE_AT
+        self._events = []
+        self._merge_at = _MERGE_AT
         return [self._with_logprobs(event) for event in events] if self._logprobs else events
 
     def _with_logprobs(self, event: Event) -> Event:
@@ -399,7 +400,7 @@ def _one(deltas: list[Delta]) -> Delta:
     return Delta(
         text="".join(delta.text for delta in deltas),
         reasoning="".join(delta.reasoning for delta in deltas),
-        tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
+        tool_calls=joined_calls([call for delta in deltas for call in delta.tool_calls]),
         tokens=tuple(token for delta in deltas for token in delta.tokens),
         kinds=b"".join(delta.kinds for delta in deltas),
         prompt_logprobs=tuple(logprob for delta in deltas for logprob in delta.prompt_logprobs),

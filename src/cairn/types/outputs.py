@@ -101,6 +101,21 @@ class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
     arguments: str = ""
 
 
+def joined_calls(pieces: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """Return pieces of calls, those of each call that came one behind the other made one."""
+    found: list[ToolCallDelta] = []
+    arguments: list[list[str]] = []
+    for piece in pieces:
+        if piece.id or not found:
+            found.append(piece)
+            arguments.append([])
+        arguments[-1].append(piece.arguments)
+    return tuple(
+        one if len(texts) == 1 else msgspec.structs.replace(one, arguments="".join(texts))
+        for one, texts in zip(found, arguments, strict=True)
+    )
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """New output of one choice. Any field may be empty; pieces of `text` join to exactly the decoded whole."""
 
@@ -135,7 +150,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     vector: bytes = b""
     """float32, of a request that wants a hidden state."""
     unread_call: bool = False
-    """Something in the text began as a call of a tool does and could not be read as one."""
+    """Something in the text began as a call of a tool does and could not be read as one, or as a whole one."""
 
 
 Event = Delta | Done

@@ -40,8 +40,8 @@ Batches = AsyncGenerator[Sequence[tuple[int, Event]], None]
 Source = Callable[["Silence | None"], Batches]
 """What generates. With a `Silence` empty batches come too, the latest when that should be broken."""
 UNREAD = (
-    "the answer has something that begins as a call of a tool does and cannot be read as one, so it stands in the "
-    "content as it was written"
+    "the answer has something that begins as a call of a tool does and cannot be read as one: it stands as it was "
+    "written, in the content or as the arguments of the call"
 )
 
 

@@ -44,12 +44,15 @@ def packed(text: str) -> str:
 
 
 def free_text(arguments: str) -> str:
-    """The input that a call's arguments hold; what a model made otherwise stands as it is."""
-    try:
-        found = json.loads(arguments)[ARGUMENT]
-    except (ValueError, RecursionError, KeyError, TypeError):
-        return arguments
-    return found if isinstance(found, str) else arguments
+    """The input that a call's arguments hold, or its beginning where the call was cut; what a model made otherwise
+    stands as it is."""
+    for end in ("", '"}'):
+        try:
+            found = json.loads(arguments + end)[ARGUMENT]
+        except (ValueError, RecursionError, KeyError, TypeError):
+            continue
+        return found if isinstance(found, str) else arguments
+    return arguments
 
 
 def warning(where: str, why_not: str) -> str:

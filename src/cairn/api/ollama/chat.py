@@ -36,8 +36,9 @@ from cairn.api.openai.chat import check_suffix, encode_text
 from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.text.chat.message_builder import arguments_of
+from cairn.text.chat.replay import arguments_meant
 from cairn.types.errors import CairnError, InvalidRequest
-from cairn.types.outputs import Delta, Done, TokenKind, TokenLogprob, ToolCallDelta, logprobs_of
+from cairn.types.outputs import Delta, Done, FinishReason, TokenKind, TokenLogprob, ToolCallDelta, logprobs_of
 
 LINES: Headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-cache")]
 LATEST = ":latest"
@@ -170,7 +171,7 @@ class LineFormat(ABC):
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
         """A line of the last call, if there is one, and the last line."""
-        return self._called(self._whole.finish()) + self._line(self.piece("", "") | self._end(done))
+        return self._called(_uncut(self._whole.finish(), done)) + self._line(self.piece("", "") | self._end(done))
 
     def end(self) -> bytes:
         """Nothing: the last line was the end."""
@@ -189,6 +190,7 @@ class LineFormat(ABC):
         said, done = self._choice.said, self._choice.done
         assert done is not None
         calls = [call for part in said.parts() for call in part.tool_calls]
+        calls = _uncut(calls, done)
         piece = self.piece(said.text, "" if self._hides else said.reasoning, calls)
         scores = self._logprobs(self._choice.scores(TokenKind.CONTENT), self._choice.scores(TokenKind.REASONING))
         return _head(self._service) | piece | scores | self._end(done)
@@ -244,6 +246,12 @@ class Text(LineFormat):
 
     def _end(self, done: Done) -> dict[str, Any]:
         return super()._end(done) | {"context": [*self._choice.request.prompt, *self._choice.tokens]}
+
+
+def _uncut(calls: list[ToolCallDelta], done: Done) -> list[ToolCallDelta]:
+    """Return calls without one that the end has cut: its arguments have to be an object here."""
+    cut = done.reason is FinishReason.LENGTH and calls and not isinstance(arguments_meant(calls[-1].arguments), dict)
+    return calls[:-1] if cut else calls
 
 
 def _head(service: Service) -> dict[str, Any]:

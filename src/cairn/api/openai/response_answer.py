@@ -182,7 +182,7 @@ class ResponseAnswer:
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
         """The end of the last item."""
-        return self._leave()
+        return self._leave(cut=_is_cut(done, self._choice))
 
     def end(self) -> bytes:
         """The whole response."""
@@ -191,15 +191,15 @@ class ResponseAnswer:
 
     def error(self, error: CairnError) -> bytes:
         """The response failed."""
-        return self._leave() + self._event("response.failed", response=failed(self._head, error, self._output))
+        return self._leave(cut=True) + self._event("response.failed", response=failed(self._head, error, self._output))
 
     def whole(self) -> dict[str, Any]:
         """The response in one piece."""
         choice = self._choice
         assert choice is not None and choice.done is not None
         done = choice.done
-        output = self.items(choice.said, choice.scores(TokenKind.CONTENT))
-        cut = done.reason is FinishReason.LENGTH and choice.request.sampling.max_tokens > 0
+        cut = _is_cut(done, choice)
+        output = self.items(choice.said, choice.scores(TokenKind.CONTENT), cut=cut)
         found = completed(self._head, output, done.usage, choice.reasoning_tokens, cut=cut)
         found["usage"]["cairn"] = cache_object(done.cache)
         if self._compared:
@@ -207,15 +207,15 @@ class ResponseAnswer:
             found["prompt_cache_diagnostics"] = response_diagnostics(self._parting, prompt, cached)
         return found | {"temperature": choice.request.sampling.temperature, "top_p": choice.request.sampling.top_p}
 
-    def items(self, said: MessageBuilder, logprobs: Sequence[TokenLogprob] = ()) -> list[dict[str, Any]]:
-        """All that was said, as items: those that were streamed, or all at once."""
+    def items(self, said: MessageBuilder, logprobs: Sequence[TokenLogprob] = (), *, cut: bool) -> list[dict[str, Any]]:
+        """Return all that was said as items: those that were streamed, or all at once. `cut`: the last is not whole."""
         if len(self._output) == self._first and self._open is None and said:
             scores = tuple(logprobs)
             for part in said.parts():
                 if part.text:
                     part, scores = msgspec.structs.replace(part, logprobs=scores), ()
                 self.delta(0, part)
-        self._leave()
+        self._leave(cut=cut)
         return self._output
 
     # --------------------------------------------------------------------------------------------------------- within
@@ -293,8 +293,8 @@ class ResponseAnswer:
             data += self._event("response.function_call_arguments.delta", **self._at(item), delta=call.arguments)
         return data
 
-    def _leave(self) -> bytes:
-        """End the item that is open."""
+    def _leave(self, *, cut: bool = False) -> bytes:
+        """End the item that is open, in the midst of it where the answer was `cut`."""
         item, self._open = self._open, None
         if item is None:
             return b""
@@ -324,7 +324,7 @@ class ResponseAnswer:
         elif item.kind == "function_call":
             name = item.name
             data += self._event("response.function_call_arguments.done", **at, arguments=text, name=name)
-        shown = self._shown(item, "completed")
+        shown = self._shown(item, "incomplete" if cut else "completed")
         data += self._event("response.output_item.done", output_index=len(self._output), item=shown)
         self._output.append(shown)
         return data
@@ -334,12 +334,12 @@ class ResponseAnswer:
         text = "".join(item.text)
         head: dict[str, Any] = {"id": item.id, "status": status}
         if item.kind == "message":
-            content = [_part(text, item.logprobs, item.annotations)] if status == "completed" else []
+            content = [_part(text, item.logprobs, item.annotations)] if status != "in_progress" else []
             return head | {"type": "message", "role": "assistant", "content": content}
         if item.kind == "reasoning":
-            return head | self._reasoned(text if status == "completed" else None)
+            return head | self._reasoned(text if status != "in_progress" else None)
         found = head | call_item(item.call_id, item.name, text, self._called)
-        return found | {"input": ""} if status != "completed" and "input" in found else found
+        return found | {"input": ""} if status == "in_progress" and "input" in found else found
 
     def _reasoned(self, text: str | None) -> dict[str, Any]:
         found: dict[str, Any] = {"type": "reasoning", "summary": []}
@@ -350,6 +350,11 @@ class ResponseAnswer:
         if self._encrypted:
             found["encrypted_content"] = None if text is None else pack(text)
         return found
+
+
+def _is_cut(done: Done, choice: ChoiceStream | None) -> bool:
+    """Whether an answer has ended for want of room; not where none was wanted."""
+    return done.reason is FinishReason.LENGTH and choice is not None and choice.request.sampling.max_tokens > 0
 
 
 def _part(text: str, logprobs: list[Any], annotations: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:

@@ -249,7 +249,8 @@ class StoredResponses:
             "instructions": await self._instructions(agents, tenant, info),
             "output": [],
         }
-        output = answer.items(said_of(turn.answer))
+        cut = turn.state != "finished" or turn.finish_reason == "length"
+        output = answer.items(said_of(turn.answer), cut=cut)
         if turn.state == "running":
             return {**head, "status": "in_progress"}
         if (sampling := content.began.sampling) is not None:
@@ -267,7 +268,6 @@ class StoredResponses:
             completion_tokens=turn.completion_tokens,
             cached_tokens=turn.cached_tokens,
         )
-        cut = turn.finish_reason == "length"
         found = completed(head, output, usage, end.reasoning, cut=cut, at=end.ended)
         found["usage"]["cairn"] = cache_object(end.cache)
         return found
@@ -280,7 +280,9 @@ class StoredResponses:
         except NotFound:
             return None
         turn = await self._turn(agents, tenant, info)
-        return self._answer(info, json.loads(info.metadata["head"]) | {"id": id}, service).items(said_of(turn.answer))
+        cut = turn.state != "finished" or turn.finish_reason == "length"
+        answer = self._answer(info, json.loads(info.metadata["head"]) | {"id": id}, service)
+        return answer.items(said_of(turn.answer), cut=cut)
 
     @staticmethod
     def _answer(info: AgentInfo, head: dict[str, Any], service: Service) -> ResponseAnswer:

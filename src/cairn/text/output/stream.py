@@ -15,7 +15,7 @@ from cairn.text.output.output_parser import all_markers, markers, splitter
 from cairn.text.output.pieces import Piece
 from cairn.text.output.token_kinds import Run, TokenKinds
 from cairn.text.tokens.tokenizer import Tokenizer
-from cairn.types.outputs import Delta, FinishReason, TokenKind, ToolCallDelta
+from cairn.types.outputs import Delta, FinishReason, TokenKind, ToolCallDelta, joined_calls
 from cairn.types.request import Request
 
 
@@ -138,7 +138,8 @@ class TextStream:
 
     @property
     def unread_call(self) -> bool:
-        """Something began as a call of a tool does and could not be read as one: it is content."""
+        """Something began as a call of a tool does and could not be read as one: it is content, or the arguments of
+        a call, as it was written."""
         return self._splitter is not None and self._splitter.unread
 
     @property
@@ -295,7 +296,7 @@ def _deltas(pieces: Sequence[Piece | bytes], tokens: tuple[int, ...]) -> list[De
     def close() -> None:
         nonlocal texts, calls, kinds, highest, tokens
         if any(texts) or calls or tokens or kinds:
-            one = Delta(text=texts[1], reasoning=texts[0], tool_calls=tuple(calls), tokens=tokens, kinds=kinds)
+            one = Delta(text=texts[1], reasoning=texts[0], tool_calls=joined_calls(calls), tokens=tokens, kinds=kinds)
             deltas.append(one)
         texts, calls, kinds, highest, tokens = ["", ""], [], b"", 0, ()
 
