@@ -282,7 +282,10 @@ class CallReader:
 
     def _more_xml(self, text: str, at: int) -> int:
         xml, before = self._xml, len(self._xml.text)
-        xml.text += text[at:]
+        kept, xml.text = xml.text, ""  # held by one name alone, a text is made longer in its place
+        kept += text[at:]
+        xml.text = kept
+        del kept
         found = _END.search(xml.text, max(before - _REACH, 0))
         if found is not None:
             xml.text = xml.text[: found.end() - len(CLOSE)]

@@ -19,15 +19,13 @@ from cairn.text.output.brace_calls import brace_call
 from cairn.text.output.call_formats import CallFormat
 from cairn.text.output.json_scan import JsonScanner
 from cairn.text.output.python_calls import literal, python_calls
-from cairn.text.output.tagged_values import ValueScanner
+from cairn.text.output.tagged_values import GrowingText, ValueScanner, Wait
 from cairn.text.output.tool_parser import ParsedCall, call_of, calls_in_json, joined, known_names
 from cairn.text.tokens.tokenizer import valid_text
 from cairn.types.request import OfferedTool, OutputFormat
 
-MAX_NAME = 256
 MAX_ENDS = 32
 """How often the end of Python's calls may turn out to stand in a text."""
-_BLANK = re.compile(r"\s{0,64}")
 _MADE_UP = {"{index}": re.compile(r"[0-9]{0,9}"), "{id}": re.compile(r"[0-9A-Za-z]{0,64}")}
 """What a model makes up where a form has these."""
 
@@ -64,11 +62,7 @@ _SCANNED = frozenset(
 """What is read on where it stopped; all else is looked at again from its beginning, which is near."""
 
 
-class _Wait(Exception):
-    """What is there does not say yet."""
-
-
-class SectionReader:
+class SectionReader(GrowingText):
     """Reads from just behind the mark that begins a section up to its end: the same interface as `tools.CallReader`."""
 
     def __init__(
@@ -84,11 +78,9 @@ class SectionReader:
         """It began with the mark of a section."""
         self._tools = {tool.name: tool for tool in output.offered}
         self._mends = not output.held
-        self._text = opening
+        super().__init__(opening)
         self._opening = len(opening)
         self._at = _SectionAt.SECTION if marked else _SectionAt.OPEN
-        self._next = len(opening)
-        """Where reading goes on."""
         self._start = 0
         """Behind the last call that came out: what follows is content if it is none."""
         self._searched = self._from = 0
@@ -153,7 +145,7 @@ class SectionReader:
             before = self._next
             try:
                 self._step()
-            except _Wait:
+            except Wait:
                 if self._at not in _SCANNED:
                     self._next = before
                 break
@@ -193,7 +185,7 @@ class SectionReader:
         return last - (last > first and text[last - 1] == "\n")  # the line break that sets it apart
 
     def _step(self) -> None:
-        """Go as far as one element; _Wait where what is there does not say yet what it is."""
+        """Go as far as one element; Wait where what is there does not say yet what it is."""
         self._steps[self._at](self)
 
     def _section(self) -> None:
@@ -252,7 +244,7 @@ class SectionReader:
             self._fail()
             return
         if not self._scanner.done:
-            raise _Wait
+            raise Wait
         text = self._scanner.text.strip()
         call = ParsedCall(self._name, text, self._id) if text.startswith("{") else None
         if self._own:
@@ -348,7 +340,7 @@ class SectionReader:
         if not self._scanner.failed:
             self._next = self._scanner.feed(self._text, self._next)
         if not self._scanner.failed and not self._scanner.done:
-            raise _Wait
+            raise Wait
         if not self._scanner.failed and self._take(self._form.value_end):
             self._end_value(self._scanner.text.strip())
         else:
@@ -359,7 +351,7 @@ class SectionReader:
         found = self._values.find(self._text, whole=self._over)
         if found is None:
             self._pass_on(self._values.certain(self._text))
-            raise _Wait
+            raise Wait
         value = self._text[self._next : found.end]
         value = value.removesuffix("\n") if self._form.value_end.startswith("\n") or not found.tagged else value
         written = None if self._is_text else literal(value.strip())
@@ -421,7 +413,7 @@ class SectionReader:
         self._call.add(self._text[self._next : end])
         self._next = end
         if not mark:
-            raise _Wait
+            raise Wait
         self._end_begun(self._whole(broken=True), end, _SectionAt.JOINT)
         if self._form.close.strip() == mark.strip():
             self._next = self._start = end + len(mark)
@@ -475,7 +467,7 @@ class SectionReader:
         end = self._text.find(self._form.end, self._searched)
         if end < 0:
             self._searched = max(self._next, len(self._text) - len(self._form.end) + 1)
-            raise _Wait
+            raise Wait
         if self._python(end):
             self._next = self._start = end + len(self._form.end)
             self._at = _SectionAt.CLOSED
@@ -501,56 +493,6 @@ class SectionReader:
 
     def _fail(self) -> None:
         self._at = _SectionAt.FAILED
-
-    def _need(self, count: int) -> None:
-        if len(self._text) < self._next + count:
-            raise _Wait
-
-    def _blank(self) -> None:
-        found = _BLANK.match(self._text, self._next)
-        self._next = found.end() if found else self._next
-
-    def _begins(self, wanted: str) -> int | None:
-        """Behind which place a text stands that comes next, any white space before its words; None where none does."""
-        at = self._next
-        for word in wanted.split():
-            found = _BLANK.match(self._text, at)
-            at = found.end() if found else at
-            there = self._text[at : at + len(word)]
-            if there != word:
-                if word.startswith(there) and at + len(there) == len(self._text):
-                    raise _Wait
-                return None
-            at += len(word)
-        return at
-
-    def _take(self, wanted: str) -> bool:
-        """Go behind a text that comes next."""
-        if (at := self._begins(wanted)) is None:
-            return False
-        self._next = at
-        return True
-
-    def _word(self, pattern: re.Pattern[str]) -> bool:
-        """Go behind a number or the like."""
-        found = pattern.match(self._text, self._next)
-        assert found is not None
-        if found.end() == len(self._text):
-            raise _Wait
-        self._next = found.end()
-        return bool(found.group())
-
-    def _until(self, *stops: str) -> str | None:
-        """What stands before the first of some texts, which is near; None where none is."""
-        area = self._text[self._next : self._next + MAX_NAME]
-        places = [at for stop in stops if (at := area.find(stop)) >= 0]
-        if not places:
-            if len(area) == MAX_NAME:
-                return None
-            raise _Wait
-        end = min(places)
-        self._next += end
-        return area[:end]
 
     _steps: ClassVar = {
         _SectionAt.SECTION: _section,
