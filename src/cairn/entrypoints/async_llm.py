@@ -214,9 +214,9 @@ class AsyncLLM:
         asked, output = _sampling(sampling), OutputFormat(continues=True)
         wanted = wanted_of({"response_format": response_format})
         tokens = await self._tokens(prompt, suffix, parse_special)
-        grammar = await self.service.chat.grammar(wanted.structure, output)
-        _log_warnings(grammar.warnings)
-        request = self._request(tokens, asked, output=output, grammar=grammar.text)
+        held = await self.service.chat.grammar(wanted.structure, output)
+        _log_warnings(held.warnings)
+        request = self._request(tokens, asked, output=output, grammar=held.grammar)
         return AsyncStream(self.service, request, lambda _: None)
 
     @overload

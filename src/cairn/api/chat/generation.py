@@ -95,7 +95,7 @@ async def text_exchange(
     draw, store, output = ids(call, service), is_stored(body.store, config), OutputFormat(continues=True)
     choices: list[ChoiceStream] = []
     with spelled(names):
-        grammar = await service.chat.grammar(body.wanted().structure, output, share=call.share)
+        held = await service.chat.grammar(body.wanted().structure, output, share=call.share)
         for prompt in prompts:
             made = service.make_requests(
                 prompt,
@@ -105,7 +105,7 @@ async def text_exchange(
                 salt=call.salt,
                 share=call.share,
                 output=output,
-                grammar=grammar.text,
+                grammar=held.grammar,
                 allow_empty=allow_empty,
                 stored=store,
             )
@@ -121,7 +121,7 @@ async def text_exchange(
         keep=cost_keeper(tied),
         attribution=tied,
         names=names,
-        warnings=grammar.warnings,
+        warnings=held.warnings,
     )
 
 

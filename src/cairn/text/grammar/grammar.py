@@ -1,9 +1,8 @@
 """What an answer has to be -> the text that llguidance compiles: JSON of grammars that refer to each other.
 
 A client says it as a JSON schema, a regular expression, a list of choices, or a grammar in Lark or GBNF. Reasoning may
-stand before it: a grammar is about the whole text of an answer, as `output_parser` reads it. It is made and compiled
-once in the process that also renders templates, where a bomb costs its own request alone (`checked`), and again by the
-worker.
+stand before it: a grammar is about the whole text of an answer, as `output_parser` reads it. It is made and tried in a
+helper process, where a bomb costs its own request alone (`trial`), and compiled again by the worker.
 
 llguidance is imported where it is needed: no start waits for it.
 """
@@ -11,13 +10,14 @@ llguidance is imported where it is needed: no start waits for it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from cairn.text.grammar.exact_numbers import RuleList, expression, is_exact
-from cairn.text.grammar.json_schema import SchemaError, loosened, prepared
+from cairn.text.grammar.json_schema import SchemaError, check_bounds, loosened, prepared
 from cairn.text.grammar.lark import literal, with_blanks
 from cairn.text.output.reasoning_formats import FORMS, HARMONY
 
@@ -28,15 +28,22 @@ LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_000,
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
-    "max_lexer_states": 50_000,
+    "step_max_items": 10_000,
+    "max_lexer_states": 20_000,
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
-"""What compiling, and following, may take: llguidance's own, with fewer states, each of which takes up to 2 kB."""
+"""What compiling, and following, may take. Where llguidance allows 50,000 items a step, ambiguous grammars take seconds
+of it; a state takes up to 5 kB, and a text of bounded length has one for each of its characters."""
+MASK_SECONDS = 0.005
+"""Processor time of a mask that nobody minds; ordinary ones take a tenth of it."""
+SPARE_SECONDS = 1.0
+"""How much more the masks of one answer may take together: a step of all requests waits for each."""
+TOO_SLOW = "finding out what may follow takes too long"
 HARMONY_FINAL = "<|channel|>final<|message|>"
 """Before an answer that is said to the user, where each message has a header."""
 _LEADS = {"": "", "may": "( think BREAKS )?", "open": "think BREAKS"}
+_INLINE = re.compile(r"%json\s*(?=\{)")
 
 Kind = Literal["json", "regex", "choice", "lark", "gbnf", "grammar"]
 
@@ -99,57 +106,57 @@ def limits() -> Any:
     return LLParserLimits(**LIMITS)
 
 
-class Grammar(NamedTuple):
-    """What answers are held to."""
+class AnswerPart(NamedTuple):
+    """The part of a grammar that holds an answer to a structure."""
 
-    text: str = ""
-    """As llguidance reads it; "" for anything."""
+    grammar: Mapping[str, Any]
+    """As llguidance reads it."""
     warnings: tuple[str, ...] = ()
     """What a client wanted and answers are not held to: sentences that name its field."""
 
 
-def checked(shape: Shape) -> str:
-    """Return the text of a grammar that compiles. Raises GrammarError."""
-    return compiled(shape).text
-
-
-def compiled(shape: Shape) -> Grammar:
-    """Return a grammar that compiles, and what it does not hold answers to. Raises GrammarError."""
-    structure = shape.structure
-    if structure is None or structure.kind != "json":
-        return Grammar(_compiled(shape, None if structure is None else _part(structure)))
+def part_of(structure: Structure | None) -> AnswerPart | None:
+    """Return the part of a structure, which may not compile; None where there is no structure. Raises GrammarError."""
+    if structure is None:
+        return None
+    if structure.kind != "json":
+        return AnswerPart(_part(structure))
     schema, told = _schema_of(structure)
-    try:
-        text = _compiled(shape, _json_part(schema))
-    except GrammarError:
-        if structure.strict:
-            raise
-        schema, more = loosened(schema, _why_not)
-        told += more
-        text = _compiled(shape, _json_part(schema))
-    return Grammar(text, tuple(f"{structure.field}: {one}" for one in told))
+    return AnswerPart(_json_part(schema), tuple(f"{structure.field}: {one}" for one in told))
 
 
-def _compiled(shape: Shape, part: Mapping[str, Any] | None) -> str:
-    text = grammar_of(shape, part)
+def loosened_part(structure: Structure | None) -> AnswerPart | None:
+    """Return the part of a structure that did not compile, without what llguidance does not build.
+
+    None where nothing is to be left out: of what is no schema, and of one that a client wants to be held to in full.
+    Raises GrammarError for a schema that is wrong.
+    """
+    if structure is None or structure.kind != "json" or structure.strict:
+        return None
+    schema, told = _schema_of(structure)
+    schema, more = loosened(schema, _why_not)
+    return AnswerPart(_json_part(schema), tuple(f"{structure.field}: {one}" for one in (*told, *more)))
+
+
+def grammar_text(shape: Shape, part: AnswerPart | None = None) -> str:
+    """Return the grammar as llguidance reads it, which may not compile. Raises GrammarError.
+
+    `part`: that of the shape's structure; None: as `part_of` makes it.
+    """
+    part = part or part_of(shape.structure)
+    text = grammar_of(shape, None if part is None else part.grammar)
     if len(text) > 4 * MAX_TEXT:
         raise GrammarError(f"it makes a grammar of {len(text)} characters; the limit is {4 * MAX_TEXT}")
-    if said := _failing(text):
-        raise GrammarError(said)
     return text
 
 
-def _failing(text: str) -> str:
-    """What llguidance has against a grammar; "" for nothing."""
+def _why_not(schema: Any) -> str:
+    """Return what llguidance has against a schema; "" for nothing."""
     from llguidance import LLMatcher
 
+    text = json.dumps({"grammars": [{"json_schema": with_blanks(schema)}]}, ensure_ascii=False)
     failed, said = LLMatcher.validate_grammar_with_warnings(text, None, limits=limits())
     return " ".join(" ".join(said).split())[:400] if failed else ""
-
-
-def _why_not(schema: Any) -> str:
-    """What llguidance has against a schema; "" for nothing."""
-    return _failing(json.dumps({"grammars": [{"json_schema": with_blanks(schema)}]}, ensure_ascii=False))
 
 
 def grammar_of(shape: Shape, part: Mapping[str, Any] | None) -> str:
@@ -181,10 +188,11 @@ def _schema_of(structure: Structure) -> tuple[Any, list[str]]:
 
 
 def _json_part(schema: Any) -> dict[str, Any]:
-    if is_exact(schema):
-        return {"json_schema": with_blanks(schema)}
-    rules = RuleList()
     try:
+        check_bounds(schema)
+        if is_exact(schema):
+            return {"json_schema": with_blanks(schema)}
+        rules = RuleList()
         return {"lark_grammar": rules.text(expression(schema, rules))}
     except SchemaError as error:
         raise GrammarError(str(error)) from None
@@ -206,9 +214,25 @@ def _part(structure: Structure) -> dict[str, Any]:
 
             (made,) = json.loads(LLMatcher.grammar_from_regex(text))["grammars"]
             return {"lark_grammar": made["lark_grammar"]}
-        case "lark":
-            return {"lark_grammar": text}
-    return {"lark_grammar": _from_gbnf(text, surely=structure.kind == "gbnf")}
+    lark = text if structure.kind == "lark" else _from_gbnf(text, surely=structure.kind == "gbnf")
+    try:
+        for schema in _inline_schemas(lark):
+            check_bounds(schema)
+    except SchemaError as error:
+        raise GrammarError(str(error)) from None
+    return {"lark_grammar": lark}
+
+
+def _inline_schemas(lark: str) -> Iterator[Any]:
+    """Yield the JSON schemas that stand in a grammar; one that is not valid JSON is llguidance's to refuse."""
+    decoder, at = json.JSONDecoder(), 0
+    while found := _INLINE.search(lark, at):
+        at = found.end()
+        try:
+            schema, at = decoder.raw_decode(lark, at)
+        except (ValueError, RecursionError):
+            continue
+        yield schema
 
 
 def _from_gbnf(text: str, *, surely: bool) -> str:
