@@ -136,6 +136,9 @@ B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}}}
         # Open, since it says so.
         ({**A, "additionalProperties": True}, [{"a": 1, "x": 1}], [{"a": "x"}]),
         ({**A, "additionalProperties": {"type": "string"}}, [{"a": 1, "x": "y"}], [{"x": 1}]),
+        ({**A, "unevaluatedProperties": True}, [{"a": 1, "x": 1}], [{"a": "x"}]),
+        ({**A, "unevaluatedProperties": {"type": "string"}}, [{"a": 1, "x": "y"}], [{"x": 1}]),
+        ({**A, "allOf": [B], "unevaluatedProperties": True}, [{"a": 1, "b": 1, "x": 1}], [{"a": "x"}]),
         ({**A, "patternProperties": {"^x": {}}}, [{"x": 1}], []),
         ({"type": "object"}, [{"x": 1}], [5]),
         ({"type": "object", "required": ["x"]}, [{"x": 1}], [{}]),

@@ -85,7 +85,7 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
         ),
         "Ollama": (
             FieldRow("keep_alive", "a model stays loaded"),
-            FieldRow("format", "answers cannot be held to JSON or to a schema yet", ("",)),
+            FieldRow("format", "say response_format, which holds answers to JSON or to a schema", ("",)),
             FieldRow("options", "options stand beside the messages", ({},)),
         ),
         "OpenRouter, LiteLLM, Open WebUI": (

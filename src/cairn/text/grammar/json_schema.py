@@ -291,6 +291,8 @@ class _Worker:
             if key in node and (alone or same in node):
                 value = node.pop(key)
                 node.setdefault(same, value)
+            elif _says_nothing(node.get(key, False)):
+                del node[key]
 
     def _cannot(self, node: Node, path: str) -> None:
         """Leave out what nothing can hold an answer to."""
@@ -377,8 +379,6 @@ _NOTHING: Mapping[str, Callable[[Any, Node], bool]] = {
     "dependentRequired": lambda value, node: isinstance(value, Mapping) and not any(value.values()),
     "dependentSchemas": lambda value, node: isinstance(value, Mapping) and all(map(_says_nothing, value.values())),
     "dependencies": lambda value, node: value == {},
-    "unevaluatedProperties": lambda value, node: _says_nothing(value),
-    "unevaluatedItems": lambda value, node: _says_nothing(value),
 }
 """When a keyword says nothing of a value: in this order, since what stands alone says nothing."""
 
