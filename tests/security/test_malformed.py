@@ -370,7 +370,11 @@ def odd_form(rng: random.Random) -> bytes:
 
 
 def is_ours(host: str) -> bool:
-    return re.fullmatch(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{0,5})?", host, re.IGNORECASE) is not None
+    """Whether a host is this machine's: names below `localhost` are nobody else's."""
+    return (
+        re.fullmatch(r"(([^@:/,\[\]]+\.)?localhost|127\.0\.0\.1|\[::1\])(:[0-9]{0,5})?", host, re.IGNORECASE)
+        is not None
+    )
 
 
 async def exchange(port: int, data: bytes, *, over: bool = False) -> bytes:

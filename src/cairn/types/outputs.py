@@ -46,7 +46,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     decode: float = 0.0
 
 
-class Progress(msgspec.Struct, frozen=True):
+class PromptProgress(msgspec.Struct, frozen=True):
     """How far a prompt is, in tokens."""
 
     cached: int
@@ -76,7 +76,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     """Set on the first output after the prompt was computed."""
     timing: Timing | None = None
     """Set with `finish`."""
-    progress: Progress | None = None
+    progress: PromptProgress | None = None
     """Set while the prompt is computed, of a request that wants to know."""
     vector: bytes = b""
     """float32 in the machine's order: what a request that wants a hidden state has asked for, with `finish`."""
@@ -129,7 +129,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     """Of the tokens of `kinds`; of content, where there are no kinds."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    progress: tuple[Progress, ...] = ()
+    progress: tuple[PromptProgress, ...] = ()
     """How far the prompt was after each step, of a request that wants to know."""
 
 

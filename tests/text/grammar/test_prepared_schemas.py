@@ -223,6 +223,23 @@ def test_a_number_beyond_2_53_in_a_place_that_is_not_written_is_told() -> None:
         held({"properties": {"a": {"const": BIG}}, "patternProperties": {"^x": {}}, "type": "object"})
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("enum", 5), ("enum", "x"), ("enum", None), ("required", 5), ("required", [["a"]]), ("required", "a")),
+        *(("properties", [BIG]), ("anyOf", {"const": BIG}), ("oneOf", 5), ("allOf", "x"), ("prefixItems", 7)),
+        *(("minItems", "2"), ("maxItems", [2]), ("type", "array"), ("items", 5), ("additionalProperties", 5)),
+        *(("const", {"a": BIG}), ("$ref", 5), ("$defs", [BIG])),
+    ],
+)
+def test_a_schema_of_odd_shape_beside_such_a_number_is_refused_or_held_to(key: str, value: Any) -> None:
+    for node in ({"const": BIG}, {"properties": {"a": {"const": BIG}}}, {"items": {"enum": [BIG]}}, {"enum": BIG}):
+        try:
+            held({"properties": {"in": {**node, key: value}}}, strict=False)
+        except GrammarError as error:
+            assert str(error)
+
+
 @pytest.mark.parametrize("key", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
 @pytest.mark.parametrize("value", [2**53 + 1, 1e18, 2**64])
 @pytest.mark.parametrize("strict", [True, False])

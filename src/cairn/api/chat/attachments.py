@@ -43,7 +43,7 @@ _RESULTS = frozenset({"function_call_output", "custom_tool_call_output", "tool_r
 _ANSWERS = frozenset({"reasoning", "function_call", "custom_tool_call"})
 
 
-class Attachment(NamedTuple):
+class LeftOut(NamedTuple):
     """A part that is no text."""
 
     holder: list[Any]
@@ -125,7 +125,7 @@ def _holds_result(item: Mapping[str, Any]) -> bool:
     return isinstance(content, list) and any(isinstance(one, dict) and one.get("type") in _RESULTS for one in content)
 
 
-def _found(items: list[Any], field: str) -> Iterator[Attachment]:
+def _found(items: list[Any], field: str) -> Iterator[LeftOut]:
     """Every attachment of messages or items."""
     for index, item in enumerate(items):
         if not isinstance(item, dict):
@@ -137,7 +137,7 @@ def _found(items: list[Any], field: str) -> Iterator[Attachment]:
         yield from _in_list(item.get("images"), f"{where}.images", index)
 
 
-def _in_parts(parts: list[Any], where: str, item: int) -> Iterator[Attachment]:
+def _in_parts(parts: list[Any], where: str, item: int) -> Iterator[LeftOut]:
     for index, part in enumerate(parts):
         if not isinstance(part, dict):
             continue
@@ -145,16 +145,16 @@ def _in_parts(parts: list[Any], where: str, item: int) -> Iterator[Attachment]:
         if kind == "tool_result" and isinstance(inner := part.get("content"), list):
             yield from _in_parts(inner, f"{at}.content", item)
         elif isinstance(kind, str) and kind in KINDS and not _is_text(part):
-            yield Attachment(parts, index, at, KINDS[kind], item, part)
+            yield LeftOut(parts, index, at, KINDS[kind], item, part)
 
 
-def _in_list(images: Any, where: str, item: int) -> Iterator[Attachment]:
+def _in_list(images: Any, where: str, item: int) -> Iterator[LeftOut]:
     """Ollama's images, which are texts in a list of their own."""
     for index, image in enumerate(images if isinstance(images, list) else ()):
         at = f"{where}[{index}]"
         if not isinstance(image, str):
             raise InvalidRequest(f"{at} must be an image in base64", field=at)
-        yield Attachment(images, index, at, "image", item, image)
+        yield LeftOut(images, index, at, "image", item, image)
 
 
 def _is_text(part: Mapping[str, Any]) -> bool:

@@ -48,14 +48,14 @@ class ItemReferences:
         most = self._config.max_messages
         if len(given) > most:
             raise InvalidRequest(f"{field} holds {len(given)} items; the limit is {most} with references", field=field)
-        reader = _Reader(self._stored, self._of_conversation, call.tenant, service)
+        reader = _ReferenceReader(self._stored, self._of_conversation, call.tenant, service)
         return [
             await reader.item(item, f"{field}[{index}]") if _is_reference(item) else item
             for index, item in enumerate(given)
         ]
 
 
-class _Reader:
+class _ReferenceReader:
     """What one request refers to: each response and each conversation is looked up once."""
 
     def __init__(
