@@ -155,6 +155,24 @@ async def test_a_function_of_the_same_name_comes_before_a_type() -> None:
     assert len(service.prompts[1][1]) == 1
 
 
+@pytest.mark.parametrize("name", [[1], {"a": 1}, 5, None, True])
+async def test_a_name_that_is_no_text_is_refused(name: Any) -> None:
+    async with site(ScriptedService()) as at:
+        for path, tools in (
+            (RESPONSES, [{"type": "custom", "name": name}, {"type": "shell"}]),
+            (RESPONSES, [{"type": "function", "name": name}]),
+            (MESSAGES, [{"name": name, "input_schema": {}}, {"type": "bash_20250124", "name": "bash"}]),
+            (MESSAGES, [{"type": "custom", "name": name, "input_schema": {}}]),
+            (CHAT, [{"type": "custom", "custom": {"name": name}}]),
+        ):
+            answer = await post(at, path, {"messages": HI, "max_tokens": 9, "input": "hi", "tools": tools})
+            assert answer.status_code == 400 and "tools[0]" in answer.text, (path, answer.text)
+        if isinstance(name, list | dict | int) and name is not True:
+            tools = [{"type": "memory_20250818", "name": name}]
+            answer = await post(at, MESSAGES, {"messages": HI, "max_tokens": 9, "tools": tools})
+            assert answer.status_code == 400 and "tools[0]" in answer.text, answer.text
+
+
 async def test_tools_that_show_a_screen_stay_refused() -> None:
     async with site(ScriptedService()) as at:
         for path, tool in (

@@ -161,7 +161,7 @@ def _choice(given: Mapping[str, Any]) -> Any:
 
 def _tools(tools: list[dict[str, Any]] | None, call: HTTPCall) -> list[dict[str, Any]] | None:
     found = []
-    named = {tool.get("name") for tool in tools or () if tool.get("type") in (None, "custom")}
+    named = [tool.get("name") for tool in tools or () if tool.get("type") in (None, "custom")]
     for index, tool in enumerate(tools or ()):
         where = f"tools[{index}]"
         kind = tool.get("type")

@@ -116,7 +116,7 @@ class Tools:
         """By the name that the model uses."""
         self.searches: list[tuple[str, dict[str, Any]]] = []
         """Tools that search files, and where they stand in the body."""
-        self._named = {tool.get("name") for tool in tools or () if tool.get("type") in ("function", "custom")}
+        self._named = [tool.get("name") for tool in tools or () if tool.get("type") in ("function", "custom")]
         for index, tool in enumerate(tools or ()):
             self._add(tool, f"tools[{index}]", call, None)
 
