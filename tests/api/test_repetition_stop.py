@@ -25,6 +25,12 @@ def test_a_loop_ends_where_it_is_asked_for(tmp_path: Path) -> None:
         assert 256 <= ended["usage"]["completion_tokens"] <= 266
         streamed = client.post("/v1/chat/completions", json=ASKED | {"repetition_stop": True, "stream": True}).text
         assert '"finish_reason":"length","finish_detail":"repetition"' in streamed
+        few = {"max_tokens": 20, "logprobs": True}
+        plain, watched = (
+            client.post("/v1/chat/completions", json=ASKED | few | more).json()["choices"][0]
+            for more in ({}, {"repetition_stop": True})
+        )
+        assert watched == plain and len(watched["logprobs"]["content"]) == 20, "all else is as without"
         text = {"prompt": "x", "max_tokens": 500, "temperature": 0, "repetition_stop": True}
         (choice,) = client.post("/v1/completions", json=text).json()["choices"]
         assert choice["finish_detail"] == "repetition"

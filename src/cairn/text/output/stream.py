@@ -121,7 +121,7 @@ class TextStream:
         self._watch = RepetitionWatch() if request.repetition_stop and request.grammar is None else None
         self._skip = skip
         self._scored = request.sampling.logprobs
-        split = self._splitter is not None or self._stops is not None
+        split = self._splitter is not None or self._stops is not None or self._watch is not None
         self._kinds = TokenKinds() if split and (output.reasoning or self._scored) else None
         """Where it is told what each token is a part of."""
         self.tokens: list[int] = []
