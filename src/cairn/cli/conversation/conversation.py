@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from cairn.entrypoints.answer import Answer
 
 KEYS = '''
-Ctrl-C stops an answer; what was said of it stays. Several lines: paste them, put """ around them, press Alt-Enter,
-or end a line with \\. The Up key brings earlier questions back.'''
+Ctrl-C stops an answer; what was said of it stays. The Up key brings earlier questions back.
+Several lines: paste them, put """ around them, press Alt-Enter, or end a line with \\.'''
 LISTED = 20
 """Chats that `/chats` lists."""
 
@@ -410,7 +410,8 @@ class Conversation:
         self._say("(this chat is removed)")
 
     def _say(self, text: str) -> None:
-        self._talk.print(printable(text), style="dim", markup=False, soft_wrap=True)
+        # A terminal breaks lines between words; elsewhere a line stays one.
+        self._talk.print(printable(text), style="dim", markup=False, soft_wrap=not self._talk.is_terminal)
 
 
 def summary(answer: Answer, seconds: float, stopped: bool) -> str:
