@@ -53,6 +53,7 @@ def elsewhere(tmp_path, monkeypatch):
 def process(*arguments: str, **more) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
     command = [sys.executable, "-c", MAIN, *arguments]
+    more.setdefault("stdin", subprocess.DEVNULL)  # a pipe that is never closed would be read
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **more)
 
 
@@ -717,6 +718,7 @@ def slow(canned):
 
 
 def start(*arguments: str, **more) -> subprocess.Popen[str]:
+    more.setdefault("stdin", subprocess.DEVNULL)
     return subprocess.Popen([sys.executable, "-c", MAIN, *arguments], text=True, **more)
 
 
@@ -939,6 +941,7 @@ def test_a_process_that_may_take_little_memory_says_so(tmp_path: Path) -> None:
     def run(*more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             ["bash", "-c", 'ulimit -v 1500000; exec "$@"', "x", *command, *more],
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=100,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -74,7 +75,8 @@ class SavedChats:
                 os.fsync(file.fileno())
             fresh.replace(path)
         except OSError as error:
-            fresh.unlink(missing_ok=True)
+            with suppress(OSError):
+                fresh.unlink(missing_ok=True)
             raise CairnError(f"this chat cannot be kept in {self.folder}: {error.strerror or error}") from None
 
     def newest(self, count: int) -> list[SavedChat]:
