@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from rich.console import Console
 
@@ -223,7 +224,11 @@ def test_ctrl_c_takes_the_question_back(server: Served) -> None:
     try:
         read_until(b"agent zoe is new")
         os.write(lead, b"Tell me a story\n")
-        read_until(b"story", more=len(seen) + 200)
+        end = time.monotonic() + 60
+        while httpx.get(f"{server.url}/v1/agents/zoe", timeout=60).json()["state"] == "idle":
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        read_until(b"", more=len(seen) + 50)
         talk.send_signal(signal.SIGINT)
         read_until(b"(stopped)")
         server.hold.unlink()
