@@ -143,6 +143,7 @@ PREFIX = "kv/pool/prefix.py"
 CACHE = "kv/pool/cache.py"
 ATTENTION_WINDOW = "kv/pool/attention_window.py"
 SNAPSHOTS = "kv/pool/snapshots.py"
+PARTIAL_BLOCKS = "kv/pool/partial_blocks.py"
 SEQUENCE_KV = "kv/pool/sequence_kv.py"
 WAITERS = "kv/pool/waiters.py"
 TIERS = "kv/tiers/tiers.py"
@@ -193,8 +194,8 @@ BUGS = (
     Bug("a held block stays evictable", BLOCKS, "BlockPool.hold", "del self._cached[block]", "pass"),
     Bug("a cached block is also free", BLOCKS, "BlockPool.release", "self._published[block] is None", "True"),
     Bug("the newest block is evicted first", BLOCKS, "BlockPool._evict", "iter(self._cached)", "reversed(self._cached)"),
-    Bug("an evicted block is still found", BLOCKS, "BlockPool._evict", "del self._index[published.key]", "pass"),
-    Bug("an evicted block keeps its key", BLOCKS, "BlockPool._evict", "self._published[block] = None", "pass"),
+    Bug("an evicted block is still found", BLOCKS, "BlockPool._unpublish", "del self._index[published.key]", "pass"),
+    Bug("an evicted block keeps its key", BLOCKS, "BlockPool._unpublish", "self._published[block] = None", "pass"),
     Bug("the second publisher replaces the first", BLOCKS, "BlockPool.publish", "key not in self._index", "True"),
     Bug("an adopted block is not held", BLOCKS, "BlockPool.publish", "self.hold(twin)", "pass"),
     Bug("a block whose twin is adopted leaks", BLOCKS, "BlockPool.publish", "self.release((block,))", "pass"),
@@ -204,7 +205,18 @@ BUGS = (
     Bug("tenants share keys", PREFIX, "root", "(_DOMAIN, identity, salt, group.kind.encode(), struct.pack(f'<{len(numbers)}q', *numbers))", "(_DOMAIN, identity, group.kind.encode(), struct.pack(f'<{len(numbers)}q', *numbers))"),
     Bug("a whole-prompt hit leaves nothing to compute", CACHE, "Cache._hit", "len(tokens) - 1", "len(tokens)"),
     Bug("the last block of a whole-prompt hit is not copied", PLAN, "Plan.run", "engine.write_blocks(group, [target], engine.read_blocks(group, [source]).wait()).wait()", "pass"),
-    Bug("the last block is copied for the first group only", CACHE, "Cache._copy_last", "context.table.groups", "context.table.groups[:1]"),
+    Bug("a part of a block is copied for the first group only", PARTIAL_BLOCKS, "PartialBlocks.copy", "self._copies.append(Copy(number, part.blocks[number], table[hit]))", "self._copies += [Copy(number, part.blocks[number], table[hit])][:1 - number]"),
+    Bug("a block is reused beyond the tokens in which it agrees", BLOCKS, "BlockPool.nearest", "found, most = (block, count)", "found, most = (block, len(tokens))"),
+    Bug("a block is reused although its first tokens are others", BLOCKS, "BlockPool.nearest", "_common(self._tokens_of(block), tokens)", "_common(self._tokens_of(block)[1:], tokens[1:]) + 1"),
+    Bug("the nearest block is not the one that agrees most", BLOCKS, "BlockPool.nearest", "after[max(0, at - 1):at + 1]", "after[at:at + 1]"),
+    Bug("all groups reuse as much of a block as the first", PARTIAL_BLOCKS, "PartialBlocks.find", "rest = rest[:count]", "rest = rest if number else rest[:count]"),
+    Bug("a part has a token that was not computed", PARTIAL_BLOCKS, "PartialBlocks.publish", "tuple(tokens[computed - more:computed])", "tuple(tokens[computed - more:computed + 1])"),
+    Bug("what a failed row left of a block is kept", SCHEDULER, "Scheduler._fail", "sequence.computed = 0", "sequence.computed = min(len(sequence.tokens), sequence.computed + 1)"),
+    Bug("a part outlives the block that begins with it", BLOCKS, "BlockPool._insert", "self.forget(after[at - 1])", "pass"),
+    Bug("a block of which a part was copied stays held", PARTIAL_BLOCKS, "PartialBlocks.copy", "pool.release((part.blocks[number],))", "pass"),
+    Bug("an evicted block is still found by its first tokens", BLOCKS, "BlockPool._unpublish", "published.parent", "False"),
+    Bug("states are reused in parts", PARTIAL_BLOCKS, "PartialBlocks.__init__", "any((group.kind == 'state' for group in info.groups))", "False"),
+    Bug("a part is copied from a block that the sequence takes", PARTIAL_BLOCKS, "PartialBlocks.find", "pool.hold(block)", "pass"),
     Bug("the last block of a whole-prompt hit is copied a plan too late", SCHEDULER, "Scheduler.plan", "copies = self._cache.copies()", "copies, self._late = (getattr(self, '_late', []), self._cache.copies())"),
     Bug("a hit ignores missing window blocks", CACHE, "Cache._hit", "gap is None", "True"),
     Bug("a window hit skips too far", CACHE, "Cache._hit", "hit = gap", "return gap"),
@@ -237,7 +249,7 @@ BUGS = (
     Bug("the pages of a state are another one's", TIERS, "Tiers._bring", "block != NO_BLOCK", "block != NO_BLOCK or chunk.group > 0"),
     # -------------------------------------------------------------------------------------------------- scheduler
     Bug("a preempted sequence believes in its old progress", SCHEDULER, "Scheduler._fit", "victim.computed = 0", "pass"),
-    Bug("a preempted sequence keeps its blocks", SCHEDULER, "Scheduler._fit", "self._cache.close(victim.kv, victim.tokens)", "pass"),
+    Bug("a preempted sequence keeps its blocks", SCHEDULER, "Scheduler._fit", "self._cache.close(victim.kv, victim.tokens, victim.computed)", "pass"),
     Bug("the oldest sequence is preempted", SCHEDULER, "Scheduler._fit", "max(self._running, key=Sequence.by_turn)", "min(self._running, key=Sequence.by_turn)"),
     Bug("a victim of this plan grows again", SCHEDULER, "Scheduler._chunk", "if sequence.state is not State.RUNNING:\n    return", "pass"),
     Bug("a victim of this plan keeps its row", SCHEDULER, "Scheduler.plan", "self._preemptions != preemptions", "False"),

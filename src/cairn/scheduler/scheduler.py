@@ -210,7 +210,7 @@ class Scheduler:
                 continue
             victim = max(self._running, key=Sequence.by_turn)
             victim.become(State.WAITING)
-            self._cache.close(victim.kv, victim.tokens)
+            self._cache.close(victim.kv, victim.tokens, victim.computed)
             victim.computed = 0
             self._running.remove(victim)
             self._waiting.push(victim)
@@ -377,6 +377,8 @@ class Scheduler:
         )
 
     def _fail(self, sequence: Sequence, now: float, reason: FinishReason, error: str = "") -> Output:
+        if error:
+            sequence.computed = 0  # what an engine leaves that failed is not known
         return Output(id=sequence.request.id, finish=reason, error=error, timing=self._end(sequence, State.FAILED, now))
 
     def _end(self, sequence: Sequence, state: State, now: float) -> Timing:
@@ -386,6 +388,6 @@ class Scheduler:
         else:
             self._waiting.discard(sequence)
         sequence.become(state)
-        self._cache.close(sequence.kv, sequence.tokens)
+        self._cache.close(sequence.kv, sequence.tokens, sequence.computed)
         del self._sequences[sequence.request.id]
         return sequence.timing(now)

@@ -3,8 +3,9 @@
 One `BlockPool` and one key chain a cache group, all behind four calls. A hit of length L needs every full-attention
 block of [0, L) and, in a window group, the blocks of the W - 1 positions before L, which are all that position L may
 still read; `open` takes the longest such L. L is less than the sequence: one token is left to compute, because its
-logits are wanted. A shared block is never written to, so L ends on a block boundary, but for one case: where the very
-last block is found too, the sequence gets a copy of it (`copies`), of which it computes the last token again.
+logits are wanted. A shared block is never written to, so shared blocks end on a block boundary. Where a published block
+goes on as the sequence does, at least with its first tokens, the sequence gets a copy of it (`kv.pool.partial_blocks`),
+and computes what follows the last token in which they agree.
 
 Of a state group, position L reads the state after L - 1 alone, which lies in block (L - 1) // block_tokens, and what it
 leaves is written there or to the block after it. So its table is one of a window of two positions, but that few of its
@@ -26,6 +27,7 @@ from collections.abc import Sequence
 
 from cairn.kv.pool.attention_window import first_read, lead, longest, window_blocks
 from cairn.kv.pool.blocks import BlockPool, Copy
+from cairn.kv.pool.partial_blocks import PartialBlocks
 from cairn.kv.pool.prefix import Chain, root
 from cairn.kv.pool.sequence_kv import BlockedOn, LowerTiers, Match, RecentKeys, SequenceKV
 from cairn.kv.pool.snapshots import BOUNDARY, SPACING
@@ -54,7 +56,7 @@ class Cache:
         self.pools = tuple(BlockPool(blocks) for blocks in info.blocks)
         self._computing: dict[bytes, SequenceKV] = {}
         """Who computes, or loads, the block with this key (of the first group's chain) now."""
-        self._copies: list[Copy] = []
+        self._parts = PartialBlocks(info, self.pools)
         self._waiters = Waiters()
         self._seen = RecentKeys()
         """Keys of the leading group that were computed, to tell what is gone from what never was."""
@@ -142,6 +144,7 @@ class Cache:
             self._remember(context, tokens, hit, short)
             return None  # nor is another load begun: what the last one brought was overtaken, and would be again
         context.claim.tried = False
+        part = self._parts.find(context, tokens, hit, wanted) if reuse else None
         for group, pool, table in zip(self._groups, self.pools, context.table.groups, strict=True):
             if group.kind == "full":
                 table.extend(pool.take(wanted))
@@ -151,14 +154,11 @@ class Cache:
             context.table.snapshots.begin((len(tokens) - 1) // size, self._reach(context, tokens, hit))
         if self.below is not None and hit:
             self.below.findable(context, tokens)
-        if reuse and not self._states and len(tokens) == (hit + 1) * size and self._copy_last(context, tokens, hit):
-            return len(tokens) - 1
-        return hit * size
+        return hit * size + (self._parts.copy(context, part, hit) if part else 0)
 
     def copies(self) -> list[Copy]:
         """What `open` has left to copy since the last call: in this order, before anything is computed or loaded."""
-        copies, self._copies = self._copies, []
-        return copies
+        return self._parts.copies()
 
     def prepare(self, context: SequenceKV, tokens: Sequence[int], hit: int, stop: int, spare: int) -> bool:
         """Hold the first `hit` blocks and claim those up to `stop`, which are to be loaded.
@@ -225,7 +225,7 @@ class Cache:
                 if table[done] != NO_BLOCK:
                     part = tokens[done * self._block_tokens : (done + 1) * self._block_tokens]
                     key = context.chains[number].key(done, tokens)
-                    block = pool.publish(table[done], key, part)
+                    block = pool.publish(table[done], key, part, context.chains[number].before(done, tokens))
                     if block is None:
                         break
                     table[done] = block
@@ -241,8 +241,12 @@ class Cache:
         if self.below is not None:
             self.below.findable(context, tokens)
 
-    def close(self, context: SequenceKV, tokens: Sequence[int]) -> None:
-        """Give back everything. What was published stays findable until its blocks are needed."""
+    def close(self, context: SequenceKV, tokens: Sequence[int], computed: int = 0) -> None:
+        """Give back everything. What was published stays findable until its blocks are needed.
+
+        `computed`: how many positions' KV is right; the first tokens of a block that is not full are kept too.
+        """
+        self._parts.publish(context, tokens, computed)
         self._waiters.wake(context)
         self._unclaim(context, tokens, context.claim.blocks.stop)
         if (boundary := context.table.snapshots.settle()) and self.below is not None:
@@ -260,6 +264,7 @@ class Cache:
 
     def forget(self, context: SequenceKV, tokens: Sequence[int], keep: int) -> None:
         """Give up the cached blocks of `tokens` beyond the first `keep` tokens, last to first, up to one in use."""
+        self._parts.forget(context, tokens, keep)
         for number, pool in enumerate(self.pools):
             for index in range(len(tokens) // self._block_tokens - 1, -(-keep // self._block_tokens) - 1, -1):
                 block = self._find(context, number, index, tokens)
@@ -422,18 +427,6 @@ class Cache:
             pool.hold(block)
             table.append(block)
         context.table.published[number] = len(table)
-
-    def _copy_last(self, context: SequenceKV, tokens: Sequence[int], last: int) -> bool:
-        """Have the block that ends `tokens` copied into the tables, if every group has it and room; else False."""
-        if self._find(context, 0, last, tokens) is None or not self.grow(context, len(tokens)):
-            return False
-        copies = []
-        for number, table in enumerate(context.table.groups):
-            if (block := self._find(context, number, last, tokens)) is None:
-                return False
-            copies.append(Copy(number, block, table[last]))
-        self._copies += copies
-        return True
 
     def _grow_with_states(self, context: SequenceKV, blocks: int) -> bool:
         """`grow`, where some tables have few blocks: the one of the last position, and the snapshots on the way there.
