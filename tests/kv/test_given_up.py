@@ -122,7 +122,7 @@ def test_what_is_evicted_from_memory_is_stored_first_however_long_it_is(store: B
 
 
 def test_what_no_store_took_is_not_of_the_days_bytes(store: Between) -> None:
-    rig, tiers = rig_on(store, day_bytes=16 * PAGES)
+    rig, tiers = rig_on(store, day_bytes=16 * (PAGES + 1024))
     store.keep = lambda chunks: 0
     for _ in range(4):
         rig.ask(PROMPT)

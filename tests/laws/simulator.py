@@ -269,6 +269,8 @@ class World:
         self.live: dict[int, Client] = {}
         self.computed_once: Counter[tuple[bytes, tuple[int, ...]]] = Counter()
         self.steps = self.finished = 0
+        self.ended: list[tuple[bytes, list[int]]] = []
+        """Salts and tokens of contexts that ended since the last death of a worker."""
         self.within = 0
         """Sequences that began within a block."""
         self.orders = self.turns = 0
@@ -298,7 +300,7 @@ class World:
         self.storage: Storage | None = None
         self.start_worker(self.limits)
         if self.tiered:
-            self.storage = Storage(self, random.Random(seed + (1 << 40)))
+            self.storage = Storage(self, random.Random(seed + (1 << 40)), sure=seed % 9 == 4)
             self.deaths = chance.choice((0, 2, 5, 8))
         if not self.calm:
             self.engine.raising = chance.choice((0.0, 0.0, 0.02, 0.1))
@@ -468,7 +470,10 @@ class World:
     def die(self) -> None:
         """The worker dies; every request goes on in the next one from the tokens that were sent."""
         clients = sorted(self.live.values(), key=lambda client: client.order)
+        if self.storage is not None and self.storage.chance.random() < 0.5:
+            self.storage.end()
         self.live.clear()
+        self.ended.clear()
         self.start_worker(self.limits)
         for client in clients:
             left = None if client.request.timeout is None else max(0.001, client.deadline - self.clock.now())
@@ -833,6 +838,8 @@ class World:
                 self.check_report(client, output)
             if output.finish is not None:
                 self.check_end(client, output, broken, planned_at)
+                if not output.error and client.reports:
+                    self.ended.append((client.request.salt, [*client.request.prompt, *client.got][:-1]))
                 del self.live[output.id]
                 self.finished += 1
             else:
@@ -907,7 +914,7 @@ class World:
             law(len(pool._index) == sum(pool.published(b) is not None for b in range(pool.size)), "an index of its own")
             self.parts_of(number, pool)
             if self.windows[number] == STATE:
-                law(all(len(self.tokens_of(key)) % (CHUNK_BLOCKS * self.size) == 0 for key in pool._index), "boundary")
+                law(all(len(self.tokens_of(key)) % self.size == 0 for key in pool._index), "a state within a block")
             # To evict a context on demand may leave what another one has beyond their common prefix.
             if not self.windows[number] and not (self.storage is not None and self.storage.evicted):
                 law(all(self.parents[key][0] in pool._index or self.first(key) for key in pool._index), "orphan block")
@@ -969,6 +976,12 @@ class World:
             law(not begun, "a part outlives what begins with it")
         parts = [block for block, published in blocks.items() if len(published.tokens) < self.size]
         law(all(not pool.holders(block) for block in parts), "a part is held")
+
+    def first_key(self, key: bytes) -> bytes:
+        """The key of the first block of a chain."""
+        while not self.first(key):
+            key = self.parents[key][0]
+        return key
 
     def first(self, key: bytes) -> bool:
         """Whether a key is that of a first block: its parent is a root."""
@@ -1068,6 +1081,8 @@ def run_many(first: int, count: int) -> Counter[str]:
             hits=stats.prefix_hits,
             within=world.within,
             loaded=world.storage.loaded if world.storage is not None else 0,
+            tails=world.storage.tails if world.storage is not None else 0,
+            whole=world.storage.whole if world.storage is not None else 0,
         )
     return total
 

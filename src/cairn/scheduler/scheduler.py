@@ -55,7 +55,7 @@ FORCE_SECONDS = 0.004
 PATIENCE = 32
 """Steps after which nobody waits any more for what a running prompt, which had no part of them, was to compute."""
 LONG_TOKENS = 256
-"""Prompts at least so long are stored at first touch: they are expensive, and rarely asked for once."""
+"""Prompts at least so long are stored as early as those that somebody goes on with: they are expensive."""
 
 
 class Admission(enum.Enum):
@@ -117,7 +117,7 @@ class Scheduler:
             raise InvalidRequest(f"priority {request.priority} is not within {MAX_PRIORITY} of 0", field="priority")
         now = self._clock.now()
         durable = request.durable or len(request.prompt) >= LONG_TOKENS
-        kv = self._cache.context(request.salt, durable=durable, stored=request.stored)
+        kv = self._cache.context(request.salt, durable=durable, stored=request.stored, once=not request.durable)
         sequence = Sequence(request, kv, self._longest, next(self._serial), now, matcher)
         sequence.force(self._in_time(now))
         self._sequences[request.id] = sequence

@@ -26,7 +26,8 @@ def default_budget(free: int, held: int) -> int:
 
 
 def fill(state: DiskState, found: FolderScan) -> list[tuple[Path, int]]:
-    """The index of what a start found. Returns what has to go: junk, what hangs on nothing, what is there twice."""
+    """The index of what a start found. Returns what has to go: junk, what hangs on nothing, what is there twice, and
+    tails that something else begins with, which a process that was killed did not get to remove."""
     index, now = state.index, state.now()
     index.bytes = found.other
     entries: dict[bytes, IndexEntry] = {}
@@ -39,7 +40,11 @@ def fill(state: DiskState, found: FolderScan) -> list[tuple[Path, int]]:
     for entry in chains(list(entries.values())):
         index.add(entry)
         del entries[entry.id]
-    return found.junk + [(state.folder.path(entry.name), entry.disk) for entry in entries.values()]
+    replaced = index.family([entry.id for entry in index.live() if index.replaces(entry.id)])
+    for entry in replaced:
+        index.mark_deleted(entry)
+        index.forget(entry)
+    return found.junk + [(state.folder.path(entry.name), entry.disk) for entry in (*entries.values(), *replaced)]
 
 
 def prune(state: DiskState, before: float, *, keep: bytes = b"") -> int:

@@ -166,7 +166,7 @@ class BlockPool:
         if after := self._after.get(parent):
             at = bisect_left(after, tokens, key=self._tokens_of)
             for block in after[max(0, at - 1) : at + 1]:
-                count = _common(self._tokens_of(block), tokens)
+                count = common(self._tokens_of(block), tokens)
                 if count > most:
                     found, most = block, count
         return found, most
@@ -176,7 +176,7 @@ class BlockPool:
         found = []
         for block in self._after.get(parent, ()):
             own = self._tokens_of(block)
-            if _common(own, tokens) == min(len(own), len(tokens)):
+            if common(own, tokens) == min(len(own), len(tokens)):
                 found.append(block)
         return found
 
@@ -232,7 +232,7 @@ class BlockPool:
         return published.tokens
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def common(one: Sequence[int], other: Sequence[int]) -> int:
     """Return how many first tokens are the same."""
     count = 0
     for left, right in zip(one, other, strict=False):

@@ -23,7 +23,7 @@ Regions of one table (block_tokens = 4, window 6, computed = 18, reserved up to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cairn.kv.pool.attention_window import first_read, lead, longest, window_blocks
 from cairn.kv.pool.blocks import BlockPool, Copy
@@ -74,11 +74,11 @@ class Cache:
         """Blocks free, cached and held, a group."""
         return tuple(GroupUse(pool.free, pool.cached, pool.held) for pool in self.pools)
 
-    def context(self, salt: bytes, *, durable: bool = False, stored: bool = True) -> SequenceKV:
-        """A context that holds nothing yet. Contexts of different salts share nothing."""
+    def context(self, salt: bytes, *, durable: bool = False, stored: bool = True, once: bool = False) -> SequenceKV:
+        """A context that holds nothing yet. Contexts of different salts share nothing. See `StoreProgress`."""
         size = self._block_tokens
         chains = tuple(Chain(root(self._identity, salt, group, size), size) for group in self._groups)
-        return SequenceKV(chains, durable, stored, self._spacing)
+        return SequenceKV(chains, durable, stored, self._spacing, once)
 
     @property
     def blocked(self) -> int:
@@ -155,6 +155,17 @@ class Cache:
         if self.below is not None and hit:
             self.below.findable(context, tokens)
         return hit * size + (self._parts.copy(context, part, hit) if part else 0)
+
+    def put_beside(
+        self,
+        context: SequenceKV,
+        tokens: Sequence[int],
+        end: int,
+        follow: tuple[int, ...],
+        write: Callable[[int, int], None],
+    ) -> int:
+        """See `PartialBlocks.put`."""
+        return self._parts.put(context, tokens, end, follow, write)
 
     def copies(self) -> list[Copy]:
         """What `open` has left to copy since the last call: in this order, before anything is computed or loaded."""
@@ -249,8 +260,9 @@ class Cache:
         self._parts.publish(context, tokens, computed)
         self._waiters.wake(context)
         self._unclaim(context, tokens, context.claim.blocks.stop)
-        if (boundary := context.table.snapshots.settle()) and self.below is not None:
-            self.below.ended(context, tokens, boundary)
+        boundary = context.table.snapshots.settle()
+        if (computed or boundary) and self.below is not None:
+            self.below.ended(context, tokens, boundary, computed)
         for pool, table in zip(self.pools, context.table.groups, strict=True):
             pool.release(block for block in reversed(table) if block != NO_BLOCK)
         context.table.clear()
@@ -300,19 +312,17 @@ class Cache:
 
     def _gap(self, context: SequenceKV, tokens: Sequence[int], hit: int) -> int | None:
         """The last block that a window group lacks for a hit of `hit` blocks; any shorter hit must end before it. Where
-        a state group has no snapshot, the boundary before."""
+        a state group has no snapshot, the end of the last block after which it has one."""
+        for number in self._states:
+            ends = (end for end in range(hit, 0, -1) if self._find(context, number, end - 1, tokens) is not None)
+            if (found := next(ends, 0)) < hit:
+                return found
         for number, group in enumerate(self._groups):
             if group.kind == "window":
                 for index in range(hit - 1, first_read(group, hit * self._block_tokens, self._block_tokens) - 1, -1):
                     if self._find(context, number, index, tokens) is None:
                         return index
-            elif group.kind == "state" and not self._has_snapshot(context, number, hit, tokens):
-                return (hit - 1) // BOUNDARY * BOUNDARY
         return None
-
-    def _has_snapshot(self, context: SequenceKV, number: int, boundary: int, tokens: Sequence[int]) -> bool:
-        """Whether a state group's pool has the state after so many blocks."""
-        return boundary % BOUNDARY == 0 and self._find(context, number, boundary - 1, tokens) is not None
 
     def _reach(self, context: SequenceKV, tokens: Sequence[int], hit: int) -> int:
         """How many blocks the pools have but for states; in a model without KV, how many were computed before."""
@@ -376,7 +386,7 @@ class Cache:
         """Keep what was found for a context until something happens.
 
         What is found grows when its first missing block is published; with windows also when a later one is, by one
-        that began when more was there; with states at boundaries, whoever comes to them.
+        that began when more was there; with states at the end of any block, whoever comes to it.
         """
         last = (len(tokens) - 1) // self._block_tokens
         match = Match(hit * self._block_tokens, len(tokens) - hit * self._block_tokens, blocked_on)
@@ -384,8 +394,7 @@ class Cache:
         if isinstance(blocked_on, bytes):
             keys = [blocked_on]
         elif self._states and blocked_on != "load":
-            ends = range((hit // BOUNDARY + 1) * BOUNDARY, last + 1, BOUNDARY)
-            keys = [context.chains[0].key(end - 1, tokens) for end in ends]
+            keys = [context.chains[0].key(end - 1, tokens) for end in range(hit + 1, last + 1)]
         elif blocked_on != "load" and hit < last:
             key, more = context.chains[0].key, range(hit + 1, last) if self._windows else ()
             # What all groups but windows have may be computed once more for these, by one that claims nothing.

@@ -7,11 +7,11 @@ recurrent states there is none of this: a state is that after its last token, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cairn.kv.pool import prefix
-from cairn.kv.pool.blocks import BlockPool, Copy
+from cairn.kv.pool.blocks import BlockPool, Copy, common
 from cairn.kv.pool.sequence_kv import SequenceKV
 from cairn.types.step import EngineInfo
 
@@ -69,6 +69,33 @@ class PartialBlocks:
         """Return what is to be copied since the last call: in this order, before anything is computed or loaded."""
         copies, self._copies = self._copies, []
         return copies
+
+    def put(
+        self,
+        context: SequenceKV,
+        tokens: Sequence[int],
+        end: int,
+        follow: tuple[int, ...],
+        write: Callable[[int, int], None],
+    ) -> int:
+        """Publish a block of the tokens `follow` after the first `end` blocks of a context, to be copied by whoever
+        agrees with its first tokens; return how many of them are the context's.
+
+        `write` fills a block of a group. Nothing is done, and 0 returned, where none are or a pool has no room.
+        """
+        size = self._block_tokens
+        agreed = common(follow, tokens[end * size : min((end + 1) * size, len(tokens) - 1)])
+        if self._off or len(follow) != size or not agreed or not all(pool.available for pool in self._pools):
+            return 0
+        for number, pool in enumerate(self._pools):
+            parent = context.chains[number].before(end, tokens)
+            key = prefix.extend(parent, follow)
+            if pool.find(key, follow) is None:
+                (block,) = pool.take(1)
+                write(number, block)
+                published = pool.publish(block, key, follow, parent)
+                pool.release((block if published is None else published,))
+        return agreed
 
     def publish(self, context: SequenceKV, tokens: Sequence[int], computed: int) -> None:
         """Let others find what was computed of the block that `computed` positions end in, before it is released."""
