@@ -669,19 +669,108 @@ def test_a_load_that_falls_behind_computing_is_given_up() -> None:
     assert report.disk == 32 and report.miss == Miss(position=32, reason="faster to compute")
 
 
+OTHER = [(11 * n + 1) % 59 for n in range(155)]
+
+
+def why(rig: Rig, prompt: Sequence[int] = PROMPT, *, stored: bool = True) -> str | None:
+    """Why the first token that is computed of a prompt has to be."""
+    miss = rig.ask(prompt, stored=stored).miss
+    return None if miss is None else miss.reason
+
+
 def test_a_miss_says_why() -> None:
     store = disk()
     rig = Rig({"disk": store}, blocks=40, load="never")
-    other = [(11 * n + 1) % 59 for n in range(155)]
-    assert rig.ask(PROMPT, durable=False).miss == Miss(position=0, reason="never seen")
-    rig.ask(other)
-    assert rig.ask(PROMPT, durable=False).miss == Miss(position=0, reason="not stored yet")
-    rig.ask(other)
-    assert rig.ask(PROMPT).miss == Miss(position=0, reason="faster to compute")
+    assert [why(rig), why(rig)] == ["never seen", None]
+    rig.ask(OTHER)
+    assert why(rig) == "faster to compute"
     store.drop([key for key in store._chunks])
-    rig.ask(other)
-    assert rig.ask(PROMPT).miss == Miss(position=0, reason="evicted")
-    assert rig.ask(PROMPT).miss is None
+    rig.ask(OTHER)
+    assert [why(rig), why(rig)] == ["evicted", None]
+
+
+@pytest.mark.parametrize("stores", [True, False])
+def test_what_no_store_may_have_was_not_stored_and_without_stores_it_was_evicted(stores: bool) -> None:
+    rig = Rig({"disk": disk()} if stores else None, blocks=40)
+    for prompt in (PROMPT, OTHER):
+        rig.ask(prompt, stored=False)
+    assert why(rig, stored=False) == ("not stored" if stores else "evicted")
+
+
+def test_what_is_on_its_way_to_the_disk_is_not_stored_yet_and_what_is_too_late_for_it_never_will_be() -> None:
+    rig = Rig({"disk": disk()}, blocks=40)
+    for prompt in (PROMPT, OTHER):
+        rig.add(prompt)
+        while not rig.scheduler.idle:
+            rig.step()  # no thread runs: what the pool gives up waits in the queue
+    assert rig.tiers is not None and rig.tiers.write_behind.bytes >= 6 * PAGES
+    id = rig.add(PROMPT)
+    while not rig.scheduler.idle:
+        rig.step()
+    assert rig.check(id, PROMPT, 3).miss == Miss(position=0, reason="not stored yet")
+    full = Rig({"disk": disk()}, blocks=40, limits=WriteLimits(day_bytes=0.0))
+    full.ask(PROMPT)
+    full.ask(OTHER)
+    assert why(full) == "not stored"
+
+
+def life(files: CrashFiles, **how: Any) -> Rig:
+    """A worker over the store on a disk."""
+    info = Rig(None).engine.info
+    store = stored.open_store(files, stored.Time(), identity=info.identity, codec=Raw(info.block_bytes))
+    return Rig({"disk": store}, **how)
+
+
+@pytest.mark.parametrize("how", ["killed", "ended"])
+def test_what_was_seen_before_a_restart_is_not_said_to_be_new(how: str) -> None:
+    """Whether a store had it or not. Of what must not be stored nothing is written down."""
+    files, private = CrashFiles(), [(13 * n + 2) % 57 for n in range(50)]
+    rig = life(files, limits=WriteLimits(day_bytes=3 * (PAGES + 1024)))
+    rig.ask(PROMPT)
+    rig.ask(private, stored=False)
+    rig.clock.time += 1
+    rig.settle()
+    if how == "ended":
+        assert rig.tiers is not None
+        rig.tiers.start()
+        rig.tiers.close(20)
+    after = files if how == "ended" else files.kill()
+    rig = life(after, load="always")
+    report = rig.ask(PROMPT)
+    assert (report.disk, report.miss) == (48, Miss(position=48, reason="not stored"))
+    assert why(rig, private) == "never seen" and why(rig, OTHER) == "never seen"
+    assert rig.tiers is not None
+    rig.tiers.close(0)
+    for path in [path for path in after.files(stored.FOLDER) if path.name.count(".") >= 4]:
+        after.vanish(path)
+    assert why(life(after)) == "evicted"
+
+
+def test_what_was_damaged_is_said_to_be_so() -> None:
+    files = CrashFiles()
+    life(files).ask(PROMPT)
+    after = files.kill()
+    path = next(path for path in after.files(stored.FOLDER) if path.name.count(".") >= 4 and ".30." in path.name)
+    after.put(path, after.files(stored.FOLDER)[path][:-1] + b"?")
+    rig = life(after, load="always")
+    report = rig.ask(PROMPT)
+    assert (report.disk, report.miss) == (48, Miss(position=48, reason="damaged"))
+    cut = files.kill()
+    cut.put(path, cut.files(stored.FOLDER)[path][:-1])
+    assert life(cut, load="always").ask(PROMPT).miss == Miss(position=48, reason="damaged")
+
+
+def test_what_is_erased_leaves_no_trace_of_having_been_seen() -> None:
+    files = CrashFiles()
+    rig = life(files)
+    rig.ask(PROMPT)
+    rig.clock.time += 1
+    rig.settle()
+    assert rig.tiers is not None
+    rig.tiers.evict(PROMPT, b"", 0, True, lambda: None)
+    rig.settle()
+    assert not rig.cache.seen.records() and not files.files(stored.FOLDER)[stored.FOLDER / "seen"]
+    assert why(rig) == "never seen"
 
 
 def test_a_load_that_was_declined_and_is_worth_it_later_is_no_reason_for_a_miss() -> None:

@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from cairn.api.chat.checks import check_chat, choice_of
 from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, generating, spelled
 from cairn.api.chat.message_schemas import contents, plain_messages, plain_tools
@@ -24,7 +26,7 @@ from cairn.frontend.service import Service
 from cairn.text.chat.prompt import Prompt
 from cairn.text.tokens import length
 from cairn.types.errors import UnknownModel
-from cairn.types.request import OutputFormat
+from cairn.types.request import OutputFormat, Request
 
 
 async def chat_exchange(
@@ -61,14 +63,15 @@ async def chat_exchange(
             allow_empty=allow_empty,
         )
         check_together(made, config, service.info.max_rows)
-    choices = [ChoiceStream(request) for request in made]
     tied = await attribution.tie(call, body, store=store)
+    asked = _durable(made, tied)
+    choices = [ChoiceStream(request) for request in asked]
     told = told_of(plain_messages(body.messages), store=store)
     return Exchange(
         choices=choices,
         adapter=adapter(choices),
         source=generating(service, choices, told),
-        cancel=lambda: [service.abort(request.id) for request in made],
+        cancel=lambda: [service.abort(request.id) for request in asked],
         keep=chat_keeper(service, call.tenant, tied),
         attribution=tied,
         names=names,
@@ -90,11 +93,11 @@ async def text_exchange(
 ) -> Exchange:
     """The exchange of raw prompts. `names` as of a chat; `allow_empty`: prompts that are only scored."""
     draw, store, output = ids(call, service), is_stored(body.store, config), OutputFormat(continues=True)
-    choices: list[ChoiceStream] = []
+    asked: list[Request] = []
     with spelled(names):
         grammar = await service.chat.grammar(body.wanted().structure, output, share=call.share)
         for prompt in prompts:
-            made = service.make_requests(
+            asked += service.make_requests(
                 prompt,
                 options,
                 ids=draw,
@@ -106,10 +109,10 @@ async def text_exchange(
                 allow_empty=allow_empty,
                 stored=store,
             )
-            choices += [ChoiceStream(request) for request in made]
-        asked = [choice.request for choice in choices]
         check_together(asked, config, service.info.max_rows)
     tied = await attribution.tie(call, body, store=store)
+    asked = _durable(asked, tied)
+    choices = [ChoiceStream(request) for request in asked]
     return Exchange(
         choices=choices,
         adapter=adapter(choices),
@@ -119,6 +122,13 @@ async def text_exchange(
         attribution=tied,
         names=names,
     )
+
+
+def _durable(requests: Sequence[Request], tied: Attribution | None) -> list[Request]:
+    """The same, to be stored before others where they name an agent or a session."""
+    if tied is None or not tied.named:
+        return list(requests)
+    return [msgspec.structs.replace(request, durable=True) for request in requests]
 
 
 async def chat_prompt(call: HTTPCall, service: Service, config: Config, body: ChatBody) -> Prompt:

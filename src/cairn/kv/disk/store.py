@@ -27,11 +27,11 @@ from cairn.kv.disk.layout import Layout
 from cairn.kv.disk.layout import write as write_layout
 from cairn.kv.disk.maintenance import OtherEngines
 from cairn.kv.disk.model_folders import ModelFolders
+from cairn.kv.disk.notes import Notes
 from cairn.kv.disk.pins import Pins, pin_bytes, pin_name
-from cairn.kv.disk.record import read_record, write_record
 from cairn.kv.disk.state import DiskState
 from cairn.kv.tiers.reuse_hints import Standing
-from cairn.kv.tiers.store import Chunk, Scrubbed
+from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Scrubbed
 from cairn.system.interfaces import Clock, FileSystem, Lock
 from cairn.types.errors import ConfigError, Conflict
 from cairn.types.stats import TakenIn, TierStats
@@ -47,9 +47,6 @@ AHEAD = 2
 """How many chunks on the disk is told what will be read: it reads while a chunk is checked."""
 _HEADERS = 1 << 20
 """More than a chunk's file has beside its pages: headers and tokens."""
-_WRITTEN, _WRITTEN_MAGIC = "written", b"cairn kv written"
-WRITTEN_BYTES = 4096
-"""What that file takes on the disk."""
 _PRUNE_EVERY = 600.0
 _PRUNES = 10
 """Looks for what is unused within a time to live, at least."""
@@ -97,6 +94,7 @@ class DiskStore:
         once = min(ONCE_SECONDS, ttl / 2)
         self._writer = DiskWriter(self._state, identity=identity, model=model, codec=codec, once=once)
         self._pins = Pins(self._state.folder)
+        self._notes = Notes(self._state)
         self._chores = threading.Lock()
         """Held by the thread that repairs things."""
         self._pinning = threading.Lock()
@@ -109,9 +107,6 @@ class DiskStore:
         """How the files of owners begin that were unpinned before the folder could be opened."""
         self._other_engines = OtherEngines(self._state, self._tag, identity)
         self._lock: Lock | None = None
-        self._written: tuple[tuple[float, int], ...] = ()
-        self._has_written = False
-        """Whether the file is there that remembers it."""
         self._next_prune = 0.0
         self._idle = 0.0
         """Seconds that nothing had been used at the start, where that is longer than the time to live."""
@@ -190,24 +185,15 @@ class DiskStore:
         """Pinned ones too. When it returns, the bytes are gone for good unless the disk failed; then they go later."""
         return self._drop([self._tag + key for key in keys])
 
-    def recall_written(self) -> Sequence[tuple[float, int]]:
-        """As the folder had it when it was opened."""
-        return self._written
+    @property
+    def notes(self) -> Notes:
+        """See `StoreNotes`."""
+        return self._notes
 
-    def remember_written(self, written: Sequence[tuple[float, int]]) -> None:
-        """In a small file beside the chunks. A disk that fails is tried with the next bytes."""
-        state = self._state
-        if state.failing or self._lock is None:
-            return
-        state.make_room(WRITTEN_BYTES)
-        try:
-            state.write(WRITTEN_BYTES, partial(write_record, state.folder, _WRITTEN, _WRITTEN_MAGIC, tuple(written)))
-        except OSError as error:
-            state.fail("write", error)
-            return
-        with state.mutex:
-            state.index.bytes += 0 if self._has_written else WRITTEN_BYTES
-        self._has_written = True
+    def was_damaged(self, block: bytes) -> bool:
+        """As far as this process has found out."""
+        with self._state.mutex:
+            return self._tag + block[:HEAD_BYTES] in self._state.lost
 
     def lingers(self, keys: Sequence[bytes]) -> bool:
         """Whether a file of what was dropped, by `drop_of_other_engines` too, is still there or may come back in a
@@ -441,8 +427,7 @@ class DiskStore:
             if self._layout is not None:
                 write_layout(state.folder, self._layout)
             found = state.folder.scan()
-            written = read_record(state.folder, _WRITTEN, _WRITTEN_MAGIC, tuple[tuple[float, int], ...])
-            has_written = any(entry.name == _WRITTEN for entry in self._files.list(state.folder.folder))
+            self._notes.load()
             pins = self._pins.load(found)
             held = sum(disk for _, disk, _ in found.chunks) + (folders.others_bytes() if folders is not None else 0)
             budget = self._given
@@ -463,7 +448,6 @@ class DiskStore:
                 if name not in self._unsaved:
                     state.index.pin(name, ids)
             self._lock = lock
-            self._written, self._has_written = written or (), has_written
             forgotten, self._forgotten = self._forgotten, set()
         for path, disk in junk:
             state.folder.discard(path, disk)

@@ -29,7 +29,8 @@ from cairn.kv.pool.attention_window import first_read, lead, longest, window_blo
 from cairn.kv.pool.blocks import BlockPool, Copy
 from cairn.kv.pool.partial_blocks import PartialBlocks
 from cairn.kv.pool.prefix import Chain, root
-from cairn.kv.pool.sequence_kv import BlockedOn, LowerTiers, Match, RecentKeys, SequenceKV
+from cairn.kv.pool.seen_blocks import SeenBlocks
+from cairn.kv.pool.sequence_kv import BlockedOn, LowerTiers, Match, SequenceKV
 from cairn.kv.pool.snapshots import BOUNDARY, SPACING
 from cairn.kv.pool.waiters import Waiters
 from cairn.types.layer_spec import CacheGroup
@@ -58,8 +59,8 @@ class Cache:
         """Who computes, or loads, the block with this key (of the first group's chain) now."""
         self._parts = PartialBlocks(info, self.pools)
         self._waiters = Waiters()
-        self._seen = RecentKeys()
-        """Keys of the leading group that were computed, to tell what is gone from what never was."""
+        self.seen = SeenBlocks()
+        """Blocks of the leading group that were computed, to tell what is gone from what never was."""
         self.below: LowerTiers | None = None
         self.turns = (0, 1) if self._states else (0,)
         """How far into a block `publish` has something to do while single tokens are computed: at its beginning, and
@@ -241,7 +242,7 @@ class Cache:
                         break
                     table[done] = block
                     if number == self._lead:
-                        self._seen.add(key)
+                        self.seen.add(key, told=context.progress.stored)
                 done += 1
             context.table.published[number] = done
             self._give_back_passed(group, pool, table, computed)
@@ -292,10 +293,11 @@ class Cache:
             return Miss(position=covered, reason="faster to compute")
         if self._states and self._reach(context, tokens, index) > index:
             return Miss(position=covered, reason="no snapshot")
-        if self.below is not None and self.below.not_stored_yet(context, index, tokens):
-            return Miss(position=covered, reason="not stored yet")
-        seen = context.chains[0].key(index, tokens) in self._seen
-        return Miss(position=covered, reason="evicted" if seen else "never seen")
+        key = context.chains[self._lead].key(index, tokens)
+        reason = self.below.lacks(key) if self.below is not None else None
+        if reason is None and key in self.seen:
+            reason = "not stored" if self.below is not None and not self.seen.was_stored(key) else "evicted"
+        return Miss(position=covered, reason=reason or "never seen")
 
     def _hit(self, context: SequenceKV, tokens: Sequence[int], most: int | None = None) -> int:
         """Blocks in the longest usable prefix that every group has, `most` at most."""
@@ -330,7 +332,7 @@ class Cache:
         if self._groups[number].kind == "full":
             return next((i for i in range(hit, last) if self._find(context, number, i, tokens) is None), last)
         key = context.chains[number].key
-        return next((i for i in range(hit, last) if key(i, tokens) not in self._seen), last)
+        return next((i for i in range(hit, last) if key(i, tokens) not in self.seen), last)
 
     def has(self, context: SequenceKV, number: int, indices: range, tokens: Sequence[int]) -> bool:
         """Whether the pool of a group has all of these blocks."""
@@ -466,7 +468,7 @@ class Cache:
         size, snapshots = self._block_tokens, context.table.snapshots
         for index in range(context.table.published[number], full):
             if number == self._lead:
-                self._seen.add(chain.key(index, tokens))
+                self.seen.add(chain.key(index, tokens), told=context.progress.stored)
             if table[index] == NO_BLOCK or not snapshots.wanted(index + 1):
                 continue
             block = pool.publish(table[index], chain.key(index, tokens), tokens[index * size : (index + 1) * size])

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 from cairn.kv.pool.blocks import BlockPool
 from cairn.kv.pool.prefix import Chain
 from cairn.kv.pool.snapshots import SPACING, Snapshots
+from cairn.types.stats import MissReason
 
 REMEMBERED_KEYS = 1 << 15
 """Keys that a `RecentKeys` holds."""
@@ -201,8 +202,8 @@ class LowerTiers(Protocol):
         """Give up one load, because running sequences need its blocks; False if there is none."""
         ...
 
-    def not_stored_yet(self, context: SequenceKV, index: int, tokens: Sequence[int]) -> bool:
-        """Whether the chunk with this block of the first group was seen and is not stored (yet)."""
+    def lacks(self, block: bytes) -> MissReason | None:
+        """Why a block of the leading group, which no pool has, comes from no store, as far as the stores know."""
         ...
 
 

@@ -153,6 +153,26 @@ class Store(Protocol):
         ...
 
 
+class StoreNotes(Protocol):
+    """What a store remembers for the next process. No call raises for what a disk does."""
+
+    def recall_written(self) -> Sequence[tuple[float, int]]:
+        """What `remember_written` was given last, by whichever process."""
+        ...
+
+    def remember_written(self, written: Sequence[tuple[float, int]]) -> None:
+        """Remember when how many bytes were written: seconds since 1970 and bytes."""
+        ...
+
+    def recall_seen(self) -> bytes:
+        """What `remember_seen` was given, by whichever process."""
+        ...
+
+    def remember_seen(self, records: bytes, *, anew: bool) -> None:
+        """Remember which blocks were seen, beside those that are remembered; `anew`: in their place."""
+        ...
+
+
 class DurableStore(Store, Protocol):
     """A tier that outlives the process, and so has what other processes and other engines left there."""
 
@@ -166,12 +186,13 @@ class DurableStore(Store, Protocol):
         nothing of it can be read any more."""
         ...
 
-    def recall_written(self) -> Sequence[tuple[float, int]]:
-        """What `remember_written` was given last, by whichever process."""
+    @property
+    def notes(self) -> StoreNotes:
+        """What it remembers beside its chunks."""
         ...
 
-    def remember_written(self, written: Sequence[tuple[float, int]]) -> None:
-        """Remember when how many bytes were written: seconds since 1970 and bytes."""
+    def was_damaged(self, block: bytes) -> bool:
+        """Whether a chunk with this block went of late because it failed a check."""
         ...
 
     def lingers(self, keys: Sequence[bytes]) -> bool:

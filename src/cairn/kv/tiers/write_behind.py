@@ -121,7 +121,6 @@ class WriteBehind:
         """Serial of every chunk that is noted, spare, queued or being written."""
         self._serial = 0
         self._touched = RecentKeys()
-        self._stored = RecentKeys()
         self._flushes = Flushes()
         self._drops = 0
         """Orders of `drop` that go on."""
@@ -198,13 +197,9 @@ class WriteBehind:
         """Whether a chunk is stored, or is to be."""
         return key in self._outstanding or key in self._tails or self._store.has(key)
 
-    def not_stored_yet(self, context: SequenceKV, index: int, tokens: Sequence[int]) -> bool:
-        """Whether the chunk with this block of the leading group was seen and, as far as one remembers, not stored."""
-        last = (index // CHUNK_BLOCKS + 1) * CHUNK_BLOCKS - 1
-        if (last + 1) * self._cache.info.block_tokens > len(tokens):
-            return False
-        key = context.chains[self._lead].key(last, tokens)
-        return key in self._touched and key not in self._stored
+    def writes(self, block: bytes) -> bool:
+        """Whether a chunk with this block is queued or being written."""
+        return any(block in noted.blocks for _, noted in self._copied.values())
 
     # ------------------------------------------------------------------------------------------- between two steps
 
@@ -342,7 +337,8 @@ class WriteBehind:
             self.bytes -= size
             serial = self._outstanding.pop(key)
             if kept:
-                self._stored.add(key)
+                if noted.chunk.group == self._lead:
+                    self._cache.seen.store(noted.blocks)
                 if stale := [tail for tail in noted.tails if self._store.has(tail)]:
                     self._writer.push(partial(self._writer.drop, stale))
             else:
