@@ -216,17 +216,17 @@ class Storage:
         behind = self.tiers.write_behind
         law(behind.bytes == sum(size for size, _ in behind._copied.values()), "the queue's bytes do not add up")
         law(behind.bytes <= max(self.limits.queue_bytes, self.page), "the queue's bound was ignored")
-        places = [*behind._noted, *behind._spare, *behind._copied]
+        places = [*behind.waiting.noted, *behind.waiting.spare, *behind._copied]
         law(sorted(behind._outstanding) == sorted(places), "a chunk waits nowhere or twice")
-        law(not set(behind._tails) & set(places), "a tail waits twice")
-        waiting = {**behind._noted, **behind._spare, **behind._tails}
+        law(not set(behind.waiting.tails) & set(places), "a tail waits twice")
+        waiting = {**behind.waiting.noted, **behind.waiting.spare, **behind.waiting.tails}
         for noted in waiting.values():
             found = [self.world.cache.pools[noted.chunk.group]._index.get(block) for block in noted.blocks]
             law(None not in found, "a chunk waits for blocks that are gone")
             state = self.world.groups[noted.chunk.group].kind == "state"
             law(state or not set(noted.tails) & set(waiting), "a tail waits beside what takes its place")
         law(
-            not any(noted.chunk.parent in behind._spare for noted in behind._noted.values()),
+            not any(noted.chunk.parent in behind.waiting.spare for noted in behind.waiting.noted.values()),
             "what is spare is in the way",
         )
         queued = [job for job in self.tiers.writer._jobs if isinstance(job, Chunk)]
@@ -235,11 +235,14 @@ class Storage:
             law(job.parent not in later, "a chunk is queued before what it extends")
             later.add(job.key)
         used = sorted((block, key) for key, noted in waiting.items() for block in noted.blocks)
-        law(used == sorted((block, key) for block, keys in behind._users.items() for key in keys), "blocks of nobody")
+        law(
+            used == sorted((block, key) for block, keys in behind.waiting.users.items() for key in keys),
+            "blocks of nobody",
+        )
         counts = Counter[int]()
-        for noted in behind._noted.values():
+        for noted in behind.waiting.noted.values():
             counts[noted.chunk.group] += len(noted.blocks)
-        law([counts[group] for group in range(len(behind._noted_blocks))] == behind._noted_blocks, "noted blocks")
+        law([counts[group] for group in range(len(behind.waiting.blocks))] == behind.waiting.blocks, "noted blocks")
         denied = {context for context in self.tiers._loads if not context.progress.loading}
         law(not denied, "a load that its context denies")
         law(self.disk.stats().bytes <= self.disk.stats().budget, "the store is larger than its budget")
@@ -283,7 +286,7 @@ class Storage:
         world.clock.time += IDLE_SECONDS + 1
         while self.tiers.turn(True) or self.work() or self.tiers.write_behind.chunks:
             pass
-        law(not self.tiers.write_behind._tails, "a tail waits although its context is idle")
+        law(not self.tiers.write_behind.waiting.tails, "a tail waits although its context is idle")
         law(self.asked == self.answered, "somebody waits for an answer for ever")
         law(not self.tiers.write_behind.chunks and not self.tiers.write_behind.bytes, "chunks are outstanding at rest")
         for store in self.tiers._stores.values():

@@ -121,7 +121,7 @@ def test_a_tail_is_not_stored_while_its_context_goes_on() -> None:
         rig.step()
     rig.clock.time += IDLE_SECONDS
     rig.step()
-    assert rig.tiers is not None and rig.tiers.write_behind._tails
+    assert rig.tiers is not None and rig.tiers.write_behind.waiting.tails
     rig.settle()
     end_of(rig, "idle")
     assert [len(chunk.tokens) for chunk in store._chunks.values() if len(chunk.tokens) < CHUNK] == [8]
@@ -148,7 +148,7 @@ def test_what_nobody_is_known_to_go_on_with_is_stored_last_and_goes_first() -> N
 def test_who_comes_back_is_no_longer_the_first_to_go() -> None:
     store = disk()
     rig = Rig({"disk": store}, blocks=200)
-    for count in (1, 2):
+    for _ in range(2):
         rig.add(PROMPT[:40], durable=False)
         while not rig.scheduler.idle:
             rig.step()
@@ -247,7 +247,7 @@ def test_a_long_context_is_stored_before_others_and_a_short_one_when_it_comes_ag
         rig.add(prompt, durable=False)
         while not rig.scheduler.idle:
             rig.step()
-        assert len(rig.tiers.write_behind._noted) == waiting
+        assert len(rig.tiers.write_behind.waiting.noted) == waiting
     rig.settle()
     assert store.stats().chunks == 6 + 16
 
@@ -262,7 +262,9 @@ def test_what_must_not_be_stored_is_not_however_often_it_comes_and_counts_for_no
     while not rig.scheduler.idle:
         rig.step()
     behind = rig.tiers.write_behind
-    assert not behind._noted and len(behind._spare) == 6, "the first that may be stored is the first touch"
+    assert not behind.waiting.noted and len(behind.waiting.spare) == 6, (
+        "the first that may be stored is the first touch"
+    )
     rig.settle()
     assert store.stats().chunks == 6
 

@@ -11,7 +11,6 @@ the worker's thread; the threads of `StoreWriter` and `StoreReader` see chunks o
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +21,10 @@ from cairn.kv.pool.attention_window import lead
 from cairn.kv.pool.cache import Cache
 from cairn.kv.pool.sequence_kv import SequenceKV, TierName
 from cairn.kv.tiers.chunk_lookup import ChunkLookup
-from cairn.kv.tiers.day_budget import DayBudget
 from cairn.kv.tiers.reader import Arrival, ContextLoad, LoadMode, LoadPolicy, StoreReader, Want
 from cairn.kv.tiers.reuse_hints import Standing
 from cairn.kv.tiers.store import Chunk, DurableStore, Store, chunk_sizes
+from cairn.kv.tiers.store_memory import StoreMemory
 from cairn.kv.tiers.store_writer import StoreWriter
 from cairn.kv.tiers.write_behind import WriteBehind, WriteLimits
 from cairn.system.interfaces import Clock
@@ -38,10 +37,6 @@ log = logging.getLogger(__name__)
 
 TURN_BYTES = 32 << 20
 """Put into the pool between two steps for one load, about."""
-
-TELL_SECONDS = 1.0
-SEEN_BYTES = 1 << 19
-"""Records of what was seen that are added to those on the disk before all are written anew."""
 
 Done = Callable[[], None]
 Sweep = Callable[[DurableStore], Swept]
@@ -73,19 +68,15 @@ class Tiers:
         self.reader = StoreReader(stores, self._sizes, self.load_policy, clock, wake)
         *_, durable = stores.values()
         limits = limits or WriteLimits()
-        budget = DayBudget(clock, limits.day_bytes, self._remember)
-        if self._durable is not None:
-            budget.restore(self._durable.notes.recall_written())
-            cache.seen.restore(self._durable.notes.recall_seen())
-        self.write_behind = WriteBehind(cache, engine, clock, durable, self.writer, limits, budget)
+        notes = self._durable.notes if self._durable is not None else None
+        self._memory = StoreMemory(notes, cache.seen, self.writer, clock, limits.day_bytes)
+        self.write_behind = WriteBehind(cache, engine, clock, durable, self.writer, limits, self._memory.budget)
         self._lookup = ChunkLookup(cache, stores)
         self._loads: dict[SequenceKV, tuple[ContextLoad, Sequence[int]]] = {}
         self._answers: deque[Done] = deque()
         """What to do in the next turn, on the worker's thread."""
         self._sweeping: dict[Sweep, list[Callable[[Swept | None], None]]] = {}
         """What runs on threads of its own, and who waits for it."""
-        self._told, self._appended = -math.inf, 0
-        """When what was seen was written down last, and bytes since all of it was."""
         self._loaded = self._abandoned = 0
         self._load_seconds = 0.0
         self._wake = wake
@@ -182,7 +173,7 @@ class Tiers:
         `idle`: no request has wanted a step for a while. Raises nothing that a store does.
         """
         landing = [self._land(context, *item) for context, item in tuple(self._loads.items())]
-        self._tell_seen()
+        self._memory.turn()
         while self._answers:
             self._answers.popleft()()
         reading = self.write_behind.turn(idle)
@@ -338,8 +329,8 @@ class Tiers:
         stores = [store for tier, store in self._stores.items() if disk or tier != "disk"]
 
         def give_up() -> None:
-            if disk and self._cache.seen.forget(keys):
-                self._write_seen(None)
+            if disk:
+                self._memory.forget(keys)
             self._cache.forget(self._cache.context(salt), tokens, keep)
             self.do(lambda store: self._lookup.drop(store, keys, salt, tokens, first), stores, dropped)
 
@@ -471,26 +462,6 @@ class Tiers:
         self._reported = now
         return now
 
-    def _tell_seen(self) -> None:
-        """Have what was seen written down, about once a second."""
-        now = self._clock.now()
-        if self._durable is not None and now - self._told >= TELL_SECONDS and (news := self._cache.seen.news()):
-            self._told, self._appended = now, self._appended + len(news)
-            self._write_seen(news if self._appended <= SEEN_BYTES else None)
-
-    def _write_seen(self, news: bytes | None) -> None:
-        """Have these records added to those on the disk; None: all anew, in the place of what is there."""
-        if self._durable is None:
-            return
-        self._appended = 0 if news is None else self._appended
-        records = self._cache.seen.records() if news is None else news
-        self.writer.push(partial(self._durable.notes.remember_seen, records, anew=news is None))
-
-    def _remember(self, written: Sequence[tuple[float, int]]) -> None:
-        """Have what is written today remembered, before the next chunk is written."""
-        if self._durable is not None:
-            self.writer.push(partial(self._durable.notes.remember_written, written))
-
     def _tend(self) -> None:
         """About once a second, on the writer's thread: look after the disk, and let its news be heard."""
         store = self._durable
@@ -524,13 +495,12 @@ class Tiers:
             self._cache.close(context, tokens)
         end = self._clock.now() + grace
         self.write_behind.finish(grace)
-        self._write_seen(None)
+        self._memory.write_seen()
         ended = self.writer.close(max(0.0, end - self._clock.now()))
         if left := self.write_behind.left():
             log.warning("%d chunks of KV were not stored before the end, and will be computed again", left)
         # A store is left as it is while a thread still hangs in it; the end of the process gives it back.
         if all([ended, self.reader.close()]):
-            if self._durable is not None:
-                self._durable.notes.remember_written(self.write_behind.budget.record())
+            self._memory.close()
             for store in self._stores.values():
                 store.close()

@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,8 +38,9 @@ from cairn.kv.pool.snapshots import BOUNDARY
 from cairn.kv.tiers.chunk_lookup import Beginning
 from cairn.kv.tiers.day_budget import DayBudget
 from cairn.kv.tiers.flushes import Flushed, Flushes
-from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Store, chunk_sizes
+from cairn.kv.tiers.store import Store, chunk_sizes
 from cairn.kv.tiers.store_writer import StoreWriter
+from cairn.kv.tiers.waiting_chunks import NotedChunk, PoolChunks, WaitingChunks
 from cairn.system.interfaces import Clock
 from cairn.types.block_size import CHUNK_BLOCKS
 from cairn.types.step import Engine
@@ -66,22 +67,6 @@ class WriteLimits:
     """Copied between two steps at most; one chunk always may be."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Noted:
-    """A chunk whose pages are still only in the pool."""
-
-    chunk: Chunk
-    blocks: tuple[bytes, ...]
-    """Keys of the blocks whose pages it has."""
-    first: bytes
-    """The key of the first block of its tokens."""
-    tails: tuple[bytes, ...]
-    """Keys of the tails that it takes the place of, whether there are any or not."""
-    at: float
-    """When it was noted, or its context ended."""
-    spare: bool
-
-
 class WriteBehind:
     """What waits to be written. One thread calls; the writer's thread sees chunks only."""
 
@@ -104,18 +89,9 @@ class WriteBehind:
         self._limits = limits
         self._sizes = chunk_sizes(cache.info.groups, cache.info.block_bytes)
         self._lead = lead(cache.info.groups)
-        self._order = sorted(range(len(cache.pools)), key=lambda number: self._is_state(number))
-        """Numbers of groups, states last: they extend KV."""
-        self._noted: OrderedDict[bytes, _Noted] = OrderedDict()
-        """Parents before children, but for those that were lost and noted again."""
-        self._spare: OrderedDict[bytes, _Noted] = OrderedDict()
-        """Likewise; what these extend may be in `_noted`, but not the other way round."""
-        self._tails: OrderedDict[bytes, _Noted] = OrderedDict()
-        """Of contexts that have ended, those that ended first in front; they are not outstanding."""
-        self._users: dict[bytes, list[bytes]] = {}
-        """Of which of all these a block is a part, all by their keys: contexts may part within a chunk."""
-        self._noted_blocks = [0] * len(cache.pools)
-        self._copied: dict[bytes, tuple[int, _Noted]] = {}
+        self._chunks = PoolChunks(cache, clock, self._has_parent)
+        self.waiting = WaitingChunks(len(cache.pools), clock)
+        self._copied: dict[bytes, tuple[int, NotedChunk]] = {}
         """Bytes of every chunk that is queued or being written, and what was noted of it."""
         self._outstanding: OrderedDict[bytes, int] = OrderedDict()
         """Serial of every chunk that is noted, spare, queued or being written."""
@@ -154,7 +130,7 @@ class WriteBehind:
     @property
     def due(self) -> float:
         """Seconds until the next tail is to be noted; infinite where none waits."""
-        first = next(iter(self._tails.values()), None)
+        first = next(iter(self.waiting.tails.values()), None)
         return math.inf if first is None else max(0.0, first.at + IDLE_SECONDS - self._clock.now())
 
     def findable(self, context: SequenceKV, tokens: Sequence[int]) -> None:
@@ -170,7 +146,7 @@ class WriteBehind:
             progress.breaks = self._breaks
         if progress.durable and progress.breaks != self._breaks and now - progress.looked >= WAIT_SECONDS:
             progress.noted, progress.breaks, progress.looked = [0] * len(progress.noted), self._breaks, now
-        for number in self._order:
+        for number in self._chunks.order:
             stop = context.table.published[number] // CHUNK_BLOCKS
             while progress.noted[number] < stop:
                 self._note(context, number, progress.noted[number], tokens)
@@ -182,20 +158,20 @@ class WriteBehind:
         if not context.progress.stored:
             return
         last = computed // self._cache.info.block_tokens
-        for number in self._order:
-            if boundary and self._is_state(number):
+        for number in self._chunks.order:
+            if boundary and self._chunks.is_state(number):
                 self._note(context, number, boundary // BOUNDARY - 1, tokens)
             if last % CHUNK_BLOCKS:
                 self._note_tail(context, number, last, tokens)
 
     def unwanted(self, key: bytes) -> None:
         """Do not write a state that is forgotten, unless another that is noted extends it."""
-        if not any(one.chunk.parent == key for one in (*self._noted.values(), *self._spare.values())):
+        if not any(one.chunk.parent == key for one in self.waiting):
             self.forget((key,))
 
     def has(self, key: bytes) -> bool:
         """Whether a chunk is stored, or is to be."""
-        return key in self._outstanding or key in self._tails or self._store.has(key)
+        return key in self._outstanding or key in self.waiting.tails or self._store.has(key)
 
     def writes(self, block: bytes) -> bool:
         """Whether a chunk with this block is queued or being written."""
@@ -208,8 +184,8 @@ class WriteBehind:
         self._settle()
         self._take_tails(IDLE_SECONDS)
         room = self._limits.turn_bytes
-        while room > 0 and self._ready(idle):
-            room -= self._copy(self._next())
+        while room > 0 and self._ready(idle) and (following := self.waiting.next) is not None:
+            room -= self._copy(following)
         self._flushes.answer(lambda: next(iter(self._outstanding.values()), math.inf))
         return self._ready(idle)
 
@@ -224,10 +200,10 @@ class WriteBehind:
     def forget(self, keys: Collection[bytes]) -> None:
         """Do not write these any more, unless they are in the queue already."""
         for key in keys:
-            if key in self._tails:
-                self._remove(self._tails, key)
-            elif key in self._noted or key in self._spare:
-                self._unnote(key)
+            if key in self.waiting.tails:
+                self.waiting.remove(self.waiting.tails, key)
+            elif key in self.waiting.noted or key in self.waiting.spare:
+                self.waiting.unnote(key)
                 del self._outstanding[key]
 
     def drop(self, keys: Collection[bytes], beginnings: Collection[Beginning]) -> list[bytes]:
@@ -244,20 +220,16 @@ class WriteBehind:
         known = 0
         while known < len(self._going):  # more than once, since what extends a chunk may have been noted before it
             known = len(self._going)
-            self._going.update(one.chunk.key for one in self._waiting() if one.chunk.parent in self._going)
+            self._going.update(one.chunk.key for one in self.waiting if one.chunk.parent in self._going)
         self.forget(self._going)
         return ahead
-
-    def _waiting(self) -> Iterable[_Noted]:
-        """All that is not copied yet."""
-        return (*self._noted.values(), *self._spare.values(), *self._tails.values())
 
     def _begun(self, beginnings: Collection[Beginning]) -> list[bytes]:
         """Chunks that wait in the pool, are queued or being written and begin with one of these."""
         size = self._cache.info.block_tokens
         return [
             one.chunk.key
-            for one in (*self._waiting(), *(one for _, one in self._copied.values()))
+            for one in (*self.waiting, *(one for _, one in self._copied.values()))
             for begun in beginnings
             if one.chunk.tokens[: len(begun.tokens)] == begun.tokens
             and one.first == extend(begun.before, one.chunk.tokens[:size])
@@ -273,7 +245,7 @@ class WriteBehind:
         known = -1
         while known != len(self._outstanding):
             known = len(self._outstanding)
-            for noted in (*self._noted.values(), *self._spare.values()):
+            for noted in (*self.waiting.noted.values(), *self.waiting.spare.values()):
                 if not self._has_parent(noted.chunk.parent):
                     self.forget((noted.chunk.key,))
 
@@ -284,10 +256,10 @@ class WriteBehind:
         """
         self._note_all()
         end = self._clock.now() + grace
-        while self._noted:
+        while (following := self.waiting.next) is not None:
             self._settle()
-            if self._fits(self._next()):
-                self._copy(self._next())
+            if self._fits(following):
+                self._copy(following)
             elif not self._writer.wait(end - self._clock.now()):
                 return
 
@@ -298,31 +270,32 @@ class WriteBehind:
 
     def _ready(self, idle: bool) -> bool:
         """Whether to copy the next chunk now; `idle` as in `Tiers.turn`."""
-        if self._drops or not (self._noted or self._spare) or not self._fits(self._next()):
+        following = self.waiting.next
+        if self._drops or following is None or not self._fits(following):
             return False
-        return idle or (bool(self._noted) and self._pressing())
+        return idle or (not following.spare and self._pressing(following))
 
-    def _pressing(self) -> bool:
+    def _pressing(self, following: NotedChunk) -> bool:
         """Whether to copy although requests want a step: somebody waits for it, or the pool is about to need blocks."""
-        if self._flushes or self._clock.now() - self._next().at > COPY_SECONDS:
+        if self._flushes or self._clock.now() - following.at > COPY_SECONDS:
             return True
-        pools = zip(self._cache.pools, self._noted_blocks, strict=True)
+        pools = zip(self._cache.pools, self.waiting.blocks, strict=True)
         return any(noted and (pool.available - noted) * 8 < pool.size for pool, noted in pools)
 
     def _leaving(self, block: bytes) -> None:
         """The pool is about to give up a block: copy its chunks, after all noted ones they extend, or give them up."""
-        for key in tuple(self._users.get(block, ())):
-            if (tail := self._tails.get(key)) is not None:
-                self._remove(self._tails, key)
-                unwanted = tail.spare or self._is_state(tail.chunk.group) or not self._fits(tail)
-                if unwanted or not self._start(tail):
-                    continue
-            elif key in self._spare:
+        for key in tuple(self.waiting.users.get(block, ())):
+            if (tail := self.waiting.tails.get(key)) is not None:
+                self.waiting.remove(self.waiting.tails, key)
+                unwanted = tail.spare or self._chunks.is_state(tail.chunk.group) or not self._fits(tail)
+                if not unwanted:
+                    self._start(tail)
+            elif key in self.waiting.spare:
                 self.forget((key,))
+            if (noted := self.waiting.noted.get(key)) is None:
                 continue
-            noted = self._noted[key]
             room = (self._limits.queue_bytes - self.bytes) // self._sizes[noted.chunk.group]
-            line = self._line(noted, max(1, room) + 1)  # one more than fit is as good as all of a long one
+            line = self.waiting.line(noted, max(1, room) + 1)  # one more than fit is as good as all of a long one
             if self._fits(*line):
                 for one in reversed(line):
                     self._copy(one)
@@ -351,19 +324,19 @@ class WriteBehind:
         """Decide about one whole chunk of a context: it is stored, outstanding, not wanted (yet), or noted now."""
         last = (index + 1) * CHUNK_BLOCKS - 1
         key = context.chains[number].key(last, tokens)
-        if self._is_state(number) and not self._is_there(context, number, last, tokens):
+        if self._chunks.is_state(number) and not self._chunks.is_settled(context, number, last + 1, tokens):
             return
         again = key in self._touched
         self._touched.add(key)
         if key in self._outstanding:
             if again or context.progress.durable:
-                self._promote(key, wanted=again or not context.progress.once)
+                self.waiting.promote(key, wanted=again or not context.progress.once)
             return
         if self._durable(key) and key not in self._going:
             return
         if any(key == one.chunk.parent for _, one in self._copied.values()):
             return  # it left the store, which will not take what is queued; when that is lost both are noted again
-        noted = self._describe(context, number, last, tokens, spare=not (again or context.progress.durable))
+        noted = self._chunks.describe(context, number, last, tokens, spare=not (again or context.progress.durable))
         if again:
             noted = dataclasses.replace(noted, chunk=dataclasses.replace(noted.chunk, once=False))
         if noted.chunk.parent in self._going:
@@ -373,152 +346,81 @@ class WriteBehind:
 
     def _note_tail(self, context: SequenceKV, number: int, last: int, tokens: Sequence[int]) -> None:
         """Let what the pool has of a group behind the last whole chunk, up to block `last`, wait to be noted."""
-        if self._is_state(number):
-            begin, of = last // CHUNK_BLOCKS * CHUNK_BLOCKS, context.chains[number].key
-            ends = (end for end in range(last, begin, -1) if self._has_state(number, of(end - 1, tokens), end, tokens))
-            last = next(ends, begin)
+        if self._chunks.is_state(number):
+            begin = last // CHUNK_BLOCKS * CHUNK_BLOCKS
+            last = self._chunks.last_state(context, number, begin, last, tokens)
             if last == begin:
                 return
-        tail = self._describe(context, number, last - 1, tokens, spare=not context.progress.durable)
+        tail = self._chunks.describe(context, number, last - 1, tokens, spare=not context.progress.durable)
         key = tail.chunk.key
         if key in self._outstanding or key in self._going or tail.chunk.parent in self._going:
             return
-        if any(one != key for one in self._users.get(key, ())):
-            return  # something that is longer waits already
-        old = self._remove(self._tails, key) if key in self._tails else None
+        if self.waiting.has_longer(key):
+            return
+        old = self.waiting.remove(self.waiting.tails, key) if key in self.waiting.tails else None
         if old is not None and not old.spare:
             tail = dataclasses.replace(tail, spare=False, chunk=dataclasses.replace(tail.chunk, once=old.chunk.once))
-        if self._find(tail) is not None:
-            self._supersede(tail)
-            self._insert(self._tails, tail)
-        if len(self._tails) > MOST_TAILS:
-            self._remove(self._tails, next(iter(self._tails)))
+        if self._chunks.find(tail) is not None:
+            self.forget(self.waiting.superseded(tail))
+            self.waiting.insert(self.waiting.tails, tail)
+        if len(self.waiting.tails) > MOST_TAILS:
+            self.waiting.remove(self.waiting.tails, next(iter(self.waiting.tails)))
 
     def _take_tails(self, idle: float) -> None:
         """Note the tails of contexts that ended `idle` seconds ago; those that somebody goes on with wait on."""
         now = self._clock.now()
-        while self._tails and not self._drops and now - (tail := next(iter(self._tails.values()))).at >= idle:
-            self._remove(self._tails, tail.chunk.key)
-            if idle and (self._is_used(tail) or tail.chunk.parent in self._tails):
-                self._insert(self._tails, dataclasses.replace(tail, at=now))
+        while (
+            self.waiting.tails
+            and not self._drops
+            and now - (tail := next(iter(self.waiting.tails.values()))).at >= idle
+        ):
+            self.waiting.remove(self.waiting.tails, tail.chunk.key)
+            if idle and (self._chunks.is_used(tail) or tail.chunk.parent in self.waiting.tails):
+                self.waiting.insert(self.waiting.tails, dataclasses.replace(tail, at=now))
             else:
                 self._start(tail)
 
-    def _start(self, tail: _Noted) -> bool:
-        """Note a tail, unless it is a part of what is stored or what it extends is not; whether it is noted."""
+    def _start(self, tail: NotedChunk) -> None:
+        """Note a tail, unless it is a part of what is stored or what it extends is not."""
         parent = tail.chunk.parent
-        if parent in self._tails:
-            self._start(self._remove(self._tails, parent))
+        if parent in self.waiting.tails:
+            self._start(self.waiting.remove(self.waiting.tails, parent))
         if self._store.match_within((tail.chunk.key,)) is not None:
-            return False
-        if not self._has_parent(parent) and self._is_state(
-            tail.chunk.group
-        ):  # its KV may be a part of something longer
-            longer = self._store.match_within((parent,))
+            return
+        if self._chunks.is_state(tail.chunk.group) and not self._has_parent(parent):
+            longer = self._store.match_within((parent,))  # which its KV may be a part of
             parent = parent if longer is None else longer[1]
             tail = dataclasses.replace(tail, chunk=dataclasses.replace(tail.chunk, parent=parent))
-        return self._has_parent(parent) and self._add(tail)
+        if self._has_parent(parent):
+            self._add(tail)
 
     def _note_all(self) -> None:
         """Note all tails, and what is spare as if it were not."""
         self._take_tails(0)
-        for key in tuple(self._spare):
-            self._promote(key)
+        for key in tuple(self.waiting.spare):
+            self.waiting.promote(key)
 
-    def _add(self, noted: _Noted) -> bool:
-        """Note a chunk, unless the day's bytes are written or the pool has it no more; whether it is noted."""
+    def _add(self, noted: NotedChunk) -> None:
+        """Note a chunk, unless the day's bytes are written or the pool has it no more."""
         if not self.budget.left(once=noted.chunk.once):
             self.budget_spent += 1
-            return False
-        if self._find(noted) is None:
-            return False  # a window has left it behind, or it was counted when it was lost
+            return
+        if self._chunks.find(noted) is None:
+            return  # a window has left it behind, or it was counted when it was lost
         key = noted.chunk.key
         self._going.discard(key)
-        self._supersede(noted)
+        self.forget(self.waiting.superseded(noted))
         if not noted.spare:
-            self._promote(noted.chunk.parent)
-        self._insert(self._spare if noted.spare else self._noted, noted)
+            self.waiting.promote(noted.chunk.parent)
+        self.waiting.insert(self.waiting.spare if noted.spare else self.waiting.noted, noted)
         self._serial += 1
         self._outstanding[key] = self._serial
-        return True
-
-    def _promote(self, key: bytes, *, wanted: bool = False) -> None:
-        """Store a spare chunk as soon as others, and before it what it extends; `wanted`: it came again."""
-        line = []
-        while key in self._spare:
-            line.append(self._remove(self._spare, key))
-            key = line[-1].chunk.parent
-        for noted in reversed(line):
-            chunk = dataclasses.replace(noted.chunk, once=noted.chunk.once and not wanted)
-            self._insert(self._noted, dataclasses.replace(noted, chunk=chunk, spare=False, at=self._clock.now()))
-
-    def _supersede(self, noted: _Noted) -> None:
-        """Forget the tails that a chunk takes the place of, as far as they are not stored."""
-        self.forget([key for key in noted.tails if key in self._users.get(key, ())])
-
-    def _describe(self, context: SequenceKV, number: int, last: int, tokens: Sequence[int], *, spare: bool) -> _Noted:
-        """The chunk, or tail, of a context that ends with block `last`."""
-        chain, size, state = context.chains[number], self._cache.info.block_tokens, self._is_state(number)
-        first = last // CHUNK_BLOCKS * CHUNK_BLOCKS
-        keys = tuple(chain.key(one, tokens) for one in range(first, last + 1))
-        above, parent = self._parent(context, number, last, tokens)
-        chunk = Chunk(
-            key=keys[-1],
-            parent=parent,
-            tokens=tuple(tokens[first * size : (last + 1) * size]),
-            depth=(last + 1 if state else first) * size,
-            pages=b"",
-            group=number,
-            heads=() if state else tuple(key[:HEAD_BYTES] for key in keys[:-1]),
-            once=context.progress.once,
-        )
-        ends = (one for one in range(above, last) if (one + 1) % CHUNK_BLOCKS)
-        tails = tuple(chain.key(one, tokens) for one in ends)
-        return _Noted(chunk, keys[-1:] if state else keys, keys[0], tails, self._clock.now(), spare)
-
-    def _is_state(self, number: int) -> bool:
-        return self._cache.info.groups[number].kind == "state"
-
-    def _is_there(self, context: SequenceKV, number: int, last: int, tokens: Sequence[int]) -> bool:
-        """Whether the pool has the state at the end of block `last`, and the next does not take its place."""
-        found = self._has_state(number, context.chains[number].key(last, tokens), last + 1, tokens)
-        return found and context.table.snapshots.passing != last + 1
-
-    def _has_state(self, number: int, key: bytes, end: int, tokens: Sequence[int]) -> bool:
-        size = self._cache.info.block_tokens
-        return self._cache.pools[number].find(key, tokens[(end - 1) * size : end * size]) is not None
-
-    def _is_used(self, noted: _Noted) -> bool:
-        """Whether a sequence that runs has one of the blocks."""
-        pool, blocks = self._cache.pools[noted.chunk.group], self._find(noted) or ()
-        return any(pool.holders(block) for block in blocks)
-
-    def _parent(self, context: SequenceKV, number: int, last: int, tokens: Sequence[int]) -> tuple[int, bytes]:
-        """What the chunk that ends with block `last` extends: how many blocks there are up to its end, and its key,
-        empty where it is the first. A state extends the KV of its chunk."""
-        key, first = context.chains[number].key, last // CHUNK_BLOCKS * CHUNK_BLOCKS
-        if not self._is_state(number):
-            return first, key(first - 1, tokens) if first else b""
-        if not self._is_state(self._lead):
-            return first, context.chains[self._lead].key(last, tokens)
-        ends = ((end, key(end - 1, tokens)) for end in range(first, 0, -CHUNK_BLOCKS))
-        return next((one for one in ends if self._has_parent(one[1])), (0, b""))
-
-    def _find(self, noted: _Noted) -> list[int] | None:
-        """The blocks of a noted chunk; None where the pool does not have all of them any more."""
-        chunk, size = noted.chunk, self._cache.info.block_tokens
-        pool = self._cache.pools[chunk.group]
-        begin = len(chunk.tokens) - len(noted.blocks) * size
-        parts = (chunk.tokens[at : at + size] for at in range(begin, len(chunk.tokens), size))
-        blocks = [pool.find(key, part) for key, part in zip(noted.blocks, parts, strict=True)]
-        found = [block for block in blocks if block is not None]
-        return found if len(found) == len(blocks) else None
 
     # ------------------------------------------------------------------------------------------------- the queue
 
-    def _copy(self, noted: _Noted) -> int:
+    def _copy(self, noted: NotedChunk) -> int:
         """Copy a noted chunk's pages out of the pool and queue it; returns the bytes."""
-        chunk, found = noted.chunk, self._find(noted)
+        chunk, found = noted.chunk, self._chunks.find(noted)
         if found is None or not self._has_parent(chunk.parent):
             self._give_up(noted)
             return 0
@@ -526,7 +428,7 @@ class WriteBehind:
             self.budget_spent += 1
             self._give_up(noted)
             return 0
-        self._unnote(chunk.key)
+        self.waiting.unnote(chunk.key)
         pages = b"".join(self._engine.read_blocks(chunk.group, found).wait())
         size = self._store.kept_bytes(chunk.group, len(pages))
         self._copied[chunk.key] = len(pages), noted
@@ -535,21 +437,7 @@ class WriteBehind:
         self._writer.push(dataclasses.replace(chunk, pages=pages))
         return len(pages)
 
-    def _next(self) -> _Noted:
-        """What to copy next: the first noted, or what it extends, if that left the store and was noted again since."""
-        return self._line(next(iter((self._noted or self._spare).values())))[-1]
-
-    def _line(self, noted: _Noted, most: float = math.inf) -> list[_Noted]:
-        """A noted chunk, and after it the noted ones that it extends, nearest first; `most` in all."""
-        line = [noted]
-        while len(line) < most and (above := self._get(line[-1].chunk.parent)) is not None:
-            line.append(above)
-        return line
-
-    def _get(self, key: bytes) -> _Noted | None:
-        return self._noted.get(key) or self._spare.get(key)
-
-    def _fits(self, *line: _Noted) -> bool:
+    def _fits(self, *line: NotedChunk) -> bool:
         """Whether these may all be copied: within the bound, or one alone, however large it is."""
         size = sum(self._sizes[noted.chunk.group] for noted in line)
         return self.bytes + size <= self._limits.queue_bytes or (not self.bytes and len(line) == 1)
@@ -560,30 +448,10 @@ class WriteBehind:
     def _has_parent(self, parent: bytes) -> bool:
         return not parent or parent in self._outstanding or self._store.has(parent)
 
-    def _insert(self, queue: OrderedDict[bytes, _Noted], noted: _Noted) -> None:
-        queue[noted.chunk.key] = noted
-        for block in noted.blocks:
-            self._users.setdefault(block, []).append(noted.chunk.key)
-        if queue is self._noted:
-            self._noted_blocks[noted.chunk.group] += len(noted.blocks)
-
-    def _remove(self, queue: OrderedDict[bytes, _Noted], key: bytes) -> _Noted:
-        noted = queue.pop(key)
-        for block in noted.blocks:
-            self._users[block].remove(key)
-            if not self._users[block]:
-                del self._users[block]
-        if queue is self._noted:
-            self._noted_blocks[noted.chunk.group] -= len(noted.blocks)
-        return noted
-
-    def _unnote(self, key: bytes) -> None:
-        self._remove(self._noted if key in self._noted else self._spare, key)
-
-    def _give_up(self, noted: _Noted) -> None:
+    def _give_up(self, noted: NotedChunk) -> None:
         """It will not be stored; neither will what extends it, because that lacks its parent when its turn comes. Of
         what is spare that is no loss."""
-        self._unnote(noted.chunk.key)
+        self.waiting.unnote(noted.chunk.key)
         serial = self._outstanding.pop(noted.chunk.key)
         if not noted.spare:
             self._lose(serial)
