@@ -612,7 +612,7 @@ async def test_all_that_was_computed_for_a_client_that_does_not_read_goes_with_t
             while agent.key not in kv._request_contexts._of:
                 await asyncio.sleep(0.01)
         await at.service.flush()
-        assert len(chunk_files(tmp_path / "kv")) == 4
+        assert len(chunk_files(tmp_path / "kv")) >= 4
         assert (await http.delete("/v1/agents/ada")).status_code == 200
         await kv.settled()
         await at.service.flush()
