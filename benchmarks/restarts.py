@@ -5,13 +5,14 @@ A real `cairn serve MODEL` (default: SmolLM2 of the extra `models`), one client,
 each way to end a server:
 
     cold        a prompt that nobody has seen
-    (end)       kill -9 once nothing waits to be stored any more and nothing was asked for some seconds, or SIGTERM at
-                once; then a new server, of which first a short prompt is asked
-    resumed     the same prompt, and its answer with some new tokens behind it
+    (end)       kill -9 two seconds after the answer, or once it is idle, or SIGTERM at once; then a new server, of
+                which first a short prompt is asked
+    resumed     the same prompt with its answer and one new token behind it
+    pool        the first prompt again
 
 Answers must be the same as before. Said are the medians: seconds to the first token, the part of the cold time, tokens
-that were computed again, seconds from the decision to load until all lay in the pool, and what the new server took to
-become ready. The machine's load is said beside them.
+that were computed again, seconds from the decision to load until all lay in the pool, seconds of the steps, and what
+the new server took to become ready. The machine's load is said beside each round.
 """
 
 from __future__ import annotations
@@ -30,12 +31,9 @@ from typing import Any
 from percentiles import usual_model
 from resume import Server
 
-NEW = 24
-"""Tokens of the next turn."""
 ANSWER = 40
-REST = 2.0
-"""Seconds after an answer before a kill."""
-WAYS = ("kill -9", "SIGTERM")
+WAYS = {"kill -9": 2.0, "kill -9, idle": 33.0, "SIGTERM": 0.0}
+"""How a server ends, and how many seconds after an answer."""
 
 
 class Home:
@@ -53,21 +51,22 @@ class Home:
         self.ready.append(time.perf_counter() - began)
 
     def end(self, way: str) -> None:
+        time.sleep(WAYS[way])
         if way == "SIGTERM":
             os.kill(self.server.process.pid, signal.SIGTERM)
             self.server.process.wait(60)
         else:
-            time.sleep(REST)
             self.server.kill()
 
     def ask(self, prompt: list[int], count: int) -> tuple[float, list[int], dict[str, Any]]:
-        """Seconds to the first token, the answer's tokens, and the cache report."""
+        """Seconds to the first token, the answer's tokens, and the cache report with the seconds of the steps."""
         body = {"prompt": prompt, "n_predict": count, "temperature": 0, "stream": True, "return_tokens": True}
         tokens, began, first, report = list[int](), time.perf_counter(), 0.0, None
         for chunk in self.server.stream("/completion", body):
             first = first or time.perf_counter() - began
             tokens += chunk["tokens"]
-            report = chunk.get("cairn", report)
+            if "cairn" in chunk:
+                report = chunk["cairn"] | {"steps": chunk["timings"]["prompt_ms"] / 1000}
         if report is None or not tokens:
             raise SystemExit("an answer without tokens or a cache report")
         return first, tokens, report
@@ -78,7 +77,7 @@ def rounds(home: Home, length: int, repeats: int, vocab: int) -> dict[str, dict[
     rng = random.Random(length)
     found: dict[str, dict[str, list[float]]] = {way: {} for way in WAYS}
     for number in range(repeats):
-        for way in WAYS if number % 2 else reversed(WAYS):
+        for way in tuple(WAYS) if number % 2 else reversed(WAYS):
             prompt = [rng.randrange(5, vocab) for _ in range(length)]
             cold, answer, report = home.ask(prompt, ANSWER)
             if report["pool"] + report["disk"] > 64:
@@ -86,18 +85,12 @@ def rounds(home: Home, length: int, repeats: int, vocab: int) -> dict[str, dict[
             home.end(way)
             home.start()
             home.ask([7] * 8, 2)
-            longer = [*prompt, *answer, *(rng.randrange(5, vocab) for _ in range(NEW))]
-            again, _, next_turn = home.ask(longer, 2)
-            same, told, report = home.ask(prompt, ANSWER)
+            again, _, report = home.ask([*prompt, *answer, 5], 2)
+            same, told, _ = home.ask(prompt, ANSWER)
             if told != answer:
                 raise SystemExit(f"{way}: another answer than the first")
-            row = {
-                "cold": cold,
-                "resumed": again,
-                "computed": next_turn["computed"] - NEW,
-                "load": next_turn["load_seconds"],
-            }
-            row |= {"part": again / cold, "pool": same, "ready": home.ready[-1]}
+            row = {"cold": cold, "resumed": again, "computed": report["computed"] - 1, "load": report["load_seconds"]}
+            row |= {"steps": report["steps"], "part": again / cold, "pool": same, "ready": home.ready[-1]}
             for name, value in row.items():
                 found[way].setdefault(name, []).append(value)
             said = "  ".join(f"{name} {value:.3f}" for name, value in row.items())
@@ -115,8 +108,8 @@ def main() -> None:
     parser.add_argument("--option", action="append", default=[], help="a further option of `cairn serve`")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no server outlives the run
-    print("| tokens | ended by | cold | resumed | of cold | computed again | loading | from the pool | ready |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| tokens | ended by | cold | resumed | of cold | computed again | loading | steps | from the pool | ready |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for length in given.lengths:
         with tempfile.TemporaryDirectory() as temporary:
             home = Home(given.model, Path(temporary), given.option)
@@ -126,9 +119,10 @@ def main() -> None:
                 home.server.kill()
         for way, row in found.items():
             middle = {name: statistics.median(values) for name, values in row.items()}
+            figures = [f"{middle[name]:.3f}" for name in ("load", "steps", "pool")]
             print(
                 f"| {length:,} | {way} | {middle['cold']:.2f} | {middle['resumed']:.3f} | {middle['part']:.1%} | "
-                f"{middle['computed']:.0f} | {middle['load']:.3f} | {middle['pool']:.3f} | {middle['ready']:.1f} |",
+                f"{middle['computed']:.0f} | {' | '.join(figures)} | {middle['ready']:.1f} |",
                 flush=True,
             )
 
