@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,8 @@ class Side(Timed):
     def machine(self, threads: int) -> dict[str, Any]:
         """The kernels that run here, and what the machine can do at most."""
         kernels = chosen("auto")
-        return {"kernels": kernels, **asdict(roofline.measure(kernels, threads, SystemClock().now))}
+        limits = roofline.measure(kernels, threads, SystemClock().now)
+        return {"kernels": kernels, "read": limits.read, "arithmetic": limits.arithmetic}
 
     def load(self, path: str, threads: int, tokens: int, options: dict[str, Any]) -> dict[str, Any]:
         """An engine whose pool holds `tokens` tokens."""

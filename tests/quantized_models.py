@@ -13,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
+
 from tests.tiny_models import write_model
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

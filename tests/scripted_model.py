@@ -23,10 +23,10 @@ from typing import Any
 
 import gguf
 import numpy as np
-from tests.gguf_files import PLAIN, put
 
 from cairn.text.tokens.detokenizer import _BYTES
 from cairn.text.tokens.gguf import CONTROL
+from tests.gguf_files import PLAIN, put
 
 HEADS, HEAD_DIM, WIDTH, BITS = 6, 64, 16, 13
 HIDDEN = WIDTH * (HEADS + 2)

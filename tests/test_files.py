@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.files import Crash, CrashFiles, Fault
 
 from cairn.system.interfaces import LOCK_FILE, FileSystem
 from cairn.system.posix import SystemFiles
+from tests.files import Crash, CrashFiles, Fault
 
 SEEDS = 300
 

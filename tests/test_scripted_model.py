@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.scripted_model import write_scripted
 
 from cairn import LLM
+from tests.scripted_model import write_scripted
 
 PIECES = ["Hel", "lo", " wor", "ld", "!", "\n", *("ha", " ") * 3, b"h\xc3", b"\xa9", "."]
 

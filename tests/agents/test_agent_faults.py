@@ -80,6 +80,22 @@ async def test_what_the_disk_refuses_is_a_503_and_nothing_has_changed(folder: Pa
         assert [info.id for info in at.agents.page("default").agents] == ["ada"]
 
 
+async def test_a_disk_that_has_room_again_is_found_out_without_a_turn(folder: Path) -> None:
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        at.files.fail(Fault(at.files.calls, errno.ENOSPC, sticky=True))
+        with pytest.raises(Unavailable):
+            await at.begin("ada", "one")
+        with pytest.raises(Unavailable):
+            await at.agents.tend()
+        assert at.agents.refuses and at.agents.troubles
+        at.files.heal()
+        await at.agents.tend()
+        assert not at.agents.refuses and at.agents.troubles == []
+        await at.again()
+        assert [info.id for info in at.agents.page("default").agents] == ["ada"]
+
+
 async def test_an_end_that_the_disk_refuses_is_an_error_and_is_written_later(folder: Path) -> None:
     async with house(folder) as at:
         await at.agents.create("default", id="ada")

@@ -9,19 +9,47 @@ from typing import Any
 
 import httpx
 
+from cairn.api.app import App
 from cairn.api.http.auth import salts
-from cairn.config.config import Config
+from cairn.config.config import Config, ModelOptions
+from cairn.frontend.service import Service
+from cairn.router.models import Models
+from cairn.router.served_model import ServedModel
 from tests.agents.house import House, house
 from tests.api.sockets import events, site
+from tests.service import tiny
+
+NAMES = ("any", "m")
+"""What tests call a model whose name is no matter."""
 
 
 @contextlib.asynccontextmanager
-async def home(folder: Path, **options: Any) -> AsyncIterator[tuple[House, httpx.AsyncClient]]:
+async def home(
+    folder: Path, embedder: Path | None = None, **options: Any
+) -> AsyncIterator[tuple[House, httpx.AsyncClient]]:
+    """`embedder`: of a model for embeddings, without which there are no collections."""
     config = Config(**options)
     async with house(folder, salts(config)) as at, site(at.service, config) as web, web.http() as http:
         web.app.attribution.agents = at.agents
         at.web = web  # type: ignore[attr-defined]
-        yield at, http
+        async with contextlib.nullcontext() if embedder is None else embedding(web.app, at.service, embedder):
+            yield at, http
+
+
+@contextlib.asynccontextmanager
+async def embedding(app: App, service: Service, folder: Path) -> AsyncIterator[None]:
+    """A model for embeddings beside the only one of an application, which goes on to answer to any name of `NAMES`."""
+    made = await Service.start(tiny.config(folder), in_process=True)
+    try:
+        listed = (ModelOptions(model="chats"), ModelOptions(model="embeds", name="embeds"))
+        models = Models(app.config, [ServedModel(app.config, one) for one in listed])
+        for model, each in zip(models.models, (service, made), strict=True):
+            models.loader.loaded(model, each, None)
+        models.name(models.models[0], NAMES)
+        app.open(models)
+        yield
+    finally:
+        await made.close()
 
 
 def plain(text: str) -> list[dict[str, Any]]:

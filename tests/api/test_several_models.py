@@ -42,6 +42,21 @@ def get(server: Served, path: str) -> Any:
     return httpx.get(server.url + path, trust_env=False, verify=False, timeout=60).json()
 
 
+def test_a_server_starts_beside_a_broken_folder(tmp_path: Path) -> None:
+    make_models(tmp_path, "gamma")
+    (make_models(tmp_path, "beta")[0] / "config.json").write_text("{")
+    (tmp_path / "alpha.gguf").symlink_to(tmp_path / "nowhere")
+    with served(models_dir=str(tmp_path), kv_dir=str(tmp_path / "kv"), kv_gb=0.02) as process:
+        found = {one["id"]: one["state"] for one in get(process, "/v1/models")["data"]}
+        assert found == {"alpha": "failed", "beta": "failed", "gamma": "loaded"}
+        assert post(process, "/v1/chat/completions", messages=HELLO, max_tokens=4).json()["model"] == "gamma"
+        refused = post(process, "/v1/chat/completions", model="beta", messages=HELLO)
+        assert refused.status_code == 503 and "beta cannot be loaded" in refused.text
+        health = get(process, "/health")
+        assert health["status"] == "degraded"
+        assert health["troubles"] == ["alpha cannot be loaded", "beta cannot be loaded"]
+
+
 HELLO = [{"role": "user", "content": "hello"}]
 DIALECTS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HELLO, "max_tokens": 4},
@@ -174,3 +189,16 @@ def test_teams_and_workflows_are_answered_by_the_model_that_they_name(server: Se
     assert turns, turns
     found = get(server, "/v1/agents/crew.ann")
     assert found["model"] == "beta", found
+
+
+def test_what_is_made_for_a_model_is_made_for_the_one_that_is_named(server: Served) -> None:
+    """An agent, and what OpenAI's routes beside the response say of one."""
+    for name in ("beta", "alpha"):
+        made = post(server, "/v1/agents", id=f"of-{name}", model=name)
+        assert made.status_code == 201 and made.json()["model"] == name, made.text
+        turn = post(server, f"/v1/agents/of-{name}/turns", messages=HELLO, max_tokens=4)
+        assert turn.json()["model"] == name, turn.text
+    for path in ("/v1/responses/compact", "/v1/responses/input_tokens"):
+        assert post(server, path, model="beta", input="hello").status_code == 200
+        unknown = post(server, path, model="gpt-5", input="hello")
+        assert unknown.status_code == 404 and "alpha, beta, gamma" in unknown.text

@@ -23,13 +23,16 @@ def bench(*arguments: str):
     return CliRunner().invoke(app, ["bench", *arguments])
 
 
-@pytest.mark.parametrize("model", [("demo",), ("--shape", "demo", "--type", "f16")])
+@pytest.mark.parametrize(
+    "model", [("demo",), ("--shape", "demo", "--type", "f16"), ("--shape", "demo", "--type", "q4_0")]
+)
 def test_figures_go_to_stdout_and_progress_to_stderr(model: tuple[str, ...]) -> None:
     shown = bench(*model, *SMALL)
     assert shown.exit_code == 0, shown.output
     rows = [line.split("\t") for line in shown.stdout.splitlines()]
     assert [row[:3] for row in rows] == [["prefill 20", "1", "0"], ["decode", "1", "0"], ["decode", "2", "0"]]
-    assert all(float(row[3]) > 0 and row[5].endswith(" %") and float(row[7]) > 0 for row in rows)
+    assert all(float(row[3]) > 0 and float(row[7]) > 0 for row in rows)
+    assert all(0 <= int(part.removesuffix(" %")) <= 100 for row in rows for part in row[5:7])
     assert "decode, 2 at once" in shown.stderr and "GB/s" in shown.stderr
 
 
@@ -40,7 +43,8 @@ def test_json_has_every_figure(capsys) -> None:
     assert found["peak_memory_bytes"] > 10_000_000
     for one in found["figures"]:
         assert one["bytes"] > 9_000_000 and one["operations"] > 0
-        assert one["read_fraction"] == pytest.approx(one["bytes"] / one["seconds"] / found["bytes_per_second"])
+        assert 0 < one["read_fraction"] <= min(1, one["bytes"] / one["seconds"] / found["bytes_per_second"])
+        assert 0 < one["arithmetic_fraction"] <= 1
 
 
 @pytest.mark.parametrize(

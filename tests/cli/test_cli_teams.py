@@ -77,6 +77,54 @@ def test_an_expectation_that_is_not_met_is_told(server: Served, tmp_path: Path) 
     assert rows(server, "team", "list") == []
 
 
+VOTE = "vote: {question: Done, options: [yes it is, not yet]}\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("options: [yes it is, not yet]", "options: [one]", "vote: options holds 1 options; it must be 2 to 32"),
+        ("options: [yes it is, not yet]", "options: [a, a]", "vote: options holds 'a' twice"),
+        ("options: [yes it is, not yet]", "options: [yes, no]", "Expected `str`, got `bool` - at `$.vote.options[0]`"),
+        ("options: [yes it is, not yet]", "options: ['a > b', c]", "vote: options: an option has 1 to 200 characters"),
+        ("not yet]", "not yet], rule: ranked, voters: [eve]", "vote: the team has no member eve"),
+        ("not yet]", "not yet], rule: coordinator", "vote: coordinator must name the member who decides"),
+        ("not yet]", "not yet], rule: loudest", "Invalid enum value 'loudest' - at `$.vote.rule`"),
+        ("not yet]", "not yet], opinions: []", "unknown field `opinions` - at `$.vote`"),
+        ("to: [bob]", "to: [eve], before_round: 2", "messages[0]: the team has no member eve"),
+        ("rounds: 2\n", "rounds: 1001\n", "rounds: must be 1 to 1000, the limit; it is 1001"),
+    ],
+)
+def test_a_scenario_that_cannot_be_played_leaves_no_team_behind(
+    server: Served, tmp_path: Path, before: str, after: str, said: str
+) -> None:
+    file = tmp_path / "bad.yaml"
+    text = SCENARIO + VOTE
+    assert before in text
+    file.write_text(text.replace(before, after, 1))
+    code, _, err = run(server, "team", "run", str(file))
+    assert code == 2 and said in err and str(file) in err, err
+    assert rows(server, "team", "list") == []
+    assert rows(server, "agents", "list") == []
+
+
+def test_a_team_that_never_spoke_is_erased_and_one_that_did_stays(server: Served, tmp_path: Path) -> None:
+    """What this command lets pass a server may refuse all the same."""
+    file = tmp_path / "late.yaml"
+    file.write_text(SCENARIO.replace("content: psst", f"content: {'x' * 30_000}"))  # longer than the context
+    code, _, err = run(server, "team", "run", str(file))
+    assert code == 1 and "context" in err and rows(server, "team", "list") == [], err
+    file.write_text(file.read_text().replace("to: [bob]", "to: [bob], before_round: 2"))
+    assert run(server, "team", "run", str(file))[0] == 1
+    assert [row[0] for row in rows(server, "team", "list")] == ["two"]  # there is something to look at
+    code, _, err = run(server, "team", "run", str(file))
+    assert code == 1 and "already" in err  # its id is taken, and that team is not this one's to erase
+    assert [row[0] for row in rows(server, "team", "list")] == ["two"]
+    assert rows(server, "team", "rm", "two") == []
+    assert run(server, "team", "run", str(file), "--rm")[0] == 1
+    assert rows(server, "team", "list") == []
+
+
 def test_a_workflow_is_drawn_and_run(server: Served, tmp_path: Path) -> None:
     file = tmp_path / "flow.yaml"
     file.write_text(FLOW)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.api.process import Served
+from tests.service.tiny import make_embedder
 
 schemathesis = pytest.importorskip("schemathesis")
 
@@ -32,7 +33,9 @@ LEFT_OUT = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("whole")
-    served = Served(kv_dir=str(folder / "kv"), agents_dir=str(folder / "agents"), context=512, request_timeout=50)
+    places = {"kv_dir": str(folder / "kv"), "agents_dir": str(folder / "agents")}
+    models = ["demo", str(make_embedder(folder / "embedder"))]  # without which there are no collections
+    served = Served(models=models, **places, context=512, request_timeout=50)
     assert served.process.stderr is not None
     log = threading.Thread(target=served.process.stderr.read, daemon=True)
     log.start()  # who writes thousands of lines to a pipe that nobody reads waits for ever
@@ -63,7 +66,7 @@ def things(server: Served) -> dict[str, str]:
     )
     server.post("/v1/collections", {"id": "papers"})
     server.post("/v1/collections/papers/documents", {"id": "0", "name": "a.txt", "text": "A fact. " * 40})
-    response = server.post("/v1/responses", {"model": "any", "input": "hi", "max_output_tokens": 16})
+    response = server.post("/v1/responses", {"model": "demo", "input": "hi", "max_output_tokens": 16})
     conversation = server.post("/v1/conversations", {"items": [{"role": "user", "content": "hi"}]})
     models = json.load(urllib.request.urlopen(server.url + "/v1/models", timeout=20))
     return {

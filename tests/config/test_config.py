@@ -1,12 +1,13 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from cairn.config.config import Config, ModelOptions, Secret, TenantKeys, TenantLimits, TenantTurns, turns_of
-from cairn.config.option import options
+from cairn.config.option import closest, options
 from cairn.config.resolve import resolve
 from cairn.types.errors import ConfigError
 
@@ -459,3 +460,11 @@ def test_a_tenants_limits_stand_beside_its_keys(elsewhere):
         Path("cairn.toml").write_text(f"[tenants.ada]\napi_key = 'k1'\npriority = {priority}\n")
         with pytest.raises(ConfigError, match=r"priority is .* but must be a whole number from -100 to 100"):
             resolve({}, {})
+
+
+def test_a_near_word_is_looked_for_in_a_moment() -> None:
+    known = [f"option_{at}" for at in range(250)]
+    assert closest("optoin_7", known) == "; did you mean option_7?"
+    began = time.process_time()
+    assert closest("option_" * 1_000_000, known) == "" and closest("x" * 64, known) == ""
+    assert time.process_time() - began < 1.0

@@ -10,6 +10,7 @@ import pytest
 from cairn.config.config import Config
 from cairn.engine.bench import Workload, open_bench
 from cairn.kernels.roofline import Roofline
+from cairn.models.packing.random_weights import RandomWeights, shape_spec
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
 from cairn.types.errors import ConfigError
@@ -37,6 +38,31 @@ def test_bytes_and_operations_are_those_of_the_shape(tmp_path: Path) -> None:
     assert prompt.operations == 2 * 40 * (matrices + norms) + 2 * hidden * vocab + attention
     assert one.read_fraction == pytest.approx(one.bytes / 1e6)
     assert prompt.arithmetic_fraction == pytest.approx(prompt.operations / 1e9)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("f32", 1e9), ("bf16", 2e9), ("q8_0", 4e9), ("q4_0", 4e9)])
+def test_no_figure_is_beyond_a_limit(kind: str, most: float) -> None:
+    """A model that fits into the caches is read faster than memory is, and 8 bits multiplied faster than float32."""
+    spec = shape_spec("demo")
+    held = RandomWeights(spec, kind)
+    load, ticks, asked = Workload(prompt=40, decode=4, batch=(2,)), count(), list[int]()
+
+    def cached(size: int) -> float:
+        asked.append(size)
+        return 2e12
+
+    limits = Roofline(read=1.0, arithmetic=1e9, pairs=2e9, integers=4e9, cached=cached)
+    config = Config(threads=1)
+    bench = open_bench(spec, held, config, load, limits, lambda: float(next(ticks)))
+    found = [bench.prefill(0), bench.decode(2, 0)]
+    bench.engine.close()
+    assert asked == [one.bytes for one in found]
+    assert [one.read_fraction for one in found] == [one.bytes / 2e12 for one in found]
+    assert [one.arithmetic_fraction for one in found] == [min(1.0, one.operations / most) for one in found]
+    low = open_bench(spec, held, config, load, Roofline(1.0, 1.0, 1.0), lambda: float(next(ticks)))
+    one = low.decode(2, 0)
+    low.engine.close()
+    assert (one.read_fraction, one.arithmetic_fraction) == (1.0, 1.0)
 
 
 def test_a_step_without_logits_reads_no_head_and_a_window_bounds_what_is_read(tmp_path: Path) -> None:

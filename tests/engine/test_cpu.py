@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import platform
 import weakref
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,16 @@ def test_identity_does_not_depend_on_what_else_is_loaded(monkeypatch: pytest.Mon
     monkeypatch.setattr(reference, "threadpool_info", lambda: [other, *real, {"user_api": "openmp"}])
     assert kernels.numerics == before
     kernels.close()
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_identity_outlives_an_upgrade_of_the_system(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No bit comes from the C library or the kernel, so another version of them finds what is stored."""
+    folder = write_model(tmp_path)
+    before = load(folder, kernels=kind).info.identity
+    for name, answer in (("libc_ver", ("musl", "9.9")), ("release", "9.9"), ("version", "#9"), ("platform", "other")):
+        monkeypatch.setattr(platform, name, lambda *_, answer=answer, **__: answer)
+    assert load(folder, kernels=kind).info.identity == before
 
 
 def test_rows_that_want_no_logits_give_nothing(tmp_path: Path) -> None:

@@ -24,12 +24,17 @@ STEPS = 64
 
 
 def answers(folder: Path, tokens: list[int]) -> np.ndarray:
-    """transformers' logits [len(tokens), V] for a whole sequence."""
+    """transformers' logits [len(tokens), V] for a whole sequence, in float64: in float32 its own rounding is up to 8e-5
+    of them, nearly all that is allowed."""
     torch.set_num_threads(1)
     # By its own name: the automatic choice does not know all of them.
     named = json.loads((folder / "config.json").read_text())["architectures"][0]
     model, report = getattr(transformers, named).from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        folder,
+        dtype=torch.float64,
+        attn_implementation="eager",
+        experts_implementation="eager",  # the others are of float32
+        output_loading_info=True,
     )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():

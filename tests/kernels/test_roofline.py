@@ -7,7 +7,7 @@ import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from cairn.kernels import blas, roofline
-from cairn.kernels.roofline import ROUNDS, measure
+from cairn.kernels.roofline import READ_BYTES, ROUNDS, Roofline, measure, share
 from tests.tiny_models import KERNELS
 
 
@@ -19,6 +19,26 @@ def test_what_was_done_is_divided_by_the_best_time(kernels: str) -> None:
     assert found.read == 4 << 20
     assert found.arithmetic > 1e6
     assert next(ticks) >= 4 * ROUNDS
+
+
+def test_no_part_of_a_limit_is_more_than_all_of_it() -> None:
+    limits = Roofline(10.0, 4.0, pairs=8.0, integers=16.0, cached=lambda size: 30.0 if size < 1000 else 9.0)
+    assert [limits.reading(size) for size in (10, 5000, READ_BYTES)] == [30.0, 10.0, 10.0]
+    assert [limits.computing(bits) for bits in (32.0, 16.1, 8.5, 4.5)] == [4.0, 8.0, 16.0, 16.0]
+    assert Roofline(10.0, 4.0).reading(10) == 10.0 and Roofline(10.0, 4.0).computing(4.5) == 4.0
+    assert (share(5.0, 10.0), share(10.0, 10.0), share(25.0, 10.0)) == (0.5, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_caches_and_bytes_have_limits_of_their_own(kernels: str) -> None:
+    """The clock is made up: a round takes a second, however much is read in it."""
+    ticks = count()
+    found = measure(kernels, 1, lambda: float(next(ticks)), read_bytes=4 << 20)
+    assert (found.integers > 0) is (kernels != "reference")
+    assert found.cached is not None
+    assert found.cached(3 << 20) == 3 * (32 // 3) << 20  # again and again, until it is some 32 MiB
+    before = next(ticks)
+    assert found.cached((3 << 20) + 5) == found.cached(3 << 20) and next(ticks) == before + 1  # known already
 
 
 def test_blas_uses_no_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 from cairn.rag import document_store
 from cairn.rag.attachments import Attachments, WantedFile
 from cairn.rag.chunking import Piece
+from cairn.rag.database import SLACK
 from cairn.rag.definition import Collection, NewDocument, Search
-from cairn.rag.document_store import DocumentStore
+from cairn.rag.document_store import DocumentStore, bytes_of
+from cairn.rag.filters import filter_of
 from cairn.types.errors import Conflict, NotFound, Overloaded
 
 MODEL = ("m", b"1", 3)
@@ -167,10 +170,58 @@ def test_a_file_of_the_form_before_keeps_its_collections(tmp_path: Path) -> None
     store.close()
 
 
-def test_bytes_of_a_tenant_are_of_headings_texts_and_vectors(shelf: Shelf) -> None:
+def test_bytes_of_a_tenant_are_of_headings_texts_vectors_and_metadata(shelf: Shelf) -> None:
     one = shelf.store.create("me", "c", 1000, 100, {})
-    shelf.store.add(one, new("a"), [Piece("h" * 100, "ö" * 10)], [vector(1, 0, 0)], MODEL)
-    assert (shelf.store.bytes_of("me"), shelf.store.bytes_of("you")) == (2 * 120 + 12, 0)
+    empty = shelf.store.bytes_of("me")
+    pieces, document = [Piece("h" * 100, "ö" * 10)], new("a", year="1")
+    shelf.store.add(one, document, pieces, [vector(1, 0, 0)], MODEL)
+    size = 2 * 120 + 12 + len('{"year":"1"}') + len("a.txt")
+    assert bytes_of(document, pieces, 3) == size
+    assert (shelf.store.bytes_of("me"), shelf.store.bytes_of("you")) == (empty + size, 0)
+    shelf.store.note(one, "a", {"year": "2026"})
+    assert shelf.store.bytes_of("me") == empty + size + 3
+    Attachments(shelf.store.database, lambda: 1000.0).begin(one, [WantedFile("file", {"a": "b" * 90})], "")
+    assert shelf.store.bytes_of("me") == empty + size + 3 + 98
+    shelf.store.remove(one, "a")
+    shelf.store.delete("me", "c")
+    assert shelf.store.bytes_of("me") == 0
+
+
+def test_a_file_of_the_form_before_knows_what_its_documents_take(tmp_path: Path) -> None:
+    path = tmp_path / "collections.sqlite"
+    with sqlite3.connect(path) as db:
+        db.executescript("".join(document_store.FORMS[:3]) + "PRAGMA user_version=3;")
+        db.execute("INSERT INTO collections VALUES (1,'me','c',1,1000,100,'m',x'',3,'{}','')")
+        db.execute("INSERT INTO documents VALUES (1,1,'a','a.txt','txt',1,9,'{}')")
+        db.execute("INSERT INTO chunks VALUES (1,1,1,0,'h','öl',zeroblob(12))")
+    db.close()
+    store = DocumentStore(path, lambda: 1000.0)
+    assert store.bytes_of("me") == len("{}") + len("a.txt") + len("{}") + 2 * 4 + 12
+    store.close()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_is_erased_is_given_back_to_the_disk(tmp_path: Path, early: bool) -> None:
+    """A file of an earlier form, which cannot give back single pages, is written anew once half of it is free."""
+    path = tmp_path / "collections.sqlite"
+    if early:
+        with sqlite3.connect(path) as db:
+            db.executescript("".join(document_store.FORMS) + f"PRAGMA user_version={len(document_store.FORMS)};")
+        db.close()
+    store = DocumentStore(path, lambda: 1000.0)
+    one = store.create("me", "c", 1000, 100, {})
+    for id in "abc":
+        pieces = [Piece("", f"{id} {number} " + "words " * 100) for number in range(2_000)]
+        store.add(one, new(id), pieces, [vector(1, 0, 0)] * len(pieces), MODEL)
+    full = path.stat().st_size
+    store.remove(one, "b")
+    assert (path.stat().st_size < 0.75 * full) is not early
+    store.remove(one, "a")
+    assert path.stat().st_size < 0.5 * full
+    assert [chunk.chunk.document for chunk in store.search(one, "words", vector(1, 0, 0), Search())] == ["c"] * 5
+    store.delete("me", "c")
+    assert path.stat().st_size < SLACK < full // 4
+    store.close()
 
 
 def test_a_question_of_another_width_is_a_conflict(shelf: Shelf) -> None:
@@ -179,3 +230,17 @@ def test_a_question_of_another_width_is_a_conflict(shelf: Shelf) -> None:
     shelf.add(one, "a", "first")
     with pytest.raises(Conflict, match="of another model meanwhile"):
         shelf.found(one, "x", vector(1, 0))
+
+
+def test_long_filters_are_looked_up(shelf: Shelf) -> None:
+    one = shelf.store.create("me", "c", 1000, 100, {})
+    for at in range(200):
+        shelf.add(one, f"d{at}", f"text {at}", year=str(at))
+    listed = {"type": "in", "key": "year", "value": [f"{at}" for at in range(1_000, 1_256)]}
+    fits = filter_of({"type": "or", "filters": [listed] * 63 + [{"type": "eq", "key": "year", "value": "7"}]})
+    began = time.process_time()
+    assert shelf.found(one, "text", vector(1, 0, 0), fits=fits) == ["text 7"]
+    names = (*(f"none{at}" for at in range(200_000)), "d9")
+    assert shelf.found(one, "text", vector(1, 0, 0), documents=names) == ["text 9"]
+    assert len(shelf.found(one, "word " * 3_000_000, vector(1, 0, 0))) == 5
+    assert time.process_time() - began < 2.0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import islice
 
 import pytest
 
 from cairn.rag import outline
 from cairn.rag.chunking import chunks
-from cairn.rag.citations import CitationFilter
 from cairn.rag.outline import MAX_TITLE, Outline, Section, UnreadableDocument
 from cairn.rag.reading import sections
 
@@ -71,15 +71,6 @@ def test_chunks_have_all_of_a_text_and_are_no_longer_than_they_may_be() -> None:
         assert not text[covered:].strip()
 
 
-def test_citations_of_nothing_are_taken_out_and_counted() -> None:
-    text = "Yes [1], no [3][2, 9] or [0]; [x] [12 and [ 2 ] [99999999999"
-    for size in (1, 2, 3, 7, 100):
-        checked = CitationFilter(2)
-        told = "".join(checked.push(text[at : at + size]) for at in range(0, len(text), size)) + checked.finish()
-        assert told == "Yes [1], no [2] or ; [x] [12 and [2] [99999999999", size
-        assert checked.cited == {1, 2} and checked.removed == 3
-
-
 def test_headings_take_no_longer_than_they_are() -> None:
     began = time.process_time()
     for line in ("# a" + " " * 1_200 + "b", "# " + "\t" * 100_000 + "a", "# a" + " #" * 1_200 + "b"):
@@ -100,3 +91,11 @@ def test_what_headings_repeat_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(sections("# a\ntext\n" * 3, "md")) == 3
     with pytest.raises(UnreadableDocument, match="more than 3 sections"):
         sections("# a\ntext\n" * 4, "md")
+
+
+def test_a_text_is_cut_into_so_many_chunks_and_no_more() -> None:
+    """A text may be made so that its chunks begin a letter apart: they are counted while they are made."""
+    breaks = ["\n\n", "\n", ". ", "? ", "! ", "; ", ", ", " "]
+    text = "".join("x" * 40 + one for one in breaks) * 20_000
+    made = islice(chunks([Section("", text)], 100, 50), 1_000)
+    assert len(list(made)) == 1_000

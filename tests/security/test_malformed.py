@@ -6,13 +6,14 @@ import asyncio
 import json
 import random
 import re
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
 from tests.api.process import Served, served
-from tests.api.sockets import events, request_bytes
+from tests.api.sockets import answer, events, request_bytes
 
 Figure = Callable[[str, str], None]
 
@@ -65,12 +66,117 @@ TEXT: dict[str, Any] = {
     "best_of": 1,
     "temperature": 1,
 }
+ANSWER: dict[str, Any] = {
+    "type": "object",
+    "title": "t",
+    "properties": {
+        "steps": {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": 9}, "minItems": 1},
+        "risk": {"enum": ["low", ["high"], {"a": 1}], "default": "low"},
+        "count": {"type": "integer", "minimum": 0, "maximum": 9},
+        "kind": {"const": [1, {"b": None}]},
+    },
+    "required": ["steps", "risk", "count"],
+    "additionalProperties": False,
+}
+WORKFLOW: dict[str, Any] = {
+    "workflow": {
+        "name": "n",
+        "system": "s",
+        "roles": {"planner": "p"},
+        "inputs": {"task": None, "items": [1, {"a": [2]}]},
+        "nodes": [
+            {"id": "plan", "role": "planner", "prompt": "{{ inputs.task }}", "output": ANSWER, "retries": 1},
+            {
+                "id": "code",
+                "prompt": "{{ item }} {{ index }} {{ plan.steps.0 or inputs.task }}",
+                "each": {"in": "plan.steps", "limit": 3},
+                "takes": {"plan.steps": "array"},
+                "when": {
+                    "any": [{"output": "plan.risk", "in": ["low", ["high"]]}, {"output": "plan.count", "above": 3}]
+                },
+                "needs": ["plan"],
+                "sampling": {"max_tokens": 3, "stop": ["x"]},
+            },
+            {
+                "id": "again",
+                "loop": {
+                    "limit": 2,
+                    "until": {"all": [{"output": "fix", "is": "done"}, {"output": "plan.risk", "is_not": {"a": 1}}]},
+                    "nodes": [
+                        {
+                            "id": "fix",
+                            "prompt": "{{ previous.fix or code }}",
+                            "when": {"output": "code", "exists": True},
+                        }
+                    ],
+                },
+            },
+        ],
+        "merge": {"precedence": ["plan"]},
+        "at_once": 2,
+    }
+}
+RESPONSE: dict[str, Any] = {
+    "input": [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "t"}]},
+        {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"},
+        {"type": "function_call_output", "call_id": "c", "output": "r"},
+        {"role": "user", "content": "hi"},
+    ],
+    "instructions": "s",
+    "tools": [
+        {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}},
+        {
+            "type": "custom",
+            "name": "g",
+            "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "a" b*\nb: /c/'},
+        },
+        {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "h"}]},
+    ],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+    "text": {"format": {"type": "text"}},
+    "reasoning": {"effort": "low"},
+    "include": ["reasoning.encrypted_content"],
+    "max_output_tokens": 3,
+    "store": False,
+    "metadata": {"a": "b"},
+}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "a": {"type": ["string", "null"], "minLength": 1, "maxLength": 9, "pattern": "^[a-z]*$", "format": "date"},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99, "multipleOf": 3},
+        "l": {"type": "array", "items": {"enum": ["x", 1, None]}, "minItems": 1, "maxItems": 2},
+        "o": {"anyOf": [{"const": True}, {"$ref": "#/$defs/d"}]},
+    },
+    "required": ["a", "n"],
+    "additionalProperties": False,
+    "$defs": {"d": {"type": "boolean"}},
+}
+HELD: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 3,
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}},
+}
+STRICT: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 3,
+    "tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": SCHEMA}}],
+    "tool_choice": "required",
+}
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", HELD),
+    ("/v1/chat/completions", STRICT),
     ("/v1/completions", TEXT),
     ("/tokenize", {"model": "demo", "prompt": "hi"}),
     ("/tokenize", {"messages": CHAT["messages"], "tools": [TOOL]}),
     ("/detokenize", {"model": "demo", "tokens": [5, 6, 7]}),
+    ("/v1/workflows/check", WORKFLOW),
+    ("/v1/responses", RESPONSE),
 ]
 ODD: list[Any] = [
     None,
@@ -93,6 +199,9 @@ ODD: list[Any] = [
     "",
     "x",
     "0",
+    "a\n",
+    "1" * 5000,
+    "{{" * 500,
     "\x00",
     "<|im_start|>system\n",
     "\u202e\ud7ff\ufffe",
@@ -217,6 +326,49 @@ def odd_host(rng: random.Random) -> str:
     return before + name + behind + rng.choice(["", "", ":80", ":", ":65535", ":evil", ":80:80", ":123456", ": 80"])
 
 
+FILE = b"a fact. " * 2_000
+QUOTA_MIB = 4
+
+
+def form(parts: list[tuple[str, str | None, bytes]]) -> bytes:
+    """A multipart body: of each part the name, the file name and what it holds."""
+    found = b""
+    for name, filename, data in parts:
+        told = f'name="{name}"' + ("" if filename is None else f'; filename="{filename}"')
+        found += f"--edge\r\nContent-Disposition: form-data; {told}\r\n\r\n".encode() + data + b"\r\n"
+    return found + b"--edge--\r\n"
+
+
+def odd_form(rng: random.Random) -> bytes:
+    """An upload that is nearly right: its parts, its bytes, its length or who sends it."""
+    parts: list[tuple[str, str | None, bytes]] = [("purpose", None, b"user_data"), ("file", "a.txt", FILE)]
+    kind = rng.randrange(6)
+    if kind == 0:
+        parts = rng.choices(parts, k=rng.choice((0, 1, 3, 70)))
+    elif kind == 1:
+        name = rng.choice(("purpose", "file", "", "x" * 5000, "\N{GRINNING FACE}", 'a"; filename="b', "id"))
+        parts.append((name, rng.choice((None, "b.txt", "../b", "")), rng.choice((b"", b"\xff", b"x" * 70_000))))
+    body = bytearray(form(parts))
+    for _ in range(rng.choice((0, 1, 3)) if kind < 3 else 0):
+        spot = rng.randrange(min(len(body), 300))
+        body[spot : spot + rng.choice((0, 1, 30))] = rng.randbytes(rng.choice((0, 1, 20)))
+    if kind == 3:
+        del body[rng.randrange(len(body)) :]
+    length = len(body) + (rng.choice((0, -40, 40, 5_000_000)) if kind == 4 else 0)
+    path = rng.choice(("/v1/files", "/v1/files", "/v1/collections/c/documents", "http://localhost/v1/files"))
+    boundary = rng.choice(("edge", "edge", "edge", '"edge"', "", "x" * 100, "ed\x01ge"))
+    head = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Type: multipart/form-data; boundary={boundary}"]
+    head.append(f"X-Cairn-Agent: {rng.choice(('a', 'a b', 'x' * 500, chr(0xFF)))}{rng.randrange(9)}")
+    if kind != 5:
+        head.append(f"Content-Length: {length}")
+        return "\r\n".join(head).encode("latin-1") + b"\r\n\r\n" + bytes(body)
+    sent = "\r\n".join([*head, "Transfer-Encoding: chunked"]).encode("latin-1") + b"\r\n\r\n"
+    for at in range(0, len(body), step := rng.choice((1_000, 9_999, len(body) or 1))):
+        piece = bytes(body[at : at + step])
+        sent += b"%x\r\n%s\r\n" % (len(piece), piece)
+    return sent + rng.choice((b"0\r\n\r\n", b"0\r\n\r\n", b"", b"zz\r\n"))
+
+
 def is_ours(host: str) -> bool:
     return re.fullmatch(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{0,5})?", host, re.IGNORECASE) is not None
 
@@ -281,10 +433,99 @@ def canary(server: Served) -> Any:
 async def test_the_bodies_are_right_before_they_are_changed(server: Served) -> None:
     for path, body in BODIES:
         data = request_bytes("POST", path, json.dumps(body).encode())
-        found = await exchange(server.port, data)
-        assert found.startswith(b"HTTP/1.1 200"), found
-        found = await exchange(server.port, data, over=True)  # as nc -N does
-        assert found.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").startswith(b"HTTP/1.1 200"), found
+        for over in (False, True):  # the second as nc -N does
+            found = await exchange(server.port, data, over=over)
+            assert found.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").startswith(b"HTTP/1.1 200"), found
+
+
+LARGE = "9" * 5000
+GRAMMARS: list[dict[str, Any]] = [
+    *(
+        {"guided_json": schema}
+        for schema in (
+            {"multipleOf": 10**6},
+            {"type": "number", "multipleOf": 0},
+            {"type": "number", "multipleOf": -1},
+            {"multipleOf": 1e-320},
+            {"multipleOf": 123456.789},
+            {"multipleOf": LARGE},
+            {"minLength": 2**63},
+            {"type": "string", "minLength": 10**18, "maxLength": 10**19},
+            {"type": "integer", "minimum": 1e308, "maximum": -1e308},
+            {"type": "array", "minItems": 10**9},
+            {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+            {"$ref": "#"},
+            {"$ref": "#/" + "a/" * 5000},
+            {"$ref": "file:///etc/passwd"},
+            {"enum": []},
+            {"enum": [[[]]] * 4000},
+            {"type": []},
+            {"type": "nothing"},
+            {"properties": {str(n): {} for n in range(401)}},
+            {"properties": []},
+            {"required": [[]]},
+            {"pattern": "("},
+            {"pattern": "(" * 20_000},
+            {"type": "string", "pattern": "^((((a{1,400}){1,400}){1,400}){1,400})$"},
+            {"type": "string", "pattern": "\\p{L}" * 500},
+            {"allOf": [{"pattern": f"a{{{n},{n + 900}}}b", "type": "string"} for n in range(60)]},
+            {"x-guidance": {"whitespace_pattern": "("}},
+            {"x-guidance": LARGE},
+        )
+    ),
+    *(
+        {"guided_regex": text}
+        for text in ("", "(", "a{1000000}", "(?=a)", "\\", "[" * 5000, "\x00", "(a*)*" * 500, "\\p{Nothing}")
+    ),
+    *(
+        {"guided_grammar": text}
+        for text in (
+            "start: start",
+            "start: a",
+            "start: %json {",
+            'start: %json {"multipleOf": 1000003}',
+            "%json " * 5000,
+            "start: <[1]>",
+            "start: <|im_end|>",
+            "root ::= " + "(" * 20_000,
+            "start: s\ns: " + " | ".join("s " * n for n in range(2, 40)) + ' | "a"',
+            "\x00",
+            'start: "a"' + ' | "a"' * 20_000,
+        )
+    ),
+    {"guided_choice": ["a"] * 5000},
+    {"guided_choice": ["x" * 300_000]},
+    {"grammar": "root ::= [" + "a" * 50_000},
+    {"structured_outputs": {"regex": "a", "json": {}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": LARGE}}},
+    {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"multipleOf": 10**6}}}]},
+]
+"""What would be costly or wrong to hold an answer to."""
+
+
+async def test_odd_grammars_are_typed_4xx_or_followed(server: Served, figure: Figure) -> None:
+    """None is a 500, none ends a process, and each ends soon."""
+    truth, family = canary(server), server.family()
+    body = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+    first = await exchange(
+        server.port, request_bytes("POST", "/v1/chat/completions", json.dumps({**body, "guided_regex": "a"}).encode())
+    )
+    assert first.startswith(b"HTTP/1.1 200"), first
+    family |= server.family()  # the process that compiles is there now
+    refused = 0
+    for more in GRAMMARS:
+        data = json.dumps({**body, **more}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(request_bytes("POST", "/v1/chat/completions", data))
+        status, _, said = await asyncio.wait_for(answer(reader), 120)
+        writer.close()
+        refused += status != 200
+        if status != 200:
+            check_error(status, said, str(more)[:200])
+    assert server.family() == family
+    assert canary(server) == truth
+    assert refused > len(GRAMMARS) // 2
+    figure("odd grammars", f"{len(GRAMMARS)}: {refused} typed 4xx, the rest followed; same processes, canary exact")
 
 
 async def test_odd_json_is_a_typed_4xx(server: Served, figure: Figure, prove: bool) -> None:
@@ -328,6 +569,8 @@ async def test_odd_hosts_are_none_of_ours(server: Served, figure: Figure, prove:
         nonlocal served
         host = hosts[number]
         head = f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\n\r\n"
+        if number % 2 and re.fullmatch(r"[!-~]+", host):  # the same in the request line
+            head = f"GET http://{host}/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
         found = await exchange(server.port, head.encode("latin-1"))
         status = int(found.split()[1])
         assert (status == 200) is is_ours(host) and (status == 200 or 400 <= status < 500), (host, found[:300])
@@ -336,6 +579,51 @@ async def test_odd_hosts_are_none_of_ours(server: Served, figure: Figure, prove:
     await attacks(len(hosts), each)
     assert 0 < served < len(hosts) // 4
     figure("odd hosts", f"{len(hosts)}: {served} ways to write this machine's, all others refused")
+
+
+async def test_odd_uploads_are_a_typed_4xx_and_hold_no_room(figure: Figure, prove: bool) -> None:
+    """Whatever becomes of them, the bytes that were on their way count against nobody's disk afterwards."""
+    count, kept, refused = 3_000 if prove else 300, 0, 0
+    with served(context=256, max_disk_mib=QUOTA_MIB, body_timeout=3.0, header_timeout=3.0) as server:
+        family = server.family()
+        for whole in (False, True):
+            data = form([("purpose", None, b"user_data"), ("file", "a.txt", FILE)])
+            length = f"Content-Length: {len(data) - (0 if whole else 9)}"
+            head = request_bytes("POST", "/v1/files", b"", "Content-Type: multipart/form-data; boundary=edge", length)
+            assert (await exchange(server.port, head + data)).startswith(b"HTTP/1.1 200") is whole
+
+        async def each(number: int) -> None:
+            nonlocal kept, refused
+            sent = odd_form(random.Random(number))
+            found = await exchange(server.port, sent)
+            head, _, body = found.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").partition(b"\r\n\r\n")
+            if not head:
+                return  # closed: what it announced did not come
+            status = int(head.split()[1])
+            kept += status == 200
+            if status not in (200, 429):  # eight uploads of one client at once, the limit
+                refused += 1
+                check_error(status, body, (number, sent[:500]))
+
+        await attacks(count, each)
+        assert kept and refused > count // 2
+        with urllib.request.urlopen(server.url + "/v1/files?limit=1000") as answer:
+            files = [one["id"] for one in json.load(answer)["data"]]
+        assert len(files) == kept + 1
+        for id in files:
+            urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/files/{id}", method="DELETE")).close()
+        for size, status in (((QUOTA_MIB << 20), b"HTTP/1.1 200"), (1, b"HTTP/1.1 403")):  # all of it is there again
+            data = form([("purpose", None, b"user_data"), ("file", "a.txt", bytes(size))])
+            head = request_bytes(
+                "POST",
+                "/v1/files",
+                b"",
+                "Content-Type: multipart/form-data; boundary=edge",
+                f"Content-Length: {len(data)}",
+            )
+            assert (await exchange(server.port, head + data)).startswith(status)
+        assert server.family() == family
+    figure("malformed uploads", f"{count}: {refused} typed 4xx, {kept} kept; no 5xx, no room held afterwards")
 
 
 async def test_odd_http_is_a_typed_4xx_or_a_closed_connection(server: Served, figure: Figure, prove: bool) -> None:

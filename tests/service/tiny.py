@@ -62,6 +62,17 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
+def make_embedder(folder: Path) -> Path:
+    """The same as a model for embeddings, of the last token's state."""
+    make_model(folder)
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
+    modules.append({"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"})
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
+    return folder
+
+
 def config(folder: Path, **options: Any) -> Config:
     return Config(**{"model": str(folder), "engine": "fake", "kv_gb": 0.01, **options})
 

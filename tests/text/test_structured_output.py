@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from cairn.config.config import Config
+from cairn.frontend.structured_output import wanted_of
 from cairn.text.chat.prompt import Chat
 from cairn.text.grammar.grammar import Structure, ToolChoice, Wanted
 from cairn.types.errors import InvalidRequest, Unsupported
@@ -58,7 +60,7 @@ async def test_an_answer_that_must_call_calls(qwen: Chat) -> None:
 
 
 async def test_nothing_is_held_to_where_nothing_is_wanted(qwen: Chat) -> None:
-    assert (await qwen.prompt(ASKED)).grammar == "" == (await qwen.prompt(ASKED, TOOLS)).grammar
+    assert (await qwen.prompt(ASKED)).grammar is None is (await qwen.prompt(ASKED, TOOLS)).grammar
 
 
 async def test_a_strict_tool_is_called_as_its_schema_says_or_not_at_all(qwen: Chat) -> None:
@@ -69,9 +71,19 @@ async def test_a_strict_tool_is_called_as_its_schema_says_or_not_at_all(qwen: Ch
 
 async def test_the_same_grammar_is_compiled_once(qwen: Chat) -> None:
     first = (await qwen.prompt(ASKED, TOOLS, wanted=MUST)).grammar
-    assert qwen._compiler.renderer is not None
-    qwen._compiler.renderer.compile = None  # type: ignore[assignment, method-assign]
+    qwen._grammars._helper.compile = None  # type: ignore[assignment, method-assign]
     assert (await qwen.prompt(ASKED, TOOLS, wanted=MUST)).grammar == first
+
+
+async def test_a_grammar_of_before_a_restart_is_tried_again(qwen: Chat) -> None:
+    """The log has its text alone, and what it costs is for the worker to know."""
+    first = (await qwen.prompt(ASKED, TOOLS, wanted=MUST)).grammar
+    assert first is not None and first.bytes > 0
+    again = await qwen.same_grammar(first.text, OutputFormat())
+    assert again is not None and again.text == first.text and again.bytes > 0
+    assert await qwen.same_grammar("", OutputFormat()) is None
+    with pytest.raises(InvalidRequest, match="grammar cannot be followed"):
+        await qwen.same_grammar("start: nothing", OutputFormat())
 
 
 async def test_what_takes_too_long_or_too_much_is_refused_and_the_next_is_not(tmp_path: Path) -> None:
@@ -118,3 +130,22 @@ async def test_a_template_without_tools_has_them_told_unless_that_is_forbidden(t
         assert "tool_call" not in without
     finally:
         await chat.close()
+
+
+def test_what_is_sent_is_measured_before_it_is_read() -> None:
+    """JSON within a text of JSON is bounded by nothing else; names are looked up however many there are."""
+    long = "[" + "{}," * 4_000_000 + "1]"
+    many = [{"type": "function", "function": {"name": "f127"}}] * 60_000
+    began = time.process_time()
+    for field in ("guided_json", "guided_regex", "guided_grammar", "grammar"):
+        with pytest.raises(InvalidRequest, match=f"{field} has 12000003 characters; the limit is 262144"):
+            wanted_of({field: long})
+    with pytest.raises(InvalidRequest, match="the limit is 262144"):
+        wanted_of({"json_schema": {"enum": ["x" * 300_000]}})
+    tools = [(f"f{at}", False) for at in range(128)]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": many}}
+    assert wanted_of({}, tools, choice).choice.names == ("f127",)
+    for wrong in ([], {}, {"name": ""}, {"name": "g"}, {"function": {"name": ["f1"]}}):
+        with pytest.raises(InvalidRequest, match="that is not among tools"):
+            wanted_of({}, tools, {"type": "allowed_tools", "allowed_tools": {"tools": [many[0], wrong]}})
+    assert time.process_time() - began < 2.0

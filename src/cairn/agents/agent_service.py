@@ -71,7 +71,7 @@ class AgentService:
         check_id(id)
         agent = self.registry.find(tenant, id)
         if agent is None or (not over and agent.over(self.pending.now())):
-            raise NotFound(f"there is no agent {id}", field="id")
+            raise NotFound(f"there is no agent {id[:64]}", field="id")
         return agent
 
     @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -14,6 +14,28 @@ async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def as_places_free(
+    places: asyncio.Semaphore, work: Iterable[tuple[bool, Callable[[], Coroutine[Any, Any, T]]]]
+) -> list[T]:
+    """Return the results of all, in their order, as `together` does, but begin each only when there is a place for it.
+
+    Each comes with whether it needs a place; one that does has it until it is done.
+    """
+    tasks: list[asyncio.Task[T]] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            for needs_place, begin in work:
+                if needs_place:
+                    await places.acquire()
+                task = group.create_task(begin())
+                tasks.append(task)
+                if needs_place:
+                    task.add_done_callback(lambda _: places.release())
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -132,7 +132,7 @@ class Journals:
         """One journal. NotFound for one that is not there or is another tenant's."""
         journal = self._journals.get((room, tenant, id))
         if journal is None:
-            raise NotFound(f"there is no {room} {id}", field="id")
+            raise NotFound(f"there is no {room} {id[:64]}", field="id")
         return journal
 
     def model_of(self, room: str, tenant: str, id: str) -> str | None:

@@ -135,7 +135,7 @@ class PendingWrites:
                 await asyncio.sleep(0)
         self.erase_later(self._registry.savings.forget_days(self.now()))
         self.write_later(*self._totals())
-        if self._owed:
+        if self._owed or self._writer.trouble:  # nobody may write for hours, and trouble that is over is to be known
             await self.sync()
 
     def erase_later(self, keys: Iterable[int]) -> None:

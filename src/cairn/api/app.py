@@ -128,10 +128,12 @@ class App:
         self._quotas = Quotas(self._clock, limits_of(config), self._kept_by)
         self._model_admin, self._stored = ModelAdmin(self.options), StoredRoutes(config)
         self._health = health.routes() | Page(config, self.described).routes()
-        self._agent_routes = AgentRoutes(config, exchanges, self.attribution, agents_folder(config, os.environ))
+        self._agent_routes = AgentRoutes(
+            config, exchanges, self.attribution, self._quotas, agents_folder(config, os.environ)
+        )
         self._team_routes = TeamRoutes(config, logs, self.attribution)
         self._workflow_routes = WorkflowRoutes(config, logs, self.attribution)
-        self._library = Library(config, self.attribution, agents_folder(config, os.environ))
+        self._library = Library(config, self.attribution, self._quotas, agents_folder(config, os.environ))
         self._responses = Responses(config, exchanges, logs, self.attribution, self._library)
         self._documents = (
             CollectionRoutes(config, logs, self._library),
@@ -237,9 +239,7 @@ class App:
         self._access.check(call)
         if answering is not None:
             _allow(call, {"GET", "HEAD"})
-            await answering(
-                call, health.ServerHealth(self.models, self.draining, self.attribution.troubles(), self._folders)
-            )
+            await answering(call, self._state())
             return
         endpoint = self._route(call)
         if self.models is None:
@@ -248,9 +248,13 @@ class App:
             raise Unavailable("the server is shutting down", retry_after=max(1.0, self.config.shutdown_grace))
         DEADLINE.set(deadline_of(call, self._clock))  # of this call's task, and of those that it starts
         with self._rates.counted(call):
-            await self._quotas.check(call)
-            async with self._router.chosen(call) as service:
+            async with self._quotas.arriving(call), self._router.chosen(call) as service:
                 await endpoint(call, service)
+
+    def _state(self) -> health.ServerHealth:
+        kept = self._library.troubles()
+        troubles, refuses = [*self.attribution.troubles(), *kept], self.attribution.refuses or bool(kept)
+        return health.ServerHealth(self.models, self.draining, troubles, self._folders, refuses=refuses)
 
     def _is_here(self, call: HTTPCall) -> bool:
         """Whether a route answers on the listener that a call came by: admin routes have one of their own, if any."""

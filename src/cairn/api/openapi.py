@@ -371,7 +371,7 @@ def _sample(path: str) -> str:
 
 def _operation(path: str, method: str, text: str, kind: type[Body] | None) -> dict[str, Any]:
     words = " ".join(text.split())
-    said = re.sub(r"^[A-Z]+ /\S*?(?:[:;]|\.$|\.\s|,|\s)\s*", "", f"{words} ").strip()
+    said = re.sub(r"^[A-Z]+ /\S*?(?:[:;]|\.\Z|\.\s|,|\s)\s*", "", f"{words} ").strip()
     said = said[:1].upper() + said[1:]
     summary = SUMMARIES.get(f"{method} {path}", said.partition(". ")[0])
     found: dict[str, Any] = {

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from cairn.api.admin import health
 from cairn.api.admin.health import Answering, ServerHealth
-from cairn.api.http.call import Headers, HTTPCall
+from cairn.api.http.call import NOSNIFF, Headers, HTTPCall
 from cairn.config.config import Config
 
 FOLDER = Path(__file__).parent.parent / "web"
@@ -32,7 +32,7 @@ POLICY = (
 """Scripts and styles come from here alone and never stand in a document, and no text can become a script or HTML."""
 HEADERS: Headers = [
     (b"content-security-policy", POLICY),
-    (b"x-content-type-options", b"nosniff"),
+    NOSNIFF,
     (b"x-frame-options", b"DENY"),
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-opener-policy", b"same-origin"),

@@ -155,6 +155,8 @@ def _print(spec: ModelSpec, weights: Weights, config: Config, measured: Measured
             "load": load,
             "bytes_per_second": roofline.read,
             "operations_per_second": roofline.arithmetic,
+            "bfloat16_operations_per_second": roofline.pairs,
+            "integer_operations_per_second": roofline.integers,
             "peak_memory_bytes": peak,
             "figures": figures,
         }
@@ -162,7 +164,9 @@ def _print(spec: ModelSpec, weights: Weights, config: Config, measured: Measured
         return
     talk().print(
         f"{spec.name} on {cpu_name()}, {kernels} kernels, {threads} threads: the machine reads "
-        f"{roofline.read / 1e9:.1f} GB/s and does {roofline.arithmetic / 1e9:.0f} GFLOP/s",
+        f"{roofline.read / 1e9:.1f} GB/s from memory and does {roofline.arithmetic / 1e9:.0f} GFLOP/s"
+        + (f", {roofline.pairs / 1e9:.0f} in bfloat16" if roofline.pairs else "")
+        + (f", {roofline.integers / 1e9:.0f} GOP/s with bytes" if roofline.integers else ""),
         markup=False,
     )
     rounding = error_line(weights.errors, len(weights)) or "nothing was rounded"

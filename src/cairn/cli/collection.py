@@ -153,21 +153,25 @@ def _register_questions(collection: typer.Typer) -> None:
         rerank: _Rerank = None,
         host: Host = None,
     ) -> None:
-        """Answer a question from the documents; its sources are told on stderr."""
+        """Answer a question from the documents; its sources are told on stderr, and that there are none."""
         from cairn.cli.output import printable, talk
 
         body = _question(question, top, min_score, rerank) | {"stream": True}
         ended: Mapping[str, Any] = {}
+        said = False
         with server(resolved, host) as client:
             for event in client.events(path(id, "ask"), body):
                 if event["type"] == "answer.delta":
                     print(printable(event["content"]), end="", flush=True)
+                    said = True
                 elif event["type"] == "answer.done":
                     ended = event
         if not ended:
             raise CairnError("the answer was cut off")
-        print("" if ended["answered"] else ended["answer"])
+        print("" if said else ended["answer"])
         console = talk()
+        if said and not ended["answered"]:
+            console.print("No source is named: the answer may be from elsewhere than the documents.", markup=False)
         for one in ended["sources"]:
             if one["cited"]:
                 console.print(printable(f"[{one['number']}] {_where(one)}"), markup=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -50,12 +51,19 @@ def _register_scenarios(team: typer.Typer) -> None:
 
         scenario = scenario_of(load_yaml(file), file)
         with server(resolved, host) as client:
-            with team_view() as show:
-                outcome = play(scenario, ServerStage(client), show)
-            if save is not None:
-                _write(save, client.get(path(outcome.id, "transcript")))
+            stage = ServerStage(client)
+            try:
+                with team_view() as show:
+                    outcome = play(scenario, stage, show)
+                if save is not None:
+                    _write(save, client.get(path(outcome.id, "transcript")))
+            except BaseException:
+                if remove and stage.made:
+                    with contextlib.suppress(CairnError):  # what went wrong is told, not that this did too
+                        stage.delete(stage.made)
+                raise
             if remove:
-                client.delete(path(outcome.id))
+                stage.delete(outcome.id)
         _print_outcome(outcome, kept=not remove)
 
     @team.command()
@@ -178,10 +186,13 @@ class ServerStage:
 
     def __init__(self, client: Client) -> None:
         self._client = client
+        self.made = ""
+        """The team that was made and is there still; empty for none."""
 
     def make(self, team: Mapping[str, Any]) -> str:
         """As `Stage.make`."""
-        return str(self._client.post("/v1/teams", team)["id"])
+        self.made = str(self._client.post("/v1/teams", team)["id"])
+        return self.made
 
     def post(self, id: str, body: Mapping[str, Any]) -> None:
         """As `Stage.post`."""
@@ -198,6 +209,11 @@ class ServerStage:
     def show(self, id: str) -> dict[str, Any]:
         """As `Stage.show`."""
         return self._client.get(path(id))
+
+    def delete(self, id: str) -> None:
+        """As `Stage.delete`."""
+        self._client.delete(path(id))
+        self.made = ""
 
 
 def path(id: str, more: str = "") -> str:

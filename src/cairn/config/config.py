@@ -456,8 +456,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_disk_mib: Annotated[
         Annotated[int, Meta(ge=1, le=1 << 31)] | None,
         Meta(
-            description="Most MiB that agents, teams, runs and collections of one tenant take on the disk; beyond that "
-            "nothing more is kept of it, with a 403. Stored KV is not counted."
+            description="Most MiB that agents, teams, runs, collections and files of one tenant take on the disk; what "
+            "would take more is a 403. Stored KV is not counted."
         ),
     ] = None
     # limits on what a client may send
@@ -494,7 +494,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float, Meta(gt=0, description="Seconds after which a client that does not read is cut.")
     ] = 30.0
     max_json_depth: Annotated[int, Meta(ge=1, description="Deepest nesting of a JSON body.")] = 64
-    max_json_values: Annotated[int, Meta(ge=1, description="Most values in a JSON body.")] = 1 << 18
+    max_json_values: Annotated[int, Meta(ge=1, description="Most values in a JSON body; an eighth may be objects.")] = (
+        1 << 18
+    )
     max_messages: Annotated[int, Meta(ge=1, description="Most messages in a chat.")] = 4096
     max_tools: Annotated[int, Meta(ge=1, description="Most tools in a chat.")] = 128
     max_choices: Annotated[int, Meta(ge=1, description="Largest n.")] = 8

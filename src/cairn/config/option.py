@@ -120,7 +120,13 @@ def _option(field: msgspec.inspect.Field, panel: str) -> Option:
     )
 
 
+MAX_WORD = 64
+"""Characters of a word for which a near one is looked for: the comparison takes time that grows with their square."""
+
+
 def closest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` for the known word nearest to an unknown one, or an empty string."""
+    """Return `; did you mean ...?` for the known word nearest to an unknown one, or an empty string."""
+    if len(word) > MAX_WORD:
+        return ""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""

@@ -57,8 +57,21 @@ def resolve(
     ConfigError for an unknown name, a value of the wrong type or out of bounds; it names the source and the limit.
     With `keywords` the flags are spelled in messages as the Python keywords they were.
     """
-    env = os.environ if env is None else env
-    raw = _from_file(env, file) | _from_env(env) | _from_flags(flags or {}, keywords)
+    return _resolve(flags or {}, os.environ if env is None else env, file, keywords, None)
+
+
+def _resolve(
+    flags: Mapping[str, object], env: Mapping[str, str], file: Path | None, keywords: bool, held: Path | None
+) -> Resolved:
+    """`held`: a file that held options when they were read before. ConfigError where it holds none any more: an editor
+    may be writing it, and what it said of keys and limits is not meant to be given up."""
+    path, table = _read(env, file)
+    if held is not None and (path != held or not table):
+        raise ConfigError(
+            f"{held} held options and {'holds none now' if path == held else 'is gone'}; write them back, or restart "
+            "the server to run it without"
+        )
+    raw = _from_file(path, table) | _from_env(env) | _from_flags(flags, keywords)
     if "models" in raw and "model" in raw:
         if raw["models"].text == raw["model"].text:
             raise ConfigError(
@@ -70,7 +83,7 @@ def resolve(
     values = {name: _value(known[name], given) for name, given in raw.items()}
     return Resolved(
         Config(**values),
-        lambda: resolve(flags, env, file, keywords=keywords),
+        lambda: _resolve(flags, env, file, keywords, path if table else None),
         {name: given.source for name, given in raw.items()},
     )
 
@@ -115,8 +128,7 @@ def _from_env(env: Mapping[str, str]) -> dict[str, _Given]:
     return found
 
 
-def _from_file(env: Mapping[str, str], file: Path | None) -> dict[str, _Given]:
-    path, table = _read(env, file)
+def _from_file(path: Path | None, table: Mapping[str, Any]) -> dict[str, _Given]:
     known = {option.name for option in options()}
     for key in table:
         if key not in known:

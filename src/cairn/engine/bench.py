@@ -17,7 +17,7 @@ import msgspec
 from cairn.config.config import Config
 from cairn.engine.cpu import CpuEngine
 from cairn.engine.memory import WeightMemory, check_memory, weight_memory
-from cairn.kernels.roofline import Roofline
+from cairn.kernels.roofline import Roofline, share
 from cairn.models.safetensors.weights import parameters
 from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.errors import ConfigError
@@ -57,11 +57,11 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     """Read from memory in that time at least: packed matrices once a step, and the KV of the context."""
     read_fraction: float
-    """The share of the memory bandwidth that was measured."""
+    """The share of the most that the machine reads in steps of so many bytes, from memory or from its caches."""
     operations: int
-    """How many float32 operations it did in that time, those of matrices and of attention."""
+    """How many operations it did in that time, those of matrices and of attention."""
     arithmetic_fraction: float
-    """The share of the arithmetic that was measured."""
+    """The share of the most that the machine does with numbers as the weights are held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,11 @@ class Bench:
         work = _Work("decode", batch, depth, batch, 1, batch, [(middle - 1, middle)] * batch)
         return self._figure(work, statistics.median(times))
 
+    @property
+    def _bits(self) -> float:
+        """Bits that a number of the weights takes, on the whole."""
+        return 8 * self.weights.held / parameters(self.spec)
+
     def _step(self, rows: list[Row]) -> None:
         self.engine.decode(rows).wait()
 
@@ -169,9 +174,9 @@ class Bench:
             tokens_per_second=work.tokens / seconds,
             seconds=seconds,
             bytes=read,
-            read_fraction=read / seconds / self.roofline.read,
+            read_fraction=share(read / seconds, self.roofline.reading(read // work.steps)),
             operations=operations,
-            arithmetic_fraction=operations / seconds / self.roofline.arithmetic,
+            arithmetic_fraction=share(operations / seconds, self.roofline.computing(self._bits)),
         )
 
 

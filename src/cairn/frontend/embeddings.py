@@ -39,6 +39,8 @@ MAX_TEXTS = 2048
 """Texts of one call, as in the OpenAI API."""
 MAX_TOKENS = 1 << 20
 """Tokens of all texts of one call, so that no call fills the memory with them."""
+MAX_READ = 16 << 20
+"""Characters of all pairs of one call that are read together with their query."""
 CHARACTERS = 64
 """Characters for each token that a text may have, of one that is to be cut: what follows is not read."""
 AT_ONCE = 256
@@ -206,9 +208,16 @@ async def _encoded_pairs(service: Service, pairs: Sequence[tuple[str, str]], ask
     if not pairs:
         raise InvalidRequest(f"{asking.field} is empty; it must hold at least one text", field=asking.field)
     tokenizer, limit = service.tokenizer, longest_text(service)
+    cut = limit if asking.truncate else None
+    read = sum(len(_readable(one, cut)) + len(_readable(other, cut)) for one, other in pairs)
+    read += len(pairs) * len(asking.instruction or "")
+    if service.spec.judge is not None and read > MAX_READ:  # a query is read again with each text
+        raise InvalidRequest(
+            f"{asking.field}, each with its query, have more than {MAX_READ} characters, the limit of a call",
+            field=asking.field,
+        )
 
     def encode() -> list[WholeInput]:
-        cut = limit if asking.truncate else None
         if service.spec.judge is not None:
             question = Question(tokenizer, asking.instruction)
             judged = (question.pair(_readable(one, cut), _readable(other, cut), cut) for one, other in pairs)

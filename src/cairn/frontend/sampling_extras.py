@@ -14,6 +14,8 @@ MAX_WORDS = 1024
 MAX_WORD_TOKENS = 64
 MAX_ALLOWED = 4096
 MAX_BREAKERS = 64
+MAX_CHARACTERS = 256
+"""Characters of a text that stands for tokens: it is encoded where the request is checked."""
 Encode = Callable[[str], Sequence[int]]
 
 
@@ -136,14 +138,18 @@ NEVER = -100.0
 def _tokens(text: str, encode: Encode | None, field: str) -> Sequence[int]:
     if encode is None:
         raise InvalidRequest(f"{field} takes no texts here, only token ids", field=field)
+    if len(text) > MAX_CHARACTERS + 1:  # of a word behind a space
+        raise InvalidRequest(f"{field}: a text has {len(text)} characters; the limit is {MAX_CHARACTERS}", field=field)
     return encode(text)
 
 
 def _texts(given: Any, most: int, field: str) -> Sequence[str]:
     texts = [given] if isinstance(given, str) else given
-    good = isinstance(texts, Sequence) and all(isinstance(one, str) and 0 < len(one) <= 256 for one in texts)
-    if not good or len(texts) > most:
-        raise InvalidRequest(f"{field} must be a list of at most {most} texts of 1 to 256 characters", field=field)
+    good = isinstance(texts, Sequence) and len(texts) <= most
+    if not good or not all(isinstance(one, str) and 0 < len(one) <= MAX_CHARACTERS for one in texts):
+        raise InvalidRequest(
+            f"{field} must be a list of at most {most} texts of 1 to {MAX_CHARACTERS} characters", field=field
+        )
     return list(texts)
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from cairn.text.grammar.grammar import MAX_CHOICES, Kind, Structure, ToolChoice, Wanted
+from cairn.text.grammar.grammar import MAX_CHOICES, MAX_TEXT, Kind, Structure, ToolChoice, Wanted
 from cairn.types.errors import InvalidRequest, Unsupported
 
 FIELDS: tuple[str, ...] = (
@@ -105,13 +105,16 @@ def _structured_outputs(given: Any) -> Iterator[Structure]:
 def _structure(kind: Kind, value: Any, field: str) -> Structure:
     if kind == "json":
         if isinstance(value, str):
+            _check_size(value, field)
             try:
                 value = json.loads(value)
             except (ValueError, RecursionError):
                 raise InvalidRequest(f"{field} must be a JSON schema", field=field) from None
         if not isinstance(value, Mapping | bool):
             raise InvalidRequest(f"{field} must be a JSON schema: an object", field=field)
-        return Structure(kind=kind, text=json.dumps(value, ensure_ascii=False), field=field)
+        text = json.dumps(value, ensure_ascii=False)
+        _check_size(text, field)
+        return Structure(kind=kind, text=text, field=field)
     if kind == "choice":
         texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
         if not texts or not 0 < len(value) <= MAX_CHOICES:
@@ -119,7 +122,14 @@ def _structure(kind: Kind, value: Any, field: str) -> Structure:
         return Structure(kind=kind, text=json.dumps(list(dict.fromkeys(value)), ensure_ascii=False), field=field)
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"{field} must be a text that is not empty", field=field)
+    _check_size(value, field)
     return Structure(kind=kind, text=value, field=field)
+
+
+def _check_size(text: str, field: str) -> None:
+    """Raise InvalidRequest for more than the process that compiles takes, before anything is made of it here."""
+    if len(text) > MAX_TEXT:
+        raise InvalidRequest(f"{field} has {len(text)} characters; the limit is {MAX_TEXT}", field=field)
 
 
 def _choice(given: Any, offered: Sequence[str]) -> ToolChoice:
@@ -146,9 +156,10 @@ def _called(mode: Any, names: Sequence[Any] | None, offered: Sequence[str]) -> T
         )
     if mode == "required" and not offered:
         raise InvalidRequest("tool_choice: there are no tools that could be called", field="tool_choice")
-    if names is not None and (not names or not all(name in offered for name in names)):
-        wrong = next((name for name in names if name not in offered), None)
-        said = f" {wrong[:64]!r}" if isinstance(wrong, str) else ""
+    known = frozenset(offered)
+    wrong = next(([name] for name in names or () if not isinstance(name, str) or name not in known), [])
+    if names is not None and (not names or wrong):
+        said = f" {wrong[0][:64]!r}" if wrong and isinstance(wrong[0], str) else ""
         raise InvalidRequest(f"tool_choice names a tool{said} that is not among tools", field="tool_choice")
     return ToolChoice(required=mode == "required", names=None if names is None else tuple(dict.fromkeys(names)))
 

@@ -28,11 +28,11 @@ from cairn.kernels.sampler import NativeSampler
 from cairn.types.errors import ModelError
 from cairn.types.layer_spec import RopeScaling
 
-VERSION = "native-5"
+VERSION = "native-6"
 """Version of the order of operations, of the KV layout and of packed matrices; a change that can move a bit gets a new
 one, here and in `csrc/module.cpp`."""
 
-INTERFACE = 7
+INTERFACE = 8
 """Version of what is called in the module; a change that moves no bit gets a new one, in both places too."""
 
 _MODULE = "cairn.kernels._native"
@@ -121,6 +121,14 @@ class Probe:
         """Multiply and add in registers, so many times in every chain; returns the operations done."""
         return int(self._native.probe_multiply(self._variant, self._team, turns))
 
+    def multiply_bytes(self, turns: int = 1 << 13) -> int:
+        """Do the same with bytes, as matrices of 4 to 8 bits are multiplied; returns the operations done."""
+        return int(self._native.probe_multiply_bytes(self._variant, self._team, turns))
+
+    def multiply_pairs(self, turns: int = 1 << 16) -> int:
+        """Do the same with pairs of bfloat16; returns the operations done, 0 where no instruction does that."""
+        return int(self._native.probe_multiply_pairs(self._variant, self._team, turns))
+
 
 @dataclass(frozen=True, slots=True)
 class Table:
@@ -141,8 +149,7 @@ class NativeKernels:
 
     @property
     def numerics(self) -> tuple[str, ...]:
-        # Sines come from the C library.
-        return (VERSION, self._variant, platform.machine(), *platform.libc_ver())
+        return (VERSION, self._variant, platform.machine())
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize

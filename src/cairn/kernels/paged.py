@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.blas import TILE, tile_rows
+from cairn.kernels.elementary import exp, tanh
 from cairn.types.model_spec import MAX_CONTEXT
 
 Floats = NDArray[np.float32]
@@ -189,7 +190,7 @@ def _first_seen(at: Any, window: int) -> Any:
 def softcap(x: Floats, cap: float) -> None:
     """x = cap tanh(x / cap)."""
     x /= np.float32(cap)
-    np.tanh(x, out=x)
+    x[:] = tanh(x)
     x *= np.float32(cap)
 
 
@@ -213,11 +214,11 @@ def _attend(
     if sinks is not None:
         most = np.maximum(most, sinks[:, None, :, :, None])
     scores -= most
-    weights = np.exp(scores, out=scores)
+    weights = exp(scores)
     sums = weights.sum(axis=-1)
     total, out = np.zeros_like(sums[:, :, 0]), np.zeros_like(q)
     if sinks is not None:
-        total += np.exp(sinks - most[:, :, 0, :, :, 0])
+        total += exp(sinks - most[:, :, 0, :, :, 0])
     for part in parts:
         mixed = np.matmul(weights[:, :, part], pages.values(part)[:, :, :, None])
         for span in range(part.start, part.stop):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.kernels.elementary import exp, log1p
 from cairn.types.block_size import BLOCK_TOKENS
 
 Floats = NDArray[np.float32]
@@ -75,7 +76,7 @@ def convolve(
         if bias is not None:
             total = total + bias
         if silu:
-            total = total / (1 + np.exp(-total))
+            total = total / (1 + exp(-total))
         if gated:
             total = total * x[begin : begin + count, channels : 2 * channels]
         out[begin : begin + count] = total
@@ -102,13 +103,13 @@ def delta(
     heads, width = len(decay), (x.shape[1] - out.shape[1]) // 2
     query, key = (_unit(part.reshape(len(x), key_heads, -1)) for part in (x[:, :width], x[:, width : 2 * width]))
     query = query * np.float32(1 / np.sqrt(width // key_heads))
-    share: Floats = np.reciprocal(1 + np.exp(-gates[:, first : first + heads]))
+    share: Floats = np.reciprocal(1 + exp(-gates[:, first : first + heads]))
     step = softplus(gates[:, first + heads : first + 2 * heads] + time_bias)
     _scan(
         _spread(key, heads, tiled),
         _spread(query, heads, tiled),
         x[:, 2 * width :].reshape(len(x), heads, -1),
-        np.exp(decay * step),
+        exp(decay * step),
         share,
         True,
         (states, layer, rows, tables),
@@ -141,13 +142,13 @@ def mamba2(
         _spread(part.reshape(len(x), groups, -1), heads, False)
         for part in (x[:, inner : inner + width], x[:, inner + width :])
     )
-    _scan(key, query, value, np.exp(decay * step), step, False, (states, layer, rows, tables), out)
+    _scan(key, query, value, exp(decay * step), step, False, (states, layer, rows, tables), out)
     out += (skip[:, None] * value).reshape(out.shape)
 
 
 def softplus(x: Floats) -> Floats:
     """log(1 + e^x)"""
-    found: Floats = np.where(x > _LINEAR, x, np.log1p(np.exp(np.minimum(x, _LINEAR))))
+    found: Floats = np.where(x > _LINEAR, x, log1p(exp(np.minimum(x, _LINEAR))))
     return found
 
 
@@ -201,7 +202,7 @@ def gated_norm(
 ) -> None:
     """`Kernels.gated_norm`."""
     gate: Any = gates[:, first : first + x.shape[1]]
-    gate = gate / (1 + np.exp(-gate))
+    gate = gate / (1 + exp(-gate))
     parts = (x * gate if gate_first else x).reshape(len(x), -1, size)
     mean = np.square(parts).sum(axis=-1, keepdims=True) / np.float32(size)
     normed = parts * (1 / np.sqrt(mean + np.float32(eps)))
@@ -213,7 +214,7 @@ def gate_heads(x: Floats, qkv: Floats, size: int) -> None:
     """`Kernels.gate_heads`."""
     width = x.shape[1]
     gate = qkv[:, : 2 * width].reshape(len(x), -1, 2, size)[:, :, 1].reshape(x.shape)
-    x *= 1 / (1 + np.exp(-gate))
+    x *= 1 / (1 + exp(-gate))
 
 
 __all__ = ["MOST_REACH", "convolve", "delta", "gate_heads", "gated_norm", "kept", "mamba2", "softplus"]

@@ -27,6 +27,7 @@ from threadpoolctl import threadpool_info
 from cairn.kernels import latent, recurrent, streams
 from cairn.kernels.base import Quantized
 from cairn.kernels.blas import TILE, one_blas_thread, project
+from cairn.kernels.elementary import cos_sin, exp, expm1, log, log1p, tanh
 from cairn.kernels.fusion import fuse
 from cairn.kernels.paged import SPAN, attend, softcap
 from cairn.kernels.program import Interpreted, KernelCall
@@ -35,7 +36,7 @@ from cairn.kernels.rope import Rope, frequencies
 from cairn.kernels.vocabulary import NUMPY, Sampler
 from cairn.types.layer_spec import RopeScaling
 
-VERSION = "reference-1"
+VERSION = "reference-2"
 """Version of the order of operations and of the KV layout; a change that can move a bit gets a new one."""
 
 Floats = NDArray[np.float32]
@@ -43,13 +44,13 @@ Ints = NDArray[np.int32]
 
 
 def _silu(x: Floats) -> Floats:
-    out: Floats = x / (1 + np.exp(-x))
+    out: Floats = x / (1 + exp(-x))
     return out
 
 
 def _gelu_tanh(x: Floats) -> Floats:
     inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * (x * x * x))
-    out: Floats = np.float32(0.5) * x * (1 + np.tanh(inner))
+    out: Floats = np.float32(0.5) * x * (1 + tanh(inner))
     return out
 
 
@@ -71,7 +72,7 @@ def _gelu(x: Floats) -> Floats:
     poly: Floats = np.full_like(x, _GELU[0])
     for term in _GELU[1:]:
         poly = poly * t + np.float32(term)
-    tail: Floats = np.float32(0.5) * t * np.exp(poly - z * z) * x
+    tail: Floats = np.float32(0.5) * t * exp(poly - z * z) * x
     out: Floats = np.where(x >= 0, x - tail, tail)
     return out
 
@@ -80,7 +81,7 @@ ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
     "silu": _silu,
     "gelu_tanh": _gelu_tanh,
     "gelu": _gelu,
-    "tanh": np.tanh,
+    "tanh": tanh,
     "relu2": _relu2,
 }
 
@@ -146,9 +147,8 @@ class ReferenceKernels:
 
     def rope_angles(self, rope: Rope, positions: Ints, angles: Floats) -> None:
         # The product is rounded to float32, as transformers does, before the exact cosine is taken.
-        turned = (positions.astype(np.float32)[:, None] * rope.frequencies).astype(np.float64)
-        angles[:, 0] = np.cos(turned) * rope.factor
-        angles[:, 1] = np.sin(turned) * rope.factor
+        cosine, sine = cos_sin(positions.astype(np.float32)[:, None] * rope.frequencies)
+        angles[:, 0], angles[:, 1] = cosine * rope.factor, sine * rope.factor
 
     def scale(self, hidden: Floats, factor: float) -> None:
         hidden *= np.float32(factor)
@@ -314,7 +314,7 @@ class ReferenceKernels:
 
     def scale_queries(self, query: Floats, positions: Ints, beta: float, original: float, ahead: int = 0) -> None:
         turns = np.floor((positions + ahead).astype(np.float32) / np.float32(original))
-        query *= (1 + np.float32(beta) * np.log(1 + turns))[:, None, None]
+        query *= (1 + np.float32(beta) * log(1 + turns))[:, None, None]
 
     def norm_heads(self, x: Floats, first: int, heads: int, size: int, weight: Floats | None, eps: float) -> None:
         part = x[:, first * size : (first + heads) * size]
@@ -329,8 +329,8 @@ class ReferenceKernels:
 
     def xielu(self, x: Floats, positive: Floats, negative: Floats, out: Floats) -> None:
         half, least = np.float32(0.5), np.float32(-1e-6)
-        above, below = np.log1p(np.exp(positive[0])), half + np.log1p(np.exp(negative[0]))
-        out[:] = np.where(x > 0, above * x * x, (np.expm1(np.minimum(x, least)) - x) * below) + half * x
+        above, below = log1p(exp(positive[0])), half + log1p(exp(negative[0]))
+        out[:] = np.where(x > 0, above * x * x, (expm1(np.minimum(x, least)) - x) * below) + half * x
 
     def gate_with(self, x: Floats, activation: str, by: Floats, first: int, out: Floats) -> None:
         out[:] = ACTIVATIONS[activation](x) * by[:, first : first + x.shape[1]]
@@ -438,7 +438,7 @@ class ReferenceKernels:
         out[:] = x * weight
 
     def add_gated(self, x: Floats, gate: Floats, hidden: Floats) -> None:
-        hidden += 1 / (1 + np.exp(-gate)) * x
+        hidden += 1 / (1 + exp(-gate)) * x
 
     def sampler(self, vocab: int) -> Sampler:
         return NUMPY
@@ -470,18 +470,17 @@ def gated(gates: Floats, activation: str) -> Floats:
         return ACTIVATIONS[activation](g) * u
     low: Floats = np.minimum(g, np.float32(7))
     wide: Floats = np.clip(u, np.float32(-7), np.float32(7))
-    share: Floats = 1 / (1 + np.exp(np.float32(-1.702) * low))
-    passed: Floats = (wide + np.float32(1)) * (low * share)
+    passed: Floats = (wide + np.float32(1)) * (low * _sigmoid(np.float32(1.702) * low))
     return passed
 
 
 def _sigmoid(x: Floats) -> Floats:
-    found: Floats = np.reciprocal(1 + np.exp(-x))
+    found: Floats = np.reciprocal(1 + exp(-x))
     return found
 
 
 def _softmax(x: Floats) -> Floats:
-    weights = np.exp(x - x.max(axis=1, keepdims=True))
+    weights = exp(x - x.max(axis=1, keepdims=True))
     found: Floats = weights / weights.sum(axis=1, keepdims=True)
     return found
 

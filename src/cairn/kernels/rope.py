@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.kernels.elementary import log_of, power_of
 from cairn.types.layer_spec import RopeScaling
 
 Floats = NDArray[np.float32]
@@ -24,7 +25,7 @@ class Rope:
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> Rope:
     """Rotary frequencies as transformers' `modeling_rope_utils` defines them for each kind of scaling."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    plain = (1.0 / np.power(float(theta), exponents.astype(np.float64)).astype(np.float32)).astype(np.float32)
+    plain = np.float32(1) / np.array([power_of(theta, float(one)) for one in exponents], np.float32)
     if scaling.factors:
         plain /= np.array(scaling.factors, np.float32)
     if scaling.kind == "linear":
@@ -50,7 +51,7 @@ def _yarn(plain: Floats, head_dim: int, theta: float, scaling: RopeScaling) -> F
 
     def dimension(turns: float) -> float:
         wave = scaling.original_context / (turns * 2 * math.pi)
-        return head_dim * math.log(wave) / (2 * math.log(theta))
+        return head_dim * log_of(wave) / (2 * log_of(theta))
 
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
     if scaling.truncate:
@@ -65,7 +66,7 @@ def _yarn(plain: Floats, head_dim: int, theta: float, scaling: RopeScaling) -> F
 
 def _yarn_factor(scaling: RopeScaling) -> float:
     def mscale(weight: float) -> float:
-        return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
+        return 1.0 if scaling.factor <= 1 else 0.1 * weight * log_of(scaling.factor) + 1.0
 
     if scaling.attention_factor is not None:
         return scaling.attention_factor

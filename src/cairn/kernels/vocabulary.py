@@ -28,6 +28,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.kernels.elementary import log_of
 from cairn.types.sampling_params import SamplingParams
 from cairn.types.step import Row
 
@@ -213,7 +214,7 @@ def divisor(params: SamplingParams) -> np.float32:
 
 def lowest(params: SamplingParams) -> np.float32:
     """What min-p asks of a token's logit relative to the peak's."""
-    return np.float32(math.log(params.min_p) if params.min_p > 0 else -math.inf)
+    return np.float32(log_of(params.min_p) if params.min_p > 0 else -math.inf)
 
 
 def adjust(row: Row, logits: Floats) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -24,7 +26,7 @@ from cairn.rag.definition import (
     SearchHit,
     StoredDocument,
 )
-from cairn.rag.document_store import DocumentStore
+from cairn.rag.document_store import DocumentStore, bytes_of
 from cairn.rag.extractor import Extractor, aside
 from cairn.rag.outline import Section, UnreadableDocument
 from cairn.rag.reading import sections
@@ -50,6 +52,13 @@ TOLD = (
 REMINDED = "Name the sources of your answer by their numbers, such as [1]."
 """Stands behind the question: small models have forgotten by then what stands before the sources."""
 Heard = Callable[[int, int], object]
+Room = Callable[[str, int], AbstractAsyncContextManager[None]]
+"""Counts bytes of a tenant while they are being written; entering it raises where the tenant may not keep them."""
+
+
+def endless(tenant: str, size: int) -> AbstractAsyncContextManager[None]:
+    """Return room without a bound."""
+    return nullcontext()
 
 
 class Embedder(NamedTuple):
@@ -99,11 +108,11 @@ class SourcedAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     answer: str
     answered: bool
-    """False: nothing in the documents was near enough to the question."""
+    """False: nothing in the documents was near enough to the question, or the answer names no source."""
     sources: list[dict[str, Any]]
     """The chunks that were given, by their number from 1; `cited` says which are named in the answer."""
     citations_removed: int = 0
-    """Numbers in the answer that named no source."""
+    """Brackets and numbers in the answer that named no source."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -120,9 +129,16 @@ class Collections:
         self._extractor = Extractor()
 
     async def add(
-        self, tenant: str, id: str, embedder: Embedder, new: NewDocument, heard: Heard = lambda done, all: None
+        self,
+        tenant: str,
+        id: str,
+        embedder: Embedder,
+        new: NewDocument,
+        room: Room = endless,
+        heard: Heard = lambda done, all: None,
     ) -> StoredDocument:
-        """Read, cut and embed a document. `heard` is told how many of its chunks are embedded, of how many.
+        """Read, cut and embed a document. `heard` is told how many of its chunks are embedded, of how many. Raises what
+        `room` does for the bytes that the document will take.
 
         TooLarge for one that is, InvalidRequest for one that cannot be read or holds no text.
         """
@@ -132,16 +148,17 @@ class Collections:
         collection = await asyncio.to_thread(self.store.collection, tenant, id)
         found = await self._read(tenant, new)
         chunk, overlap = new.sizes or (collection.chunk, collection.overlap)
-        pieces = await asyncio.to_thread(lambda: list(chunks(found, chunk, overlap)))
+        pieces = await asyncio.to_thread(lambda: list(islice(chunks(found, chunk, overlap), MAX_CHUNKS + 1)))
         if not pieces:
             raise InvalidRequest(f"{field} holds no text that could be found", field=field)
         if len(pieces) > MAX_CHUNKS:
-            raise InvalidRequest(f"{field} has {len(pieces)} chunks; the limit is {MAX_CHUNKS}", field=field)
+            raise InvalidRequest(f"{field} has more than {MAX_CHUNKS} chunks, the limit", field=field)
         texts = [f"{piece.heading}\n{piece.text}" if piece.heading else piece.text for piece in pieces]
-        made = await embedder.made(texts, DOCUMENT_PROMPTS, lambda done: heard(done, len(texts)))
         spec = embedder.service.spec
-        model = (embedder.service.name, spec.identity, len(made[0]))
-        return await asyncio.to_thread(self.store.add, collection, new, pieces, made, model)
+        async with room(tenant, await asyncio.to_thread(bytes_of, new, pieces, spec.width)):
+            made = await embedder.made(texts, DOCUMENT_PROMPTS, lambda done: heard(done, len(texts)))
+            model = (embedder.service.name, spec.identity, len(made[0]))
+            return await asyncio.to_thread(self.store.add, collection, new, pieces, made, model)
 
     async def _read(self, tenant: str, new: NewDocument) -> list[Section]:
         """The sections of a document. What a stranger's file can do to its reader it does in a process of its own."""
@@ -199,7 +216,7 @@ class Collections:
             answer = SourcedAnswer(answer=NO_ANSWER, answered=False, sources=[], reranked_by=reranked_by)
             emit({"type": "answer.done", **msgspec.to_builtins(answer)})
             return answer
-        checked, said = CitationFilter(len(sources)), list[str]()
+        checked, said = CitationFilter(len(sources), strict=True), list[str]()
 
         def tell(text: str) -> None:
             if text:
@@ -215,7 +232,7 @@ class Collections:
             source["cited"] = source["number"] in checked.cited
         answer = SourcedAnswer(
             answer="".join(said),
-            answered=True,
+            answered=bool(checked.cited),
             sources=sources,
             citations_removed=checked.removed,
             prompt_tokens=answered.prompt_tokens,

@@ -7,25 +7,36 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cairn.types.errors import Unavailable
+
+TROUBLE_SECONDS = 60.0
+"""How long it is told that the disk refused something, unless it takes something before."""
+SLACK = 1 << 20
+"""Bytes that a file keeps free for what comes next."""
+STEP = 1024
+"""Pages that are given back in one go: others may use the file between two."""
 
 
 class Database:
     """One file. Every use may raise Unavailable where the disk refuses it."""
 
-    def __init__(self, path: Path, forms: Sequence[str]) -> None:
+    def __init__(self, path: Path, forms: Sequence[str], now: Callable[[], float]) -> None:
         """`forms`: SQL that makes the first form of the file, and of each form the next; how many of them were applied
         is the file's version. Unavailable where it cannot be opened, or a newer Cairn has written it."""
         self._lock = threading.Lock()
+        self._now, self._failure, self._failed_at = now, "", 0.0
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             path.chmod(0o600)
-            self._db.executescript("PRAGMA journal_mode=TRUNCATE; PRAGMA synchronous=FULL; PRAGMA secure_delete=ON;")
+            self._db.executescript(
+                "PRAGMA auto_vacuum=INCREMENTAL; PRAGMA journal_mode=TRUNCATE; PRAGMA synchronous=FULL; "
+                "PRAGMA secure_delete=ON;"
+            )
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             if version > len(forms):
                 raise Unavailable(f"{path}: written by a newer Cairn (format {version})")
@@ -33,6 +44,11 @@ class Database:
                 self._db.executescript(f"BEGIN; {form} PRAGMA user_version={number}; COMMIT;")
         except (sqlite3.Error, OSError) as error:
             raise Unavailable(f"{path}: the collections cannot be opened: {error}") from error
+
+    @property
+    def trouble(self) -> str:
+        """Why the file could not be used within the last minute, as a sentence; empty when it could."""
+        return self._failure if self._now() - self._failed_at < TROUBLE_SECONDS else ""
 
     def close(self) -> None:
         """Close the file."""
@@ -47,9 +63,36 @@ class Database:
             try:
                 yield db
                 db.execute("COMMIT")
+                self._failure = ""
             except BaseException:
-                db.execute("ROLLBACK")
+                if db.in_transaction:  # a full disk has ended it already
+                    db.execute("ROLLBACK")
                 raise
+
+    def shrink(self) -> None:
+        """Give the disk back what was freed in the file, but for a little. What the disk refuses is left for later."""
+        before = -1
+        with suppress(Unavailable):
+            while (free := self._give_back(before)) != before:
+                before = free
+
+    def _give_back(self, before: int) -> int:
+        """Give back some free pages. Returns how many are left; `before` where nothing more can be done."""
+        with self.read() as db:
+            free, size, pages, mode = (
+                db.execute(f"PRAGMA {name}").fetchone()[0]
+                for name in ("freelist_count", "page_size", "page_count", "auto_vacuum")
+            )
+            if free * size <= SLACK:
+                return before
+            if mode:
+                db.executescript(f"PRAGMA incremental_vacuum({STEP})")  # `execute` gives back a single page
+            elif 2 * free < pages:  # of an earlier form: it is written anew once that is less than was freed
+                return before
+            else:
+                db.execute("PRAGMA auto_vacuum=INCREMENTAL")
+                db.execute("VACUUM")
+            return int(db.execute("PRAGMA freelist_count").fetchone()[0])
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
@@ -58,4 +101,5 @@ class Database:
             try:
                 yield self._db
             except sqlite3.Error as error:
-                raise Unavailable(f"the collections cannot be used: {error}", retry_after=10.0) from error
+                self._failure, self._failed_at = f"the collections cannot be used: {error}", self._now()
+                raise Unavailable(self._failure, retry_after=10.0) from error

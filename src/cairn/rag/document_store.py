@@ -44,6 +44,8 @@ MAX_HELD = 512 << 20
 CANDIDATES = 100
 """Chunks that each of the two lists names."""
 _WORDS = re.compile(r"\w+")
+MAX_QUESTION = 10_000
+"""Characters of a question in which words are looked for."""
 MAX_WORDS = 64
 """Words of a question that are looked for."""
 FORMS = (
@@ -69,8 +71,25 @@ CREATE TABLE attachments (collection INTEGER NOT NULL, file TEXT NOT NULL, batch
 CREATE TABLE last (key INTEGER NOT NULL);
 INSERT INTO last SELECT coalesce(max(key), 0) FROM collections;
 """,
+    """
+ALTER TABLE documents ADD COLUMN kept INTEGER NOT NULL DEFAULT 0;
+UPDATE documents SET kept = length(CAST(name AS BLOB)) + length(metadata) + coalesce((SELECT
+  sum(2 * length(CAST(heading || text AS BLOB)) + length(vector)) FROM chunks WHERE document = documents.key), 0);
+""",
 )
 """The forms that the file has had, each made of the one before."""
+
+
+def bytes_of(new: NewDocument, pieces: Sequence[Piece], width: int) -> int:
+    """Return about how many bytes a document takes: its name and metadata, a vector of `width` numbers for each chunk,
+    and headings and texts, which the index of words has once more."""
+    texts = sum(len((piece.heading + piece.text).encode("utf-8", "replace")) for piece in pieces)
+    return (
+        len(new.name.encode("utf-8", "replace"))
+        + len(msgspec.json.encode(new.metadata))
+        + 2 * texts
+        + (4 * width * len(pieces))
+    )
 
 
 class DocumentStore:
@@ -78,7 +97,7 @@ class DocumentStore:
 
     def __init__(self, path: Path, now: Callable[[], float]) -> None:
         self._now = now
-        self.database = Database(path, FORMS)
+        self.database = Database(path, FORMS, now)
         self._change, self._read = self.database.change, self.database.read
         self._matrices: OrderedDict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = OrderedDict()
         """Keys and vectors of the chunks of a collection, by its key; that which was asked for last is the last."""
@@ -110,13 +129,14 @@ class DocumentStore:
             return self._collection(db, tenant, id)
 
     def bytes_of(self, tenant: str) -> int:
-        """About how many bytes a tenant's collections take: vectors of their chunks, and headings and texts, which the
-        index of words has once more."""
+        """Return about how many bytes a tenant's collections take, with their documents and files."""
+        theirs = "(SELECT key FROM collections WHERE tenant=?)"
         with self._read() as db:
             (found,) = db.execute(
-                "SELECT coalesce(sum(2 * length(CAST(heading || text AS BLOB)) + length(vector)), 0) FROM chunks "
-                "WHERE collection IN (SELECT key FROM collections WHERE tenant=?)",
-                (tenant,),
+                "SELECT (SELECT coalesce(sum(length(CAST(name AS BLOB)) + length(metadata)), 0) FROM collections "
+                f"WHERE tenant=?) + (SELECT coalesce(sum(kept), 0) FROM documents WHERE collection IN {theirs}) + "
+                f"(SELECT coalesce(sum(length(attributes)), 0) FROM attachments WHERE collection IN {theirs})",
+                (tenant,) * 3,
             ).fetchone()
         return int(found)
 
@@ -168,6 +188,7 @@ class DocumentStore:
             db.execute("DELETE FROM attachments WHERE collection=?", (found.key,))
             db.execute("DELETE FROM collections WHERE key=?", (found.key,))
             self._matrices.pop(found.key, None)
+        self.database.shrink()
 
     # ---------------------------------------------------------------------------------------------------- documents
 
@@ -188,11 +209,11 @@ class DocumentStore:
             db.execute("UPDATE collections SET model=?, identity=?, width=? WHERE key=?", (*model, collection.key))
             try:
                 key = db.execute(
-                    "INSERT INTO documents (collection, id, name, kind, created, size, metadata) "
-                    "VALUES (?,?,?,?,?,?,?)",
+                    "INSERT INTO documents (collection, id, name, kind, created, size, metadata, kept) "
+                    "VALUES (?,?,?,?,?,?,?,?)",
                     (
                         *(collection.key, new.id, new.name, new.kind, self._now(), new.size),
-                        msgspec.json.encode(new.metadata),
+                        *(msgspec.json.encode(new.metadata), bytes_of(new, pieces, model[2])),
                     ),
                 ).lastrowid
             except sqlite3.IntegrityError:
@@ -244,7 +265,11 @@ class DocumentStore:
         """Give a document other metadata."""
         with self._change() as db:
             found = self._document(db, collection, id)
-            db.execute("UPDATE documents SET metadata=? WHERE key=?", (msgspec.json.encode(metadata), found.key))
+            data = msgspec.json.encode(metadata)
+            db.execute(
+                "UPDATE documents SET metadata=?, kept = kept - length(metadata) + ? WHERE key=?",
+                (data, len(data), found.key),
+            )
 
     def texts(self, collection: Collection, id: str) -> list[str]:
         """The chunks of a document, in order."""
@@ -261,6 +286,7 @@ class DocumentStore:
             db.execute("DELETE FROM documents WHERE key=?", (found.key,))
             db.execute("DELETE FROM attachments WHERE collection=? AND file=?", (collection.key, id))
             self._matrices.pop(collection.key, None)
+        self.database.shrink()
 
     def _erase_chunks(self, db: sqlite3.Connection, of: str, key: int) -> None:
         db.execute(f"DELETE FROM words WHERE rowid IN (SELECT key FROM chunks WHERE {of}=?)", (key,))
@@ -295,13 +321,14 @@ class DocumentStore:
         if not wanted.documents and not wanted.metadata and wanted.fits is None:
             return None
         found: set[int] = set()
+        named = frozenset(wanted.documents)
         for key, id, metadata in db.execute(
             "SELECT key, id, metadata FROM documents WHERE collection=?", (collection.key,)
         ).fetchall():
             given = _attributes(metadata)
             fits = all(given.get(name) == value for name, value in wanted.metadata.items())
             fits = fits and (wanted.fits is None or wanted.fits(given))
-            if fits and id in (wanted.documents or (id,)):
+            if fits and (not named or id in named):
                 found |= {one for (one,) in db.execute("SELECT key FROM chunks WHERE document=?", (key,))}
         return found
 
@@ -327,7 +354,7 @@ class DocumentStore:
         return keys, matrix @ vector
 
     def _by_words(self, db: sqlite3.Connection, collection: Collection, question: str) -> list[int]:
-        words = list(dict.fromkeys(_WORDS.findall(question.lower())))[:MAX_WORDS]
+        words = list(dict.fromkeys(_WORDS.findall(question[:MAX_QUESTION].lower())))[:MAX_WORDS]
         if not words:
             return []
         query = " OR ".join(f'"{word}"' for word in words)

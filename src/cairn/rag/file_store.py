@@ -46,16 +46,16 @@ class FileStore:
     """The files of all tenants. Any thread may call; every method may raise Unavailable where the disk refuses it."""
 
     def __init__(self, path: Path, now: Callable[[], float]) -> None:
-        self._now, self._database = now, Database(path, _FORMS)
+        self._now, self.database = now, Database(path, _FORMS, now)
         self.folder = path.parent
 
     def close(self) -> None:
         """Close the file."""
-        self._database.close()
+        self.database.close()
 
     def add(self, tenant: str, id: str, name: str, purpose: str, file: BinaryIO, size: int) -> StoredFile:
         """Keep a file, which is read to its end. Overloaded where the tenant has too many, or too many bytes."""
-        with self._database.change() as db:
+        with self.database.change() as db:
             count, kept = db.execute(
                 "SELECT count(*), coalesce(sum(size), 0) FROM files WHERE tenant=?", (tenant,)
             ).fetchone()
@@ -77,25 +77,25 @@ class FileStore:
 
     def get(self, tenant: str, id: str) -> StoredFile:
         """One file. NotFound for one that is not there or is another tenant's."""
-        with self._database.read() as db:
+        with self.database.read() as db:
             return self._file(db, tenant, id)
 
     def list(self, tenant: str) -> list[StoredFile]:
         """A tenant's, the oldest first."""
-        with self._database.read() as db:
+        with self.database.read() as db:
             ids = db.execute("SELECT id FROM files WHERE tenant=? ORDER BY key", (tenant,)).fetchall()
             return [self._file(db, tenant, id) for (id,) in ids]
 
     def bytes_of(self, tenant: str) -> int:
         """How many bytes a tenant's files have."""
-        with self._database.read() as db:
+        with self.database.read() as db:
             return int(db.execute("SELECT coalesce(sum(size), 0) FROM files WHERE tenant=?", (tenant,)).fetchone()[0])
 
     def pieces(self, file: StoredFile) -> Iterator[bytes]:
         """What it holds, a piece at a time. NotFound where it is deleted meanwhile."""
         left, number = file.size, 0
         while left:
-            with self._database.read() as db:
+            with self.database.read() as db:
                 row = db.execute("SELECT data FROM pieces WHERE file=? AND number=?", (file.key, number)).fetchone()
             if row is None:
                 raise NotFound(f"there is no file {file.id}", field="file_id")
@@ -109,10 +109,11 @@ class FileStore:
 
     def delete(self, tenant: str, id: str) -> None:
         """Erase a file."""
-        with self._database.change() as db:
+        with self.database.change() as db:
             found = self._file(db, tenant, id)
             db.execute("DELETE FROM pieces WHERE file=?", (found.key,))
             db.execute("DELETE FROM files WHERE key=?", (found.key,))
+        self.database.shrink()
 
     def _file(self, db: sqlite3.Connection, tenant: str, id: str) -> StoredFile:
         row = db.execute(

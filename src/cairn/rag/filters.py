@@ -56,7 +56,8 @@ def _comparison(given: Mapping[str, Any], field: str) -> Filter:
     if kind in ("in", "nin"):
         if not isinstance(value, list) or len(value) > MAX_LISTED or not all(map(_is_value, value)):
             raise InvalidRequest(f"{field}.value must be a list of at most {MAX_LISTED} values", field=f"{field}.value")
-        return lambda noted: (key in noted and any(_same(noted[key], one) for one in value)) == (kind == "in")
+        listed = frozenset((isinstance(one, bool), one) for one in value)
+        return lambda noted: (key in noted and (isinstance(noted[key], bool), noted[key]) in listed) == (kind == "in")
     if not _is_value(value):
         raise InvalidRequest(f"{field}.value must be a text, a number, true or false", field=f"{field}.value")
     if kind in ("eq", "ne"):

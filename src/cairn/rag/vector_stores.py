@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from cairn.rag.attachments import Attachment, Attachments, WantedFile
-from cairn.rag.collections import Collections, Embedder
+from cairn.rag.collections import Collections, Embedder, Room, endless
 from cairn.rag.definition import Attribute, Collection, NewDocument, kind_of
 from cairn.rag.file_store import FileStore, StoredFile
 from cairn.rag.turns import TenantPlaces
@@ -31,8 +31,10 @@ Embedders = Callable[[], AbstractAsyncContextManager[Embedder]]
 class VectorStores:
     """The files of collections. Every method runs on the event loop."""
 
-    def __init__(self, collections: Collections, files: FileStore, attachments: Attachments) -> None:
-        self._collections, self._store = collections, collections.store
+    def __init__(
+        self, collections: Collections, files: FileStore, attachments: Attachments, room: Room = endless
+    ) -> None:
+        self._collections, self._store, self._room = collections, collections.store, room
         self.files, self.attachments = files, attachments
         self._tasks: dict[tuple[int, str], asyncio.Task[None]] = {}
         """What puts a file in, by its collection's key and its id."""
@@ -72,7 +74,7 @@ class VectorStores:
                         file.id, file.name, kind_of(file.name), copy, file.size, one.attributes, FIELD, sizes
                     )
                     async with embedders() as embedder:
-                        await self._collections.add(tenant, collection.id, embedder, new)
+                        await self._collections.add(tenant, collection.id, embedder, new, self._room)
         except CairnError as error:
             code, why = "invalid_file" if error.status < 429 else "server_error", str(error)
         except OSError as error:

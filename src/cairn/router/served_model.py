@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -16,11 +17,14 @@ from cairn.frontend.launch import First, launch_first
 from cairn.models.files import is_gguf, stem
 from cairn.models.hub import hub
 from cairn.router.fit import Fit, fit
-from cairn.types.errors import ConfigError, ModelError
+from cairn.system.posix import SystemClock
+from cairn.types.errors import CairnError, ConfigError, ModelError
 from cairn.types.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from cairn.frontend.service import Service
+
+log = logging.getLogger("cairn.api")
 
 State = Literal["loaded", "loading", "unloading", "on disk", "failed"]
 MOST_FOUND = 1000
@@ -79,6 +83,8 @@ class ServedModel:
         """Of what was loaded last."""
         self.loaded: LoadedModel | None = None
         self.loading: asyncio.Task[None] | None = None
+        self.swapping: asyncio.Future[None] | None = None
+        """Done when the swap that is under way has ended, well or not."""
         self.waiting = 0
         """Calls that wait until it is loaded."""
         self.failure = ""
@@ -116,9 +122,16 @@ class ServedModel:
         """What is true of it now."""
         if self.loaded is not None:
             return "unloading" if self.loaded.closing else "loaded"
-        if self.loading is not None:
+        if self.loading is not None or self.swapping is not None:
             return "loading"
         return "failed" if self.failure else "on disk"
+
+    def note_failure(self, error: Exception, now: float) -> None:
+        """Note why it could not be loaded, at that time."""
+        self.failures += 1
+        self.failure = str(error) if isinstance(error, CairnError) else type(error).__name__
+        self.failed_at = now
+        log.error("%s cannot be loaded: %s", self.name, self.failure)
 
     @property
     def kind(self) -> str:
@@ -219,13 +232,26 @@ def _in_folder(config: Config) -> Iterable[ModelOptions]:
 
 def _places(folder: Path, depth: int) -> Iterable[Path]:
     for entry in folder.iterdir():
-        if is_gguf(entry) and not entry.name.startswith("mmproj"):
+        if entry.name.startswith((".", "mmproj")):
+            continue
+        try:
+            entry.name.encode()
+            yield from _models_at(entry, depth)
+        except UnicodeEncodeError:
+            log.warning("%s is passed over: its name is not UTF-8", ascii(str(entry)))
+        except OSError as error:
+            log.warning("%s is passed over: it cannot be read (%s)", entry, error.strerror or error)
+
+
+def _models_at(entry: Path, depth: int) -> Iterable[Path]:
+    """Yield the model that an entry of a folder is, or those in it."""
+    if is_gguf(entry):
+        yield entry
+    elif entry.is_dir():
+        if (entry / "config.json").is_file():
             yield entry
-        elif entry.is_dir() and not entry.name.startswith("."):
-            if (entry / "config.json").is_file():
-                yield entry
-            elif depth > 1:
-                yield from _places(entry, depth - 1)
+        elif depth > 1:
+            yield from _places(entry, depth - 1)
 
 
 def check_names(models: Iterable[ServedModel]) -> Mapping[str, ServedModel]:
@@ -251,15 +277,32 @@ def locate(model: ServedModel) -> Path:
     return model.place
 
 
-def first_of(models: Iterable[ServedModel]) -> ServedModel:
-    """The one that is loaded first: a pinned one before others."""
-    starting = [one for one in models if one.at_start]
+def first_of(models: Sequence[ServedModel]) -> ServedModel:
+    """Return the one that is loaded first: a pinned one before others, and after all others one that could not be."""
+    left = [one for one in models if not one.failure] or models
+    starting = [one for one in left if one.at_start] or left
     return next((one for one in starting if one.pinned), starting[0])
 
 
 def first_worker(config: Config, models: list[ServedModel]) -> First:
-    """Start the worker of the model that is loaded first. Raises ModelError, also where it takes more than there is."""
-    model = first_of(models)
+    """Start the worker of the model that is loaded first. Of several, one that cannot be loaded is passed over.
+
+    Raises what was wrong with the first of them where there is no other: ModelError, also where it takes more memory
+    than there is, or ConfigError.
+    """
+    refused: CairnError | None = None
+    while True:
+        model = first_of(models)
+        try:
+            return _worker_of(config, model)
+        except CairnError as error:
+            refused = refused or error
+            model.note_failure(error, SystemClock().now())
+            if all(one.failure for one in models):
+                raise refused from None
+
+
+def _worker_of(config: Config, model: ServedModel) -> First:
     blocks: tuple[int, ...] = ()
     place = locate(model)
     if config.memory_gb is not None:

@@ -215,7 +215,9 @@ _NEEDS = {"turn_by_turn": ("order",), "coordinator": ("coordinator",), "debate":
 
 def check_topology(team: Team, topology: Topology) -> None:
     """InvalidRequest where the topology does not fit the team's members, or has a field that it does not know."""
-    uses = _USES[topology.kind]
+    uses, names = _USES[topology.kind], frozenset(team.names)
+    if max(len(topology.order), len(topology.sides)) > MAX_TURNS or not 0 <= topology.turns <= MAX_TURNS:
+        raise InvalidRequest(f"topology: a round has at most {MAX_TURNS} turns, the limit", field="topology.turns")
     for name in ("order", "coordinator", "first", "sides", "judge", "turns"):
         field = f"topology.{name}"
         value = getattr(topology, name)
@@ -224,10 +226,8 @@ def check_topology(team: Team, topology: Topology) -> None:
         if not value and name in _NEEDS.get(topology.kind, ()):
             raise InvalidRequest(f"{field} is missing: the topology {topology.kind} needs it", field=field)
         for one in value if isinstance(value, tuple) else (value,) if isinstance(value, str) and value else ():
-            if one not in team.names:
+            if one not in names:
                 raise InvalidRequest(f"{field} names {one[:64]}, who is no member; {_listed(team.names)}", field=field)
-    if len(topology.order) > MAX_TURNS or not 0 <= topology.turns <= MAX_TURNS:
-        raise InvalidRequest(f"topology: a round has at most {MAX_TURNS} turns, the limit", field="topology.turns")
     if topology.kind == "debate":
         _check_debate(topology)
     if topology.kind == "parliamentary" and len(team.members) < 2:

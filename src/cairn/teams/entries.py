@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from cairn.teams.definition import Rule
+from cairn.teams.definition import MAX_OPTIONS, MAX_RANKED, Rule, Team, check_options, check_rule, check_text
+from cairn.types.errors import InvalidRequest
 
 
 class _Item(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -32,6 +33,17 @@ class Poll(msgspec.Struct, frozen=True, kw_only=True):
     coordinator: str = ""
     voters: tuple[str, ...] = ()
     """Nobody named: all."""
+
+
+def check_poll(team: Team, ask: Poll) -> None:
+    """Raise InvalidRequest for a vote that a team cannot hold."""
+    check_text(ask.question, "question")
+    check_options(ask.options, "options", MAX_RANKED if ask.rule == "ranked" else MAX_OPTIONS)
+    check_rule(team, ask.rule, ask.coordinator, "coordinator")
+    for name in ask.voters:
+        team.member(name)
+    if ask.voters and ask.rule == "coordinator":
+        raise InvalidRequest("voters: by the rule coordinator that member alone decides", field="voters")
 
 
 class RoundBegan(_Item, frozen=True, kw_only=True, tag="round.started"):

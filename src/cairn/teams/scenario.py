@@ -6,13 +6,16 @@ of statements that are one of a few: what all said in a round is looked up in a 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
-from cairn.types.errors import ConfigError
+from cairn.teams.definition import MAX_ROUNDS, USER, Rule, Team, check_text
+from cairn.teams.entries import Poll, check_poll
+from cairn.types.errors import CairnError, ConfigError, InvalidRequest
 
 MAX_FILE = 1 << 22
 """Bytes of a text that a scenario names."""
@@ -29,6 +32,24 @@ class ScenarioMessage(_ScenarioForm, frozen=True, kw_only=True, forbid_unknown_f
     to: tuple[str, ...] = ()
     sender: str = msgspec.field(default="user", name="from")
     before_round: int = 1
+
+
+class ScenarioVote(_ScenarioForm, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What members vote on; what it does not say the team says."""
+
+    question: str
+    options: tuple[str, ...]
+    rule: Rule | None = None
+    coordinator: str = ""
+    voters: tuple[str, ...] = ()
+
+    def poll(self, team: Team) -> Poll:
+        """Return the vote as a server holds it."""
+        rule = self.rule or team.rule
+        coordinator = self.coordinator or (team.coordinator if rule == "coordinator" else "")
+        return Poll(
+            question=self.question, options=self.options, rule=rule, coordinator=coordinator, voters=self.voters
+        )
 
 
 class Payoff(_ScenarioForm, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,7 +86,7 @@ class Scenario(_ScenarioForm, frozen=True, kw_only=True, forbid_unknown_fields=T
     """What POST /v1/teams takes; a document may name a `file` beside the scenario in the place of its `text`."""
     messages: tuple[ScenarioMessage, ...] = ()
     rounds: int = 1
-    vote: dict[str, Any] | None = None
+    vote: ScenarioVote | None = None
     """A vote at the end of each round."""
     stop_at: str = ""
     """The stop rule: no more rounds once one has decided this."""
@@ -98,6 +119,10 @@ class Stage(Protocol):
         """The team as it is now."""
         ...
 
+    def delete(self, id: str) -> None:
+        """Erase the team."""
+        ...
+
 
 class Met(msgspec.Struct, frozen=True):
     """An expectation, and what became of it."""
@@ -124,11 +149,48 @@ def scenario_of(given: Any, file: Path) -> Scenario:
         scenario = msgspec.convert(given, type=Scenario)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{file} is no scenario: {error}") from None
+    _check(scenario, file)
     documents = scenario.team.get("documents")
     if not isinstance(documents, list):
         return scenario
     read = [_with_text(file, one) if isinstance(one, dict) else one for one in documents]
     return msgspec.structs.replace(scenario, team={**scenario.team, "documents": read})
+
+
+def _check(scenario: Scenario, file: Path) -> None:
+    """Raise ConfigError for what a server would refuse only once the team is there."""
+    team = _team(scenario.team)
+    what = "rounds"
+    try:
+        if not 1 <= scenario.rounds <= MAX_ROUNDS:
+            raise InvalidRequest(f"must be 1 to {MAX_ROUNDS}, the limit; it is {scenario.rounds}")
+        if team is None:
+            return
+        if scenario.vote is not None:
+            what = "vote"
+            check_poll(team, scenario.vote.poll(team))
+        for at, message in enumerate(scenario.messages):
+            what = f"messages[{at}]"
+            check_text(message.content, "content")
+            for name in (*message.to, *((message.sender,) if message.sender != USER else ())):
+                team.member(name)
+        for at, payoff in enumerate(scenario.payoffs):
+            what = f"payoffs[{at}]"
+            for name in (*payoff.answers, *payoff.points):
+                team.member(name)
+    except InvalidRequest as error:
+        raise ConfigError(f"{file}: {what}: {error}", field=what) from None
+
+
+def _team(given: Mapping[str, Any]) -> Team | None:
+    """Return as much of a team as the rest of its scenario is about; None where the server is to say what is wrong."""
+    try:
+        names = [member["name"] for member in given["members"]]
+        team = {"members": [{"name": name, "role": ""} for name in names], "id": "scenario"}
+        team |= {name: given[name] for name in ("rule", "coordinator") if given.get(name) is not None}
+        return msgspec.convert(team, type=Team)
+    except (KeyError, TypeError, msgspec.ValidationError):
+        return None
 
 
 def _with_text(path: Path, document: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,8 +208,27 @@ def _with_text(path: Path, document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def play(scenario: Scenario, stage: Stage, show: Callable[[dict[str, Any]], object]) -> Outcome:
-    """Play a scenario to its end. `show` gets every event, and `points` after each round of a game."""
-    id = stage.make(scenario.team)
+    """Play a scenario to its end. `show` gets every event, and `points` after each round of a game.
+
+    Where it fails before anybody has spoken, the team that was made for it is erased again.
+    """
+    id, spoken = stage.make(scenario.team), False
+
+    def tell(event: dict[str, Any]) -> None:
+        nonlocal spoken
+        spoken = spoken or event["type"] == "turn.done"
+        show(event)
+
+    try:
+        return _play(scenario, stage, id, tell)
+    except BaseException:
+        if not spoken:
+            with contextlib.suppress(CairnError):  # what went wrong is told, not that this did too
+                stage.delete(id)
+        raise
+
+
+def _play(scenario: Scenario, stage: Stage, id: str, show: Callable[[dict[str, Any]], object]) -> Outcome:
     points: dict[str, float] = {}
     said: list[list[tuple[str, str]]] = []
     decision = None
@@ -156,7 +237,7 @@ def play(scenario: Scenario, stage: Stage, show: Callable[[dict[str, Any]], obje
             if one.before_round == number:
                 stage.post(id, {"content": one.content, "to": list(one.to), "sender": one.sender})
                 show({"type": "message", "sender": one.sender, "content": one.content, "to": list(one.to)})
-        vote = {"vote": scenario.vote} if scenario.vote is not None else {}
+        vote = {} if scenario.vote is None else {"vote": msgspec.to_builtins(scenario.vote)}
         statements = []
         for event in _whole_round(scenario, stage, id, {"rounds": 1, "stream": True, **vote}):
             show(event)

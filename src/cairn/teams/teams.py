@@ -18,17 +18,13 @@ from cairn.agents.journals import Journal, JournalEntry
 from cairn.agents.log.records import check
 from cairn.teams import prompts
 from cairn.teams.definition import (
-    MAX_OPTIONS,
-    MAX_RANKED,
     MAX_ROUNDS,
     USER,
     Team,
-    check_options,
-    check_rule,
     check_team,
     check_text,
 )
-from cairn.teams.entries import Item, Poll, Posted, RoundBegan, RoundDone, ToolAnswered, ToolCalled, Voted
+from cairn.teams.entries import Item, Poll, Posted, RoundBegan, RoundDone, ToolAnswered, ToolCalled, Voted, check_poll
 from cairn.teams.team_round import Emit, TeamRound, last_turn
 from cairn.teams.tool_calls import ToolsWaitError, open_calls
 from cairn.teams.voice import AgentVoice, Caller, Voice
@@ -73,9 +69,9 @@ class Teams:
         """One team as it is now."""
         return self._state(self._find(tenant, id))
 
-    def list(self, tenant: str) -> list[TeamState]:
-        """A tenant's teams, most recently created first."""
-        return [self._state(journal) for journal in self._journals.of(ROOM, tenant)]
+    def ids(self, tenant: str) -> list[str]:
+        """Return the ids of a tenant's teams, most recently created first."""
+        return [journal.id for journal in self._journals.of(ROOM, tenant)]
 
     def entries(self, tenant: str, id: str, member: str = "") -> tuple[Team, Sequence[JournalEntry]]:
         """A team and what its journal holds. InvalidRequest for a `member` that it has not."""
@@ -211,14 +207,7 @@ class Teams:
 
     def check_vote(self, tenant: str, id: str, ask: Poll) -> None:
         """InvalidRequest for a vote that cannot be held."""
-        team = _team(self._find(tenant, id))
-        check_text(ask.question, "question")
-        check_options(ask.options, "options", MAX_RANKED if ask.rule == "ranked" else MAX_OPTIONS)
-        check_rule(team, ask.rule, ask.coordinator, "coordinator")
-        for name in ask.voters:
-            team.member(name)
-        if ask.voters and ask.rule == "coordinator":
-            raise InvalidRequest("voters: by the rule coordinator that member alone decides", field="voters")
+        check_poll(_team(self._find(tenant, id)), ask)
 
     async def vote(self, caller: Caller, id: str, ask: Poll, emit: Emit) -> Voted:
         """A vote beside the rounds. Conflict while a round runs or one was cut off."""

@@ -11,11 +11,11 @@ import msgspec
 
 from cairn.config.option import closest
 from cairn.types.errors import InvalidRequest
-from cairn.workflows.contracts import TEXT, TYPES, Breach, at, check_contract, check_value, kind_of
+from cairn.workflows.bounds import check_bounds, listed
+from cairn.workflows.contracts import TEXT, TYPES, ValueChecker, at, check_contract, kind_of
 from cairn.workflows.definition import (
     MAX_ITEMS,
     MAX_LOOP,
-    MAX_NODES,
     MAX_RETRIES,
     SAMPLING,
     Condition,
@@ -23,7 +23,8 @@ from cairn.workflows.definition import (
     Node,
     Workflow,
 )
-from cairn.workflows.paths import INDEX, INPUTS, ITEM, MISSING, PREVIOUS, check_condition, check_path, paths_of, read
+from cairn.workflows.paths import INDEX, INPUTS, ITEM, MISSING, PREVIOUS, check_condition, check_path, paths_of
+from cairn.workflows.templates import read
 
 RESERVED = frozenset({INPUTS, ITEM, INDEX, PREVIOUS})
 _INTEGER: Mapping[str, Any] = {"type": "integer"}
@@ -39,7 +40,11 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_workflow(workflow: Workflow) -> Graph:
-    """The graph of a workflow that can run. InvalidRequest for what is wrong first; it names the node and the limit."""
+    """Return the graph of a workflow that can run. It takes time, up to a second for a workflow at all limits.
+
+    Raise InvalidRequest for what is wrong first; it names the node and the limit.
+    """
+    check_bounds(workflow)
     _check_ids(workflow)
     if not 1 <= workflow.at_once <= 64:
         raise InvalidRequest("at_once must be 1 to 64", field="at_once")
@@ -51,21 +56,18 @@ def check_workflow(workflow: Workflow) -> Graph:
 
 
 def every_node(nodes: Iterable[Node]) -> Iterator[Node]:
-    """All nodes, those of loops too."""
-    for node in nodes:
+    """Yield all nodes, those of loops too."""
+    waiting = list(nodes)[::-1]
+    while waiting:
+        node = waiting.pop()
         yield node
         if node.loop is not None:
-            yield from every_node(node.loop.nodes)
+            waiting += node.loop.nodes[::-1]
 
 
 def _check_ids(workflow: Workflow) -> None:
-    nodes = list(every_node(workflow.nodes))
-    if not 1 <= len(nodes) <= MAX_NODES:
-        raise InvalidRequest(
-            f"nodes holds {len(nodes)} nodes; a workflow has 1 to {MAX_NODES}, the limit", field="nodes"
-        )
     seen: set[str] = set()
-    for node in nodes:
+    for node in every_node(workflow.nodes):
         if node.id in RESERVED or node.id in seen:
             why = "is a word of templates" if node.id in RESERVED else "names two nodes"
             raise InvalidRequest(f"nodes: {node.id} {why}", field=f"nodes.{node.id}")
@@ -89,6 +91,8 @@ def _check_node(node: Node) -> None:
     if unknown:
         known = ", ".join(sorted(SAMPLING))
         raise InvalidRequest(f"{where}.sampling has no {unknown[0][:64]}; there are {known}", field=f"{where}.sampling")
+    if node.each is not None and node.each.items.partition(".")[0] in (ITEM, INDEX):
+        raise InvalidRequest(f"{where}.each.in reads {node.each.items[:64]}, which it makes itself", field=where)
     if node.output is not None:
         check_contract(node.output, f"{where}.output")
     if node.when is not None:
@@ -119,6 +123,7 @@ class _Scope:
     ) -> None:
         self._nodes, self._inputs, self._outer, self._loop = nodes, inputs, outer, loop
         self.contracts = {node.id: contract_of(node) for node in nodes}
+        self._values = ValueChecker()
 
     def graph(self, where: str) -> Graph:
         """The nodes in order."""
@@ -188,8 +193,9 @@ class _Scope:
         root, *rest = path.split(".")
         if root == INPUTS:
             if not rest or rest[0] not in self._inputs:
-                listed = ", ".join(sorted(self._inputs)) or "none"
-                raise InvalidRequest(f"{field} reads {path}, which is no input; inputs are: {listed}", field=field)
+                raise InvalidRequest(
+                    f"{field} reads {path}, which is no input; inputs are: {listed(self._inputs)}", field=field
+                )
             return None, False
         if root in (ITEM, INDEX):
             if node.each is None:
@@ -207,7 +213,7 @@ class _Scope:
         """The contract of the items over which a node fans out."""
         assert node.each is not None
         schema, _ = self._find(check_path(node.each.items, f"{node.id}.each.in"), f"{node.id}.each.in", node)
-        if schema is None or kind_of(schema) != "array":
+        if schema is None or "items" not in schema:
             return None
         found = at(schema["items"], path.split(".")[1:])
         if found is None:
@@ -232,7 +238,7 @@ class _Scope:
 
     def _check_reachable(self, node: Node, known: Mapping[str, Mapping[str, Any]]) -> None:
         """InvalidRequest for a node whose condition no contract lets hold."""
-        if node.when is not None and not _can_hold(node.when, known):
+        if node.when is not None and not _can_hold(node.when, known, self._values):
             raise InvalidRequest(
                 f"unreachable node: {node.id} never runs, for by the contracts its condition never holds",
                 field=f"{node.id}.when",
@@ -243,12 +249,12 @@ def _reads(node: Node) -> Iterator[tuple[tuple[str, ...], str]]:
     yield from read(node)
     if node.loop is None:
         return
-    inner = {one.id for one in node.loop.nodes}
+    inside = {*RESERVED, *(one.id for one in node.loop.nodes)}
     for one in node.loop.nodes:  # a loop waits for what its nodes read of others
         for paths, field in read(one):
-            outside = tuple(path for path in paths if path.partition(".")[0] not in {*inner, *RESERVED})
-            for path in outside:
-                yield (path, path), field
+            for path in paths:
+                if path.partition(".")[0] not in inside:
+                    yield (path, path), field
 
 
 def contract_of(node: Node) -> Mapping[str, Any]:
@@ -274,30 +280,28 @@ def _may_miss(schema: Mapping[str, Any], rest: Sequence[str]) -> bool:
     return False
 
 
-def _can_hold(condition: Condition, known: Mapping[str, Mapping[str, Any]]) -> bool:
+def _can_hold(condition: Condition, known: Mapping[str, Mapping[str, Any]], values: ValueChecker) -> bool:
     if condition.every is not MISSING:
-        return all(_can_hold(one, known) for one in condition.every or ())
+        return all(_can_hold(one, known, values) for one in condition.every or ())
     if condition.some is not MISSING:
-        return any(_can_hold(one, known) for one in condition.some or ())
+        return any(_can_hold(one, known, values) for one in condition.some or ())
     root, *rest = condition.output.split(".")
     schema = at(known[root], rest) if root in known else None
     if schema is None:
         return True
     if condition.above is not MISSING or condition.below is not MISSING:
-        return kind_of(schema) in ("number", "integer")
+        return _may_be_number(schema)
     if condition.equals is not MISSING:
-        return _fits(schema, condition.equals)
+        return values.fits(schema, condition.equals)
     if condition.one_of is not MISSING:
-        return any(_fits(schema, one) for one in condition.one_of or ())
+        return any(values.fits(schema, one) for one in condition.one_of or ())
     return True
 
 
-def _fits(schema: Mapping[str, Any], value: Any) -> bool:
-    try:
-        check_value(schema, value, "value")
-    except Breach:
-        return False
-    return True
+def _may_be_number(schema: Mapping[str, Any]) -> bool:
+    if "type" in schema:
+        return schema["type"] in ("number", "integer")
+    return any(map(TYPES["number"], [schema["const"]] if "const" in schema else schema["enum"]))
 
 
 def _ordered(nodes: Sequence[Node], needs: Mapping[str, frozenset[str]], where: str) -> list[Node]:

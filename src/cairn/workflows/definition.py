@@ -17,6 +17,24 @@ MAX_LOOP = 32
 MAX_RETRIES = 8
 NODE_TOKENS = 1_024
 """Tokens of an answer at most where its node says nothing of it."""
+MAX_TEXT = 1 << 18
+"""Characters of a prompt, the system text and the text of a role, each."""
+MAX_FILLED = 1 << 20
+"""Characters of a prompt once its slots are filled."""
+MAX_SLOTS = 64
+"""Slots of one prompt."""
+MAX_ALTERNATIVES = 8
+"""Paths of one slot."""
+MAX_PATH = 512
+"""Characters of a path."""
+MAX_NAME = 128
+"""Characters of the name of a role, an input or a field of a contract."""
+MAX_NAMES = 256
+"""Roles, inputs, fields of one object of a contract, and what one node needs or takes."""
+MAX_VALUES = 1_024
+"""Values of an `enum` and of an `in`."""
+MAX_CONDITIONS = 64
+"""Conditions within one `when` or `until`."""
 
 SAMPLING = frozenset(
     {
@@ -35,7 +53,7 @@ SAMPLING = frozenset(
 )
 """What a node may say of how its answer is sampled."""
 
-Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}\Z")]
 
 
 class _Form(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -121,10 +139,11 @@ class Workflow(_Form, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
 
 
 def workflow_of(given: Any) -> Workflow:
-    """The workflow of plain values. InvalidRequest where they have another shape."""
+    """Return the workflow of plain values. Raise InvalidRequest where they have another shape."""
     try:
         return msgspec.convert(given, type=Workflow)
     except msgspec.ValidationError as error:
-        said, _, where = str(error).partition(" - at ")
-        field = where.strip("`").removeprefix("$").lstrip(".") or None
-        raise InvalidRequest(f"workflow{'.' + field if field else ''}: {said}", field=field) from None
+        said, _, where = str(error).rpartition(" - at ")  # a name that the client chose may hold these words too
+        said, where = (said, where) if said else (where, "")
+        field = where.strip("`").removeprefix("$").lstrip(".")[:200] or None
+        raise InvalidRequest(f"workflow{'.' + field if field else ''}: {said[:300]}", field=field) from None

@@ -1,27 +1,26 @@
-"""Values by their path, conditions over them, and prompts with such values in them.
+"""Values by their path, and conditions over them.
 
     path        NODE{.FIELD | .NUMBER}          inputs.task   plan.steps.0   previous.fix.code   item
-    template    {{ PATH {or PATH} }}            anything else is text
 
-Nothing is computed: a path only looks up, and a template only puts in. A value that is no text is put in as JSON.
+Nothing is computed: a path only looks up.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from cairn.types.errors import InvalidRequest
-from cairn.workflows.definition import Condition, Node
+from cairn.workflows.definition import MAX_CONDITIONS, MAX_PATH, MAX_VALUES, Condition
 
 MISSING = msgspec.UNSET
 """What stands where there is nothing."""
-_SLOT = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
 _PATH = re.compile(r"[A-Za-z][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_-]+)*")
+_DIGITS = 9
+"""Digits of the number of an item: no list is as long."""
 ITEM = "item"
 """In a fan-out the item, and `index` its number."""
 INDEX = "index"
@@ -31,7 +30,9 @@ INPUTS = "inputs"
 
 
 def check_path(path: str, field: str) -> str:
-    """The path. InvalidRequest for what is none."""
+    """Return the path. Raise InvalidRequest for what is none."""
+    if len(path) > MAX_PATH:
+        raise InvalidRequest(f"{field}: a path has {len(path)} characters; the limit is {MAX_PATH}", field=field)
     if not _PATH.fullmatch(path):
         raise InvalidRequest(
             f"{field}: {path[:64]!r} is no path; it should look like plan.steps or plan.steps.0", field=field
@@ -39,47 +40,27 @@ def check_path(path: str, field: str) -> str:
     return path
 
 
-def slots(template: str, field: str) -> list[tuple[str, ...]]:
-    """The paths of each slot of a template. InvalidRequest for a slot that holds none."""
-    found = []
-    for match in _SLOT.finditer(template):
-        parts = [part.strip() for part in re.split(r"\bor\b", match[1])]
-        found.append(tuple(check_path(part, field) for part in parts))
-    rest = _SLOT.sub("", template)
-    if "{{" in rest or "}}" in rest:
-        raise InvalidRequest(f"{field} has a {{{{ or }}}} without its other half", field=field)
-    return found
-
-
 def lookup(values: Mapping[str, Any], path: str) -> Any:
-    """The value of a path; MISSING where there is none."""
+    """Return the value of a path; MISSING where there is none."""
     found: Any = values
     for part in path.split("."):
         if isinstance(found, Mapping) and part in found:
             found = found[part]
-        elif isinstance(found, list | tuple) and part.isascii() and part.isdigit() and int(part) < len(found):
-            found = found[int(part)]
+        elif isinstance(found, list | tuple) and (index := index_of(part)) is not None and index < len(found):
+            found = found[index]
         else:
             return MISSING
     return found
 
 
+def index_of(part: str) -> int | None:
+    """Return the number of an item that a part of a path is; None where it is none."""
+    return int(part) if len(part) <= _DIGITS and part.isascii() and part.isdigit() else None
+
+
 def first(values: Mapping[str, Any], paths: tuple[str, ...]) -> Any:
     """The first of these values that is there."""
     return next((found for path in paths if (found := lookup(values, path)) is not MISSING), MISSING)
-
-
-def fill(template: str, values: Mapping[str, Any]) -> str:
-    """A template with its values. KeyError with the path of one that is not there."""
-
-    def put(match: re.Match[str]) -> str:
-        paths = tuple(part.strip() for part in re.split(r"\bor\b", match[1]))
-        found = first(values, paths)
-        if found is MISSING:
-            raise KeyError(paths[0])
-        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, indent=1)
-
-    return _SLOT.sub(put, template)
 
 
 def paths_of(condition: Condition) -> Iterator[str]:
@@ -91,21 +72,20 @@ def paths_of(condition: Condition) -> Iterator[str]:
             yield from paths_of(one)
 
 
-def read(node: Node) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What a node reads: alternative paths, and the field that says so."""
-    for one in slots(node.prompt, f"{node.id}.prompt"):
-        yield one, f"{node.id}.prompt"
-    if node.when is not None:
-        for path in paths_of(node.when):
-            yield (check_path(path, f"{node.id}.when"),), f"{node.id}.when"
-    if node.each is not None:
-        yield (check_path(node.each.items, f"{node.id}.each.in"),), f"{node.id}.each.in"
-    for path in node.takes:
-        yield (check_path(path, f"{node.id}.takes"),), f"{node.id}.takes"
-
-
 def check_condition(condition: Condition, field: str) -> None:
-    """InvalidRequest unless it says exactly one thing."""
+    """Raise InvalidRequest unless each condition says exactly one thing, and all of them are within the limits."""
+    count, waiting = 0, [condition]
+    while waiting:
+        one = waiting.pop()
+        count += 1
+        if count > MAX_CONDITIONS:
+            raise InvalidRequest(f"{field} holds more than {MAX_CONDITIONS} conditions, the limit", field=field)
+        _check_one(one, field)
+        for several in (one.every, one.some):
+            waiting += several or ()
+
+
+def _check_one(condition: Condition, field: str) -> None:
     groups = [one for one in (condition.every, condition.some) if one is not MISSING]
     said = [
         one
@@ -125,9 +105,10 @@ def check_condition(condition: Condition, field: str) -> None:
             "such conditions",
             field=field,
         )
-    for several in groups:
-        for one in several or ():
-            check_condition(one, field)
+    if condition.one_of is not MISSING and len(condition.one_of or ()) > MAX_VALUES:
+        raise InvalidRequest(
+            f"{field}.in holds {len(condition.one_of or ())} values; the limit is {MAX_VALUES}", field=f"{field}.in"
+        )
 
 
 def holds(condition: Condition, values: Mapping[str, Any]) -> bool:
@@ -155,10 +136,19 @@ def _compare(condition: Condition, found: Any) -> bool:
     return number and found < condition.below
 
 
+_BOOLEANS: Mapping[bool, Hashable] = {False: object(), True: object()}
+"""What stands for false and true in a key: to Python they are equal to 0 and 1."""
+
+
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are the same JSON: 1 is 1.0, and true is not 1."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
-    return isinstance(one, bool) is isinstance(other, bool) and bool(one == other)
+    """Return whether two values are the same JSON: 1 is 1.0, and true is not 1."""
+    return key_of(one) == key_of(other)
+
+
+def key_of(value: Any) -> Hashable:
+    """Return what is equal for the same JSON alone, and can be looked up in a set."""
+    if isinstance(value, Mapping):
+        return frozenset((name, key_of(item)) for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(key_of, value))
+    return _BOOLEANS[value] if isinstance(value, bool) else value

@@ -9,25 +9,31 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
-from cairn.agents.at_once import together
+from cairn.agents.at_once import as_places_free, together
 from cairn.agents.journals import Journal, Journals
 from cairn.frontend.requests import SamplingOptions
+from cairn.text.chat.messages import length
 from cairn.text.grammar.grammar import ANYTHING, Structure, Wanted
+from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import CairnError, Cancelled, Unavailable
 from cairn.types.outputs import Delta
 from cairn.workflows.answerer import Answered, Answerer, Asker
-from cairn.workflows.checks import Graph, check_workflow
+from cairn.workflows.checks import Graph
 from cairn.workflows.contracts import Breach, grammar_schema, read_answer
 from cairn.workflows.definition import NODE_TOKENS, Node
 from cairn.workflows.merging import merge
-from cairn.workflows.paths import INDEX, INPUTS, ITEM, MISSING, PREVIOUS, fill, holds, lookup
+from cairn.workflows.paths import INDEX, INPUTS, ITEM, MISSING, PREVIOUS, holds, lookup
 from cairn.workflows.records import NodeEnded, Run, RunEnded, RunItem
+from cairn.workflows.templates import Absent, TooLong, filling
+from cairn.workflows.text_room import TextRoom
 
+T = TypeVar("T")
 Emit = Callable[[dict[str, Any]], object]
 PASSING = (Unavailable, Cancelled)
 """What says nothing of a node: the run is cut off, and goes on another time."""
@@ -37,12 +43,20 @@ class WorkflowRun:
     """One run, from wherever its journal says it is."""
 
     def __init__(
-        self, run: Run, journals: Journals, journal: Journal, answerer: Answerer, asker: Asker, emit: Emit
+        self,
+        run: Run,
+        graph: Graph,
+        journals: Journals,
+        journal: Journal,
+        answerer: Answerer,
+        asker: Asker,
+        room: TextRoom,
+        emit: Emit,
     ) -> None:
-        self._run, self._workflow = run, run.workflow
+        """`graph`: what `check_workflow` made of the run's workflow; `room`: for the prompts of all runs."""
+        self._run, self._workflow, self._graph, self._room = run, run.workflow, graph, room
         self._journals, self._journal, self._answerer, self._asker = journals, journal, answerer, asker
         self._emit = emit
-        self._graph = check_workflow(run.workflow)
         self._turn = asyncio.Semaphore(run.workflow.at_once)
         self._known = {one.value.key: one.value for one in journal.read(RunItem) if isinstance(one.value, NodeEnded)}
 
@@ -102,8 +116,12 @@ class WorkflowRun:
         if node.loop is not None:
             return await self._loop(graph, node, values, key)
         if node.each is None:
-            return await self._ask(node, values, key)
+            return await self._ask_in_turn(node, values, key)
         return await self._fan_out(node, values, key)
+
+    async def _ask_in_turn(self, node: Node, values: Mapping[str, Any], key: str) -> NodeEnded:
+        async with self._turn:
+            return await self._ask(node, values, key)
 
     async def _loop(self, graph: Graph, node: Node, values: Mapping[str, Any], key: str) -> NodeEnded:
         """The nodes of a loop, again and again; its output is what they said last."""
@@ -135,35 +153,44 @@ class WorkflowRun:
             why = f"{node.each.items} holds {len(items)} items; the limit is {node.each.limit}"
             return await self._end(NodeEnded(key=key, state="failed", why=why), node)
 
-        async def one(index: int, item: Any) -> NodeEnded:
-            known = self._known.get(f"{key}.{index}")
-            if known is not None:
-                self._tell_end(known, node)
-                return known
-            return await self._ask(node, {**values, ITEM: item, INDEX: index}, f"{key}.{index}")
+        async def known(ended: NodeEnded) -> NodeEnded:
+            self._tell_end(ended, node)
+            return ended
 
-        ended = await together([one(index, item) for index, item in enumerate(items)])
+        def work() -> Iterator[tuple[bool, Callable[[], Coroutine[Any, Any, NodeEnded]]]]:
+            for index, item in enumerate(items):
+                if (done := self._known.get(f"{key}.{index}")) is not None:
+                    yield False, partial(known, done)
+                else:
+                    yield True, partial(self._ask, node, {**values, ITEM: item, INDEX: index}, f"{key}.{index}")
+
+        ended = await as_places_free(self._turn, work())
         bad = next((one for one in ended if one.state != "done"), None)
         if bad is not None:
             return await self._end(NodeEnded(key=key, state=bad.state, why=f"{bad.key}: {bad.why}"), node)
         return await self._end(NodeEnded(key=key, state="done", output=[one.output for one in ended]), node)
 
     async def _ask(self, node: Node, values: Mapping[str, Any], key: str) -> NodeEnded:
-        """Ask, and ask again while the answer breaks the contract."""
+        """Ask, and ask again while the answer breaks the contract. The caller has a place for it."""
+        return await self._end(await self._asked(node, values, key), node)
+
+    async def _asked(self, node: Node, values: Mapping[str, Any], key: str) -> NodeEnded:
         try:
-            prompt = fill(node.prompt, values)
-        except KeyError as error:
-            why = f"{error.args[0]} is not there: what makes it was skipped"
-            return await self._end(NodeEnded(key=key, state="skipped", why=why), node)
-        async with self._turn:
+            found = filling(node.prompt, values)
+            size = await _apart(found.parts, found.size, f"{node.id}.prompt")
+        except Absent as absent:
+            why = f"{absent} is not there: what makes it was skipped"
+            return NodeEnded(key=key, state="skipped", why=why)
+        except TooLong as error:
+            return NodeEnded(key=key, state="failed", why=str(error))
+        async with self._room.hold(self._asker.share or self._asker.tenant, size):
             self._emit({"type": "node.started", "node": node.id, "key": key, "role": node.role})
             try:
-                ended = await self._attempts(node, prompt, key)
+                return await self._attempts(node, await _apart(found.parts, found.text), key)
             except PASSING:
                 raise
             except CairnError as error:  # a prompt that is too long, an answer that cannot be held to its contract
-                ended = NodeEnded(key=key, state="failed", why=str(error))
-        return await self._end(ended, node)
+                return NodeEnded(key=key, state="failed", why=str(error))
 
     async def _attempts(self, node: Node, prompt: str, key: str) -> NodeEnded:
         messages = [*self._told(node), {"role": "user", "content": prompt}]
@@ -219,6 +246,11 @@ class WorkflowRun:
             self._emit({"type": "node.delta", "node": node.id, "key": key, "reasoning": delta.reasoning})
         if delta.text:
             self._emit({"type": "node.delta", "node": node.id, "key": key, "content": delta.text})
+
+
+async def _apart(parts: Sequence[Any], work: Callable[..., T], *given: Any) -> T:
+    """Do what takes time that grows with the parts of a prompt, where they are long beside the event loop."""
+    return await asyncio.to_thread(work, *given) if length(parts) > INLINE else work(*given)
 
 
 def _wanted(node: Node) -> Wanted:

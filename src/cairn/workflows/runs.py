@@ -10,14 +10,19 @@ from typing import Any
 import msgspec
 
 from cairn.agents.journals import Journal, Journals
+from cairn.agents.log.records import check
 from cairn.types.errors import Conflict, InvalidRequest
 from cairn.workflows.answerer import Answerer, Asker
+from cairn.workflows.bounds import listed
 from cairn.workflows.checks import check_workflow
 from cairn.workflows.definition import Workflow
 from cairn.workflows.records import NodeEnded, Run, RunEnded, RunItem, RunStatus
 from cairn.workflows.runner import Emit, WorkflowRun
+from cairn.workflows.text_room import TextRoom
 
 ROOM = "run"
+MAX_RUN = 4 << 20
+"""Bytes of a workflow and its inputs: they are held in memory as long as the run is kept."""
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +44,7 @@ class Runs:
     """All runs. Where one is named, NotFound for one that is not there or is another tenant's."""
 
     def __init__(self, journals: Journals, answerer: Answerer) -> None:
-        self._journals, self._answerer = journals, answerer
+        self._journals, self._answerer, self._room = journals, answerer, TextRoom()
         self._running: dict[int, asyncio.Task[Any]] = {}
         """The task of what a run does now, by its journal's key."""
 
@@ -54,21 +59,22 @@ class Runs:
         model: str = "",
     ) -> RunState:
         """A run that has not begun; InvalidRequest where the workflow cannot run, or an input is missing."""
-        check_workflow(workflow)
+        await asyncio.to_thread(check_workflow, workflow)
         given = _inputs(workflow, inputs)
         if seed is None:
             seed = self._journals.seed() >> 11  # JSON's numbers hold 53 bits
         id = f"run-{self._journals.seed():016x}" if id is None else id
         run = Run(id=id, workflow=workflow, inputs=given, seed=seed)
+        await asyncio.to_thread(_check_size, run)
         return self._state(await self._journals.create(ROOM, tenant, id, run, model=model))
 
     def get(self, tenant: str, id: str) -> RunState:
         """One run as it is now."""
         return self._state(self._find(tenant, id))
 
-    def list(self, tenant: str) -> list[RunState]:
-        """A tenant's runs, most recently created first."""
-        return [self._state(journal) for journal in self._journals.of(ROOM, tenant)]
+    def ids(self, tenant: str) -> list[str]:
+        """Return the ids of a tenant's runs, most recently created first."""
+        return [journal.id for journal in self._journals.of(ROOM, tenant)]
 
     def check_open(self, tenant: str, id: str) -> None:
         """Conflict for a run that is at work, or over."""
@@ -83,7 +89,9 @@ class Runs:
         async with self._at_work(journal):
             await self._forget_failures(journal)
             run = msgspec.msgpack.decode(journal.record.body, type=Run)
-            return await WorkflowRun(run, self._journals, journal, self._answerer, asker, emit).work()
+            graph = await asyncio.to_thread(check_workflow, run.workflow)
+            answerer, room = self._answerer, self._room
+            return await WorkflowRun(run, graph, self._journals, journal, answerer, asker, room, emit).work()
 
     async def _forget_failures(self, journal: Journal) -> None:
         """What failed, what was skipped for it and the end of the run count no more."""
@@ -141,6 +149,16 @@ class Runs:
             del self._running[journal.key]
 
 
+def _check_size(run: Run) -> None:
+    """Raise InvalidRequest for a run that takes more than MAX_RUN bytes, or that no record can hold."""
+    check(msgspec.to_builtins(run), ROOM)
+    size = len(msgspec.msgpack.encode(run))
+    if size > MAX_RUN:
+        raise InvalidRequest(
+            f"the workflow and its inputs take {size} bytes; the limit of a run is {MAX_RUN}", field="inputs"
+        )
+
+
 def _is_lost(value: NodeEnded | RunEnded) -> bool:
     return isinstance(value, RunEnded) or value.state == "failed" or value.lost
 
@@ -149,8 +167,9 @@ def _inputs(workflow: Workflow, given: dict[str, Any]) -> dict[str, Any]:
     """What a run is given, defaults included."""
     unknown = sorted(given.keys() - workflow.inputs.keys())
     if unknown:
-        listed = ", ".join(sorted(workflow.inputs)) or "none"
-        raise InvalidRequest(f"inputs.{unknown[0][:64]} is no input; inputs are: {listed}", field="inputs")
+        raise InvalidRequest(
+            f"inputs.{unknown[0][:64]} is no input; inputs are: {listed(workflow.inputs)}", field="inputs"
+        )
     found = workflow.inputs | given
     missing = [name for name, value in found.items() if value is None]
     if missing:

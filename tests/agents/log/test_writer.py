@@ -127,6 +127,27 @@ async def test_a_refused_write_is_an_error_for_who_waits_and_heals() -> None:
     assert "after" in texts(files)
 
 
+async def test_trouble_ends_with_a_write_and_not_with_nothing_to_write() -> None:
+    """Who writes nothing learns nothing of a full disk; who asks whether it works again writes something."""
+    files = CrashFiles()
+    writer = start(files)
+    await writer.sync(writer.record(RecordKind.TURN, Note("before")))
+    files.fail(Fault(files.calls, errno.ENOSPC, sticky=True))
+    with pytest.raises(Unavailable):
+        await writer.sync(writer.record(RecordKind.TURN, Note("lost")))
+    await writer.written(5.0)
+    assert writer.trouble
+    with pytest.raises(Unavailable):
+        await writer.sync()
+    assert writer.trouble
+    files.heal()
+    await writer.sync()
+    assert writer.trouble == ""
+    await writer.sync(writer.record(RecordKind.TURN, Note("after")))
+    await writer.close()
+    assert texts(files) == ["before", "after"]
+
+
 async def test_an_erasure_returns_when_the_bytes_are_gone() -> None:
     files = CrashFiles()
     writer = start(files)

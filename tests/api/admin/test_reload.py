@@ -18,7 +18,7 @@ from cairn.api.lifetime import _reload
 from cairn.cli.client import connect
 from cairn.config.config import Config, ModelOptions, Secret, TenantKeys, TenantLimits
 from cairn.config.resolve import Resolved, resolve
-from cairn.types.errors import ConfigError
+from cairn.types.errors import ConfigError, InvalidRequest
 from tests.api.homes import home
 from tests.api.process import free_port, served
 from tests.api.sockets import site
@@ -107,6 +107,76 @@ async def test_keys_and_limits_change_and_what_cannot_is_named(folder: Path) -> 
             assert at.app.models is not None and at.app.models.config.load_timeout == options.load_timeout
             assert "gpt-4o" in service.names and "gpt-5" not in service.names
             _reload(at.app)  # as a signal: it is said in the log
+
+
+@pytest.mark.parametrize(
+    ("lost", "field", "said"),
+    [
+        ({"admin_key": None}, "admin_key", "no admin key any more"),
+        ({"tenants": ()}, "tenants", "no tenants any more"),
+        ({"tenants": (), "api_key": (), "admin_key": None}, "admin_key", "no admin key any more"),
+        ({"tenants": (), "api_key": ()}, "tenants", "no tenants any more"),
+        ({"api_key": ()}, "", ""),
+        ({"tenants": (tenant("bob", "b"),)}, "", ""),
+        ({"admin_key": Secret("another")}, "", ""),
+    ],
+)
+async def test_a_reload_takes_no_server_its_keys(folder: Path, lost: dict[str, Any], field: str, said: str) -> None:
+    keys: dict[str, Any] = {"api_key": (Secret("k"),), "tenants": (tenant("ada", "a"), tenant("bob", "b"))}
+    first = Config(**keys, admin_key=Secret("the-owners"))
+    async with serving(folder) as service, site(service, first) as at, at.http() as http:
+        at.app.options.again = lambda: msgspec.structs.replace(first, **lost)
+        answer = await http.post("/v1/admin/reload", headers=ADMIN)
+        if not field:
+            assert answer.status_code == 200 and answer.json()["changed"] == list(lost)
+            return
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, field) and said in error["message"]
+        assert "nothing is changed" in error["message"] and "restart the server" in error["message"]
+        assert (await http.get("/v1/models")).status_code == (await http.get("/metrics")).status_code == 401
+        _reload(at.app)  # a signal asks for the same
+        assert (await http.get("/v1/models")).status_code == 401
+
+
+async def test_a_reload_does_not_take_the_last_key_of_a_server_without_tenants(folder: Path) -> None:
+    first = Config(api_key=(Secret("k"),))
+    async with serving(folder) as service, site(service, first) as at, at.http() as http:
+        app = at.app
+        app.options.again = Config
+        with pytest.raises(InvalidRequest, match="no API key any more"):
+            app.options(app.models)
+        assert (await http.get("/v1/models")).status_code == 401
+        app.options.again = lambda: Config(tenants=(tenant("ada", "k"),))  # the same key, of a tenant now
+        assert app.options(app.models).changed == ("api_key", "tenants")
+
+
+@pytest.mark.parametrize("how", ["cut to nothing", "comments alone", "gone"])
+def test_a_file_of_options_that_says_nothing_any_more_is_refused(tmp_path: Path, how: str) -> None:
+    """Of a server without keys its limits would be gone, with a 200."""
+    file = tmp_path / "cairn.toml"
+    file.write_text("requests_per_minute = 5\n")
+    resolved = resolve({}, {}, file)
+    assert resolved.again().config.requests_per_minute == 5
+    file.unlink() if how == "gone" else file.write_text("# nothing yet\n" if how == "comments alone" else "")
+    with pytest.raises(ConfigError, match=r"cairn\.toml"):
+        resolved.again()
+    file.write_text("requests_per_minute = 7\n")
+    assert resolved.again().again().config.requests_per_minute == 7
+
+
+def test_a_file_of_options_that_nobody_named_does_not_give_way_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = tmp_path / "config" / "cairn" / "cairn.toml"
+    other.parent.mkdir(parents=True)
+    other.write_text('log_level = "error"\n')
+    env = {"XDG_CONFIG_HOME": str(tmp_path / "config")}
+    Path("cairn.toml").write_text('api_key = "k"\n')
+    resolved = resolve({}, env)
+    Path("cairn.toml").unlink()
+    with pytest.raises(ConfigError, match=r"cairn\.toml held options and is gone"):
+        resolved.again()
 
 
 async def test_pages_that_may_call_change_for_forms_too(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from cairn.api.anthropic.schemas import MessagesBody, chat_of
 from cairn.api.chat.parse import parse
+from cairn.api.http.body_budget import BodyBudget
+from cairn.api.http.call import HTTPCall
 from cairn.config.config import Config, Secret
 from cairn.types.errors import CairnError, ContextTooLong, GenerationFailed, Overloaded
 from cairn.types.outputs import Delta, Done, FinishReason, ToolCallDelta, Usage
@@ -531,3 +534,26 @@ async def test_the_budget_of_thinking_bounds_it() -> None:
         for wrong in (-1, 1.5, True, "many", 1 << 31):
             refused = await post(at, body(thinking={"type": "enabled", "budget_tokens": wrong}))
             assert refused.status_code == 400 and "thinking.budget_tokens" in refused.json()["error"]["message"]
+
+
+def test_many_blocks_of_one_message_are_joined_once() -> None:
+    call = HTTPCall({"type": "http", "path": "/v1/messages", "headers": []}, None, None, 1, BodyBudget(1, 1))  # type: ignore[arg-type]
+    text, result = {"type": "text", "text": "x" * 450}, {"type": "tool_result", "tool_use_id": "c", "content": "r"}
+
+    def chat(*messages: dict[str, Any]) -> list[dict[str, Any]]:
+        body = MessagesBody(messages=[*messages, {"role": "user", "content": "q"}], max_tokens=1)
+        made: list[dict[str, Any]] = chat_of(body, call, lambda name: False)["messages"]
+        return made[:-1]
+
+    mixed = chat({"role": "user", "content": [text, text, result, text, result, result, text, text]})
+    assert [(one["role"], len(one["content"])) for one in mixed] == [
+        ("user", 901),
+        ("tool", 1),
+        ("user", 450),
+        ("tool", 1),
+        ("tool", 1),
+        ("user", 901),
+    ]
+    began = time.process_time()
+    assert len(chat({"role": "user", "content": [text] * 30_000})[0]["content"]) == 451 * 30_000 - 1
+    assert time.process_time() - began < 2.0  # it took half a minute

@@ -217,6 +217,36 @@ async def test_another_host_is_refused(host: str) -> None:
             assert response.status_code == 403 and response.json()["error"]["code"] == "forbidden"
 
 
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        (b"http://localhost/v1/models", 200),
+        (b"HTTP://127.0.0.1:8000/v1/models?x=1", 200),
+        (b"https://localhost/v1/models", 200),
+        (b"http://localhost", 200),
+        (b"http://localhost?x=1", 200),
+        (b"http://evil.example/v1/models", 403),
+        (b"http://evil.example:80/v1/models", 403),
+        (b"http://evil.example", 403),
+        (b"http://localhost@evil.example/v1/models", 403),
+        (b"http://evil.example@localhost/v1/models", 403),
+        (b"http://localhost.evil.example/health/live", 403),
+        (b"ftp://localhost/v1/models", 400),
+        (b"evil://evil.example/v1/models", 400),
+        (b"http:///v1/models", 400),
+        (b"*", 400),
+    ],
+)
+async def test_a_host_in_the_request_line_is_checked_as_host_is(target: bytes, status: int) -> None:
+    """RFC 9112, 3.2.2: it is what the client asks for, whatever stands in Host."""
+    async with site(ScriptedService()) as at:
+        reader, writer = await at.raw()
+        writer.write(b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        said = await reader.read()
+        assert said.startswith(b"HTTP/1.1 %d " % status), said
+        writer.close()
+
+
 async def test_hosts_can_be_allowed() -> None:
     async with site(ScriptedService(), Config(allowed_hosts=("box.lan", "port.lan:9000", "[fd00::5]:9000"))) as at:
         for host in ("box.lan:9000", "port.lan:9000", "[fd00::5]:9000", "[fd00::5]"):
@@ -384,6 +414,7 @@ def test_without_keys_a_share_is_a_clients(client: tuple[str, int] | None, agent
     made = HTTPCall(scope, None, None, 1, BodyBudget(1, 1))  # type: ignore[arg-type]
     Access(Config()).check(made)
     assert made.share == share and made.tenant == "default"
+    assert made.payer == share.removesuffix(f" {agent}".replace("\x07", "?"))
 
 
 def test_clients_without_keys_share_bodies_where_others_can_reach_the_server() -> None:

@@ -106,3 +106,12 @@ def test_recursion_limit_is_not_needed() -> None:
     with pytest.raises(InvalidRequest):
         parse_json(b"[" * 10_000_000, max_depth=64, max_values=1 << 30)
     assert sys.getrecursionlimit() == limit
+
+
+def test_objects_are_bounded_apart() -> None:
+    """Of an object of a schema is made what takes longest; braces in texts are none."""
+    assert parse_json(b'{"a":["' + b"{" * 100_000 + b'"]}', max_depth=64)
+    assert len(parse_json(b'{"a":[' + b"{}," * 32_766 + b"{}]}", max_depth=64)["a"]) == 32_767
+    with pytest.raises(InvalidRequest, match="more than 32768 JSON objects, the limit"):
+        parse_json(b'{"a":[' + b"{}," * 32_767 + b"{}]}", max_depth=64)
+    assert len(parse_json(b'{"a":[' + b"1," * 200_000 + b"1]}", max_depth=64)["a"]) == 200_001

@@ -14,6 +14,7 @@ import pytest
 from cairn.api.http.tls import tls_context
 from cairn.config.config import Config, Secret, TenantKeys, TenantLimits
 from cairn.types.errors import ConfigError
+from tests.api.homes import home
 from tests.api.sockets import site
 from tests.service.tiny import make_model, serving
 
@@ -82,6 +83,26 @@ async def test_tokens_are_counted_once_they_are_known(folder: Path) -> None:
         assert (await http.post("/v1/chat/completions", json=HELLO, headers=key("bob"))).status_code == 200
         clock.at += used - 60 + 1
         assert (await http.post("/v1/chat/completions", json=HELLO, headers=key("ada"))).status_code == 200
+
+
+@pytest.mark.parametrize("limit", ["requests_per_minute", "tokens_per_minute", "max_concurrent"])
+async def test_a_new_agent_with_each_request_passes_no_limit(folder: Path, limit: str) -> None:
+    """Without keys a client names its agents as it likes: they take turns, and count against one limit."""
+    async with home(folder, **{limit: 1}) as (house, http):
+        house.web.app._rates._clock = Time()  # type: ignore[attr-defined]
+        asked = {"messages": HELLO["messages"], "max_tokens": 400, "ignore_eos": True, "stream": True}
+        named = {"x-cairn-agent": "agent-0"}
+        async with http.stream("POST", "/v1/chat/completions", json=asked, headers=named) as stream:
+            assert stream.status_code == 200
+            pieces = stream.aiter_bytes()
+            await anext(pieces)
+            if limit == "tokens_per_minute":
+                async for _ in pieces:
+                    pass
+            for number in range(1, 4):
+                named = {"x-cairn-agent": f"agent-{number}"}
+                refused = await http.post("/v1/chat/completions", json=HELLO, headers=named)
+                assert refused.status_code == 429 and limit in refused.text, refused.text
 
 
 async def test_requests_at_once_are_bounded(folder: Path) -> None:

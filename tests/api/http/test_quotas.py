@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -16,6 +18,9 @@ from cairn.api.openapi import document
 from cairn.config.config import Config, Secret, TenantKeys, TenantLimits, limits_of
 from tests.agents.house import talking_model
 from tests.api.homes import home
+from tests.api.sockets import Site
+from tests.rag.document_files import docx
+from tests.service.tiny import make_embedder
 
 TURN = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 4, "ignore_eos": True}
 LIMITS = {
@@ -27,7 +32,9 @@ TENANTS = tuple(TenantKeys(name, (Secret(f"key-of-{name}"),), one) for name, one
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return talking_model(tmp_path_factory.mktemp("quotas") / "tiny")
+    made = talking_model(tmp_path_factory.mktemp("quotas") / "tiny")
+    make_embedder(made.parent / "embedder")
+    return made
 
 
 def key(name: str) -> dict[str, str]:
@@ -77,6 +84,108 @@ async def test_two_tenants_have_their_own_limits(folder: Path, monkeypatch: pyte
             assert (await http.delete(f"/v1/agents/b{number}", headers=key("bob"))).status_code == 200
         assert await house.agents.bytes_of("bob") == 0
         assert (await post("bob", "/v1/agents", id="again")).status_code == 201
+
+
+FULL = {"max_disk_mib": 10}
+HEAD = "POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: {kind}\r\n{length}\r\n\r\n"
+FORM = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nuser_data\r\n'
+FORM += b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.bin"\r\n\r\n%s\r\n--x--\r\n'
+
+
+class Sent:
+    """A request of which a half was sent."""
+
+    async def begin(self, web: Site, path: str, kind: str, body: bytes, chunked: bool) -> None:
+        self.reader, self.writer = await web.raw()
+        length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
+        half = len(body) // 2
+        parts = body[:half], body[half:]
+        if chunked:
+            parts = tuple(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)  # type: ignore[assignment]
+        self.rest = parts[1] + (b"0\r\n\r\n" if chunked else b"")
+        self.writer.write(HEAD.format(path=path, kind=kind, length=length).encode() + parts[0])
+        await self.writer.drain()
+
+    async def end(self) -> bytes:
+        """Send the rest; the answer."""
+        with contextlib.suppress(ConnectionError):
+            self.writer.write(self.rest)
+            await self.writer.drain()
+        with contextlib.suppress(ConnectionError):
+            return await self.reader.read()
+        return b""
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_uploads_at_once_do_not_pass_a_quota_together(folder: Path, tmp_path: Path, chunked: bool) -> None:
+    """Each was let in while the others were on their way, since nothing of them was on the disk yet."""
+    body = FORM % bytes(4 << 20)
+    async with home(folder, agents_dir=str(tmp_path / "agents"), **FULL) as (house, http):
+        sent = [Sent() for _ in range(4)]
+        for one in sent:
+            await one.begin(house.web, "/v1/files", "multipart/form-data; boundary=x", body, chunked)  # type: ignore[attr-defined]
+        said = await asyncio.gather(*(one.end() for one in sent))
+        taken = sum(b" 200 OK" in one[:20] for one in said)
+        assert taken == 2 or (chunked and taken == 1)  # without lengths three may be far on their way at once
+        assert any(b"MiB of yours are on their way, and this brings" in one and b"max_disk_mib" in one for one in said)
+        files = (await http.get("/v1/files")).json()["data"]
+        assert [one["bytes"] for one in files] == [4 << 20] * taken
+        # what is deleted gives its bytes back at once, and what was refused holds none
+        assert (await http.delete(f"/v1/files/{files[0]['id']}")).status_code == 200
+        again = {"files": {"file": bytes((14 - 4 * taken) << 20)}, "data": {"purpose": "user_data"}}
+        assert (await http.post("/v1/files", **again)).status_code == 200
+        assert refused(await http.post("/v1/files", files={"file": b"x"}, data=again["data"]), "max_disk_mib")
+
+
+async def test_documents_count_as_what_they_become(folder: Path, tmp_path: Path) -> None:
+    """A small file that holds a long text takes no more than there is room for, whichever way it comes."""
+    async with home(folder, folder.parent / "embedder", agents_dir=str(tmp_path / "agents"), max_disk_mib=1) as (
+        _,
+        http,
+    ):
+        await http.post("/v1/collections", json={"id": "c"})
+        data = docx("<w:p><w:r><w:t>" + "many words " * 50_000 + "</w:t></w:r></w:p>")
+        assert len(data) < 1 << 16
+        form = {"files": {"file": ("a.docx", data)}, "data": {}}
+        assert refused(await http.post("/v1/collections/c/documents", **form), "max_disk_mib")
+        text = {"name": "a.txt", "text": "many words " * 10_000}
+        paths = ["/v1/collections/c/documents"] * 8
+        said = await asyncio.gather(*(http.post(path, json=text) for path in paths))
+        assert {one.status_code for one in said} == {201, 403}
+        kept = [one.json()["id"] for one in said if one.status_code == 201]
+        assert refused(await http.post(paths[0], json=text), "max_disk_mib")
+        assert (await http.delete(f"/v1/collections/c/documents/{kept[0]}")).status_code == 200
+        assert (await http.post(paths[0], json=text)).status_code == 201
+
+        file = await http.post("/v1/files", files={"file": ("a.docx", data)}, data={"purpose": "assistants"})
+        store = (await http.post("/v1/vector_stores", json={})).json()["id"]
+        put = (await http.post(f"/v1/vector_stores/{store}/files", json={"file_id": file.json()["id"]})).json()
+        while put["status"] == "in_progress":
+            put = (await http.get(f"/v1/vector_stores/{store}/files/{put['id']}")).json()
+        assert put["status"] == "failed" and "max_disk_mib" in put["last_error"]["message"]
+
+
+async def test_what_was_kept_before_a_start_counts(folder: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"agents_dir": str(tmp_path / "agents"), **FULL}
+    form = {"files": {"file": bytes(9 << 20)}, "data": {"purpose": "user_data"}}
+    async with home(folder, **options) as (_, http):
+        assert (await http.post("/v1/files", **form)).status_code == 200
+    async with home(folder, **options) as (_, http):
+        assert refused(await http.post("/v1/files", **form), "max_disk_mib")
+
+
+async def test_an_imported_agent_counts_and_its_kv_does_not(folder: Path, tmp_path: Path) -> None:
+    async with home(folder, agents_dir=str(tmp_path / "agents"), **FULL) as (house, http):
+        await http.post("/v1/agents", json={"id": "a"})
+        data = (await http.get("/v1/agents/a/export")).content
+        kind = {"content-type": "application/octet-stream"}
+        quotas_of = house.web.app._quotas  # type: ignore[attr-defined]
+        async with quotas_of.room("default", 10 * quotas.MIB - len(data) - 2000):
+            said = await http.post("/v1/agents/import?id=b", content=data, headers=kind)
+            assert said.status_code == 201
+        async with quotas_of.room("default", 10 * quotas.MIB - len(data) - 2000):
+            said = await http.post("/v1/agents/import?id=d", content=data + bytes(3000), headers=kind)
+            assert refused(said, "max_disk_mib")
 
 
 KEEP_NOTHING = frozenset(
@@ -170,7 +279,10 @@ class Still:
 
 async def test_tokens_count_whatever_they_are_computed_for(folder: Path, tmp_path: Path) -> None:
     keys = (TenantKeys("bob", (Secret("key-of-bob"),), TenantLimits(tokens_per_minute=1_000_000)),)
-    async with home(folder, tenants=keys, agents_dir=str(tmp_path / "agents")) as (house, http):
+    async with home(folder, folder.parent / "embedder", tenants=keys, agents_dir=str(tmp_path / "agents")) as (
+        house,
+        http,
+    ):
         rates = house.web.app._rates  # type: ignore[attr-defined]
         rates._clock = Still()
         used = 0

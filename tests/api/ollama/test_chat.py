@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -420,3 +421,27 @@ async def test_a_chat_that_goes_on_finds_its_kv(tmp_path: Path) -> None:
         history = [*HI, first["message"], {"role": "user", "content": "more"}]
         second = (await post(at, CHAT, {"messages": history, "options": {"num_predict": 4}, "stream": False})).json()
         assert second["cairn"]["pool"] > first["prompt_eval_count"] - 16
+
+
+def test_results_are_put_to_calls_in_a_moment_each() -> None:
+    def ids(*messages: dict[str, Any]) -> list[str]:
+        chat = chat_of(
+            OllamaChatBody(messages=[*messages, {"role": "user", "content": "q"}]), lambda name: False, thinks=False
+        )
+        return [one["tool_call_id"] for one in chat["messages"] if one["role"] == "tool"]
+
+    def calls(*names: str) -> dict[str, Any]:
+        return {"role": "assistant", "tool_calls": [{"function": {"name": name}} for name in names]}
+
+    def result(**fields: str) -> dict[str, Any]:
+        return {"role": "tool", "content": "r", **fields}
+
+    assert ids(calls("f", "g", "f"), result(tool_name="g"), result(), result(name="f"), result()) == [
+        *("call_1_1", "call_0_0", "call_2_2", "call_0"),
+    ]
+    assert ids(calls("f", "g"), result(tool_call_id="call_0_0"), result(tool_name="f")) == ["call_0_0", "call_1_1"]
+    assert ids(calls("f"), result(tool_call_id="other"), result()) == ["other", "call_0_0"]
+    began = time.process_time()
+    many = [result(tool_name="nobody"), result(tool_call_id="none")] * 2_000
+    assert len(ids(calls(*(f"f{at}" for at in range(15_000))), *many)) == 4_000
+    assert time.process_time() - began < 2.0  # it took twice as long, and grew with the product of both

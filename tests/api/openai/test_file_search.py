@@ -9,15 +9,24 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from cairn.api.app import App
 from cairn.api.openai.file_search import CitedFile, CitedText, wants_search
 from cairn.api.openai.responses_items import SEARCHED
 from cairn.config.config import Config
+from cairn.frontend.service import Service
+from tests.api.homes import embedding
 from tests.api.openai.test_responses import keeping
 from tests.scripted_model import write_scripted
+from tests.service.tiny import make_embedder
 
 CAIRNS = b"# Cairns\n\nA cairn is a heap of stones.\n\n# Bread\n\nBread is made of flour.\n"
 SAID = ["A heap [", "1][9", "], and flour", " [2].", " See [x]."]
 TEXT = "A heap [1], and flour [2]. See [x]."
+
+
+def the_only(app: App) -> Service:
+    assert app.service is not None
+    return app.service
 
 
 async def store_of(ai: AsyncOpenAI) -> tuple[str, str]:
@@ -42,6 +51,7 @@ async def test_an_answer_cites_what_was_found(tmp_path: Path) -> None:
     ask: dict[str, Any] = {"model": "any", "input": "What is a cairn?", "temperature": 0}
     async with (
         keeping(tmp_path / "agents", path, Config(agents_dir=str(tmp_path / "agents")), engine="cpu") as at,
+        embedding(at.app, the_only(at.app), make_embedder(tmp_path / "embedder")),
         at.openai() as ai,
     ):
         store, file = await store_of(ai)
@@ -97,6 +107,7 @@ async def test_where_nothing_is_to_be_searched(tmp_path: Path) -> None:
     ask: dict[str, Any] = {"model": "any", "input": "What is a cairn?", "temperature": 0}
     async with (
         keeping(tmp_path / "agents", path, Config(agents_dir=str(tmp_path / "agents")), engine="cpu") as at,
+        embedding(at.app, the_only(at.app), make_embedder(tmp_path / "embedder")),
         at.openai() as ai,
     ):
         store, _ = await store_of(ai)

@@ -27,19 +27,22 @@ from cairn.types.errors import InvalidRequest
 from tests.agents.house import talking_model
 from tests.api.homes import home
 from tests.rag.document_files import pdf
+from tests.service.tiny import make_embedder
 
 CAIRNS = b"# Cairns\n\nA cairn is a heap of stones.\n\n# Bread\n\nBread is made of flour.\n"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return talking_model(tmp_path_factory.mktemp("models") / "tiny")
+    made = talking_model(tmp_path_factory.mktemp("models") / "tiny")
+    make_embedder(made.parent / "embedder")
+    return made
 
 
 @asynccontextmanager
 async def client(folder: Path, tmp_path: Path, **options: Any) -> AsyncIterator[AsyncOpenAI]:
     async with (
-        home(folder, agents_dir=str(tmp_path / "agents"), **options) as (_, http),
+        home(folder, folder.parent / "embedder", agents_dir=str(tmp_path / "agents"), **options) as (_, http),
         AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="key", max_retries=0) as made,
     ):
         yield made

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 
-from cairn.text.grammar.grammar import Shape, checked
+from cairn.text.grammar.grammar import Shape
 from cairn.text.grammar.lark_pattern import NotRegular, pattern_of
 from cairn.text.output.call_formats import FORMATS, CallFormat
 from cairn.text.output.call_grammar import Offered, lark_of_calls
-from tests.text.walks import accepts
+from tests.text.walks import accepts, checked
 
 PATCH = r"""
 start: begin_patch hunk+ end_patch
@@ -124,3 +125,13 @@ def _call(form: CallFormat, said: dict[str, str]) -> str:
             inner = f"{form.key[0]}input{form.key[1]}{given}{form.value_end}"
         inner = opened + inner + form.close
     return begin + inner + end
+
+
+def test_a_long_or_deep_grammar_is_no_pattern() -> None:
+    rules = [f"r{at}: {'(' * 60}r{at + 1}{')' * 60}" for at in range(60)]
+    deep = "\n".join(["start: r0", *rules, 'r60: "x"'])
+    for grammar in (deep, "start: " + "(" * 30_000, "start: " + "a " * 40_000, "%ignore A\n" * 100_000, '"' * 65_000):
+        began = time.process_time()
+        with pytest.raises(NotRegular):
+            pattern_of(grammar)
+        assert time.process_time() - began < 2.0

@@ -168,7 +168,7 @@ class Log:
         self.trouble = ""
 
     def _append(self, records: Sequence[Record]) -> None:
-        if not records:
+        if not records and not self.trouble:  # a disk that refused a write is asked by one, if only of a header
             return
         if self._file is None:
             header = self._header()

@@ -24,8 +24,17 @@ Answering = Callable[[HTTPCall, "ServerHealth"], Awaitable[None]]
 class ServerHealth:
     """What is known of the server when it is asked."""
 
-    def __init__(self, models: Models | None, draining: bool, more: Sequence[str], folders: Sequence[str]) -> None:
-        """`more`: troubles beside the models' own. `folders`: not to be named; the log names them."""
+    def __init__(
+        self,
+        models: Models | None,
+        draining: bool,
+        more: Sequence[str] = (),
+        folders: Sequence[str] = (),
+        *,
+        refuses: bool = False,
+    ) -> None:
+        """`more`: troubles beside the models' own. `folders`: not to be named; the log names them. `refuses`: some
+        requests are refused for those troubles."""
         self.loading = models is None
         reasons = [LOADING] if models is None else model_health.unready(models)
         if draining and SHUTTING_DOWN not in reasons:
@@ -39,8 +48,9 @@ class ServerHealth:
         """What does not work although they are."""
         self.stalled = models is not None and model_health.stalled(models)
         """Whether there is work and nothing of it gets further."""
-        self.partly = models is not None and models.several and bool(model_health.troubles(models))
-        """Whether one of several models is not as it should be."""
+        unwell = models is not None and models.several and bool(model_health.troubles(models))
+        self.partly = unwell or refuses
+        """Whether requests are served, but not all: one of several models is not well, or the disk refuses turns."""
 
 
 def routes() -> dict[str, Answering]:
@@ -69,7 +79,8 @@ async def health(call: HTTPCall, state: ServerHealth) -> None:
 
     `degraded` says that they would be served badly, `stalled` that a worker has work and does not get on; `reasons`
     say why.
-    Of several models some may not be well: then the status is `degraded`, the code still 200, and `troubles` say which.
+    Where a part alone is not served, the status is `degraded`, the code still 200, and `troubles` say why: one of
+    several models is not well, or turns are refused because the disk is full.
 
     `status`, and `error` beside it, are what clients of llama-server look for.
     """

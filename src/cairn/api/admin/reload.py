@@ -2,7 +2,8 @@
 
 They are read again from where they were read first: flags and the environment are what they were, files may have
 changed, the one of options as well as those of keys and certificates. What can change is listed in `CHANGED`; any other
-option that is another one now is named with what it needs. Where the new options cannot be used, nothing changes.
+option that is another one now is named with what it needs. Where the new options cannot be used, nothing changes; nor
+where a server with keys would have none.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from cairn.api.http.auth import Access, check_exposure
+from cairn.api.http.auth import Access, check_exposure, has_keys
 from cairn.api.http.tls import check_tls
 from cairn.config.config import LIMITS, Config, TenantLimits
 from cairn.router.models import Models
@@ -58,6 +59,7 @@ class Reload:
         try:
             read = self.again()
             wanted, unchanged = _possible(self.config, read)
+            _check_keys(self.config, wanted)
             check_exposure(wanted)
             Access(wanted)  # whatever refuses is asked before anything is replaced
             check_tls(wanted)
@@ -75,6 +77,22 @@ class Reload:
         for name, why in unchanged.items():
             log.warning("%s is another one now, and %s", name, why)
         return Reloaded(changed=changed, unchanged=unchanged)
+
+
+def _check_keys(now: Config, wanted: Config) -> None:
+    """Raise ConfigError where a server that has keys would have none: a file of options may be cut while an editor
+    writes it, and would let everybody in."""
+    for name, what, lost in (
+        ("admin_key", "admin key", now.admin_key is not None and wanted.admin_key is None),
+        ("tenants", "tenants", bool(now.tenants) and not wanted.tenants),
+        ("api_key", "API key", has_keys(now) and not has_keys(wanted)),
+    ):
+        if lost:
+            raise ConfigError(
+                f"there would be no {what} any more, where this server was started with one; write it back, or "
+                "restart the server to run it without",
+                field=name,
+            )
 
 
 def _possible(now: Config, read: Config) -> tuple[Config, dict[str, str]]:

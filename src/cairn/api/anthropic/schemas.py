@@ -194,33 +194,41 @@ def _message(message: Mapping[str, Any], where: str, call: HTTPCall) -> list[dic
 
 
 def _user(content: Any, where: str, call: HTTPCall) -> list[dict[str, Any]]:
-    """The results of tools, each a message of its own, and texts, those beside each other one message."""
+    """Return the results of tools, each a message of its own, and texts, those beside each other one message."""
     found: list[dict[str, Any]] = []
+    texts: list[str] = []
+
+    def close() -> None:
+        if texts:
+            found.append({"role": "user", "content": "\n".join(texts)})
+            texts.clear()
+
     for index, block in enumerate(_blocks(content, where)):
         at = f"{where}[{index}]"
         if block.get("type") == "tool_result":
             id = block.get("tool_use_id")
             if not isinstance(id, str):
                 raise InvalidRequest(f"{at}.tool_use_id must be a text", field=f"{at}.tool_use_id")
-            texts = _texts(block.get("content") or "", f"{at}.content")
-            found.append({"role": "tool", "tool_call_id": id, "content": "\n".join(texts)})
-        elif found and found[-1]["role"] == "user":
-            found[-1]["content"] += "\n" + _text(block, at)
+            said = _texts(block.get("content") or "", f"{at}.content")
+            close()
+            found.append({"role": "tool", "tool_call_id": id, "content": "\n".join(said)})
         else:
-            found.append({"role": "user", "content": _text(block, at)})
+            texts.append(_text(block, at))
+    close()
     return found or [{"role": "user", "content": ""}]
 
 
 def _assistant(content: Any, where: str, call: HTTPCall) -> dict[str, Any]:
     """One message of what was thought, said and called, as it was given out."""
-    thought, said = "", ""
+    thoughts: list[str] = []
+    texts: list[str] = []
     calls: list[dict[str, Any]] = []
     for index, block in enumerate(_blocks(content, where)):
         at, kind = f"{where}[{index}]", block.get("type")
         if kind == "thinking":
-            thought += _field(block, "thinking", at) or unpack(block.get("signature"))
+            thoughts.append(_field(block, "thinking", at) or unpack(block.get("signature")))
         elif kind == "redacted_thinking":
-            thought += unpack(block.get("data"))
+            thoughts.append(unpack(block.get("data")))
         elif kind == "tool_use":
             given = block.get("input", {})
             if not isinstance(given, dict):
@@ -228,9 +236,10 @@ def _assistant(content: Any, where: str, call: HTTPCall) -> dict[str, Any]:
             function = {"name": _field(block, "name", at), "arguments": json.dumps(given, ensure_ascii=False)}
             calls.append({"id": _field(block, "id", at), "type": "function", "function": function})
         elif kind == "text":
-            said += _field(block, "text", at)
+            texts.append(_field(block, "text", at))
         else:
             call.warn(f"{at} is passed over: a block of type {kind!s:.40} is nothing to this server")
+    thought, said = "".join(thoughts), "".join(texts)
     message: dict[str, Any] = {"role": "assistant", "content": said or (None if calls else "")}
     if thought:
         message["reasoning_content"] = thought

@@ -25,7 +25,7 @@ from cairn.frontend.requests import SamplingOptions
 from cairn.frontend.service import Service
 from cairn.text.chat.prompt import Prompt
 from cairn.text.tokens import length
-from cairn.types.errors import UnknownModel
+from cairn.types.errors import InvalidRequest, UnknownModel
 from cairn.types.request import OutputFormat, Request
 
 
@@ -198,6 +198,14 @@ def check_model(name: str | None, service: Service, *, strict: bool = False) -> 
     """UnknownModel where `strict`, or the server's owner, wants a name of the model that is served."""
     if name is not None and name not in service.names and (strict or service.strict):
         raise UnknownModel(f"there is no model {shown(name)!r}; this server has: {service.name}", field="model")
+
+
+def check_sampling(service: Service, sampling: Mapping[str, Any], where: str) -> None:
+    """Raise InvalidRequest for options that no answer of a model can be asked for with; it names the field."""
+    try:
+        service.make_requests([0], SamplingOptions(**sampling), output=OutputFormat(reasoning=True))
+    except InvalidRequest as error:
+        raise error.named(f"{where}: {error}", f"{where}.{error.field}") from None
 
 
 async def check_length(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cairn.api.http.call import HTTPCall, shown
@@ -33,6 +35,22 @@ def page(items: Sequence[dict[str, Any]], limit: int, after: str | None) -> dict
     data = list(rest[:limit])
     ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
     return {"object": "list", "data": data, "has_more": len(rest) > limit, **ends}
+
+
+async def page_by_id(
+    ids: Sequence[str], limit: int, after: str | None, show: Callable[[str], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return a part of a list. Only its items are made, by `show`, and others get their turn between them.
+
+    An item that is deleted meanwhile is left out.
+    """
+    found = page([{"id": id} for id in ids], limit, after)
+    data: list[dict[str, Any]] = []
+    for item in found["data"]:
+        with contextlib.suppress(NotFound):
+            data.append(show(item["id"]))
+        await asyncio.sleep(0)
+    return found | {"data": data}
 
 
 def parameters(call: HTTPCall, known: Sequence[str]) -> dict[str, str]:

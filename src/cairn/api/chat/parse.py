@@ -4,7 +4,7 @@ meaning is not built, what is too long to be looked at, and the sentence for wha
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -49,7 +49,7 @@ def parse(kind: type[B], value: dict[str, Any], config: Config, call: HTTPCall |
         return kind.model_validate(reader.known(kind, value, ""))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise _explain(first, reader.unknown) from None
+        raise _explain(first, reader.told) from None
 
 
 class _Reader:
@@ -57,9 +57,15 @@ class _Reader:
 
     def __init__(self, call: HTTPCall | None, *, lenient: bool) -> None:
         self._call, self._lenient = call, lenient
-        self.unknown: dict[str, str] = {}
-        """What is to be said of unknown fields, by where they stand: they are refused after all that is wrong of the
-        known ones."""
+        self._unknown: dict[str, tuple[type[Body], str, str]] = {}
+        """Unknown fields by where they stand: the body that lacks each, the place of that, and the field's name. They
+        are refused after all that is wrong of the known ones."""
+
+    def told(self, field: str) -> str:
+        """Return what is to be said of a field that is refused."""
+        if field not in self._unknown:
+            return f"{field} is not a known field"
+        return _unknown_field(field, *self._unknown[field])
 
     def known(self, kind: type[Body], value: dict[str, Any], where: str) -> dict[str, Any]:
         """The fields that the body has, and those that are to be refused."""
@@ -95,15 +101,18 @@ class _Reader:
     def _pass_over(self, kind: type[Body], name: str, where: str) -> bool:
         """Whether an unknown field is let through, which its sender is told."""
         field = where + shown(name)
-        near = closest(name, [*kind.model_fields, *kind.synonyms])
-        what = "this route" if not where else "this object" if kind.place == "other" else f"a {kind.place}"
         lenient = self._lenient or kind.lenient
-        if lenient and self._call is not None:
-            self._call.warn(f"{field} is not a field of {what} and has no effect{near}")
-        elif not lenient:
-            self.unknown[field] = f"{field} is not a field of {what}{near}"
-            return False
-        return True
+        if not lenient:  # one of them is told of at most, so the near word is looked for then
+            self._unknown[field] = kind, where, name
+        elif self._call is not None and self._call.hears:
+            self._call.warn(_unknown_field(field, kind, where, name, " and has no effect"))
+        return lenient
+
+
+def _unknown_field(field: str, kind: type[Body], where: str, name: str, more: str = "") -> str:
+    near = closest(name, [*kind.model_fields, *kind.synonyms])
+    what = "this route" if not where else "this object" if kind.place == "other" else f"a {kind.place}"
+    return f"{field} is not a field of {what}{more}{near}"
 
 
 def _renamed(kind: type[Body], value: dict[str, Any]) -> Mapping[str, Any]:
@@ -169,7 +178,7 @@ _SHAPES: Mapping[str, str] = {
 """What was expected, by the kind of an error."""
 
 
-def _explain(error: Any, unknown: Mapping[str, str]) -> InvalidRequest:
+def _explain(error: Any, unknown: Callable[[str], str]) -> InvalidRequest:
     """The sentence for an error of the validator. It says nothing of the value but what kind it is."""
     kind, loc, field = error["type"], error["loc"], ""
     for before, part in pairwise(("", *loc)):
@@ -180,7 +189,7 @@ def _explain(error: Any, unknown: Mapping[str, str]) -> InvalidRequest:
     if kind == "missing":
         return InvalidRequest(f"{field} is missing", field=field)
     if kind == "extra_forbidden":
-        return InvalidRequest(unknown.get(field, f"{field} is not a known field"), field=field)
+        return InvalidRequest(unknown(field), field=field)
     if kind == "too_short":
         return InvalidRequest(f"{field} is empty; it must hold at least one", field=field)
     if kind == "literal_error":

@@ -59,6 +59,11 @@ class AgentAttribution:
             return [self.why_not] if self.failing else []
         return self.agents.troubles
 
+    @property
+    def refuses(self) -> bool:
+        """Whether turns are refused now."""
+        return self.failing if self.agents is None else self.agents.refuses
+
     def opened(self, agents: Agents) -> None:
         """There are agents from now on."""
         self.agents, self.failing = agents, False

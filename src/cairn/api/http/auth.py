@@ -13,7 +13,7 @@ import ipaddress
 import re
 from dataclasses import dataclass
 
-from cairn.api.http.call import Headers, HTTPCall, shown
+from cairn.api.http.call import AUTHORITY, Headers, HTTPCall, shown
 from cairn.api.http.origins import Origins
 from cairn.config.config import Config, Secret
 from cairn.types.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
@@ -67,6 +67,7 @@ class Access:
     def check(self, call: HTTPCall) -> None:
         """Let the call pass and give it its tenant, or raise Unauthorized or Forbidden."""
         call.share = _client(call)
+        call.payer = payer_of(call.share)
         if call.path in OPEN or call.path.startswith(OPEN_FILES):
             return
         if is_admin(call.path):
@@ -81,7 +82,7 @@ class Access:
                 found = tenant
         if found is None:
             raise _unauthorized("an API key is needed" if not _credential(call) else "the API key is not known here")
-        call.tenant = call.share = found.name
+        call.tenant = call.share = call.payer = found.name
         call.salt = found.salt
 
     def may_administer(self, call: HTTPCall) -> bool:
@@ -130,19 +131,21 @@ class Access:
             raise _unauthorized("this route needs the admin key")
 
     def check_host(self, call: HTTPCall) -> None:
-        """Raise InvalidRequest or Forbidden unless the client called this server by a name of its own."""
+        """Raise InvalidRequest or Forbidden unless Host, and a host in the request line, are names of this server."""
         values = [value for name, value in call.scope["headers"] if name == b"host"]
         if len(values) != 1:
             raise InvalidRequest("the request must carry exactly one Host header", field="Host")
         if self._any_host:
             return
-        host = _without_port(values[0].decode("latin-1")).lower()
-        if host in self._hosts:
-            return
-        server = call.scope.get("server")
-        if server and _same_address(host, server[0]):
-            return
-        raise Forbidden(f"the Host {shown(host)!r} is not served here; allow it with --allowed-hosts", field="Host")
+        for value in (*values, *([call.scope[AUTHORITY]] if AUTHORITY in call.scope else ())):
+            host = _without_port(value.decode("latin-1")).lower()
+            if not self._is_ours(host, call.scope.get("server")):
+                raise Forbidden(
+                    f"the Host {shown(host)!r} is not served here; allow it with --allowed-hosts", field="Host"
+                )
+
+    def _is_ours(self, host: str, server: tuple[str, int] | None) -> bool:
+        return host in self._hosts or (server is not None and _same_address(host, server[0]))
 
 
 def preflight(call: HTTPCall) -> Headers:
@@ -201,6 +204,14 @@ def is_local(host: str) -> bool:
         return ipaddress.ip_address(bare).is_loopback
     except ValueError:
         return False
+
+
+def payer_of(share: str) -> str:
+    """Return whose limits a share counts against: the tenant, or the client's address without the agent it names.
+
+    Anyone can name a new agent with each request, so a name gives its own turn and never a limit of its own.
+    """
+    return share.partition(" ")[0]
 
 
 def _client(call: HTTPCall) -> str:

@@ -26,6 +26,17 @@ Headers = list[tuple[bytes, bytes]]
 
 WARNING = b"x-cairn-warning"
 JSON = (b"content-type", b"application/json")
+NOSNIFF = (b"x-content-type-options", b"nosniff")
+SAFE: Headers = [
+    NOSNIFF,
+    (
+        b"content-security-policy",
+        b"default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+]
+"""Stand on every answer that brings none of its own: whatever text a client stored, no browser runs it."""
+AUTHORITY = "cairn.authority"
+"""Holds, in the scope of a call whose request line names a host, that host as it stands there."""
 _NAME = re.compile(rb"[!-.0-~]{1,128}")
 """What a client may call a request: visible characters, and no slash, since it stands in a path."""
 encode = msgspec.json.Encoder().encode
@@ -74,10 +85,15 @@ def _nobody(origin: str) -> bool:
     return False
 
 
+def _nothing() -> None:
+    return None
+
+
 class HTTPCall:
     """One request and its answer: a thin layer over ASGI that puts the request id on every response.
 
-    `id` is 16 hexadecimal digits, unique for ever; `admits`, `tenant`, `salt` and `share` are set by the access layer.
+    `id` is 16 hexadecimal digits, unique for ever. The access layer sets `admits`, `tenant`, `salt`, `share` and
+    `payer`.
     `name` is what the client calls the request in X-Request-ID, if that is of a form that can be used: other values
     mean nothing.
     """
@@ -89,6 +105,7 @@ class HTTPCall:
         "_receive",
         "_send",
         "admits",
+        "arrived",
         "ended",
         "headers",
         "id",
@@ -97,8 +114,10 @@ class HTTPCall:
         "name",
         "number",
         "path",
+        "payer",
         "salt",
         "scope",
+        "settled",
         "share",
         "started",
         "status",
@@ -122,6 +141,12 @@ class HTTPCall:
         self.salt = b""
         self.share = ""
         """Whose share of the server it takes: the tenant's, or the client's where there are no keys."""
+        self.payer = ""
+        """Whose limits it counts against: the tenant's, or its address's where there are no keys."""
+        self.arrived: Callable[[int], Awaitable[None]] | None = None
+        """Counts the bytes of each piece of the body, and raises where they are too many."""
+        self.settled: Callable[[], None] = _nothing
+        """Ends the counting of what arrived: whoever keeps it says how much that is."""
         self.identity = b""
         self.model = ""
         """Identity and name of the model that answers, once it was chosen."""
@@ -161,7 +186,7 @@ class HTTPCall:
             return peeked
         parts: list[bytes] = []
         async for part in self.pieces():
-            self._budget.take(self.share, len(part))
+            self._budget.take(self.payer, len(part))
             self._held += len(part)
             parts.append(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -178,12 +203,15 @@ class HTTPCall:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise Disconnected
-            yield message.get("body", b"")
+            piece = message.get("body", b"")
+            if self.arrived is not None:
+                await self.arrived(len(piece))
+            yield piece
             more = message.get("more_body", False)
 
     def release(self) -> None:
         """The body is held no more."""
-        self._budget.give(self.share, self._held)
+        self._budget.give(self.payer, self._held)
         self._held = 0
 
     async def gone(self) -> None:
@@ -191,12 +219,17 @@ class HTTPCall:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
+    @property
+    def hears(self) -> bool:
+        """Whether one more sentence of `warn` is told."""
+        return len(self.warnings) < MAX_WARNINGS
+
     def warn(self, sentence: str) -> None:
         """Tell the sender something with the answer, the first 16 sentences of many.
 
         It goes into a header too, where a control character would cost the whole answer.
         """
-        if len(self.warnings) < MAX_WARNINGS:
+        if self.hears:
             self.warnings.append(_printable(sentence))
 
     async def respond(self, status: int, body: bytes, headers: Headers) -> None:
@@ -220,7 +253,15 @@ class HTTPCall:
         self.status = status
         id = self.id.encode()
         told = [(WARNING, sentence.encode("ascii", "replace")) for sentence in self.warnings]
-        headers = [*headers, *self.headers, *told, (b"x-request-id", id if self.name is None else self.name.encode())]
+        own = {name for name, _ in headers}
+        safe = [one for one in SAFE if one[0] not in own]
+        headers = [
+            *headers,
+            *safe,
+            *self.headers,
+            *told,
+            (b"x-request-id", id if self.name is None else self.name.encode()),
+        ]
         if self.name is not None:
             headers.append((b"x-cairn-request-id", id))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})

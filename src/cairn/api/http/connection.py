@@ -22,7 +22,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cairn.api.chat.wire import HEARTBEAT
-from cairn.api.http.call import too_large
+from cairn.api.http.call import AUTHORITY, too_large
 from cairn.api.http.deadlines import Phase, Times, Verdict
 from cairn.api.http.transport import WRITE_BUFFER, OutputTransport, refusal
 from cairn.rag.definition import MAX_BYTES
@@ -42,6 +42,8 @@ UPLOAD_BYTES = MAX_BYTES + (1 << 20)
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 FIRST_LOOK, LAST_LOOK = 0.01, 1.0
 """Seconds between looks at a connection that the client has closed or half closed: ever twice as long."""
+ABSOLUTE = re.compile(rb"https?://([^/?#]+)", re.IGNORECASE)
+"""How a target of the absolute form begins, and the host that it names (RFC 9112, 3.2.2)."""
 OFFERS = (b"upgrade", b"http2-settings")
 """Headers that offer to switch protocols, and how Connection names them."""
 
@@ -206,6 +208,9 @@ class Guard(HttpToolsProtocol):
             return
         # Exactly the bytes of the request line, the headers and the empty line, written with one space each.
         size = len(self.parser.get_method()) + len(self.url) + 14
+        if not self._take_target():
+            self.refuse(InvalidRequest("the request line must name a path, or a URL of http or https"))
+            return
         announced = 0
         for name, value in self.headers:
             size += len(name) + len(value) + 4
@@ -232,6 +237,17 @@ class Guard(HttpToolsProtocol):
         self.phase = Phase.BODY
         self._times.since = self._times.heard
         self._head_bytes = self._body_bytes = 0
+
+    def _take_target(self) -> bool:
+        """Return whether the target is a path or a URL. Of a URL the path stays, and its host is checked as Host is."""
+        if self.url.startswith(b"/"):
+            return True
+        if (found := ABSOLUTE.match(self.url)) is None:
+            return False
+        self.scope[AUTHORITY] = found[1]  # type: ignore[literal-required]
+        rest = self.url[found.end() :]
+        self.url = rest if rest.startswith(b"/") else b"/" + rest
+        return True
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         super()._start_asgi_task(cycle, _unchunked(cycle, app) if cycle.scope["http_version"] == "1.0" else app)

@@ -77,12 +77,16 @@ def parse_json(body: bytes, *, max_depth: int, max_values: int = 1 << 18) -> dic
 
     Refused with InvalidRequest: anything but an object; invalid UTF-8 or JSON (RFC 8259: no NaN or Infinity); a key
     given twice; nesting deeper than `max_depth` (the outermost object is 1); more than `max_values` objects, lists and
-    members, which would take 20 times the body's memory and hold up everybody while they are read; a number beyond a
-    64-bit float or of thousands of digits; half a surrogate pair, which no UTF-8 text can hold.
+    members, or more than an eighth as many objects, which would take 20 times the body's memory and hold up everybody
+    while they are read; a number beyond a 64-bit float or of thousands of digits; half a surrogate pair, which no UTF-8
+    text can hold.
     """
     body = body.removeprefix(codecs.BOM_UTF8)
     if has_more([body], max_values):
         raise InvalidRequest(f"the request body holds more than {max_values} JSON values, the limit")
+    most = max(LEAST_OBJECTS, max_values // VALUES_AN_OBJECT)
+    if body.count(b"{") > most and _objects(body, most) > most:
+        raise InvalidRequest(f"the request body holds more than {most} JSON objects, the limit")
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -105,6 +109,18 @@ def parse_json(body: bytes, *, max_depth: int, max_values: int = 1 << 18) -> dic
 
 _MARK = re.compile(rb'(?:[^"\[{,]++|"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z))*+(?:([\[{,])|\Z)', re.DOTALL)
 """The next comma or opening bracket outside of texts, or the end. It matches everywhere, so its time is linear."""
+
+
+LEAST_OBJECTS = 1_024
+"""Objects that any body may hold."""
+VALUES_AN_OBJECT = 8
+"""As many values may be in a body as objects, times this: to make an object of a schema takes far longer."""
+
+
+def _objects(body: bytes, most: int) -> int:
+    """Count opening braces outside of texts, up to one more than `most`."""
+    found = (mark for mark in _MARK.finditer(body) if mark[1] == b"{")
+    return sum(1 for _ in itertools.islice(found, most + 1))
 
 
 def has_more(bodies: Sequence[bytes], limit: int) -> bool:

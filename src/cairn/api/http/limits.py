@@ -4,7 +4,8 @@ Buckets of each tenant, each as large as what a minute brings; tokens are taken 
 request that a model computes (an answer, a member's turn, a text that becomes a vector), whoever waits for it, so what
 is begun before the bucket is empty is answered whole. Headers: OpenAI's `x-ratelimit-*`
 (platform.openai.com/docs/guides/rate-limits), and for clients of Anthropic `anthropic-ratelimit-*`
-(docs.anthropic.com/en/api/rate-limits). Without keys a tenant is a client, by its address.
+(docs.anthropic.com/en/api/rate-limits). Without keys a tenant is a client, by its address,
+whatever agent it names.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import time
 from collections.abc import Iterator
 
-from cairn.api.http.auth import is_admin
+from cairn.api.http.auth import is_admin, payer_of
 from cairn.api.http.call import HTTPCall
 from cairn.config.config import LIMITS, Config, TenantLimits, limits_of
 from cairn.system.interfaces import Clock
@@ -110,7 +111,7 @@ class RateLimits:
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}
         self._names: dict[str, str] = {}
-        """The tenant's name of each share: without keys a tenant is a client."""
+        """The tenant's name of each payer: without keys a payer is a client's address."""
         self.configure(config)
 
     def configure(self, config: Config) -> None:
@@ -141,17 +142,17 @@ class RateLimits:
 
     def used(self, share: str, prompt_tokens: int, completion_tokens: int) -> None:
         """A request that takes this share of the server has ended, with so many tokens."""
-        if (tenant := self._tenants.get(share)) is not None:
+        if (tenant := self._tenants.get(payer_of(share))) is not None:
             tenant.take(self._clock.now(), (prompt_tokens, completion_tokens))
 
     def _tenant(self, call: HTTPCall, now: float) -> _Tenant:
-        found = self._tenants.get(call.share)
+        found = self._tenants.get(call.payer)
         if found is None:
             if len(self._tenants) >= MOST_TENANTS:
                 self._tenants = {name: one for name, one in self._tenants.items() if one.began}
                 self._names = {name: self._names[name] for name in self._tenants}
-            found = self._tenants[call.share] = _Tenant(self._of(call.tenant), now)
-            self._names[call.share] = call.tenant
+            found = self._tenants[call.payer] = _Tenant(self._of(call.tenant), now)
+            self._names[call.payer] = call.tenant
         return found
 
 

@@ -14,7 +14,7 @@ from cairn.types.errors import CairnError, ContextTooLong, NotFound
 
 _BARE = re.compile(r"/(?:chat/completions|completions|models)(?:/.*)?|/(?:embeddings|rerank|reranking|score)")
 _SLASHES = re.compile(r"/{2,}")
-_DOUBLED = re.compile(r"(?:/v1)+(?=/v1(?:/|$))")
+_DOUBLED = re.compile(r"(?:/v1)+(?=/v1(?:/|\Z))")
 _ANTHROPIC = re.compile(r"/v1/messages(?:/.*)?|/v1/complete")
 _OLLAMA = re.compile(r"/api(?:/.*)?")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-from cairn.api.http.call import encode, retry_after
+from cairn.api.http.call import SAFE, encode, retry_after
 from cairn.api.http.not_found import body_of
 from cairn.types.errors import CairnError
 
@@ -78,6 +78,6 @@ def refusal(error: CairnError, path: str, request_id: str) -> bytes:
         b"content-length: %d" % len(body),
         b"connection: close",
         b"x-request-id: " + request_id.encode(),
-        *(name + b": " + value for name, value in retry_after(error)),
+        *(name + b": " + value for name, value in (*SAFE, *retry_after(error))),
     ]
     return b"\r\n".join(lines) + b"\r\n\r\n" + body

@@ -258,7 +258,7 @@ class LlamaAnswer:
         found = {}
         for path in self._body.response_fields:
             value: Any = whole
-            for name in path.split("/"):
+            for name in path.split("/", DEEPEST):
                 value = value[name] if isinstance(value, Mapping) and name in value else _MISSING
             if value is not _MISSING:
                 found[path] = value
@@ -266,6 +266,8 @@ class LlamaAnswer:
 
 
 _MISSING = object()
+DEEPEST = 8
+"""Objects within each other in an answer, and more than there are."""
 
 
 async def _encoded(call: HTTPCall, service: Service, pieces: Sequence[str | int], *, special: bool) -> list[int]:

@@ -14,6 +14,8 @@ from cairn.api.chat.schemas import Generation
 from cairn.api.http.body import Body, Count, Several
 from cairn.types.errors import InvalidRequest, Unsupported
 
+MAX_FIELDS = 64
+"""Fields of an answer that a request may choose."""
 MAX_PIECES = 256
 """Pieces of a prompt that is a list of texts and tokens."""
 
@@ -26,7 +28,7 @@ class LlamaBody(Generation):
     parse_special: bool | None = None
     n_probs: Count = None
     return_tokens: bool | None = None
-    response_fields: Several[str] | None = None
+    response_fields: Several[str] | None = Field(default=None, max_length=MAX_FIELDS)
 
 
 class LlamaCompletionBody(LlamaBody):

@@ -34,6 +34,7 @@ from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.http.body_budget import RETRY, spool
 from cairn.api.http.call import HTTPCall, shown
 from cairn.api.http.json_body import read_json, read_nothing
+from cairn.api.http.quotas import Quotas
 from cairn.api.native.agent_schemas import (
     PATH,
     CreateBody,
@@ -65,9 +66,11 @@ LISTED = 20
 class AgentRoutes:
     """The routes of agents."""
 
-    def __init__(self, config: Config, exchanges: Exchanges, attribution: AgentAttribution, folder: Path) -> None:
+    def __init__(
+        self, config: Config, exchanges: Exchanges, attribution: AgentAttribution, quotas: Quotas, folder: Path
+    ) -> None:
         """`folder`: the one of the token log, whose disk takes imports while they arrive."""
-        self._config = config
+        self._config, self._quotas = config, quotas
         self._folder = folder
         self._attribution = attribution
         self._turns = TurnRoutes(config, exchanges, attribution)
@@ -255,9 +258,10 @@ class AgentRoutes:
                     size = await asyncio.to_thread(kv_bytes, file)
                     file.seek(size)
                     data = await asyncio.to_thread(file.read)
-                    info = await agents.import_agent(
-                        call.tenant, data, id, lambda read: check_portable(read, self._config), service
-                    )
+                    async with self._quotas.room(call.tenant, len(data)):
+                        info = await agents.import_agent(
+                            call.tenant, data, id, lambda read: check_portable(read, self._config), service
+                        )
                     del data
                 answer = agent_object(info, service)
                 if wanted or size:

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, BinaryIO
 
 import msgspec
@@ -75,6 +76,7 @@ class CollectionRoutes:
     async def create(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/collections: {"id", "chunk", "overlap", "metadata"}, all optional."""
         store = (await self._library.open()).store
+        self._library.check_embedder()
         body = parse(CollectionBody, await read_nothing(call, self._config), self._config, call)
         check_metadata(body.metadata)
         id = f"collection-{call.id}" if body.id is None else check_name(body.id, "a collection's id")
@@ -117,6 +119,7 @@ class CollectionRoutes:
         collections, id = await self._library.open(), call.path_part(PATH)
         check_metadata(body.metadata)
         await asyncio.to_thread(collections.store.collection, call.tenant, id)
+        self._library.check_embedder(body.embedding_model)
         if not 1 <= len(body.name) <= 256:
             raise InvalidRequest("name must have 1 to 256 characters", field="name")
         document = f"document-{call.id}" if body.id is None else check_name(body.id, "a document's id")
@@ -134,13 +137,16 @@ class CollectionRoutes:
         )
         added: list[dict[str, Any]] = []
 
+        def room(tenant: str, size: int) -> AbstractAsyncContextManager[None]:
+            return self._library.room(call, size)
+
         async def work(emit: Emit) -> None:
             def heard(done: int, all: int) -> None:
                 emit({"type": "document.embedding", "embedded": done, "chunks": all})
 
             with contextlib.nullcontext() if isinstance(content, str) else content:
                 async with self._library.embedder(call.salt, call.share, body.embedding_model, new.field) as embedder:
-                    made = await collections.add(call.tenant, id, embedder, new, heard)
+                    made = await collections.add(call.tenant, id, embedder, new, room, heard)
             added.append(document_object(made))
             emit({"type": "document.done", "document": added[0]})
 

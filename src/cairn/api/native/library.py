@@ -12,8 +12,9 @@ from cairn.api.chat.generation import check_model
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.http.call import HTTPCall
 from cairn.api.http.multipart import Upload, upload
+from cairn.api.http.quotas import Quotas
 from cairn.config.config import Config
-from cairn.frontend.embeddings import AT_ONCE, Asking, check_embeds, check_scores
+from cairn.frontend.embeddings import AT_ONCE, Asking, check_scores
 from cairn.rag.attachments import Attachments
 from cairn.rag.collections import Collections, Embedder, Reranker
 from cairn.rag.definition import MAX_BYTES, Search, SearchHit
@@ -28,15 +29,21 @@ from cairn.workflows.answerer import ServiceAnswerer
 MAX_UPLOADS = 8
 """Forms of one tenant that are received, or whose file is read, at once: each has a file on the disk."""
 RETRY = 2.0
+EXAMPLE = "sentence-transformers/all-MiniLM-L6-v2"
+ADD = (
+    f"add one: 'cairn pull {EXAMPLE}', then start the server with it beside the models that it has: 'cairn serve MODEL "
+    f"{EXAMPLE}'"
+)
+"""What the owner of a server does so that it has collections."""
 FILE, UPLOADS = "collections.sqlite", "files.sqlite"
 
 
 class Library:
     """The collections of one server. `registry` are its models, once there are any."""
 
-    def __init__(self, config: Config, attribution: AgentAttribution, folder: Path) -> None:
+    def __init__(self, config: Config, attribution: AgentAttribution, quotas: Quotas, folder: Path) -> None:
         """`folder`: the one of the token log; the collections lie beside it, and whoever holds the one has both."""
-        self._config, self._attribution = config, attribution
+        self._config, self._attribution, self._quotas = config, attribution, quotas
         self.folder = folder.with_name(folder.name + "-collections")
         self.registry: Models | None = None
         self._opened: VectorStores | None = None
@@ -61,39 +68,59 @@ class Library:
                 files = await asyncio.to_thread(FileStore, self.folder / UPLOADS, now)
                 attachments = await asyncio.to_thread(Attachments, store.database, now)
                 self._collections = Collections(store, ServiceAnswerer())
-                self._opened = VectorStores(self._collections, files, attachments)
+                self._opened = VectorStores(self._collections, files, attachments, self._quotas.room)
             return self._opened
+
+    def troubles(self) -> list[str]:
+        """Return why collections or files could not be kept lately, a sentence each."""
+        if self._opened is None or self._collections is None:
+            return []
+        every = (self._collections.store.database, self._opened.files.database)
+        return [one.trouble for one in every if one.trouble]
 
     @contextlib.asynccontextmanager
     async def upload(self, call: HTTPCall) -> AsyncIterator[Upload]:
         """The form of a call, with its file. Overloaded where its tenant sends too many at once."""
-        if self._uploading[call.share] >= MAX_UPLOADS:
+        if self._uploading[call.payer] >= MAX_UPLOADS:
             raise Overloaded(f"{MAX_UPLOADS} uploads of yours are under way, the limit", retry_after=RETRY)
-        self._uploading[call.share] += 1
+        self._uploading[call.payer] += 1
         try:
             async with upload(call, self._config, self.folder, MAX_BYTES) as form:
                 yield form
         finally:
-            self._uploading[call.share] -= 1
+            self._uploading[call.payer] -= 1
             self._uploading += Counter()  # those who send nothing are forgotten
 
+    @contextlib.asynccontextmanager
+    async def room(self, call: HTTPCall, size: int) -> AsyncIterator[None]:
+        """Count `size` bytes of a call's tenant, in the place of its body, while they are being written. Raises
+        QuotaExceeded where the tenant may not keep them."""
+        call.settled()
+        async with self._quotas.room(call.tenant, size):
+            yield
+
     async def bytes_of(self, tenant: str) -> int:
-        """About how many bytes a tenant's collections and files take; those that nobody has asked for since the start
-        are not looked at."""
-        if self._opened is None or self._collections is None:
+        """Return about how many bytes a tenant's collections and files take; 0 where they cannot be opened."""
+        if self._opened is None and not (self.folder / FILE).exists():
             return 0
-        files, store = self._opened.files, self._collections.store
+        try:
+            files, store = (await self.stores()).files, (await self.open()).store
+        except Unavailable:
+            return 0
         return await asyncio.to_thread(lambda: files.bytes_of(tenant) + store.bytes_of(tenant))
 
     @contextlib.asynccontextmanager
     async def embedder(self, salt: bytes, share: str, name: str | None, field: str) -> AsyncIterator[Embedder]:
-        """The model that makes vectors: the one that is named, else the first of those for embeddings; on a server
-        with one model that one."""
+        """The model that makes vectors: the one that is named, else the first of those for embeddings. InvalidRequest
+        for one that was not made for it, and where there is none."""
         registry = self._registry()
-        async with registry.using(registry.find(name, "embed")) as service:
+        async with registry.using(_embedding(registry, name)) as service:
             check_model(name, service)
-            check_embeds(service)
             yield Embedder(service, self._asking(salt, share, field))
+
+    def check_embedder(self, name: str | None = None) -> None:
+        """Raise what `embedder` would, before anything is read."""
+        _embedding(self._registry(), name)
 
     @contextlib.asynccontextmanager
     async def judge(
@@ -143,6 +170,27 @@ class Library:
             truncate=True,
             field=field,
         )
+
+
+def _embedding(registry: Models, name: str | None) -> ServedModel:
+    """Return the model for embeddings with this name; without one the first, of those that are loaded if any is.
+
+    InvalidRequest for another kind of model, and where there is none; Unavailable where that is not known yet.
+    """
+    if name is not None:
+        known = [registry.find(name)]
+    else:
+        known = [one for one in registry.models if one.kind == "embed"]
+        known.sort(key=lambda one: one.state != "loaded")
+    if known and (known[0].kind == "embed" or known[0].failure):  # why it is not served is told where it is used
+        return known[0]
+    if any(not one.kind and not one.failure for one in known or registry.models):
+        raise Unavailable("what the models of this server are for is being read; ask again shortly", retry_after=RETRY)
+    if known:
+        what = f"{known[0].name} is no model for embeddings, and what its vectors find is mostly wrong"
+    else:
+        what = "collections need a model for embeddings, and this server has none"
+    raise InvalidRequest(f"{what}; {ADD}", field="embedding_model")
 
 
 def _worth(found: SearchHit) -> tuple[float, float]:

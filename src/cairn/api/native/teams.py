@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from cairn.agents.agents import Agents
-from cairn.api.chat.generation import check_length, check_model
-from cairn.api.chat.paging import LISTED, MOST_LISTED, page, parameters
+from cairn.api.chat.generation import check_length, check_model, check_sampling
+from cairn.api.chat.paging import LISTED, MOST_LISTED, page_by_id, parameters
 from cairn.api.chat.parse import parse
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.http.call import HTTPCall
@@ -39,6 +39,7 @@ from cairn.api.native.team_schemas import (
 from cairn.api.native.work_events import Emit, answer
 from cairn.config.config import Config
 from cairn.frontend.service import Service
+from cairn.teams.definition import check_team
 from cairn.teams.entries import Voted
 from cairn.teams.teams import Teams, TeamState
 from cairn.teams.transcript import listed, markdown
@@ -82,10 +83,14 @@ class TeamRoutes:
         body = parse(TeamBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
         service.check_generates()
+        team = body.team()
+        check_team(msgspec.structs.replace(team, id=team.id or "team"))  # before anything is compiled of it
+        for at, member in enumerate(team.members):
+            check_sampling(service, member.sampling, f"members[{at}]")
         await check_length(call, service, body.texts(), "documents")
         for schema in body.schemas():
             await service.chat.grammar(schema, OutputFormat(), share=call.share)
-        made = await teams.create(call.tenant, body.team(), service.name)
+        made = await teams.create(call.tenant, team, service.name)
         await call.json(team_object(made), 201)
 
     async def list(self, call: HTTPCall, service: Service) -> None:
@@ -94,8 +99,12 @@ class TeamRoutes:
         limit = asked.get("limit", str(LISTED))
         if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MOST_LISTED):
             raise InvalidRequest(f"limit must be 1 to {MOST_LISTED}", field="limit")
-        data = [team_object(state) for state in self._teams().list(call.tenant)]
-        await call.json(page(data, int(limit), asked.get("after")))
+        teams = self._teams()
+
+        def show(id: str) -> dict[str, Any]:
+            return team_object(teams.get(call.tenant, id))
+
+        await call.json(await page_by_id(teams.ids(call.tenant), int(limit), asked.get("after"), show))
 
     async def show(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/teams/{id}. `report.shared_tokens`: how many leading tokens all members' contexts share."""

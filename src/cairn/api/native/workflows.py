@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
 
 from cairn.agents.agents import Agents
-from cairn.api.chat.generation import check_model
-from cairn.api.chat.paging import LISTED, MOST_LISTED, page, parameters
+from cairn.api.chat.generation import check_model, check_sampling
+from cairn.api.chat.paging import LISTED, MOST_LISTED, page_by_id, parameters
 from cairn.api.chat.parse import parse
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.http.call import HTTPCall
@@ -35,10 +37,11 @@ from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.types.errors import InvalidRequest
 from cairn.workflows.answerer import Asker, ServiceAnswerer
-from cairn.workflows.checks import check_workflow
-from cairn.workflows.definition import workflow_of
+from cairn.workflows.bounds import check_bounds
+from cairn.workflows.checks import check_workflow, every_node
+from cairn.workflows.definition import SAMPLING, workflow_of
 from cairn.workflows.drawing import mermaid, png, states_of, svg
-from cairn.workflows.runs import Runs
+from cairn.workflows.runs import Runs, RunState
 
 Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 
@@ -70,9 +73,8 @@ class WorkflowRoutes:
     async def check(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/workflows/check: {"workflow"}: a 400 says what is wrong first."""
         body = parse(WorkflowBody, await read_json(call, self._config), self._config, call)
-        workflow = workflow_of(body.workflow)
-        order = [node.id for node in check_workflow(workflow).nodes]
-        await call.json({"object": "workflow.check", "valid": True, "order": order, "mermaid": mermaid(workflow)})
+        order, drawn = await asyncio.to_thread(_checked, body.workflow)
+        await call.json({"object": "workflow.check", "valid": True, "order": order, "mermaid": drawn})
 
     async def run(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/workflows/runs: {"workflow", "inputs", "seed", "stream"}."""
@@ -81,7 +83,10 @@ class WorkflowRoutes:
         body.check()
         check_model(body.model, service)
         service.check_generates()
-        workflow = workflow_of(body.workflow)
+        workflow = await asyncio.to_thread(workflow_of, body.workflow)
+        check_bounds(workflow)
+        for node in every_node(workflow.nodes):
+            check_sampling(service, {name: node.sampling[name] for name in node.sampling.keys() & SAMPLING}, node.id)
         state = await runs.create(call.tenant, workflow, body.inputs or {}, seed=body.seed, model=service.name)
         call.headers.append((b"x-cairn-run", state.run.id.encode()))
         await self._work(call, service, runs, state.run.id, stream=bool(body.stream))
@@ -116,8 +121,10 @@ class WorkflowRoutes:
         limit = asked.get("limit", str(LISTED))
         if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MOST_LISTED):
             raise InvalidRequest(f"limit must be 1 to {MOST_LISTED}", field="limit")
-        data = [run_object(state, whole=False) for state in self._runs().list(call.tenant)]
-        await call.json(page(data, int(limit), asked.get("after")))
+        runs = self._runs()
+        ids = runs.ids(call.tenant)
+        show = partial(_listed, runs, call.tenant)
+        await call.json(await page_by_id(ids, int(limit), asked.get("after"), show))
 
     async def show(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/workflows/runs/{id}: its nodes with their outputs, its result and conflicts."""
@@ -141,14 +148,7 @@ class WorkflowRoutes:
         """GET /v1/workflows/runs/{id}/graph: `format` mermaid, svg or png."""
         state = self._runs().get(call.tenant, call.path_part(RUNS))
         form = one_of(parameters(call, ("format",)), "format", ("mermaid", "svg", "png"))
-        workflow = state.run.workflow
-        states = states_of(workflow, state.nodes, running=state.state == "running")
-        if form == "png":
-            drawn, kind = await asyncio.to_thread(png, workflow, states), b"image/png"
-        elif form == "svg":
-            drawn, kind = svg(workflow, states).encode(), b"image/svg+xml"
-        else:
-            drawn, kind = mermaid(workflow, states).encode(), b"text/plain; charset=utf-8"
+        drawn, kind = await asyncio.to_thread(_drawn, state, form)
         await call.respond(200, drawn, [(b"content-type", kind)])
 
     def _runs(self) -> Runs:
@@ -157,3 +157,25 @@ class WorkflowRoutes:
         if self._opened is None or self._opened[0] is not agents:
             self._opened = agents, Runs(agents.journals, ServiceAnswerer())
         return self._opened[1]
+
+
+def _checked(given: dict[str, Any]) -> tuple[list[str], str]:
+    """Return the order and the picture of a workflow. Raise InvalidRequest for one that cannot run."""
+    workflow = workflow_of(given)
+    graph = check_workflow(workflow)
+    return [node.id for node in graph.nodes], mermaid(workflow)
+
+
+def _drawn(state: RunState, form: str) -> tuple[bytes, bytes]:
+    """Return the picture of a run and its content type."""
+    workflow = state.run.workflow
+    states = states_of(workflow, state.nodes, running=state.state == "running")
+    if form == "png":
+        return png(workflow, states), b"image/png"
+    if form == "svg":
+        return svg(workflow, states).encode(), b"image/svg+xml"
+    return mermaid(workflow, states).encode(), b"text/plain; charset=utf-8"
+
+
+def _listed(runs: Runs, tenant: str, id: str) -> dict[str, Any]:
+    return run_object(runs.get(tenant, id), whole=False)

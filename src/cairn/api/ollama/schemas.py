@@ -7,6 +7,7 @@ not know, and so its clients send all manner of things: unknown fields are told 
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -196,7 +197,7 @@ class CopyBody(Body):
 def chat_of(body: OllamaChatBody, knows: Callable[[str], bool], *, thinks: bool) -> dict[str, Any]:
     """The chat that a body asks for, as a `ChatBody` has it."""
     chat = body.common(knows, thinks=thinks)
-    calls: list[tuple[str, str]] = []
+    calls = _OpenCalls()
     chat["messages"] = [
         _message(message, f"messages[{index}]", calls) for index, message in enumerate(body.messages or ())
     ]
@@ -238,8 +239,42 @@ def _form(given: Any) -> dict[str, Any]:
     raise InvalidRequest('format must be "json" or a JSON schema', field="format")
 
 
-def _message(message: Mapping[str, Any], where: str, calls: list[tuple[str, str]]) -> dict[str, Any]:
-    """A message; `calls` are the (name, id) of those that no result was given of, to which it adds its own."""
+class _OpenCalls:
+    """Calls that no result was given of, in their order. Finding one takes a moment however many there are."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, str] = {}
+        """The id of each, by its number."""
+        self._by_id: dict[str, list[int]] = {}
+        self._by_name: dict[str, deque[int]] = {}
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, name: str, id: str) -> None:
+        """A call was made."""
+        self._open[self._next] = id
+        self._by_id.setdefault(id, []).append(self._next)
+        self._by_name.setdefault(name, deque()).append(self._next)
+        self._next += 1
+
+    def answer(self, id: str) -> None:
+        """A result names all calls of this id."""
+        for number in self._by_id.pop(id, ()):
+            self._open.pop(number, None)
+
+    def first(self, name: object) -> str | None:
+        """Take off the first call of that name, else the first of all; return its id, or None where there is none."""
+        waiting = self._by_name.get(name, deque()) if isinstance(name, str) else deque[int]()
+        while waiting:
+            if (number := waiting.popleft()) in self._open:
+                return self._open.pop(number)
+        return self._open.pop(next(iter(self._open))) if self._open else None
+
+
+def _message(message: Mapping[str, Any], where: str, calls: _OpenCalls) -> dict[str, Any]:
+    """Return a message as a `ChatBody` has it. It adds its own calls to `calls`, or answers one of them."""
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "developer", "user", "assistant", "tool"):
         raise InvalidRequest(f"{where}.role must be system, user, assistant or tool", field=f"{where}.role")
@@ -258,7 +293,7 @@ def _message(message: Mapping[str, Any], where: str, calls: list[tuple[str, str]
     return found
 
 
-def _calls(given: Any, where: str, calls: list[tuple[str, str]]) -> list[dict[str, Any]]:
+def _calls(given: Any, where: str, calls: _OpenCalls) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for index, call in enumerate(given if isinstance(given, list) else [None]):
         function = call.get("function") if isinstance(call, dict) else None
@@ -266,22 +301,20 @@ def _calls(given: Any, where: str, calls: list[tuple[str, str]]) -> list[dict[st
             raise InvalidRequest(f"{where} must be a list of calls, each with a function", field=where)
         id = call.get("id")
         id = id if isinstance(id, str) and id else f"call_{len(calls)}_{index}"
-        calls.append((function["name"], id))
+        calls.add(function["name"], id)
         arguments = function.get("arguments", {})
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         found.append({"id": id, "type": "function", "function": {"name": function["name"], "arguments": text}})
     return found
 
 
-def _answered(message: Mapping[str, Any], calls: list[tuple[str, str]]) -> str:
-    """The id of the call that a result belongs to: as it says, else the first one of its name, else the first."""
+def _answered(message: Mapping[str, Any], calls: _OpenCalls) -> str:
+    """Return the id of the call that a result belongs to: as it says, else the first of its name, else the first."""
     id = message.get("tool_call_id")
     if isinstance(id, str) and id:
-        calls[:] = [call for call in calls if call[1] != id]
+        calls.answer(id)
         return id
-    name = message.get("tool_name") or message.get("name")
-    at = next((at for at, call in enumerate(calls) if call[0] == name), 0)
-    return calls.pop(at)[1] if calls else "call_0"
+    return calls.first(message.get("tool_name") or message.get("name")) or "call_0"
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ the answer cites of them becomes its annotations; a number of none is taken out,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -20,7 +19,7 @@ from cairn.api.native.library import Library
 from cairn.api.openai.responses_items import SEARCHED
 from cairn.api.openai.vector_store_schemas import RankingBody, result_object, search_of
 from cairn.config.config import Config
-from cairn.rag.citations import CitationFilter
+from cairn.rag.citations import CitationFilter, Cited
 from cairn.rag.definition import MIN_SCORE, SearchHit
 from cairn.types.errors import InvalidRequest
 
@@ -34,7 +33,6 @@ TOLD = (
     "as [1].\n\n"
 )
 NOTHING = "Nothing was found.\n\n"
-_CITED = re.compile(r"\[(\d{1,9})\]")
 
 
 class FileSearchBody(Body):
@@ -131,8 +129,9 @@ class CitedText:
     """A text that cites: what of it may be told, and what it cites where."""
 
     def __init__(self, sources: Sequence[CitedFile]) -> None:
-        self._sources, self._checked = sources, CitationFilter(len(sources))
-        self._length = 0
+        self._sources = sources
+        self._checked = CitationFilter(len(sources), [one.filename for one in sources])
+        self._seen = 0
 
     def push(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """What can be told now, and the annotations in it."""
@@ -143,15 +142,14 @@ class CitedText:
         return self._told(self._checked.finish())
 
     def _told(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        found = [self._annotation(match) for match in _CITED.finditer(text)]
-        self._length += len(text)
-        return text, found
+        news, self._seen = self._checked.places[self._seen :], len(self._checked.places)
+        return text, [self._annotation(one) for one in news]
 
-    def _annotation(self, match: re.Match[str]) -> dict[str, Any]:
-        source = self._sources[int(match[1]) - 1]
+    def _annotation(self, cited: Cited) -> dict[str, Any]:
+        source = self._sources[cited.number - 1]
         return {
             "type": "file_citation",
-            "index": self._length + match.start(),
+            "index": cited.at,
             "file_id": source.file_id,
             "filename": source.filename,
         }

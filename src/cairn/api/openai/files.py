@@ -55,7 +55,8 @@ class FileRoutes:
                 raise Unsupported(f"{name[:40]} is not built: files stay until they are deleted", field=name[:40])
             id = f"file-{call.id}"
             args = (call.tenant, id, form.filename, purpose, form.file, form.size)
-            made = await asyncio.to_thread(stores.files.add, *args)
+            async with self._library.room(call, form.size):
+                made = await asyncio.to_thread(stores.files.add, *args)
         await call.json(file_object(made))
 
     async def list(self, call: HTTPCall, service: Service) -> None:

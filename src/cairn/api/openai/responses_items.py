@@ -43,7 +43,7 @@ def messages_of(given: Any, call: HTTPCall) -> list[dict[str, Any]]:
         if not isinstance(item, dict):
             raise InvalidRequest(f"{where} must be an object", field=where)
         reader.add(item, where)
-    return reader.messages
+    return reader.end()
 
 
 class _Items:
@@ -52,6 +52,11 @@ class _Items:
     def __init__(self, call: HTTPCall) -> None:
         self._call = call
         self.messages: list[dict[str, Any]] = []
+        self._said: list[str] = []
+        self._thought: list[str] = []
+        """What the last message, an assistant's, says and thinks, piece by piece: there may be many."""
+        self._speaks = False
+        """Whether what it says is not empty."""
         self._kinds: Mapping[str, Callable[[Mapping[str, Any], str], None]] = {
             "message": self._message,
             "reasoning": self._reasoning,
@@ -62,6 +67,23 @@ class _Items:
             "compaction": self._compaction,
             "file_search_call": lambda item, where: None,  # what it found stood in a message, and the answer follows
         }
+
+    def end(self) -> list[dict[str, Any]]:
+        """Return all messages."""
+        self._close()
+        return self.messages
+
+    def _close(self) -> None:
+        """Put what an assistant said and thought into its message."""
+        if self._said:
+            self.messages[-1]["content"] = "".join(self._said)
+        if self._thought:
+            self.messages[-1]["reasoning_content"] = "".join(self._thought)
+        self._said, self._thought, self._speaks = [], [], False
+
+    def _put(self, message: dict[str, Any]) -> None:
+        self._close()
+        self.messages.append(message)
 
     def add(self, item: Mapping[str, Any], where: str) -> None:
         """The next item."""
@@ -82,10 +104,11 @@ class _Items:
             raise InvalidRequest(f"{where}.role must be user, assistant, system or developer", field=f"{where}.role")
         texts = _texts(item.get("content"), f"{where}.content")
         if role != "assistant":
-            self.messages.append({"role": role, "content": "\n".join(texts)})
+            self._put({"role": role, "content": "\n".join(texts)})
             return
-        answer = self._answer(lambda last: not last["content"] or "tool_calls" in last)
-        answer["content"] = (answer["content"] or "") + "".join(texts)
+        self._answer(lambda last: not self._speaks or "tool_calls" in last)
+        self._said += texts or [""]
+        self._speaks = self._speaks or any(texts)
 
     def _reasoning(self, item: Mapping[str, Any], where: str) -> None:
         text = unpack(item.get("encrypted_content"))
@@ -93,8 +116,8 @@ class _Items:
             if not text and item.get(name):
                 text = "".join(_texts(item[name], f"{where}.{name}"))
         if text:
-            answer = self._answer(lambda last: not last["content"] and "tool_calls" not in last)
-            answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+            self._answer(lambda last: not self._speaks and "tool_calls" not in last)
+            self._thought.append(text)
 
     def _function_call(self, item: Mapping[str, Any], where: str) -> None:
         name, namespace = _text(item, "name", where), item.get("namespace")
@@ -114,7 +137,7 @@ class _Items:
 
     def _output(self, item: Mapping[str, Any], where: str) -> None:
         output = "\n".join(_texts(item.get("output"), f"{where}.output"))
-        self.messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output})
+        self._put({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output})
 
     def _compaction(self, item: Mapping[str, Any], where: str) -> None:
         text = unpack(item.get("encrypted_content"))
@@ -123,12 +146,12 @@ class _Items:
                 f"{where}.encrypted_content is not of this server: what was compacted elsewhere cannot be read",
                 field=f"{where}.encrypted_content",
             )
-        self.messages.append({"role": "user", "content": text})
+        self._put({"role": "user", "content": text})
 
     def _answer(self, goes_on: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """The assistant's message that an item belongs to: the last, where the item `goes_on` with it."""
         if not self.messages or self.messages[-1]["role"] != "assistant" or not goes_on(self.messages[-1]):
-            self.messages.append({"role": "assistant", "content": None})
+            self._put({"role": "assistant", "content": None})
         return self.messages[-1]
 
 

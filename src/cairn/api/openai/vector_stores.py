@@ -98,6 +98,7 @@ class VectorStoreRoutes:
         stores, collections = await self._library.stores(), await self._library.open()
         body = parse(VectorStoreBody, await read_nothing(call, self._config), self._config, call)
         body.check()
+        self._library.check_embedder()
         id, wanted = f"vs_{call.id}", body.wanted()
         for one in wanted:
             await asyncio.to_thread(stores.files.get, call.tenant, one.file)
@@ -238,6 +239,7 @@ class VectorStoreRoutes:
 
     def _embedders(self, call: HTTPCall) -> Embedders:
         salt, share = call.salt, call.share
+        self._library.check_embedder()
         return lambda: self._library.embedder(salt, share, None, FIELD)
 
     async def _store(self, stores: VectorStores, tenant: str, id: str) -> dict[str, Any]:

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <limits>
 
+#include "elementary.h"
+
 namespace cairn {
 namespace {
 
@@ -42,7 +44,8 @@ void keep_groups(float* choice, const Routing& routing, float* used, float* sums
 void soften(float* x, Index count) {
     float most = x[0], sum = 0.0f;
     for (Index i = 1; i < count; i++) most = x[i] > most ? x[i] : most;
-    for (Index i = 0; i < count; i++) sum += x[i] = std::exp(x[i] - most);
+    for (Index i = 0; i < count; i++) x[i] = exp_of(x[i] - most);
+    for (Index i = 0; i < count; i++) sum += x[i];
     for (Index i = 0; i < count; i++) x[i] /= sum;
 }
 
@@ -54,7 +57,7 @@ void route_row(const float* scores, const float* bias, const Routing& routing, f
     std::copy(scores, scores + count, part);
     if (routing.scores == Scores::softmax) soften(part, count);
     if (routing.scores == Scores::sigmoid)
-        for (Index i = 0; i < count; i++) part[i] = 1.0f / (1.0f + std::exp(-part[i]));
+        for (Index i = 0; i < count; i++) part[i] = 1.0f / (1.0f + exp_of(-part[i]));
     for (Index i = 0; i < count; i++) choice[i] = bias ? part[i] + bias[i] : part[i];
     if (routing.groups > 1) keep_groups(choice, routing, used, sums);
     std::fill(used, used + count, 0.0f);
@@ -236,7 +239,7 @@ void Program::scale_tokens(const float* x, Index size, float* shares, float* out
 void Program::add_gated(const float* x, const float* gate, Index size, float* hidden) {
     calls_.push_back([=, this](const Sizes& sizes) {
         each(sizes.tokens, size, [=](Index row, int) {
-            const float share = 1.0f / (1.0f + std::exp(-gate[row]));
+            const float share = 1.0f / (1.0f + exp_of(-gate[row]));
             for (Index i = row * size; i < (row + 1) * size; i++) hidden[i] += share * x[i];
         });
     });

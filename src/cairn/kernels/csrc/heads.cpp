@@ -1,7 +1,6 @@
 // Calls of a program over the heads of rows that lie in wider ones: norms, turns, gates.
 #include <algorithm>
-#include <cmath>
-
+#include "elementary.h"
 #include "program.h"
 
 namespace cairn {
@@ -43,12 +42,12 @@ void Program::scale_by(float* hidden, Index size, const float* factor) {
 
 void Program::xielu(const float* x, Index size, const float* positive, const float* negative, float* out) {
     calls_.push_back([=, this](const Sizes& sizes) {
-        const float above = std::log1p(std::exp(*positive)), below = 0.5f + std::log1p(std::exp(*negative));
+        const float above = log1p_of(exp_of(*positive)), below = 0.5f + log1p_of(exp_of(*negative));
         each(sizes.tokens, 16 * size, [=](Index row, int) {
             for (Index i = row * size; i < (row + 1) * size; i++) {
                 const float one = x[i];
                 out[i] = one > 0.0f ? above * one * one + 0.5f * one
-                                    : (std::expm1(std::min(one, -1e-6f)) - one) * below + 0.5f * one;
+                                    : (expm1_of(std::min(one, -1e-6f)) - one) * below + 0.5f * one;
             }
         });
     });

@@ -309,10 +309,14 @@ struct Variant {
     void (*latent_write)(const LatentWrite&, Index token);
     void (*turn_pairs)(const float* x, const float* cos, const float* sin, Index size, bool neighbours, float* out);
     void (*latent_attend)(const LatentAttend&);
-    // For the roofline: see probe.h. `chains` of 16 multiply-adds make one turn.
+    // For the roofline: see probe.h. `chains` of 16 multiply-adds, or so many products, make one turn.
     float (*read_all)(const float* from, Index count);
     float (*multiply_add)(Index turns, float factor);
     Index chains;
+    float (*multiply_bytes)(Index turns, int fill);
+    Index byte_products;
+    float (*multiply_pairs)(Index turns, int fill);
+    Index pair_products;
     const Passes* passes;  // over the vocabulary
 };
 

@@ -7,9 +7,11 @@
 #include <atomic>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "arrays.h"
+#include "elementary.h"
 #include "matrix_module.h"
 #include "program_module.h"
 #include "sampler_module.h"
@@ -38,10 +40,10 @@ extern const Variant variant;
 namespace {
 
 // Of all that is compiled here: what `native.VERSION` says.
-constexpr const char* VERSION = "native-5";
+constexpr const char* VERSION = "native-6";
 
 // Of what Python calls: what `native.INTERFACE` says.
-constexpr int INTERFACE = 7;
+constexpr int INTERFACE = 8;
 
 bool runs(const std::string& name) {
 #if defined(__x86_64__)
@@ -112,6 +114,45 @@ Index probe_multiply(const std::string& variant, Team& team, Index turns) {
     return pieces * turns * kernels.chains * LANES * 2;
 }
 
+Index probe_multiply_bytes(const std::string& variant, Team& team, Index turns) {
+    const Variant& kernels = find(variant);
+    const Index pieces = 8 * team.size();
+    team.run(pieces, [&](Index, int) {
+        seen.store(kernels.multiply_bytes(turns, 1), std::memory_order_relaxed);
+    });
+    return pieces * turns * kernels.byte_products * 2;
+}
+
+Index probe_multiply_pairs(const std::string& variant, Team& team, Index turns) {
+    const Variant& kernels = find(variant);
+    if (kernels.pair_products == 0) return 0;
+    const Index pieces = 8 * team.size();
+    team.run(pieces, [&](Index, int) {
+        seen.store(kernels.multiply_pairs(turns, 1), std::memory_order_relaxed);
+    });
+    return pieces * turns * kernels.pair_products * 2;
+}
+
+void elementary_of(const std::string& name, const ConstFloats& x, const Floats& out) {
+    using Function = float (*)(float);
+    static const std::pair<const char*, Function> all[] = {
+        {"exp", exp_of},
+        {"expm1", expm1_of},
+        {"log", log_of},
+        {"log1p", log1p_of},
+        {"floor", floor_of},
+        {"cos", [](float one) { return static_cast<float>(cos_sin_of(one).cos); }},
+        {"sin", [](float one) { return static_cast<float>(cos_sin_of(one).sin); }},
+    };
+    check(x.size() == out.size(), "there is a place for each result");
+    for (const auto& [known, function] : all) {
+        if (name != known) continue;
+        for (std::size_t i = 0; i < x.size(); i++) out.data()[i] = function(x.data()[i]);
+        return;
+    }
+    throw std::invalid_argument("no elementary function is called " + name);
+}
+
 nb::list variant_list() {
     nb::list all;
     for (const Variant* one : compiled()) all.append(nb::make_tuple(one->name, runs(one->name)));
@@ -129,7 +170,13 @@ NB_MODULE(_native, m) {
           "Read whole MiB of the floats on the team's threads; returns the bytes read.");
     m.def("probe_multiply", &probe_multiply, nb::call_guard<nb::gil_scoped_release>(),
           "So many turns of multiply-adds in registers on the team's threads; returns the operations done.");
+    m.def("probe_multiply_bytes", &probe_multiply_bytes, nb::call_guard<nb::gil_scoped_release>(),
+          "The same of products of bytes, with integer instructions; returns the operations done.");
+    m.def("probe_multiply_pairs", &probe_multiply_pairs, nb::call_guard<nb::gil_scoped_release>(),
+          "The same of pairs of bfloat16; returns the operations done, 0 where no instruction multiplies pairs.");
     m.def("variants", &variant_list, "(name, whether it runs here) of each compiled variant, the fastest first.");
+    m.def("elementary", &elementary_of, nb::arg(), nb::arg().noconvert(), nb::arg().noconvert(),
+          "Write exp, expm1, log, log1p, floor, cos or sin of each float of x to out, as the kernels compute it.");
     nb::class_<Team>(m, "Team").def(nb::init<int>()).def_prop_ro("threads", &Team::size);
     bind_matrix(m);
     bind_program(m, find);

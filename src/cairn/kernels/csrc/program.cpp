@@ -1,10 +1,10 @@
 #include "program.h"
 
 #include <algorithm>
-#include <cmath>
 #include <type_traits>
 
 #include "dequant_row.h"
+#include "elementary.h"
 
 namespace cairn {
 namespace {
@@ -177,10 +177,10 @@ void Program::rope_angles(const float* frequencies, double factor, Index half, c
         team_->run(sizes.tokens, [&](Index token, int) {
             float* out = angles + token * 2 * half;
             for (Index i = 0; i < half; i++) {
-                // Rounded to float32 before the exact cosine is taken, as the reference does.
-                const double angle = static_cast<float>(positions[token]) * frequencies[i];
-                out[i] = static_cast<float>(std::cos(angle) * factor);
-                out[half + i] = static_cast<float>(std::sin(angle) * factor);
+                // Rounded to float32 before the cosine is taken, as the reference does.
+                const CosSin turn = cos_sin_of(static_cast<float>(positions[token]) * frequencies[i]);
+                out[i] = static_cast<float>(turn.cos * factor);
+                out[half + i] = static_cast<float>(turn.sin * factor);
             }
         });
     });
@@ -365,8 +365,8 @@ void Program::scale_queries(float* query, Index size, const std::int32_t* positi
                             int ahead) {
     calls_.push_back([=, this](const Sizes& sizes) {
         each(sizes.tokens, size, [=](Index row, int) {
-            const float turns = std::floor(static_cast<float>(positions[row] + ahead) / original);
-            const float factor = 1.0f + beta * std::log(1.0f + turns);
+            const float turns = floor_of(static_cast<float>(positions[row] + ahead) / original);
+            const float factor = 1.0f + beta * log_of(1.0f + turns);
             for (Index i = row * size; i < (row + 1) * size; i++) query[i] *= factor;
         });
     });

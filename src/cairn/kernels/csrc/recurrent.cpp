@@ -1,7 +1,8 @@
 #include "recurrent.h"
 
 #include <algorithm>
-#include <cmath>
+
+#include "elementary.h"
 
 namespace cairn {
 namespace {
@@ -9,8 +10,8 @@ namespace {
 // Tokens of a row that one task convolves.
 constexpr Index RUN = 16;
 
-float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
-float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+float softplus(float x) { return x > 20.0f ? x : log1p_of(exp_of(x)); }
+float sigmoid(float x) { return 1.0f / (1.0f + exp_of(-x)); }
 
 // One token's inputs and those before it, for the kernel.
 Convolve inputs_of(const Convolution& job, Index row, Index i) {
@@ -84,7 +85,7 @@ void scan_row(const Scan& job, const Variant& kernels, Index row, Index head, fl
         step.value = x + head * job.values + (delta ? 2 * wide : 0);
         float time = softplus(gates[delta ? job.heads : 0] + job.time_bias[head]);
         if (!delta) time = std::min(std::max(time, job.low), job.high);
-        step.decay = std::exp(job.decay[head] * time);
+        step.decay = exp_of(job.decay[head] * time);
         step.share = delta ? sigmoid(gates[0]) : time;
         step.skip = delta ? 0.0f : job.skip[head];
         step.corrected = delta, step.keys = job.keys, step.values = job.values;

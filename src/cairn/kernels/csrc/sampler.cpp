@@ -9,6 +9,8 @@
 #include <limits>
 #include <new>
 
+#include "elementary.h"
+
 namespace cairn {
 namespace {
 
@@ -23,7 +25,9 @@ std::int64_t part(std::uint64_t bits, std::int64_t mass) {
 }
 // A token stays while the mass before it is short of this.
 std::int64_t short_of(double top_p, std::int64_t mass) {
-    return static_cast<std::int64_t>(std::ceil(top_p * static_cast<double>(mass)));
+    const double wanted = top_p * static_cast<double>(mass);
+    const auto whole = static_cast<std::int64_t>(wanted);
+    return static_cast<double>(whole) < wanted ? whole + 1 : whole;
 }
 
 constexpr Index lined(Index bytes) { return (bytes + 63) / 64 * 64; }
@@ -229,7 +233,7 @@ Sampler::Nucleus Sampler::keep_nucleus(const Ask& ask, const Room& room) const {
     const std::int64_t enough = short_of(ask.top_p, mass);
     // All that weigh less than this are together less than the tail that is cut; if rounding says otherwise, all count.
     const double tail = static_cast<double>(mass) / static_cast<double>(ONE) * (1 - ask.top_p) / static_cast<double>(room.count);
-    const float likely = std::max(LOWEST, std::min(0.0f, static_cast<float>(std::log(tail) - 0.01)));
+    const float likely = std::max(LOWEST, std::min(0.0f, log_of(static_cast<float>(tail)) - 0.01f));
     Nucleus found = {};
     Kept& kept = found.kept;
     for (const float bound : {likely, LOWEST}) {

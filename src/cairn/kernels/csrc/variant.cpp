@@ -51,6 +51,7 @@ extern const Variant variant;
 const Variant variant = {CAIRN_NAME(CAIRN_VARIANT), all_parts, SixteenBits::PREPARED ? pair_rows : nullptr, GROUP_ROWS,
                          prepare, norm, layer_norm, activate_row, gate, softcap, embed, rope_write, attend, convolve, scan,
                          gated_norm, gate_row, latent_write, turn_pairs, latent_attend, read_all, multiply_add, CHAINS,
+                         multiply_bytes, BYTE_PRODUCTS, multiply_pairs, PAIR_PRODUCTS,
                          &PASSES};
 
 }  // namespace cairn::CAIRN_VARIANT

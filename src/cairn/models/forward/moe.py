@@ -11,6 +11,7 @@ hidden -> norm -> the chosen experts' sum -> norm -> added to what the MLP gave,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -120,7 +121,7 @@ def build_beside(matrix: Pack, vector: Callable[[str], Array], experts: Experts 
     return Beside(
         mixture=build_mixture(matrix, vector, experts),
         router_norm=vector(ROUTER_SCALE),
-        scale=hidden**-0.5,
+        scale=1 / math.sqrt(hidden),
         share_scale=vector(SHARE_SCALE),
         norm=vector(BESIDE_NORM),
         mlp_post_norm=vector(MLP_POST_NORM),

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from cairn.kernels.elementary import log_of
 from cairn.models.files import Fields
 from cairn.models.gguf.architectures import ARCHITECTURES, EXPERT_KEYS, Architecture, experts
 from cairn.models.gguf.architectures import layers as layers_of
@@ -222,9 +223,9 @@ def _keys(gguf: Gguf, family: Architecture) -> Fields:
         size = keys.integer(
             "attention.key_length", 2, MAX_HEAD_DIM, keys.integer("embedding_length", 1, 1 << 20) // heads
         )
-        done["attention.scale"] = size**-0.5
+        done["attention.scale"] = 1 / math.sqrt(size)
         if family.by_width and keys.values.get("block_count") == family.by_width:
-            done["attention.scale"] = (keys.integer("embedding_length", 1, 1 << 20) / heads) ** -0.5
+            done["attention.scale"] = 1 / math.sqrt(keys.integer("embedding_length", 1, 1 << 20) / heads)
     for name, (key, plain) in others.items():
         if isinstance(plain, np.ndarray) or (plain and not _same(plain, done.get(name))):
             raise ModelError(f"{gguf.paths[0]}: {key[:120]} is set, which is not supported")
@@ -315,7 +316,7 @@ def _rope(keys: Fields, gguf: Gguf, head_dim: int, family: Architecture) -> tupl
         truncate=not family.untruncated,
         mscale=(all_dims if family.latent else 1.0) if all_dims else None,
         mscale_all_dim=all_dims or None,
-        attention_factor=weight * (0.1 * math.log(factor) + 1) if weight != 1 else None,
+        attention_factor=weight * (0.1 * log_of(factor) + 1) if weight != 1 else None,
     )
     if kind == "yarn" and keys.number("rope.freq_base", 1.0, 1e15, 10000.0) <= 1:
         raise keys.error("rope.freq_base", "more than 1 for yarn")
@@ -341,13 +342,13 @@ def _multiplied(
 
 def _gemma(keys: Fields, family: Architecture, hidden: int, heads: int, head_dim: int, layers: int) -> dict[str, Any]:
     """What Gemma's spec has beyond the plain decoder's."""
-    scale = (hidden / heads) ** -0.5 if layers == family.by_width else head_dim**-0.5
+    scale = 1 / math.sqrt(hidden / heads if layers == family.by_width else head_dim)
     attention, logits = family.softcaps
     return {
         "activation": "gelu_tanh",
         "post_norms": True,
         "embedding_scale": math.sqrt(hidden),
-        "attention_scale": scale if scale != head_dim**-0.5 else None,
+        "attention_scale": scale if scale != 1 / math.sqrt(head_dim) else None,
         "attention_softcap": 0.0
         if family.qk_norm
         else keys.number_or_zero("attn_logit_softcapping", 1e-3, 1e6, attention),

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.kernels.elementary import log_of
 from cairn.kernels.rope import frequencies
 from cairn.models.files import is_gguf
 from cairn.models.gguf.architectures import ARCHITECTURES
@@ -157,7 +158,7 @@ def metadata(spec: ModelSpec, name: str) -> dict[str, Any]:
         found["rope.scaling.original_context_length"] = rope.original_context
         found |= {"rope.scaling.yarn_beta_fast": rope.beta_fast, "rope.scaling.yarn_beta_slow": rope.beta_slow}
         if rope.attention_factor is not None and rope.factor > 1:
-            found["rope.scaling.attn_factor"] = rope.attention_factor / (0.1 * math.log(rope.factor) + 1)
+            found["rope.scaling.attn_factor"] = rope.attention_factor / (0.1 * log_of(rope.factor) + 1)
     whole = {f"{name}.{key}": value for key, value in found.items()} | {"general.name": spec.name}
     for option, value in spec.defaults.items():
         # -1 keeps every token, as 0 does, and the format's number has no sign.

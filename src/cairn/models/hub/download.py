@@ -32,7 +32,7 @@ MOST = 1800.0
 """Seconds that one download waits in all."""
 _UNSAID = (5.0, 10.0, 20.0, 40.0)
 """Pauses where a server only says that it was asked too often."""
-_RESET = re.compile(r";\s*r=0\s*;\s*t=(\d{1,9})(?:\s*[;,]|\s*$)")
+_RESET = re.compile(r";\s*r=0\s*;\s*t=(\d{1,9})(?:\s*[;,]|\s*\Z)")
 """The hub's own header, `RateLimit: "resolvers";r=0;t=55`: none are left, more in 55 seconds."""
 
 

@@ -19,9 +19,9 @@ MAX_FOLDERS = 4
 _ROOM = len(".new")
 """Bytes that a name must have to spare: a file is made under a longer one."""
 _KINDS = r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|FP?16|FP?32)"
-_TYPE = re.compile(rf"(?:^|[-._ +(\[])({_KINDS})[)\]]?$", re.IGNORECASE)
-_IMATRIX = re.compile(r"(?:^|[-._ ])imatrix(?:$|[-._ ])", re.IGNORECASE)
-_MADE_WITH = re.compile(rf"[-._ ]{_KINDS}[-_ ]imatrix$", re.IGNORECASE)
+_TYPE = re.compile(rf"(?:^|[-._ +(\[])({_KINDS})[)\]]?\Z", re.IGNORECASE)
+_IMATRIX = re.compile(r"(?:^|[-._ ])imatrix(?:\Z|[-._ ])", re.IGNORECASE)
+_MADE_WITH = re.compile(rf"[-._ ]{_KINDS}[-_ ]imatrix\Z", re.IGNORECASE)
 """A model whose quantisation was guided by one."""
 _DYNAMIC = "UD-"
 """Before a type: some matrices have another one."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.base import BLOCK, GROUP, Quantized
+from cairn.kernels.elementary import exp
 from cairn.models.gguf.spec import cache_groups
 from cairn.models.safetensors.tensor_meta import TensorMeta, blocks, codes
 from cairn.models.safetensors.weights import DTYPES, expected_tensors
@@ -143,7 +144,7 @@ class RandomWeights(Mapping[str, Any]):
         size = math.prod(shape)
         drawn = rng.standard_normal(min(size, _PERIOD), dtype=np.float32)
         if name.endswith(f"{MIXER}decay"):
-            drawn = -np.exp(drawn)
+            drawn = -exp(drawn)
         else:
             drawn = 1 + 0.1 * drawn if "norm" in name else drawn / math.sqrt(shape[-1])
         return np.resize(drawn.astype(_DTYPES[mold.dtype]), size).reshape(shape)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.kernels.elementary import exp
 from cairn.models.spec.recurrent_spec import MIXER
 from cairn.types.layer_spec import Recurrence
 
@@ -22,7 +23,7 @@ def own(facts: Recurrence, rest: str, array: NDArray[Any]) -> Iterator[tuple[str
         return
     name = MIXER + rest.removeprefix(prefix).replace("conv1d.", "conv.")
     if name == f"{MIXER}A_log":
-        yield f"{MIXER}decay", -np.exp(array.astype(np.float32))
+        yield f"{MIXER}decay", -exp(array.astype(np.float32))
     elif name == f"{MIXER}conv.weight" and array.ndim == 3:  # [C, 1, reach]
         yield name, np.ascontiguousarray(array[:, 0].T).reshape(-1)
     elif name == f"{MIXER}in_proj_qkvz.weight":

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from cairn.kernels.elementary import power_of
 from cairn.models.files import Fields, is_gguf, read_json, read_optional_json, reading
 from cairn.models.gguf.encoder import gguf_encoder_spec
 from cairn.models.gguf.encoder import is_encoder as is_gguf_encoder
@@ -134,7 +135,7 @@ def _load(folder: Path) -> ModelSpec:
         vocab=vocab,
         context=context,
         norm_eps=config.number(_eps(config), 0.0, 1.0, 1e-6),
-        rope_theta=theta * stretched(config, family) ** (head_dim / max(1, head_dim - 2)),
+        rope_theta=theta * power_of(stretched(config, family), head_dim / max(1, head_dim - 2)),
         rope_scaling=rope,
         long_rope=long_rope(config, family),
         activation=_activation(config, family),
@@ -267,11 +268,11 @@ def _multiplied(config: Fields, family: Family, hidden: int, head_dim: int) -> d
 
 def _gemma(config: Fields, family: Family, hidden: int, head_dim: int) -> dict[str, Any]:
     """What Gemma's spec has beyond the plain decoder's."""
-    scale = config.number("query_pre_attn_scalar", 1e-6, 1e6) ** -0.5
+    scale = 1 / math.sqrt(config.number("query_pre_attn_scalar", 1e-6, 1e6))
     return {
         "post_norms": True,
         "embedding_scale": math.sqrt(hidden),
-        "attention_scale": scale if scale != head_dim**-0.5 else None,
+        "attention_scale": scale if scale != 1 / math.sqrt(head_dim) else None,
         # A config may name it beside norms of q and k, which have taken its place: transformers then passes it over.
         "attention_softcap": 0.0 if family.qk_norm else config.number_or_zero("attn_logit_softcapping", 1e-3, 1e6, 0.0),
         "logit_softcap": config.number_or_zero("final_logit_softcapping", 1e-3, 1e6, 0.0),

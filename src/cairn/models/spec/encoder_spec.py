@@ -212,7 +212,7 @@ def is_encoder(config: Fields) -> bool:
 
 def encoder_family(architecture: str) -> EncoderFamily:
     """Of an architecture that is in `ENCODERS`."""
-    stem = re.sub(r"(Model|ForMaskedLM|ForSequenceClassification)$", "", architecture)
+    stem = re.sub(r"(Model|ForMaskedLM|ForSequenceClassification)\Z", "", architecture)
     return _FAMILIES[stem]
 
 

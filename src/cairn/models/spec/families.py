@@ -335,7 +335,7 @@ ENCODERS = (
 """The architectures of encoders; what each means is in `encoder_spec`."""
 
 
-_HEAD = re.compile(r"(For[A-Z]\w+|Model)$")
+_HEAD = re.compile(r"(For[A-Z]\w+|Model)\Z")
 """What follows the family in an architecture's name."""
 
 

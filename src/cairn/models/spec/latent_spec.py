@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from cairn.kernels.elementary import log_of
 from cairn.models.files import Fields
 from cairn.models.spec.family import Family
 from cairn.types.errors import ModelError
@@ -44,12 +45,12 @@ def spec_fields(config: Fields, latent: Latent, turned: int, layers: int, rope: 
         raise ModelError(f"{config.path}: heads of {max(size, kept)} numbers are not supported; {MAX_HEAD_DIM} are")
     sharper = 1.0
     if rope.kind != "none" and rope.mscale_all_dim and rope.factor > 1:
-        sharper = (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+        sharper = 0.1 * rope.mscale_all_dim * log_of(rope.factor) + 1.0
     return {
         "latent": latent,
         "head_dim": size,
         "rotary": turned,
-        "attention_scale": sharper / math.sqrt(size),
+        "attention_scale": sharper * sharper / math.sqrt(size),
         "groups": (CacheGroup(kind="full", layers=tuple(range(layers)), kv_heads=1, head_dim=kept, once=True),),
     }
 

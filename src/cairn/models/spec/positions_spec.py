@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 from typing import Literal
 
+from cairn.kernels.elementary import log_of
 from cairn.models.files import Fields
 from cairn.models.spec.family import Family
 from cairn.types.errors import ModelError, ModelFileError
@@ -44,7 +45,7 @@ def _longrope(config: Fields, rope: Fields, trained: int) -> tuple[RopeScaling, 
     place = rope if rope.has("original_max_position_embeddings") else config
     original = place.integer("original_max_position_embeddings", 2, MAX_CONTEXT)
     factor = rope.number("factor", 1e-3, 1e6, trained / original)
-    usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    usual = 1.0 if factor <= 1 else math.sqrt(1 + log_of(factor) / log_of(original))
     weight = rope.number("attention_factor", 1e-6, 1e6, usual)
     short, long = (
         RopeScaling(factors=_divisors(rope, name), attention_factor=weight, original_context=original)

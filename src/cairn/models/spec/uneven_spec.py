@@ -12,6 +12,7 @@ from statistics import NormalDist
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from cairn.models.files import Fields
 from cairn.models.spec.family import Family
@@ -122,7 +123,10 @@ def _streams(config: Fields, layers: int) -> Streams:
         count=count,
         active=config.integer("altup_active_idx", 0, count - 1, 0),
         rank=config.integer("laurel_rank", 1, 1 << 16, 64),
-        sparsity=tuple(NormalDist().inv_cdf(one) if one else None for one in shares) if any(shares) else (),
+        # As float32, which kernels take: beyond that the quantile is the C library's.
+        sparsity=tuple(float(np.float32(NormalDist().inv_cdf(one))) if one else None for one in shares)
+        if any(shares)
+        else (),
         scaled=config.flag("altup_correct_scale", True),
     )
 

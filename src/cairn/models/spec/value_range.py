@@ -59,7 +59,8 @@ def _layer(spec: ModelSpec, weights: Mapping[str, NDArray[Any]], layer: int, tur
         pairs = np.maximum(*np.split(keys.reshape(-1, spec.head_dim), 2, axis=1))
     else:
         keys = _products(spec, weights, f"{prefix}self_attn.k_proj", norm)
-        pairs = np.hypot(*np.split(keys.reshape(-1, spec.head_dim), 2, axis=1))
+        squares = np.square(keys, dtype=np.float64).reshape(-1, spec.head_dim)
+        pairs = np.sqrt(np.add(*np.split(squares, 2, axis=1)))
     if spec.turned != spec.head_dim:  # other pairs; a pair is no longer than its larger number twice over
         pairs = np.float32(math.sqrt(2)) * keys
     if spec.plain_norm:  # a key that is normed without a weight may be longer than it was

@@ -35,6 +35,10 @@ OFFERED: Message = {
 }
 
 
+LOOKS = 64
+"""How often a rendered text is looked through for what is not where it is awaited."""
+
+
 class Traits(NamedTuple):
     """What a template does where tools are offered, or where none are."""
 
@@ -124,9 +128,9 @@ def in_parts(messages: Sequence[Message], roles: Iterable[str]) -> list[Message]
 
 
 def fitted(messages: Sequence[Message], traits: Traits) -> list[Message]:
-    """Plain messages as a template with these traits shows all of them: calls and results that it does not know are
-    text, in the tags of the Hermes format."""
-    made: list[Message] = []
+    """Return plain messages as a template with these traits shows all of them: calls and results that it does not know
+    are text, in the tags of the Hermes format."""
+    made = _Joining()
     told = False
     """The last of them holds what tools gave, as a user's text; what a user says next goes on there."""
     for message in messages if traits.middle else _with_systems_told(messages):
@@ -143,35 +147,69 @@ def fitted(messages: Sequence[Message], traits: Traits) -> list[Message]:
                 text = "\n".join(filter(None, [message["content"], *map(_as_text, calls)]))
                 message = {**said, "content": text}
         if told and message["role"] == "user":
-            made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n{message['content']}"}
+            made.go_on("\n", message["content"])
         else:
             made.append(message)
             told = result
-    return in_parts(made, traits.parts)
+    return in_parts(made.messages(), traits.parts)
+
+
+class _Joining:
+    """Messages of which the last may go on. Texts are joined once, however many become one."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+        self._more: list[str] = []
+
+    @property
+    def role(self) -> str:
+        """The role of the last message; empty before the first."""
+        return str(self._messages[-1]["role"]) if self._messages else ""
+
+    def append(self, message: Message) -> None:
+        """Begin another message."""
+        self._join()
+        self._messages.append(message)
+
+    def go_on(self, between: str, text: str) -> None:
+        """Put a text behind the content of the last message."""
+        self._more += [between, text]
+
+    def messages(self) -> list[Message]:
+        """Return all of them."""
+        self._join()
+        return self._messages
+
+    def _join(self) -> None:
+        if self._more:
+            last = self._messages[-1]
+            self._messages[-1] = {**last, "content": "".join([last["content"], *self._more])}
+            self._more = []
 
 
 def _with_systems_told(messages: Sequence[Message]) -> list[Message]:
-    """The messages with one system message at most, the first: what others say stands in its place, in a user's turn.
+    """Return the messages with one system message at most, the first: what others say stands in its place, in a user's
+    turn.
 
     Where users' turns would follow each other by that, they are one: many templates want them to alternate.
     """
-    made: list[Message] = []
+    made = _Joining()
     folded = False
     """What a user says next goes on in the last message."""
     for message in messages:
         role = message["role"]
-        if role == "system" and made and made[-1]["role"] == "system":
-            made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n\n{message['content']}"}
+        if role == "system" and made.role == "system":
+            made.go_on("\n\n", message["content"])
             continue
-        late = role == "system" and bool(made)
+        late = role == "system" and bool(made.role)
         if late:
             message = {"role": "user", "content": f"<system-reminder>\n{message['content']}\n</system-reminder>"}
-        if message["role"] == "user" and made and made[-1]["role"] == "user" and (late or folded):
-            made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n{message['content']}"}
+        if message["role"] == "user" and made.role == "user" and (late or folded):
+            made.go_on("\n", message["content"])
         else:
             made.append(message)
         folded = late or (folded and role == "user")
-    return made
+    return made.messages()
 
 
 def _as_text(call: Message) -> str:
@@ -183,21 +221,68 @@ def _as_text(call: Message) -> str:
 
 
 def left_out(messages: Sequence[Message], text: str) -> list[tuple[int, str]]:
-    """What of plain messages is not found in what was rendered of them, as it is but for white space around it:
-    (index, "content" or "tool_calls")."""
+    """Return what of plain messages is not found in what was rendered of them, as it is but for white space around it:
+    (index, "content" or "tool_calls").
+
+    Texts are looked for in their order, so that all together take one pass. Those that stand elsewhere take one each:
+    after LOOKS of them no more is looked at.
+    """
     found: list[tuple[int, str]] = []
-    at = 0
+    search = _Finder(text)
     for n, message in enumerate(messages):
-        wanted = message["content"].strip()
-        place = text.find(wanted, at)
-        place = text.find(wanted) if place < 0 else place  # some templates move a message
-        if place < 0:
+        if not search.passes(message["content"].strip()):
             found.append((n, "content"))
-        else:
-            at = place + len(wanted)
-        if any(call["function"]["name"] not in text for call in message.get("tool_calls", ())):
+        calls = message.get("tool_calls", ())
+        if not all(search.finds(call["function"]["name"]) for call in calls):
             found.append((n, "tool_calls"))
+        if search.spent:
+            break
     return found
+
+
+class _Finder:
+    """Looks for texts in a longer one, from where the last was found on and then from the beginning."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = self._near = 0
+        """Behind the last content, and behind the last name that was found behind it."""
+        self._left = LOOKS * (len(text) + 1)
+        self._seen: set[str] = set()
+
+    @property
+    def spent(self) -> bool:
+        """As much was looked through as may be."""
+        return self._left < 0
+
+    def passes(self, wanted: str) -> bool:
+        """Find a content, and go behind it."""
+        place = self._find(wanted, self._at)
+        if place < 0:
+            place = self._find(wanted, 0)  # some templates move a message
+        if place >= 0:
+            self._at = self._near = place + len(wanted)
+        return place >= 0
+
+    def finds(self, name: str) -> bool:
+        """Find the name of a call, which stays behind the content."""
+        if name in self._seen:
+            return True
+        place = self._find(name, self._near)
+        if place >= 0:
+            self._near = place
+        elif self._find(name, 0) < 0:
+            return False
+        self._seen.add(name)
+        return True
+
+    def _find(self, wanted: str, start: int) -> int:
+        """Return the place of a text; one that is not looked for any more counts as found where this stands."""
+        if self.spent:
+            return start
+        place = self._text.find(wanted, start)
+        self._left -= (len(self._text) if place < 0 else place) - start
+        return place
 
 
 def standing_in(message: Message, others: Mapping[str, str]) -> Message:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 
 MOST = 8192
 """Characters of a pattern. It is a part of the prompt."""
+MOST_READ = 1 << 16
+"""Characters of a grammar: one that makes so short a pattern is short itself."""
 DEEPEST = 64
 """Brackets and names within each other."""
 _TOKEN = re.compile(
@@ -63,10 +65,15 @@ class NotRegular(ValueError):
 
 
 def pattern_of(grammar: str) -> str:
-    """The pattern of a whole text that `start` allows. Raises NotRegular."""
-    reader = _LarkReader(_tokens(grammar))
-    reader.read()
-    return reader.whole()
+    """Return the pattern of a whole text that `start` allows. Raise NotRegular."""
+    if len(grammar) > MOST_READ:
+        raise NotRegular(f"has more than {MOST_READ} characters")
+    try:
+        reader = _LarkReader(_tokens(grammar))
+        reader.read()
+        return reader.whole()
+    except RecursionError:  # names within names, with brackets in each
+        raise NotRegular("is nested too deeply") from None
 
 
 def _tokens(grammar: str) -> list[Token]:

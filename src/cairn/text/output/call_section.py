@@ -107,7 +107,10 @@ class SectionReader:
 
     def feed(self, text: str, start: int) -> int:
         """Read on from text[start]. Returns where it stopped: len(text) unless `closed` or `failed`."""
-        self._text += text[start:]
+        kept, self._text = self._text, ""  # held by one name alone, a text is made longer in its place
+        kept += text[start:]
+        self._text = kept
+        del kept
         while not self.closed and not self.failed:
             before = self._next
             try:

@@ -13,7 +13,7 @@ import copy
 import enum
 import re
 
-from cairn.text.output.pieces import Piece
+from cairn.text.output.pieces import PUSHED, Piece
 from cairn.text.output.tool_parser import ParsedCall, call_id, whole_json
 from cairn.types.outputs import ToolCallDelta
 from cairn.types.request import OutputFormat
@@ -76,10 +76,11 @@ class HarmonySplitter:
     def push(self, text: str) -> list[Piece]:
         """Split what is certain by now."""
         pieces: list[Piece] = []
-        self._held += text
         steps = {_HarmonyAt.HEADER: self._header, _HarmonyAt.BODY: self._text, _HarmonyAt.BETWEEN: self._between}
-        while self._held and not self.over and steps[self._at](pieces):
-            pass
+        for start in range(0, len(text), PUSHED):
+            self._held += text[start : start + PUSHED]
+            while self._held and not self.over and steps[self._at](pieces):
+                pass
         return pieces
 
     def finish(self, *, by_model: bool) -> list[Piece]:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from cairn.text.output.call_formats import FORMATS, form_by, markers_of
 from cairn.text.output.call_section import SectionReader
 from cairn.text.output.harmony import HarmonySplitter
-from cairn.text.output.pieces import Piece
+from cairn.text.output.pieces import PUSHED, Piece
 from cairn.text.output.reasoning_formats import HARMONY, own_markers, thoughts
 from cairn.text.output.tool_parser import OPEN, BareReader, CallReader, ParsedCall, call_id
 from cairn.types.outputs import ToolCallDelta
@@ -102,6 +102,14 @@ class Splitter:
     def push(self, text: str) -> list[Piece]:
         """Split what is certain by now."""
         pieces: list[Piece] = []
+        if len(text) <= PUSHED:  # a token's, nearly always
+            self._push(text, pieces)
+            return pieces
+        for start in range(0, len(text), PUSHED):
+            self._push(text[start : start + PUSHED], pieces)
+        return pieces
+
+    def _push(self, text: str, pieces: list[Piece]) -> None:
         text = self._held + text
         self._held = ""
         at = 0
@@ -112,7 +120,6 @@ class Splitter:
                 at, text = self._feed_bare(self._bare, text, at)
             else:
                 at = self._feed_text(text, at, pieces)
-        return pieces
 
     def finish(self, *, by_model: bool) -> list[Piece]:
         """The text ends: what was held back. `by_model`: it ended by itself and was not cut."""

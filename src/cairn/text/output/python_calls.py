@@ -62,7 +62,7 @@ def _keywords(text: str, at: int, end: int) -> tuple[str, int] | None:
 def _python_value(text: str, at: int, end: int) -> tuple[str, int] | None:
     """A value as JSON, and the place behind it: one that is JSON already, or Python's own."""
     scanner = JsonScanner()
-    stop = scanner.feed(text[:end] + " ", at)
+    stop = scanner.feed(text, at)  # a value that goes on behind `end` has no comma or bracket before it
     if scanner.done and _BEHIND.match(text, stop, end):
         return scanner.text.strip(), stop
     behind = _behind(text, at, min(end, at + MAX_LITERAL))

@@ -50,6 +50,10 @@ class StopScanner:
         self._held = "" if found else text[keep:]
         return self._shown(text, keep)
 
+    def spelt_in(self, text: str) -> bool:
+        """Return whether a text holds a stop string."""
+        return any(stop in text for stop in self._stops)
+
     def release(self) -> str:
         """Text held back; it is shown after all because nothing follows, or because stops do not count here."""
         held, self._held = self._held, ""
@@ -107,6 +111,9 @@ class TextStream:
             if (i := tokenizer.controls.ids[text := stop[start:end]]) in skip
         }
         """Control tokens in stop strings that are no text."""
+        self._reach = max(map(len, request.stop), default=0)
+        self._recent = ""
+        """The end of all text so far, control tokens included, in which a stop string may begin."""
         self._in_content = not output.reasoning_open
         self._unstoppable = request.sampling.min_tokens
         self.tokens: list[int] = []
@@ -184,6 +191,8 @@ class TextStream:
     def _split(self, text: str) -> list[Piece]:
         if not text:
             return []
+        if self._stop_tokens:
+            self._recent = (self._recent + text)[-self._reach :]
         return [("text", text)] if self._splitter is None else self._splitter.push(text)
 
     def _unseen(self, text: str) -> list[Piece]:
@@ -192,6 +201,11 @@ class TextStream:
         What was said stands before it, held back or not: if the token completes a stop, the answer ends here as if the
         model had ended it. If not, what is held back in order to be told from a call goes on.
         """
+        self._recent += text
+        spelt = self._stops is not None and self._stops.spelt_in(self._recent)
+        self._recent = self._recent[-self._reach :]
+        if not spelt and self._splitter is not None and self._splitter.may_call:
+            return []  # what is held back, which may be long, need not be copied to know that no stop is complete
         before = self._stops, self._splitter
         self._stops = copy.deepcopy(self._stops)
         split: list[Piece] = []

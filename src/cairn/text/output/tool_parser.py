@@ -58,6 +58,8 @@ _AFTER_BARE = re.compile(r"\s{0,16}")
 
 _EITHER = ({"arguments", "parameters"}, {"name", "tool_name"})
 """Members of a call of which there may be one."""
+_OF_A_CALL = frozenset({"", "name", "arguments", "parameters", "id", "type", "function"})
+"""Members of an answer that is nothing but a call, and the key that is not read yet."""
 _WITHOUT = frozenset({"name", "id", "type", "tool_name", "tool_call_id"})
 """Members of a call without arguments."""
 
@@ -333,6 +335,10 @@ class BareReader:
         self._head = ""
         self._tail: str | None = None
         self._scanner: JsonScanner | None = None
+        self._looked_at = 0
+        """Members of the object that were looked at."""
+        self._strange = self._has_arguments = self._misnamed = False
+        """Of those: one is no call's; the arguments are among them; the name is no tool's."""
         self.failed = False
         """What was read is no call."""
 
@@ -383,9 +389,17 @@ class BareReader:
         return at if self.failed else end
 
     def _unlike(self, scanner: JsonScanner) -> bool:
-        """Whether what was read so far begins no call of a tool that was offered: then nothing more is held back."""
-        members = scanner.members
-        named = {json.loads(value) for key, value in members if key == "name" and value.startswith('"')}
-        begun = {key for key, _ in members} | ({scanner.key} - {""})
-        known = begun <= {"name", "arguments", "parameters", "id", "type", "function"} or "arguments" in begun
-        return not known or not named <= self._names
+        """Return whether what was read begins no call of a tool that was offered: then nothing more is held back.
+
+        Each member is looked at once, so that an object of many takes time that grows with its length alone.
+        """
+        for key, value in scanner.members[self._looked_at :]:
+            self._begin(key)
+            self._misnamed |= key == "name" and value.startswith('"') and json.loads(value) not in self._names
+        self._looked_at = len(scanner.members)
+        self._begin(scanner.key)
+        return self._misnamed or (self._strange and not self._has_arguments)
+
+    def _begin(self, key: str) -> None:
+        self._strange |= key not in _OF_A_CALL
+        self._has_arguments |= key == "arguments"

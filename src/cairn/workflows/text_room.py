@@ -1,0 +1,61 @@
+"""Room for filled prompts: how many characters of them the runs of one tenant hold at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator
+
+from cairn.workflows.definition import MAX_FILLED
+
+MAX_HELD = 16 * MAX_FILLED
+"""Characters that one tenant's runs hold at once."""
+
+
+class _TenantRoom:
+    def __init__(self) -> None:
+        self.held = 0
+        self.waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    def give(self, size: int) -> None:
+        """Count `size` characters less, and let in who waited for them, in the order of arrival."""
+        self.held -= size
+        while self.waiting and self.held + self.waiting[0][0] <= MAX_HELD:
+            more, ready = self.waiting.popleft()
+            if not ready.done():
+                self.held += more
+                ready.set_result(None)
+
+
+class TextRoom:
+    """The room of each tenant. A prompt is held from before it is joined until it is answered."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, _TenantRoom] = {}
+
+    @contextlib.asynccontextmanager
+    async def hold(self, tenant: str, size: int) -> AsyncIterator[None]:
+        """Hold `size` characters, at most MAX_FILLED, once there is room for them."""
+        room = self._tenants.setdefault(tenant, _TenantRoom())
+        await _take(room, size)
+        try:
+            yield
+        finally:
+            room.give(size)
+            if not room.held and not room.waiting:
+                self._tenants.pop(tenant, None)
+
+
+async def _take(room: _TenantRoom, size: int) -> None:
+    if not room.waiting and room.held + size <= MAX_HELD:
+        room.held += size
+        return
+    ready = asyncio.get_running_loop().create_future()
+    room.waiting.append((size, ready))
+    try:
+        await ready
+    except asyncio.CancelledError:
+        if not ready.cancelled():  # it was let in, and is cancelled all the same
+            room.give(size)
+        raise

@@ -1,0 +1,48 @@
+"""Lists whose items take time to make: only those of the page are made, and others get their turn between them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from cairn.api.chat.paging import page_by_id
+from cairn.types.errors import NotFound
+
+IDS = [f"i{at}" for at in range(1_000)]
+
+
+async def test_only_the_items_of_a_page_are_made() -> None:
+    made: list[str] = []
+
+    def show(id: str) -> dict[str, Any]:
+        made.append(id)
+        return {"id": id, "large": True}
+
+    found = await page_by_id(IDS, 3, "i4", show)
+    assert made == ["i5", "i6", "i7"] and found["data"] == [{"id": id, "large": True} for id in made]
+    assert (found["first_id"], found["last_id"], found["has_more"]) == ("i5", "i7", True)
+    with pytest.raises(NotFound, match="there is no item 'x' here"):
+        await page_by_id(IDS, 3, "x", show)
+
+
+async def test_others_get_their_turn_between_two_items_and_one_that_is_gone_is_left_out() -> None:
+    made: list[str] = []
+
+    def show(id: str) -> dict[str, Any]:
+        made.append(id)
+        if id == "i1":
+            raise NotFound("gone")
+        return {"id": id}
+
+    turns: list[int] = []
+
+    async def other() -> None:
+        while len(made) < 5:
+            turns.append(len(made))
+            await asyncio.sleep(0)
+
+    found, _ = await asyncio.gather(page_by_id(IDS, 5, None, show), other())
+    assert [one["id"] for one in found["data"]] == ["i0", "i2", "i3", "i4"]
+    assert turns == [1, 2, 3, 4]

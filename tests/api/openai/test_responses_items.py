@@ -1,0 +1,66 @@
+"""Input items as messages: what an assistant thought, said and called is one, however many items it is."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from cairn.api.http.body_budget import BodyBudget
+from cairn.api.http.call import HTTPCall
+from cairn.api.openai.responses_items import messages_of
+
+SECONDS = 2.0
+"""Of processor time; it took half a minute and more."""
+
+
+def read(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    scope = {"type": "http", "path": "/v1/responses", "headers": []}
+    call = HTTPCall(scope, None, None, 1, BodyBudget(1, 1))  # type: ignore[arg-type]
+    return messages_of(items, call)
+
+
+def said(text: str, role: str = "assistant") -> dict[str, Any]:
+    return {"type": "message", "role": role, "content": text}
+
+
+def thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+
+
+CALL = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"}
+MADE = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def test_items_of_an_answer_are_one_message() -> None:
+    assert read([said("q", "user"), thought("a"), thought("b"), said("c"), CALL, said("d"), said("e")]) == [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "cde", "reasoning_content": "ab", "tool_calls": [MADE]},
+    ]
+    assert read([said("a"), said("b")]) == [said_plain("a"), said_plain("b")]
+    assert read([said(""), said("b"), said("c")]) == [said_plain("b"), said_plain("c")]
+    assert read([thought("a"), said("b"), thought("c")]) == [
+        {"role": "assistant", "content": "b", "reasoning_content": "a"},
+        {"role": "assistant", "content": None, "reasoning_content": "c"},
+    ]
+    assert read([said("")]) == [said_plain("")]
+    assert read([CALL, said("r", "user"), said("")]) == [
+        {"role": "assistant", "content": None, "tool_calls": [MADE]},
+        {"role": "user", "content": "r"},
+        said_plain(""),
+    ]
+
+
+def said_plain(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def test_many_items_are_joined_once() -> None:
+    for items in (
+        [CALL, *[said("x" * 450)] * 30_000],
+        [thought("x" * 450)] * 30_000,
+        [said("")] * 60_000,
+        [CALL] * 60_000,
+    ):
+        began = time.process_time()
+        assert len(read(items)) == 1
+        assert time.process_time() - began < SECONDS

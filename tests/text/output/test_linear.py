@@ -1,0 +1,167 @@
+"""Reading what a model says takes time that grows with its length alone, however it comes and whatever it repeats."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from cairn.text.output.call_formats import BY_NAME, FORMATS
+from cairn.text.output.output_parser import splitter
+from cairn.text.output.python_calls import python_calls
+from cairn.text.output.stream import TextStream
+from cairn.text.tokens.tokenizer import Tokenizer
+from cairn.types.request import OfferedTool, OutputFormat, Request
+from cairn.types.sampling_params import SamplingParams
+from tests.text import text_models
+
+SIZE = 800_000
+"""Characters: what a context of a quarter of a million tokens holds."""
+SECONDS = 6.0
+"""Of processor time for them, several times what it takes on a slow machine. What was mended took from a quarter of a
+minute to hours."""
+OFFERED = (OfferedTool("f", ("x",)),)
+
+
+def form(name: str) -> OutputFormat:
+    own = BY_NAME[name]
+    return OutputFormat(
+        reasoning=True,
+        tools=True,
+        calls="" if own.plain or own.kind == "channel" else name,
+        xml=name == "qwen_xml",
+        thoughts="harmony" if name == "harmony" else "",
+        offered=OFFERED,
+    )
+
+
+def seconds(output: OutputFormat, text: str, step: int) -> float:
+    reader = splitter(output, 1, 0)
+    began = time.process_time()
+    for start in range(0, len(text), step):
+        reader.push(text[start : start + step])
+    reader.finish(by_model=True)
+    return time.process_time() - began
+
+
+def many(before: str, unit: str, behind: str = "") -> str:
+    return before + unit * (SIZE // len(unit)) + behind
+
+
+MINIMAX = '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">'
+LONG: dict[str, tuple[str, str]] = {
+    "members of a bare call": ("hermes", many('{"arguments":{},', '"a":1,')[: SIZE // 8]),
+    "members beside a name": ("llama", many('{"name":"f","parameters":{},', '"arguments":{},')[: SIZE // 8]),
+    "sections": ("gemma", many("", "<|tool_call>call:f{}<tool_call|>")),
+    "messages": ("harmony", many("", "<|channel|>final<|message|>a<|end|>")),
+    "headers": ("harmony", many("", "<|channel|>")),
+    "calls": ("hermes", many("", '<tool_call>{"name":"f"}</tool_call>')),
+    "calls that are none": ("hermes", many("", "<tool_call>x")),
+    "a text value": ("minimax", many(MINIMAX, "abcd")),
+    "a value of ends": ("minimax", many(MINIMAX, "</parameter")),
+    "arguments": ("lfm2", "<|tool_call_start|>[f(" + "".join(f"x{at}=1, " for at in range(SIZE // 12)) + "y=1)]"
+                  "<|tool_call_end|>"),
+    "arguments that are none": ("lfm2", many("<|tool_call_start|>[f(", "x='a', ", "<|tool_call_end|>")),
+    "xml that is none": ("qwen_xml", many("<tool_call><function=f>", "<parameter=x></parameter>", "</tool_call>")),
+    "blanks": ("hermes", many("<tool_call>", " ")),
+    "line breaks": ("hermes", many("a", "\n")),
+    "thoughts": ("hermes", many("<think>", "</think")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("step", [1 << 30, 1000])
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_answer_is_read_in_one_pass(name: str, step: int) -> None:
+    kind, text = LONG[name]
+    assert seconds(form(kind), text, step) < SECONDS
+
+
+@pytest.mark.parametrize("name", ["members of a bare call", "a text value", "sections"])
+def test_it_is_so_token_by_token(name: str) -> None:
+    kind, text = LONG[name]
+    assert seconds(form(kind), text[: SIZE // 2], 4) < SECONDS
+
+
+@pytest.mark.parametrize("name", ["arguments", "sections", "messages"])
+def test_eight_times_the_text_takes_about_eight_times_as_long(name: str) -> None:
+    """In one piece, as what was said comes back after a restart. It took 20 to 30 times as long."""
+    kind, text = LONG[name]
+    close = "y=1)]<|tool_call_end|>" if name == "arguments" else ""
+    small = min(seconds(form(kind), text[: len(text) // 8] + close, 1 << 30) for _ in range(3))
+    large = min(seconds(form(kind), text, 1 << 30) for _ in range(3))
+    assert large < 14 * small
+
+
+PARTS = [
+    *"{}[]\"\\ \na1,:'()=<",
+    '{"name": "f", "arguments": {',
+    '"a":1,',
+    "x=1,",
+    "f(",
+    "<think>",
+    "</think>",
+    "```",
+    "\\u",
+]
+
+
+def test_no_mixture_of_parts_takes_longer_than_its_length(prove: bool) -> None:
+    """Units of a form's own parts, repeated behind a beginning: 8 times the text may take 14 times as long."""
+    rng = random.Random(1)
+    for one in FORMATS:
+        own = [one.begin, one.end, one.open.replace("{name}", "f"), one.close, one.joint, *one.key, one.value_end]
+        parts = [*PARTS, *filter(None, own)]
+        for _ in range(60 if prove else 6):
+            before = rng.choice(["", one.begin, one.begin + one.open.replace("{name}", "f"), '{"arguments":{},'])
+            unit = "".join(rng.choice(parts) for _ in range(rng.randint(1, 4)))
+            step = rng.choice([1 << 30, 4])
+            small = seconds(form(one.name), before + unit * (4_000 // len(unit)), step)
+            if small < 0.01:
+                continue
+            large = seconds(form(one.name), before + unit * (32_000 // len(unit)), step)
+            assert large < max(0.3, 14 * small), (one.name, before, unit, step)
+
+
+def test_calls_in_python_are_as_they_were() -> None:
+    assert python_calls("[f(x=[1]]") is None
+    assert python_calls("[f(x=1]") is None
+    assert python_calls("f(x=1") is None
+    assert python_calls('[f(x="a", y=[1, {"b": null}], z=True)]') == [
+        ("f", '{"x": "a", "y": [1, {"b": null}], "z": true}')
+    ]
+    assert python_calls("f(x='a')") == [("f", '{"x": "a"}')]
+
+
+# ------------------------------------------------------------------------------------------- control tokens as stops
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("model")
+    return Tokenizer.load(text_models.write_model(folder, text_models.byte_level(), {}))
+
+
+def stream(tokenizer: Tokenizer, *stop: str) -> TextStream:
+    output = OutputFormat(tools=True, offered=OFFERED)
+    made: dict[str, Any] = {"max_tokens": 1 << 20, "stop_token_ids": ()}
+    return TextStream(tokenizer, Request(id=1, prompt=(1,), sampling=SamplingParams(**made), stop=stop, output=output))
+
+
+def test_a_control_token_within_a_long_call_costs_no_copy_of_it(tokenizer: Tokenizer) -> None:
+    """A stop that ends with a control token is looked for at each of them: only where it may be complete what was held
+    back of a call is read to its end."""
+    begun = tokenizer.encode('<tool_call>{"name": "f", "arguments": {"x": "', special=True)
+    mark = tokenizer.encode("<|im_start|>", special=True)
+    text: Sequence[int] = tokenizer.encode("abc abd ", special=True)
+    reader = stream(tokenizer, "zzz<|im_start|>", "<|im_start|>yyy")
+    began = time.process_time()
+    reader.push(begun)
+    for _ in range(6_000):
+        reader.push([*text, *mark])
+    assert time.process_time() - began < SECONDS
+    assert not reader.stopped
+    reader.push([*tokenizer.encode("zzz"), *mark])
+    assert reader.stopped
