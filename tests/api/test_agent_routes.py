@@ -486,6 +486,11 @@ async def test_a_name_that_is_not_known_opens_an_account(folder: Path, monkeypat
             assert (await http.post(f"/v1/{path}", json=body, headers=session)).status_code == 200
             wanted[name] = 1
             assert await opened() == wanted, "the rule is every dialect's"
+        talk = [*HI, {"role": "assistant", "content": "yes"}, *HI]
+        for path in ("chat/completions", "messages"):
+            durable.clear()
+            assert (await http.post(f"/v1/{path}", json={"messages": talk, "max_tokens": 3})).status_code == 200
+            assert durable == [True], "who sends an answer goes on with it"
         wrong = await http.post("/v1/chat/completions", json=chat | {"n": 99}, headers={"X-Cairn-Agent": "joe"})
         assert wrong.status_code == 400 and await opened() == wanted, "for nothing no account is opened"
         answers = [http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "two"}) for _ in range(2)]

@@ -142,7 +142,6 @@ BLOCKS = "kv/pool/blocks.py"
 PREFIX = "kv/pool/prefix.py"
 CACHE = "kv/pool/cache.py"
 ATTENTION_WINDOW = "kv/pool/attention_window.py"
-SNAPSHOTS = "kv/pool/snapshots.py"
 PARTIAL_BLOCKS = "kv/pool/partial_blocks.py"
 SEQUENCE_KV = "kv/pool/sequence_kv.py"
 WAITERS = "kv/pool/waiters.py"
@@ -335,7 +334,6 @@ BUGS = (
     Bug("a load that ends inside a chunk takes its last pages", TIERS, "Tiers._bring", "pages[count - len(blocks):count]", "pages[len(pages) - len(blocks):]"),
     Bug("a tail is taken for a whole chunk", TIERS, "Tiers._bring", "begin, (end, wants) = (len(context.table.groups[0]), load.stretches[load.landed])", "begin, (end, wants) = (len(context.table.groups[0]), load.stretches[load.landed])\nend = -(-end // CHUNK_BLOCKS) * CHUNK_BLOCKS"),
     Bug("the block that a chunk goes on with is taken for the context's", PARTIAL_BLOCKS, "PartialBlocks.put", "pool.publish(block, key, follow, parent)", "pool.publish(block, key, tuple(tokens[end * size:(end + 1) * size]), parent)"),
-    Bug("the report counts more of a block than agrees", PARTIAL_BLOCKS, "PartialBlocks.put", "common(follow, tokens[end * size:min((end + 1) * size, len(tokens) - 1)])", "len(tokens[end * size:min((end + 1) * size, len(tokens) - 1)])"),
     Bug("a load that ended keeps its blocks", TIERS, "Tiers._land", "self._cache.close(context, tokens)", "self._cache.close(context, tokens) if not load.landed else self._loads.pop(context)"),
     Bug("a load is never late", TIERS, "Tiers._land", "load.landed == before and self.load_policy.late(load, self.reader.alive) and (not load.over)", "False"),
     Bug("a buffer is read into while its chunk waits", STORE_READER, "StoreReader._fetch", "self._load_policy.read(size, self._clock.now() - began)", "self._load_policy.read(size, self._clock.now() - began)\nfor buffer in buffers:\n    self._buffers[len(buffer)].append(buffer)"),
@@ -364,7 +362,6 @@ BUGS = (
     Bug("what nobody is known to go on with is never stored", WAITING_CHUNKS, "WaitingChunks.next", "self.noted or self.spare", "self.noted"),
     Bug("tails of idle contexts are not stored", WRITE_BEHIND, "WriteBehind.turn", "self._take_tails(IDLE_SECONDS)", "pass"),
     Bug("a tail ends within a block", WRITE_BEHIND, "WriteBehind.ended", "computed // self._cache.info.block_tokens", "-(-computed // self._cache.info.block_tokens)"),
-    Bug("what is spare is waited for by what is not", WRITE_BEHIND, "WriteBehind._add", "self.waiting.promote(noted.chunk.parent)", "pass"),
     Bug("a flush does not wait for the queue", FLUSHES, "Flushes.answer", "self._waiting and oldest() >= self._waiting[0].before", "self._waiting"),
     Bug("a flush does not say what was given up", FLUSHES, "Flushes.answer", "flush.lost", "0"),
     Bug("the memory store keeps a chunk without its parent", RAM, "RamStore.keep", "bool(chunk.parent) and chunk.parent not in self._chunks", "False"),

@@ -144,7 +144,7 @@ class KvStats(msgspec.Struct, frozen=True, kw_only=True):
     dropped: int = 0
     """Chunks that were given up before they were written: the queue was full, or the pool needed their blocks."""
     deferred: int = 0
-    """Chunks that were not stored at first touch because the day's bytes were written."""
+    """Chunks that were not stored because the day's bytes were written."""
     loaded: int = 0
     """Tokens brought up into the pool."""
     load_seconds: float = 0.0

@@ -748,6 +748,29 @@ def test_what_was_seen_before_a_restart_is_not_said_to_be_new(how: str) -> None:
     assert why(life(after)) == "evicted"
 
 
+def chunks_in(files: CrashFiles) -> int:
+    """How many chunks there are on a disk."""
+    return sum(path.name.count(".") >= 4 for path in files.files(stored.FOLDER))
+
+
+@pytest.mark.parametrize("how", ["killed", "ended"])
+def test_the_days_bytes_count_over_restarts(how: str) -> None:
+    files, limits = CrashFiles(), WriteLimits(day_bytes=3 * (PAGES + 1024))
+    rig = life(files, limits=limits)
+    rig.ask(PROMPT)
+    assert rig.tiers is not None and chunks_in(files) == 3
+    if how == "ended":
+        rig.tiers.start()
+        rig.tiers.close(20)
+    after = files if how == "ended" else files.kill()
+    for days, chunks in ((0, 3), (1, 6)):
+        rig = life(after, limits=limits)
+        rig.clock.time += days * (DAY_SECONDS + 900)
+        rig.ask(OTHER)
+        assert rig.tiers is not None and chunks_in(after) == chunks
+        rig.tiers.close(0)
+
+
 def test_what_was_damaged_is_said_to_be_so() -> None:
     files = CrashFiles()
     life(files).ask(PROMPT)
