@@ -118,7 +118,7 @@ class Work:
                     self.store.fetch(chunk.key, chunk.tokens) == (chunk if chunk.key in there else None),
                     "what was kept",
                 )
-                law(not self.replaced(chunk.key, there) or chunk.key not in there, "a tail beside what begins with it")
+            law(not any(self.replaced(key, there) for key in there), "a tail beside what begins with it")
             law(count == len(chunks) or self.crowded(after) or self.hangs(chunks[count]), "refused for no reason")
             gone = set(before) - set(there)
             taken = {one for key in gone if self.replaced(key, there) for one in self.family(key) & gone}
@@ -126,7 +126,7 @@ class Work:
             counted = self.store.stats().evicted - evicted
             law(len(gone - taken) <= counted <= len(gone), "evictions are counted")
             gone -= taken
-            self.check_order(gone, {chunk.key for chunk in chunks})
+            self.check_order(gone, {chunk.key for chunk in chunks}, sum(self.disk(key) for key in taken))
 
     def more(self, after: Chunk | None) -> list[Chunk]:
         """Some chunks of one group after this one, the last of which may be a tail, and perhaps a state."""
@@ -177,10 +177,11 @@ class Work:
         spare = BUDGET - sum(self.disk(key) for key in protected) - 4 * BLOCK
         return spare < 12 * BLOCK
 
-    def check_order(self, gone: set[bytes], fresh: set[bytes]) -> None:
-        """What went was older than every leaf of its size that stays."""
+    def check_order(self, gone: set[bytes], fresh: set[bytes], replaced: int) -> None:
+        """What went was older than every leaf of its size that stays. `replaced`: bytes of tails that went after that,
+        since something longer had taken their place."""
         held = chunk_files(self.files)
-        law(not gone or BUDGET - on_disk(self.files) <= 3 * BLOCK, "more was evicted than had to go")
+        law(not gone or BUDGET - on_disk(self.files) - replaced <= 3 * BLOCK, "more was evicted than had to go")
         parents = {self.told[key].parent for key in held}
         leaves = held.keys() - parents - self.protected() - fresh - {self.told[key].parent for key in fresh}
         # What a state extended was no leaf as long as that was there, and states go in a turn of their own.
