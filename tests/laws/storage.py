@@ -127,6 +127,15 @@ class Work:
             law(len(gone - taken) <= counted <= len(gone), "evictions are counted")
             gone -= taken
             self.check_order(gone, {chunk.key for chunk in chunks}, sum(self.disk(key) for key in taken))
+            for chunk in chunks[:count]:
+                self.keep_part(chunk)
+
+    def keep_part(self, chunk: Chunk) -> None:
+        """Hand a part of what is there over, too: it counts as kept, and there is no more than before."""
+        there = chunk_files(self.files)
+        if chunk.group != STATE and chunk.key in there and chunk.key not in self.whole:
+            law(self.store.keep([self.tail(chunk, 1)]) == 1, "a part of what is there is refused")
+            law(chunk_files(self.files) == there, "a part of what is there is written beside it")
 
     def more(self, after: Chunk | None) -> list[Chunk]:
         """Some chunks of one group after this one, the last of which may be a tail, and perhaps a state."""

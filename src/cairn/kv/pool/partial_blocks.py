@@ -16,7 +16,7 @@ from cairn.kv.pool.sequence_kv import SequenceKV
 from cairn.types.step import EngineInfo
 
 
-class Part(NamedTuple):
+class PartialHit(NamedTuple):
     """Blocks of which the first tokens are those of a sequence."""
 
     blocks: tuple[int, ...]
@@ -34,7 +34,7 @@ class PartialBlocks:
         self._off = any(group.kind == "state" for group in info.groups)
         self._copies: list[Copy] = []
 
-    def find(self, context: SequenceKV, tokens: Sequence[int], hit: int, wanted: int) -> Part | None:
+    def find(self, context: SequenceKV, tokens: Sequence[int], hit: int, wanted: int) -> PartialHit | None:
         """Hold the blocks that go on after the first `hit` as `tokens` do, in every group; the last token is left out.
 
         None where there are none, or where a pool has no room for one beside the `wanted` blocks of a full group.
@@ -53,9 +53,9 @@ class PartialBlocks:
             found.append(block)
         for pool, block in zip(self._pools, found, strict=True):
             pool.hold(block)
-        return Part(tuple(found), len(rest))
+        return PartialHit(tuple(found), len(rest))
 
-    def copy(self, context: SequenceKV, part: Part, hit: int) -> int:
+    def copy(self, context: SequenceKV, part: PartialHit, hit: int) -> int:
         """Have a part copied to the block after the first `hit`; return how many tokens that covers."""
         for number, (pool, table) in enumerate(zip(self._pools, context.table.groups, strict=True)):
             if len(table) == hit:
