@@ -27,7 +27,7 @@ def test_a_first_exchange_is_there_after_a_restart(tmp_path: Path) -> None:
         longer = [*prompt, *first["tokens"], *new]
         report = server.post("/completion", asked | {"prompt": longer})["cairn"]
         assert report["disk"] + report["computed"] == len(longer)
-        assert report["computed"] <= len(new) + BLOCK and not report["miss"], report
+        assert report["computed"] <= len(new) + BLOCK, report
     with served(**options) as server:
         again = server.post("/completion", asked)
         assert again["tokens"] == first["tokens"] and again["timings"]["cache_n"] == len(prompt) - 1
