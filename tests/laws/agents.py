@@ -302,8 +302,10 @@ class Work:
         await self.kept(before)
 
     async def kept(self, before: dict[tuple[str, int], int]) -> None:
-        """Law: what was on the disk of agents that are there still, is, in whole chunks. The first blocks of a chunk that
-        goes on with what the deleted agent was told go with it."""
+        """Law: what was on the disk of agents that are there still, is, in whole chunks.
+
+        The first blocks of a chunk that goes on with what the deleted agent was told go with it.
+        """
         now = await self.places()
         for name, size in before.items():
             whole = size // CHUNK_TOKENS * CHUNK_TOKENS
