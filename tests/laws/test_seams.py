@@ -43,6 +43,7 @@ ALLOWED = {
     "kv.pool.cache",
 }
 ALLOWED |= {
+    "kv.pool",
     "kv.pool.partial_blocks",
     "kv.pool.seen_blocks",
     "kv.pool.sequence_kv",

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from cairn.kv.pool import prefix
 from cairn.kv.pool.blocks import BlockPool, Copy, common
-from cairn.kv.pool.prefix import extend
 from cairn.kv.pool.sequence_kv import SequenceKV
 from cairn.types.step import EngineInfo
 
@@ -89,7 +89,7 @@ class PartialBlocks:
             return 0
         for number, pool in enumerate(self._pools):
             parent = context.chains[number].before(end, tokens)
-            key = extend(parent, follow)
+            key = prefix.extend(parent, follow)
             if pool.find(key, follow) is None:
                 (block,) = pool.take(1)
                 write(number, block)
@@ -108,7 +108,7 @@ class PartialBlocks:
         part = tuple(tokens[computed - more : computed])
         for number, pool in enumerate(self._pools):
             parent = context.chains[number].before(index, tokens)
-            pool.publish_part(tables[number][index], extend(parent, part), part, parent)
+            pool.publish_part(tables[number][index], prefix.extend(parent, part), part, parent)
 
     def forget(self, context: SequenceKV, tokens: Sequence[int], keep: int) -> None:
         """Give up what is kept of blocks of `tokens` that are not full, beyond the first `keep` tokens."""
