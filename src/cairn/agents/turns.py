@@ -108,7 +108,7 @@ class Turns:
             agent.record = msgspec.structs.replace(agent.record, model=service.name)
             self.write_later(self._agents.pending.note(agent))
         running = self._run(service, agent, turn, request, stream, [])
-        running.warnings = prompt.warnings
+        running.warnings = prompt.grammar.warnings if prompt.grammar is not None else ()
         return running
 
     async def aside(
@@ -210,7 +210,7 @@ class Turns:
             sampling=request.sampling,
             stop=request.stop,
             output=request.output,
-            grammar=request.grammar,
+            grammar="" if request.grammar is None else request.grammar.text,
             reasoning_budget=request.reasoning_budget,
             began=self.now(),
             request=request.id,
@@ -228,6 +228,9 @@ class Turns:
         try:
             async with self._cut(agent) as branch:
                 request = self._again(service, agent, branch, number, share)
+                began = branch.last.began
+                grammar = await service.chat.same_grammar(began.grammar, began.output, share=share)
+                request = msgspec.structs.replace(request, grammar=grammar)
         finally:
             agent.starting = False
         turn = agent.head
@@ -303,7 +306,6 @@ class Turns:
             sampling=sampling,
             stop=began.stop,
             output=began.output,
-            grammar=began.grammar,
             reasoning_budget=began.reasoning_budget,
             salt=agent.salt,
             share=share,

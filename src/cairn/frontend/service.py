@@ -41,7 +41,7 @@ from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import Cancelled, Conflict, DeadlineExceeded, InvalidRequest, Unavailable, trace
 from cairn.types.model_spec import ModelSpec
 from cairn.types.outputs import FinishReason
-from cairn.types.request import OutputFormat, Request
+from cairn.types.request import Grammar, OutputFormat, Request
 from cairn.types.stats import KvStats, Placed, Swept, TakenIn
 from cairn.worker import wire
 
@@ -160,7 +160,7 @@ class Service:
         await self._supervisor.loaded()
         self.controls = hidden_controls(self.tokenizer)
         """Text -> id of the control tokens that are never shown."""
-        self.chat.context = self.info.context
+        self.chat.knows_engine(self.info.context, self.info.vocab, self.spec.eos_ids)
         self.spec = self._with_ends(self.spec)
         if self._config.tokenizer is not None:
             check_fits(self.spec, self._config.tokenizer, self.tokenizer.largest_id)
@@ -209,7 +209,7 @@ class Service:
         ids: Callable[[], int] | None = None,
         max_choices: int = 1,
         output: OutputFormat | None = None,
-        grammar: str = "",
+        grammar: Grammar | None = None,
         salt: bytes = b"",
         share: str = "",
         durable: bool = False,

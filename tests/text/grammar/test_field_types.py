@@ -22,8 +22,8 @@ import pydantic
 import pytest
 from pydantic import Field
 
-from cairn.text.grammar.grammar import GrammarError, Shape, Structure, checked
-from tests.text.walks import accepts, walk
+from cairn.text.grammar.grammar import GrammarError, Shape, Structure
+from tests.text.walks import accepts, checked, walk
 
 TODAY = "2026-11-26"
 ID = "123e4567-e89b-12d3-a456-426614174000"

@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 
 from cairn.text.grammar.closed_objects import closed
-from cairn.text.grammar.grammar import Grammar, GrammarError, Shape, Structure, compiled
+from cairn.text.grammar.grammar import GrammarError, Shape, Structure
 from cairn.text.grammar.json_schema import SchemaError, prepared
 from cairn.text.grammar.patterns import FORMATS, without_look_ahead
-from tests.text.walks import accepts, walk
+from cairn.text.grammar.trial import Compiled
+from tests.text.walks import accepts, tried, walk
 
 BIG = 1234567890123456789
 
 
-def held(schema: Any, *, strict: bool = True) -> Grammar:
+def held(schema: Any, *, strict: bool = True) -> Compiled:
     text = json.dumps(schema)
-    return compiled(Shape(structure=Structure(kind="json", text=text, field="form", strict=strict)))
+    return tried(Shape(structure=Structure(kind="json", text=text, field="form", strict=strict)))
 
 
 def takes(schema: Any, good: list[Any], bad: list[Any]) -> None:
@@ -219,7 +220,7 @@ def test_a_number_beyond_2_53_in_a_place_that_is_not_written_is_told() -> None:
         held({"properties": {"a": {"const": BIG}}, "patternProperties": {"^x": {}}, "type": "object"})
 
 
-@pytest.mark.parametrize("key", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
+@pytest.mark.parametrize("key", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
 @pytest.mark.parametrize("value", [2**53 + 1, 1e18, 2**64])
 @pytest.mark.parametrize("strict", [True, False])
 def test_bounds_beyond_2_53_are_refused(key: str, value: float, strict: bool) -> None:

@@ -72,7 +72,7 @@ async def chat_exchange(
         keep=chat_keeper(service, call.tenant, tied),
         attribution=tied,
         names=names,
-        warnings=prompt.warnings,
+        warnings=prompt.grammar.warnings if prompt.grammar is not None else (),
     )
 
 
@@ -103,7 +103,7 @@ async def text_exchange(
                 salt=call.salt,
                 share=call.share,
                 output=output,
-                grammar=grammar.text,
+                grammar=grammar,
                 allow_empty=allow_empty,
                 stored=store,
             )
@@ -119,7 +119,7 @@ async def text_exchange(
         keep=cost_keeper(tied),
         attribution=tied,
         names=names,
-        warnings=grammar.warnings,
+        warnings=grammar.warnings if grammar is not None else (),
     )
 
 

@@ -12,8 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from cairn.text.grammar.json_schema import EXACT, SchemaError, kinds_of
+from cairn.text.grammar.json_schema import EXACT, kinds_of
 from cairn.text.grammar.lark import BLANKS, json_part, literal
+from cairn.text.grammar.schema_limits import SchemaError
 
 _BLANK = rf"/({BLANKS})?/"
 _LONG = re.compile(r"[0-9]{16}")

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from cairn.text.grammar.closed_objects import closed
 from cairn.text.grammar.patterns import FORMATS, KNOWN_FORMATS, without_look_ahead
+from cairn.text.grammar.schema_limits import MAX_DEPTH, REPEATS, SchemaError, counts_keys
 
-MAX_DEPTH = 128
 EXACT = 1 << 53
 """Beyond this whole numbers are no longer exact where numbers are doubles, as llguidance's are."""
 MOST_TOLD = 8
@@ -51,10 +51,6 @@ _SINGLE = ("items", "additionalProperties", "additionalItems")
 
 Schema = Any
 Node = dict[str, Any]
-
-
-class SchemaError(ValueError):
-    """Why answers cannot be held to a schema: a sentence for its sender."""
 
 
 class Prepared(NamedTuple):
@@ -183,7 +179,7 @@ class _Worker:
                 continue
             if isinstance(value, float) and abs(value) >= sys.float_info.max and key != "multipleOf":
                 del node[key]  # no number of JSON's is beyond that
-            elif abs(value) > EXACT:
+            elif abs(value) > EXACT and key != "multipleOf":  # which has a limit of its own
                 raise SchemaError(
                     f"{_at(path)}{key} is beyond 2^53, where numbers are no longer exact: leave it out, or list the "
                     "values that are allowed in enum"
@@ -248,12 +244,9 @@ class _Worker:
                 for part in parts:
                     node.pop(part, None)
                 self._left_out(path, key)
-        least, required = node.get("minProperties"), node.get("required")
-        sure = len(set(map(str, required))) if isinstance(required, list) else 0
-        if isinstance(least, int | float) and least > sure:
-            node.pop("minProperties")
-            why = "an object may name a key twice, so how many it has cannot be held to"
-            self._left_out(path, "minProperties", why)
+        if counts_keys(node):
+            del node["minProperties"]
+            self._left_out(path, "minProperties", REPEATS)
         reference = node.get("$ref")
         if isinstance(reference, str) and not reference.startswith("#"):
             del node["$ref"]

@@ -15,8 +15,9 @@ import msgspec
 
 from cairn.text.grammar.exact_numbers import expression
 from cairn.text.grammar.grammar import HARMONY_FINAL, MAX_TEXT, GrammarError
-from cairn.text.grammar.json_schema import SchemaError, prepared_text
+from cairn.text.grammar.json_schema import prepared_text
 from cairn.text.grammar.lark import literal
+from cairn.text.grammar.schema_limits import SchemaError
 from cairn.text.output.call_formats import CallFormat
 from cairn.text.output.tool_parser import is_text
 
