@@ -48,6 +48,7 @@ _DRAFTS = frozenset(
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "additionalItems")
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 
 Schema = Any
 Node = dict[str, Any]
@@ -143,6 +144,7 @@ class _Worker:
             raise SchemaError(f"{_at(path)}a schema must be an object or a boolean")
         node = dict(schema)
         self._types(node, path)
+        _check_kinds(node, path)
         _drop_of_other_types(node)
         _drop_what_says_nothing(node)
         for step in (self._numbers, self._formats, self._patterns, self._names, self._unevaluated, self._cannot):
@@ -266,6 +268,23 @@ _UNHELD: Mapping[str, tuple[str, ...]] = {
     "contains": ("minContains", "maxContains"),
 }
 """Keywords, and those that say nothing without them."""
+
+
+def _check_kinds(node: Node, path: str) -> None:
+    """Raise SchemaError where a keyword holds a value of a kind that it cannot have."""
+    required = node.get("required", [])
+    for keys, kind, name in ((_MAPS, Mapping, "an object"), ((*_LISTS, "enum", "required"), list, "a list")):
+        for key in keys:
+            if key in node and not isinstance(node[key], kind):
+                raise SchemaError(f"{_at(path)}{key} must be {name}")
+    if not all(isinstance(one, str) for one in required):
+        raise SchemaError(f"{_at(path)}required must be a list of names")
+    for key in _COUNTS:
+        value = node.get(key, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != value // 1:
+            raise SchemaError(f"{_at(path)}{key} must be a whole number from 0 on")
+        if key in node:
+            node[key] = int(value)
 
 
 def kinds_of(node: Mapping[str, Any]) -> list[Any]:

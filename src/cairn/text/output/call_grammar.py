@@ -61,14 +61,15 @@ def callable_tools(
             schema, told = prepared_text(_encoded(function.get("parameters") or NO_ARGUMENTS), name in strict)
         except (SchemaError, RecursionError) as error:
             raise GrammarError(f"{name[:64]}: {error}") from None
-        found.append(Offered(name, schema, tuple(f"tools: {name[:64]}: {one}" for one in told)))
+        held_to = schema if isinstance(schema, Mapping) else ANY_OBJECT
+        found.append(Offered(name, held_to, tuple(f"tools: {name[:64]}: {one}" for one in told)))
     return found
 
 
 def _encoded(schema: Any) -> bytes:
     try:
         return _encoder.encode(schema)
-    except (OverflowError, TypeError):  # whole numbers of any size
+    except (OverflowError, TypeError, UnicodeEncodeError):  # whole numbers of any size, and half surrogates
         return json.dumps(schema).encode()
 
 
