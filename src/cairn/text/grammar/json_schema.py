@@ -16,10 +16,15 @@ from typing import Any, NamedTuple
 
 from cairn.text.grammar.closed_objects import closed
 from cairn.text.grammar.patterns import FORMATS, KNOWN_FORMATS, without_look_ahead
+from cairn.text.grammar.references import resolved
 from cairn.text.grammar.schema_limits import MAX_DEPTH, REPEATS, SchemaError, counts_keys
 
 EXACT = 1 << 53
 """Beyond this whole numbers are no longer exact where numbers are doubles, as llguidance's are."""
+MOST_KNOWN = 1 << 14
+"""Bytes of a schema that is kept prepared for the next time."""
+MOST_PLACE = 120
+"""Characters of a place in a schema, as an error tells it."""
 MOST_TOLD = 8
 """Warnings of one schema."""
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
@@ -70,9 +75,15 @@ def prepared(schema: Schema, *, strict: bool) -> Prepared:
     return Prepared(closed(made), tuple(worker.warnings[:MOST_TOLD]))
 
 
-@functools.lru_cache(maxsize=512)
 def prepared_text(schema: bytes, strict: bool) -> Prepared:
     """Return `prepared` of a schema's JSON. The result is shared, so nobody may change it."""
+    if len(schema) <= MOST_KNOWN:
+        return _known(schema, strict)
+    return prepared(json.loads(schema), strict=strict)
+
+
+@functools.lru_cache(maxsize=512)
+def _known(schema: bytes, strict: bool) -> Prepared:
     return prepared(json.loads(schema), strict=strict)
 
 
@@ -136,6 +147,7 @@ class _Worker:
 
     def schema(self, schema: Schema, path: str, depth: int) -> Schema:
         """Prepare one schema within the whole, which stands at `path`."""
+        path = path[: MOST_PLACE + 1]
         if depth > MAX_DEPTH:
             raise SchemaError("the schema is nested too deeply")
         if isinstance(schema, bool):
@@ -170,7 +182,7 @@ class _Worker:
             if not isinstance(kind, str) or kind not in _TYPES:
                 raise SchemaError(f"{_at(path)}type {str(kind)[:64]!r} is none of JSON's: {', '.join(sorted(_TYPES))}")
         reference = node.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#") and _resolved(self._root, reference) is None:
+        if isinstance(reference, str) and reference.startswith("#") and resolved(self._root, reference) is None:
             raise SchemaError(f"{_at(path)}$ref {reference[:64]!r} points to nothing in the schema")
 
     def _numbers(self, node: Node, path: str) -> None:
@@ -377,24 +389,6 @@ def _add_pattern(node: Node, pattern: str) -> None:
         node["allOf"] = [*(node["allOf"] if isinstance(node.get("allOf"), list) else []), {"pattern": pattern}]
 
 
-def _resolved(root: Schema, reference: str) -> Schema | None:
-    """Return the schema that a reference within the whole points to, True for an anchor, None where there is none."""
-    if reference in ("#", "#/"):
-        return root
-    if not reference.startswith("#/"):
-        return True  # an anchor, which llguidance looks up
-    found = root
-    for part in reference[2:].split("/"):
-        part = part.replace("~1", "/").replace("~0", "~").replace("%25", "%")
-        if isinstance(found, list) and part.isdecimal() and int(part) < len(found):
-            found = found[int(part)]
-        elif isinstance(found, Mapping) and part in found:
-            found = found[part]
-        else:
-            return None
-    return found
-
-
 def _at(path: str) -> str:
     """Return the beginning of a sentence that says where in a schema something is."""
-    return f"at {path[1:][:120]}, " if path else ""
+    return f"at {path[1:][:MOST_PLACE]}, " if path else ""
