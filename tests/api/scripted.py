@@ -15,6 +15,7 @@ from cairn.frontend.service import Service
 from cairn.models.spec.end_tokens import Middle
 from cairn.system.metrics import Metrics
 from cairn.text.chat.prompt import Prompt
+from cairn.text.grammar.compiler import HeldAnswer
 from cairn.text.render.fair_time import LongTexts
 from cairn.types.errors import CairnError, Cancelled
 from cairn.types.layer_spec import CacheGroup
@@ -192,8 +193,8 @@ class ScriptedService:
         text = "".join(str(message["content"] or "") for message in messages)
         return Prompt(tokens=tuple(text.encode()) or (1,), output=self.output)
 
-    async def grammar(self, structure: Any, output: Any, *, share: str = "") -> None:
-        return None
+    async def grammar(self, structure: Any, output: Any, *, share: str = "") -> HeldAnswer:
+        return HeldAnswer()
 
     def knows(self, name: str) -> bool:
         return name in self.template

@@ -8,7 +8,7 @@ from typing import Any
 
 from cairn.text.grammar.compile_wire import Compile
 from cairn.text.grammar.grammar import Shape
-from cairn.text.grammar.trial import Compiled, compiled
+from cairn.text.grammar.trial import CompiledJob, compile_job
 from cairn.text.grammar.vocabulary import GrammarTokenizer, Vocabulary, compile_grammar
 from cairn.types.request import Grammar
 
@@ -44,14 +44,14 @@ def byte_vocabulary() -> Vocabulary:
     return Vocabulary(LLTokenizer(wrapper, eos_token=[END], slices=[]), frozenset([END]))
 
 
-def tried(shape: Shape) -> Compiled:
-    """A grammar that compiles. Raises GrammarError."""
-    return compiled(byte_vocabulary().tokenizer, Compile(vocab=(), shape=shape))
-
-
 def checked(shape: Shape) -> str:
-    """Its text."""
-    return tried(shape).text
+    """Return the text of a grammar, which compiles. Raises GrammarError."""
+    return compiled(shape).text
+
+
+def compiled(shape: Shape) -> CompiledJob:
+    """Return a grammar that compiles, and what it does not hold answers to. Raises GrammarError."""
+    return compile_job(byte_vocabulary().tokenizer, Compile(vocab=(), shape=shape))
 
 
 def accepts(grammar: Grammar | str | None, text: str) -> bool:

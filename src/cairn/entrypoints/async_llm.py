@@ -16,7 +16,7 @@ from cairn.entrypoints.answer import Answer, AsyncStream
 from cairn.frontend.requests import SamplingOptions
 from cairn.frontend.structured_output import wanted_of
 from cairn.types.errors import ConfigError, InvalidRequest, Overloaded, Unavailable
-from cairn.types.request import Grammar, OutputFormat, Request
+from cairn.types.request import OutputFormat, Request
 
 if TYPE_CHECKING:
     from cairn.frontend.embeddings import Vector
@@ -165,7 +165,7 @@ class AsyncLLM:
             template_args=None if template_args is None else _template_args(template_args),
             wanted=wanted,
         )
-        _log_warnings(prompt.grammar)
+        _log_warnings(prompt.warnings)
         answered = any(message.get("role") == "assistant" for message in conversation)
         request = self._request(prompt.tokens, asked, output=prompt.output, grammar=prompt.grammar, durable=answered)
 
@@ -214,9 +214,9 @@ class AsyncLLM:
         asked, output = _sampling(sampling), OutputFormat(continues=True)
         wanted = wanted_of({"response_format": response_format})
         tokens = await self._tokens(prompt, suffix, parse_special)
-        grammar = await self.service.chat.grammar(wanted.structure, output)
-        _log_warnings(grammar)
-        request = self._request(tokens, asked, output=output, grammar=grammar)
+        held = await self.service.chat.grammar(wanted.structure, output)
+        _log_warnings(held.warnings)
+        request = self._request(tokens, asked, output=output, grammar=held.grammar)
         return AsyncStream(self.service, request, lambda _: None)
 
     @overload
@@ -406,9 +406,9 @@ def _tools(given: Sequence[Message]) -> list[dict[str, Any]]:
     return found
 
 
-def _log_warnings(grammar: Grammar | None) -> None:
+def _log_warnings(warnings: Sequence[str]) -> None:
     """Log what was wanted of an answer and it is not held to."""
-    for one in grammar.warnings if grammar is not None else ():
+    for one in warnings:
         log.warning("%s", one)
 
 

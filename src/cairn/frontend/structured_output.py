@@ -141,10 +141,10 @@ def _choice(given: Any, offered: Sequence[str]) -> ToolChoice:
         listed = inner.get("tools")
         names = [_named(tool) for tool in listed] if isinstance(listed, list | tuple) else []
         return _called(inner.get("mode", "auto"), names, offered)
-    if isinstance(given, Mapping) and given.get("type") in ("function", "tool"):
+    if isinstance(given, Mapping) and given.get("type") in ("function", "tool", "custom"):
         return _called("required", [_named(given)], offered)
     if isinstance(given, Mapping):
-        given = given.get("type", given.get("mode"))
+        given = given.get("type", given.get("mode", ""))
     return _called("auto" if given is None else given, None, offered)
 
 
@@ -166,8 +166,8 @@ def _called(mode: Any, names: Sequence[Any] | None, offered: Sequence[str]) -> T
 
 
 def _named(tool: Any) -> Any:
-    """The name of a tool in a choice: OpenAI's has it in `function`, others beside the type."""
+    """The name of a tool in a choice: OpenAI's has it in `function` or `custom`, others beside the type."""
     if not isinstance(tool, Mapping):
         return None
-    function = tool.get("function")
-    return function.get("name") if isinstance(function, Mapping) else tool.get("name")
+    inner = next((found for key in ("function", "custom") if isinstance(found := tool.get(key), Mapping)), tool)
+    return inner.get("name")

@@ -58,8 +58,6 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """What it holds when it is compiled."""
     growth: int = 0
     """Bytes more that it holds after each token of an answer, on the average."""
-    warnings: tuple[str, ...] = ()
-    """What was wanted and answers are not held to: sentences that begin with the name of a field."""
 
 
 Want = Literal["token", "hidden"]
@@ -104,6 +102,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     stored: bool = True
     """Whether its KV may be kept beyond the pool at all. Chunks hold the token ids, so a text that must not be stored
     must not come there either."""
+    progress: bool = False
+    """Whether each step of its prompt is told."""
     want: Want = "token"
     """`hidden`: nothing is generated; the last output has the text's `vector`."""
     second: int = 0

@@ -13,16 +13,16 @@ from cairn.text.grammar.closed_objects import closed
 from cairn.text.grammar.grammar import MAX_TEXT, GrammarError, Shape, Structure
 from cairn.text.grammar.json_schema import SchemaError, prepared
 from cairn.text.grammar.patterns import FORMATS, without_look_ahead
-from cairn.text.grammar.trial import Compiled
+from cairn.text.grammar.trial import CompiledJob
 from cairn.text.output.call_grammar import callable_tools
-from tests.text.walks import accepts, tried, walk
+from tests.text.walks import accepts, compiled, walk
 
 BIG = 1234567890123456789
 
 
-def held(schema: Any, *, strict: bool = True) -> Compiled:
+def held(schema: Any, *, strict: bool = True) -> CompiledJob:
     text = json.dumps(schema)
-    return tried(Shape(structure=Structure(kind="json", text=text, field="form", strict=strict)))
+    return compiled(Shape(structure=Structure(kind="json", text=text, field="form", strict=strict)))
 
 
 def takes(schema: Any, good: list[Any], bad: list[Any]) -> None:
@@ -138,6 +138,9 @@ B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}}}
         # Open, since it says so.
         ({**A, "additionalProperties": True}, [{"a": 1, "x": 1}], [{"a": "x"}]),
         ({**A, "additionalProperties": {"type": "string"}}, [{"a": 1, "x": "y"}], [{"x": 1}]),
+        ({**A, "unevaluatedProperties": True}, [{"a": 1, "x": 1}], [{"a": "x"}]),
+        ({**A, "unevaluatedProperties": {"type": "string"}}, [{"a": 1, "x": "y"}], [{"x": 1}]),
+        ({**A, "allOf": [B], "unevaluatedProperties": True}, [{"a": 1, "b": 1, "x": 1}], [{"a": "x"}]),
         ({**A, "patternProperties": {"^x": {}}}, [{"x": 1}], []),
         ({"type": "object"}, [{"x": 1}], [5]),
         ({"type": "object", "required": ["x"]}, [{"x": 1}], [{}]),
@@ -222,12 +225,36 @@ def test_a_number_beyond_2_53_in_a_place_that_is_not_written_is_told() -> None:
         held({"properties": {"a": {"const": BIG}}, "patternProperties": {"^x": {}}, "type": "object"})
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("enum", 5), ("enum", "x"), ("enum", None), ("required", 5), ("required", [["a"]]), ("required", "a")),
+        *(("properties", [BIG]), ("anyOf", {"const": BIG}), ("oneOf", 5), ("allOf", "x"), ("prefixItems", 7)),
+        *(("minItems", "2"), ("maxItems", [2]), ("type", "array"), ("items", 5), ("additionalProperties", 5)),
+        *(("const", {"a": BIG}), ("$ref", 5), ("$defs", [BIG])),
+    ],
+)
+def test_a_schema_of_odd_shape_beside_such_a_number_is_refused_or_held_to(key: str, value: Any) -> None:
+    for node in ({"const": BIG}, {"properties": {"a": {"const": BIG}}}, {"items": {"enum": [BIG]}}, {"enum": BIG}):
+        try:
+            held({"properties": {"in": {**node, key: value}}}, strict=False)
+        except GrammarError as error:
+            assert str(error)
+
+
 @pytest.mark.parametrize("key", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
 @pytest.mark.parametrize("value", [2**53 + 1, 1e18, 2**64])
 @pytest.mark.parametrize("strict", [True, False])
 def test_bounds_beyond_2_53_are_refused(key: str, value: float, strict: bool) -> None:
     with pytest.raises(GrammarError, match=f"at properties.n, {key} is beyond 2\\^53"):
         held({"properties": {"n": {"type": "integer", key: value}}}, strict=strict)
+
+
+@pytest.mark.parametrize("value", [2**53 + 1, 1e18, 2**64])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_multiple_beyond_2_53_is_refused(value: float, strict: bool) -> None:
+    with pytest.raises(GrammarError, match=r"multipleOf is .* the limit is 100000"):
+        held({"properties": {"n": {"type": "integer", "multipleOf": value}}}, strict=strict)
 
 
 def test_bounds_up_to_2_53_are_held_to() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import re
 from typing import Any
@@ -19,6 +18,7 @@ from cairn.text.output.tool_parser import offered_tools
 from cairn.types.outputs import ToolCallDelta
 from cairn.types.request import OutputFormat
 from tests.text.call_templates import FURTHER, derived
+from tests.text.output.call_pieces import read_calls
 from tests.text.output.test_declared_call_format import DECLARED
 from tests.text.walks import accepts, checked, walk
 
@@ -43,8 +43,7 @@ def read(text: str, output: OutputFormat, rng: random.Random | None = None) -> t
         at += size
     pieces += reader.finish(by_model=True)
     content = "".join(piece[1] for piece in pieces if not isinstance(piece, ToolCallDelta))
-    calls = [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, ToolCallDelta)]
-    return content, calls
+    return content, read_calls(pieces)
 
 
 def tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:

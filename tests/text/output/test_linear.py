@@ -196,8 +196,8 @@ def stream(tokenizer: Tokenizer, *stop: str) -> TextStream:
 
 def test_a_control_token_within_a_long_call_costs_no_copy_of_it(tokenizer: Tokenizer) -> None:
     """A stop that ends with a control token is looked for at each of them: only where it may be complete what was held
-    back of a call is read to its end."""
-    begun = tokenizer.encode('<tool_call>{"name": "f", "arguments": {"x": "', special=True)
+    back of a call is read to its end. One that has begun is passed on, and no stop counts within it."""
+    begun = tokenizer.encode('<tool_call>{"name": "of no tool", "arguments": {"x": "', special=True)
     mark = tokenizer.encode("<|im_start|>", special=True)
     text: Sequence[int] = tokenizer.encode("abc abd ", special=True)
     reader = stream(tokenizer, "zzz<|im_start|>", "<|im_start|>yyy")
@@ -209,3 +209,7 @@ def test_a_control_token_within_a_long_call_costs_no_copy_of_it(tokenizer: Token
     assert not reader.stopped
     reader.push([*tokenizer.encode("zzz"), *mark])
     assert reader.stopped
+    reader = stream(tokenizer, "zzz<|im_start|>")
+    reader.push(tokenizer.encode('<tool_call>{"name": "f", "arguments": {"x": "', special=True))
+    reader.push([*tokenizer.encode("zzz"), *mark])
+    assert not reader.stopped

@@ -16,6 +16,7 @@ from cairn.text.output.output_parser import splitter
 from cairn.text.output.tool_parser import offered_tools
 from cairn.types.outputs import ToolCallDelta
 from cairn.types.request import OutputFormat
+from tests.text.output.call_pieces import read_calls
 
 TOOLS = [
     {
@@ -66,8 +67,7 @@ def read_once(text: str, output: OutputFormat, rng: random.Random | None = None,
     for piece in pieces:
         if not isinstance(piece, ToolCallDelta):
             said[piece[0]] += piece[1]
-    calls = [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, ToolCallDelta)]
-    return said["text"], said["reasoning"], calls
+    return said["text"], said["reasoning"], read_calls(pieces)
 
 
 def read(name: str, text: str, *, by_model: bool = True, **more: Any) -> Read:
@@ -97,7 +97,8 @@ ARG = "<arg_key>path</arg_key>\n<arg_value>a.txt</arg_value>\n"
         ('<tool_call>\n{"name": "write", "arguments": {"path": "a.txt"}}\n</tool_call>\nx', "x", [P]),
         ('<tool_call>write {"path": "a.txt"}</tool_call>', "", [P]),
         ('<tool_call>write\n{"path": "a.txt"}\n</tool_call> x', " x", [P]),
-        ('<tool_call>write {"path": </tool_call>', None, []),
+        ('<tool_call>write {"path": </tool_call>', "", [("write", '{"path": ')]),
+        ('<tool_call>read {"path": </tool_call>', None, []),
         # A closing tag is missing.
         (f"<tool_call>write\n{ARG.replace('</arg_value>', '')}<arg_key>mode</arg_key>\n<arg_value>1</arg_value>\n"
          "</tool_call>", "", [W]),

@@ -11,6 +11,7 @@ from cairn.text.output.output_parser import markers, splitter
 from cairn.text.output.reasoning_formats import FORMS, thoughts_of
 from cairn.types.outputs import ToolCallDelta
 from cairn.types.request import OfferedTool, OutputFormat
+from tests.text.output.call_pieces import read_calls
 
 TEMPLATES = {
     "mistral": "{{ messages }}[THINK]{{ thought }}[/THINK]",
@@ -41,7 +42,7 @@ def read(name: str, text: str, **more: Any) -> tuple[str, str, int]:
         for piece in pieces:
             if not isinstance(piece, ToolCallDelta):
                 said[piece[0]] += piece[1]
-        calls = sum(isinstance(piece, ToolCallDelta) for piece in pieces)
+        calls = len(read_calls(pieces))
         found = found or (said["text"], said["reasoning"], calls)
         assert (said["text"], said["reasoning"], calls) == found, "how a text is cut decides"
     assert found is not None

@@ -36,7 +36,7 @@ from cairn.text.chat.templates import (
     unusable,
 )
 from cairn.text.chat.tools_by_instruction import with_tools_by_instruction
-from cairn.text.grammar.compiler import Compiler
+from cairn.text.grammar.compiler import Compiler, HeldAnswer
 from cairn.text.grammar.grammar import ANYTHING, Structure, Wanted
 from cairn.text.grammar.vocabulary import TokenTable, token_table
 from cairn.text.output.call_formats import BY_NAME, CallFormat, format_of, name_of
@@ -74,6 +74,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """How the answer is to be read."""
     grammar: Grammar | None = None
     """`Request.grammar`: what the answer has to be."""
+    warnings: tuple[str, ...] = ()
+    """What was wanted of the answer and it is not held to."""
 
 
 class Sampled(NamedTuple):
@@ -322,17 +324,17 @@ class Chat:
         self, chat: _Read, prompt: Prompt, wanted: Wanted, tools: Sequence[Mapping[str, Any]] | None, share: str
     ) -> Prompt:
         """The prompt with the grammar of what is wanted, if anything is."""
-        grammar = await self._grammars.held_to(wanted, prompt.output, tools, chat.form, share)
+        held = await self._grammars.held_to(wanted, prompt.output, tools, chat.form, share)
         output = prompt.output
         if tools and chat.form is not None:
-            output = msgspec.structs.replace(output, held=grammar is not None, calls_only=wanted.choice.required)
+            output = msgspec.structs.replace(output, held=held.grammar is not None, calls_only=wanted.choice.required)
         if wanted.choice.names is not None:
             offered = tuple(tool for tool in output.offered if tool.name in wanted.choice.names)
             output = msgspec.structs.replace(output, offered=offered)
-        return msgspec.structs.replace(prompt, grammar=grammar, output=output)
+        return msgspec.structs.replace(prompt, grammar=held.grammar, warnings=held.warnings, output=output)
 
-    async def grammar(self, structure: Structure | None, output: OutputFormat, *, share: str = "") -> Grammar | None:
-        """Return `Request.grammar` of an answer that is read by `output`; None where nothing is wanted.
+    async def grammar(self, structure: Structure | None, output: OutputFormat, *, share: str = "") -> HeldAnswer:
+        """Return what an answer that is read by `output` is held to.
 
         Raises InvalidRequest naming the field for what cannot be compiled, or not within the limits; else as `prompt`.
         """

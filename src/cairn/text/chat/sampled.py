@@ -7,7 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cairn.text.chat.replay import arguments_meant
 from cairn.text.output.argument_fit import shape_of
+from cairn.text.output.json_scan import JsonScanner
 from cairn.text.output.output_parser import markers, splitter
 from cairn.text.output.reasoning_formats import ThoughtFormat, thoughts
 from cairn.text.tokens.tokenizer import Tokenizer
@@ -73,12 +75,19 @@ def offered_by(message: Mapping[str, Any]) -> tuple[OfferedTool, ...]:
     known: dict[str, dict[str, Any]] = {}
     for call in message.get("tool_calls") or ():
         name, arguments = call["function"]["name"], call["function"]["arguments"]
-        given = arguments if isinstance(arguments, Mapping) else {}
+        given = arguments if isinstance(arguments, Mapping) else _begun(arguments)
         values.setdefault(name, set()).update(key for key, value in given.items() if not isinstance(value, str))
         known.setdefault(name, {}).update((key, {}) for key in given)
     return tuple(
         OfferedTool(name, tuple(sorted(values[name])), shape_of({"properties": known[name]})) for name in values
     )
+
+
+def _begun(arguments: Any) -> dict[str, Any]:
+    """Return the arguments that are whole in a text that is no JSON, because the call is broken or was cut."""
+    scanner = JsonScanner()
+    scanner.feed(arguments if isinstance(arguments, str) else "")
+    return {key: json.loads(value) for key, value in scanner.members}
 
 
 def _parse(text: str, output: OutputFormat, *, by_model: bool) -> tuple[str, str, list[tuple[str, str]], int | None]:
@@ -89,7 +98,8 @@ def _parse(text: str, output: OutputFormat, *, by_model: bool) -> tuple[str, str
     calls: list[tuple[str, str]] = []
     for piece in reader.push(text) + reader.finish(by_model=by_model):
         if isinstance(piece, ToolCallDelta):
-            calls.append((piece.name, piece.arguments))
+            name, arguments = calls.pop() if not piece.id else (piece.name, "")
+            calls.append((name, arguments + piece.arguments))
         else:
             texts[piece[0]] += piece[1]
     return texts["text"], texts["reasoning"], calls, reader.shown
@@ -101,9 +111,8 @@ def _same_calls(calls: list[tuple[str, str]], shown: Sequence[Mapping[str, Any]]
         return False
     try:
         for (name, arguments), call in zip(calls, shown, strict=True):
-            given = call["function"]["arguments"]
-            given = json.loads(given) if isinstance(given, str) else given
-            if name != call["function"]["name"] or json.loads(arguments) != given:
+            given = arguments_meant(call["function"]["arguments"])
+            if name != call["function"]["name"] or arguments_meant(arguments) != given:
                 return False
     except (KeyError, TypeError, ValueError, RecursionError):
         return False

@@ -12,10 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from cairn.text.grammar.json_schema import EXACT, kinds_of
+from cairn.text.grammar.json_schema import EXACT, SchemaError, kinds_of
 from cairn.text.grammar.lark import BLANKS, json_part, literal
 from cairn.text.grammar.references import resolved
-from cairn.text.grammar.schema_limits import SchemaError
 
 _BLANK = rf"/({BLANKS})?/"
 _LONG = re.compile(r"[0-9]{16}")
@@ -101,6 +100,7 @@ class _ExactWriter:
         if not self.needs(schema):
             shared = self._shared if isinstance(schema, dict) and "$ref" in json.dumps(schema) else {}
             return json_part({**shared, **schema} if isinstance(schema, dict) else schema)
+        _check_shape(schema)
         said = schema.keys() - _TOLD
         if "const" in said or "enum" in said:
             return self._listed(schema, said)
@@ -188,6 +188,24 @@ class _ExactWriter:
         more += "*" if most is None and least < 2 else f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
         several = f"{value} {more}"
         return f'"[" {_BLANK} {several if least else f"({several})?"} "]"'
+
+
+_SHAPES: Mapping[str, tuple[type, str]] = {
+    **dict.fromkeys(("enum", "required", "anyOf", "oneOf", "allOf", "prefixItems"), (list, "a list")),
+    **dict.fromkeys(("properties", "patternProperties"), (dict, "an object")),
+    **dict.fromkeys(("minItems", "maxItems"), (int, "a whole number")),
+}
+"""Keywords whose values are read here, and what each has to be."""
+
+
+def _check_shape(schema: Mapping[str, Any]) -> None:
+    """Raise SchemaError for a value that a keyword cannot have: elsewhere llguidance does."""
+    for key in _SHAPES.keys() & schema.keys():
+        kind, name = _SHAPES[key]
+        if not isinstance(schema[key], kind):
+            raise SchemaError(f'"{key}" must be {name}')
+    if not all(isinstance(name, str) for name in schema.get("required", ())):
+        raise SchemaError('"required" must be a list of names')
 
 
 _OBJECT = frozenset({"type", "properties", "required", "additionalProperties"})

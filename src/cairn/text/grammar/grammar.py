@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from cairn.text.grammar.exact_numbers import RuleList, expression, is_exact
-from cairn.text.grammar.json_schema import loosened, prepared
+from cairn.text.grammar.json_schema import SchemaError, check_bounds, loosened, prepared
 from cairn.text.grammar.lark import literal, with_blanks
-from cairn.text.grammar.schema_limits import SchemaError, check_all
 from cairn.text.output.reasoning_formats import FORMS, HARMONY
 
 MAX_TEXT = 1 << 18
@@ -107,56 +106,66 @@ def limits() -> Any:
     return LLParserLimits(**LIMITS)
 
 
-def grammar_text(shape: Shape) -> str:
-    """Return the grammar of a prepared shape as llguidance reads it, which may not compile. Raises GrammarError."""
-    text = _grammar_of(shape)
+class AnswerPart(NamedTuple):
+    """The part of a grammar that holds an answer to a structure."""
+
+    grammar: Mapping[str, Any]
+    """As llguidance reads it."""
+    warnings: tuple[str, ...] = ()
+    """What a client wanted and answers are not held to: sentences that name its field."""
+
+
+def part_of(structure: Structure | None) -> AnswerPart | None:
+    """Return the part of a structure, which may not compile; None where there is no structure. Raises GrammarError."""
+    if structure is None:
+        return None
+    if structure.kind != "json":
+        return AnswerPart(_part(structure))
+    schema, told = _schema_of(structure)
+    return AnswerPart(_json_part(schema), tuple(f"{structure.field}: {one}" for one in told))
+
+
+def loosened_part(structure: Structure | None) -> AnswerPart | None:
+    """Return the part of a structure that did not compile, without what llguidance does not build.
+
+    None where nothing is to be left out: of what is no schema, and of one that a client wants to be held to in full.
+    Raises GrammarError for a schema that is wrong.
+    """
+    if structure is None or structure.kind != "json" or structure.strict:
+        return None
+    schema, told = _schema_of(structure)
+    schema, more = loosened(schema, _why_not)
+    return AnswerPart(_json_part(schema), tuple(f"{structure.field}: {one}" for one in (*told, *more)))
+
+
+def grammar_text(shape: Shape, part: AnswerPart | None = None) -> str:
+    """Return the grammar as llguidance reads it, which may not compile. Raises GrammarError.
+
+    `part`: that of the shape's structure; None: as `part_of` makes it.
+    """
+    part = part or part_of(shape.structure)
+    text = grammar_of(shape, None if part is None else part.grammar)
     if len(text) > 4 * MAX_TEXT:
         raise GrammarError(f"it makes a grammar of {len(text)} characters; the limit is {4 * MAX_TEXT}")
     return text
 
 
-def prepared_shape(shape: Shape) -> tuple[Shape, tuple[str, ...]]:
-    """Return what an answer has to be without what it cannot be held to, and that: sentences that name a field.
+def _why_not(schema: Any) -> str:
+    """Return what llguidance has against a schema; "" for nothing."""
+    from llguidance import LLMatcher
 
-    Raises GrammarError where a schema is none, or strict and cannot be held to in full.
-    """
-    structure = shape.structure
-    if structure is None or structure.kind != "json":
-        return shape, ()
-    _check_length(structure.text)
-    try:
-        schema, told = prepared(json.loads(structure.text), strict=structure.strict)
-    except SchemaError as error:
-        raise GrammarError(str(error)) from None
-    return _with_schema(shape, schema, told)
+    text = json.dumps({"grammars": [{"json_schema": with_blanks(schema)}]}, ensure_ascii=False)
+    failed, said = LLMatcher.validate_grammar_with_warnings(text, None, limits=limits())
+    return " ".join(" ".join(said).split())[:400] if failed else ""
 
 
-def loosened_shape(shape: Shape, why_not: Callable[[str], str]) -> tuple[Shape, tuple[str, ...]]:
-    """Return a prepared shape without what llguidance does not build, and that. `why_not` says what it has against the
-    text of a grammar, "" for nothing."""
-    structure = shape.structure
-    assert structure is not None
-
-    def against(schema: Any) -> str:
-        return why_not(json.dumps({"grammars": [{"json_schema": with_blanks(schema)}]}, ensure_ascii=False))
-
-    schema, told = loosened(json.loads(structure.text), against)
-    return _with_schema(shape, schema, told)
-
-
-def _with_schema(shape: Shape, schema: Any, told: Sequence[str]) -> tuple[Shape, tuple[str, ...]]:
-    assert shape.structure is not None
-    structure = msgspec.structs.replace(shape.structure, text=json.dumps(schema, ensure_ascii=False))
-    said = tuple(f"{structure.field}: {one}" for one in told)
-    return msgspec.structs.replace(shape, structure=structure), said
-
-
-def _grammar_of(shape: Shape) -> str:
+def grammar_of(shape: Shape, part: Mapping[str, Any] | None) -> str:
+    """The grammar as llguidance reads it; `part` is that of the structure."""
     parts: list[Mapping[str, Any]] = []
     if shape.calls:
         parts.append({"name": "calls", "lark_grammar": shape.calls})
-    if shape.structure is not None:
-        parts.append({"name": "answer", **_part(shape.structure)})
+    if part is not None:
+        parts.append({"name": "answer", **part})
     form, harmony = FORMS[shape.thoughts], shape.thoughts == HARMONY.name
     said = literal(HARMONY_FINAL) + " @answer" if harmony else "@answer"
     answer = " | ".join(said if part["name"] == "answer" else f"@{part['name']}" for part in parts)
@@ -168,16 +177,20 @@ def _grammar_of(shape: Shape) -> str:
     return json.dumps({"grammars": [{"name": "start", "lark_grammar": start}, *parts]}, ensure_ascii=False)
 
 
-def _check_length(text: str) -> None:
-    if len(text) > MAX_TEXT:
-        raise GrammarError(f"it has {len(text)} characters; the limit is {MAX_TEXT}")
-
-
-def _json_part(structure: Structure) -> dict[str, Any]:
+def _schema_of(structure: Structure) -> tuple[Any, list[str]]:
+    """The schema that answers are held to, and what of the client's is left out."""
+    _check_length(structure.text)
     try:
-        schema = json.loads(structure.text)
+        found = prepared(json.loads(structure.text), strict=structure.strict)
+    except SchemaError as error:
+        raise GrammarError(str(error)) from None
+    return found.schema, [*found.warnings]
+
+
+def _json_part(schema: Any) -> dict[str, Any]:
+    try:
+        check_bounds(schema)
         if is_exact(schema):
-            check_all(schema)
             return {"json_schema": with_blanks(schema)}
         rules = RuleList()
         return {"lark_grammar": rules.text(expression(schema, rules))}
@@ -185,13 +198,15 @@ def _json_part(structure: Structure) -> dict[str, Any]:
         raise GrammarError(str(error)) from None
 
 
+def _check_length(text: str) -> None:
+    if len(text) > MAX_TEXT:
+        raise GrammarError(f"it has {len(text)} characters; the limit is {MAX_TEXT}")
+
+
 def _part(structure: Structure) -> dict[str, Any]:
     text = structure.text
-    if structure.kind != "json":
-        _check_length(text)  # what a schema becomes may be longer
+    _check_length(text)
     match structure.kind:
-        case "json":
-            return _json_part(structure)
         case "choice":
             return {"lark_grammar": "start: " + " | ".join(map(literal, json.loads(text)))}
         case "regex":
@@ -200,11 +215,11 @@ def _part(structure: Structure) -> dict[str, Any]:
             (made,) = json.loads(LLMatcher.grammar_from_regex(text))["grammars"]
             return {"lark_grammar": made["lark_grammar"]}
     lark = text if structure.kind == "lark" else _from_gbnf(text, surely=structure.kind == "gbnf")
-    for schema in _inline_schemas(lark):
-        try:
-            check_all(schema)
-        except SchemaError as error:
-            raise GrammarError(str(error)) from None
+    try:
+        for schema in _inline_schemas(lark):
+            check_bounds(schema)
+    except SchemaError as error:
+        raise GrammarError(str(error)) from None
     return {"lark_grammar": lark}
 
 

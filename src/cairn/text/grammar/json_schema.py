@@ -10,15 +10,21 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 from cairn.text.grammar.closed_objects import closed
 from cairn.text.grammar.patterns import FORMATS, KNOWN_FORMATS, without_look_ahead
 from cairn.text.grammar.references import resolved
-from cairn.text.grammar.schema_limits import MAX_DEPTH, REPEATS, SchemaError, counts_keys
 
+MAX_DEPTH = 128
+MAX_OPTIONAL = 400
+"""Properties of one object that may be left out: each is up to four items of one step."""
+MAX_MULTIPLE = 100_000
+"""Of `multipleOf`: a number has as many states, of up to 500 bytes, and they are all made when it is compiled."""
 EXACT = 1 << 53
 """Beyond this whole numbers are no longer exact where numbers are doubles, as llguidance's are."""
 MOST_KNOWN = 1 << 14
@@ -28,7 +34,7 @@ MOST_PLACE = 120
 MOST_TOLD = 8
 """Warnings of one schema."""
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
-_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _OF_TYPE: Mapping[str, frozenset[str]] = {
     "array": frozenset(
         {"items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems", "contains", "minContains"}
@@ -39,7 +45,7 @@ _OF_TYPE: Mapping[str, frozenset[str]] = {
         | {"propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"}
     ),
     "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
-    "number": frozenset(_NUMBERS),
+    "number": frozenset({*_BOUNDS, "multipleOf"}),
 }
 """Keywords that say nothing of values of other types."""
 _ANNOTATIONS = frozenset(
@@ -50,6 +56,7 @@ _DRAFTS = frozenset(
         ("s", "/2020-12"), ("s", "/2019-09"), ("", "-07"), ("", "-06"), ("", "-04"),
     )
 )  # fmt: skip
+_REPEATS = "an object may name a key twice, so how many it has cannot be held to"
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "additionalItems")
@@ -57,6 +64,10 @@ _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "m
 
 Schema = Any
 Node = dict[str, Any]
+
+
+class SchemaError(ValueError):
+    """Why answers cannot be held to a schema: a sentence for its sender."""
 
 
 class Prepared(NamedTuple):
@@ -138,6 +149,51 @@ def _without(schema: Schema, patterns: set[str], told: list[str], *, one_of: boo
     return made
 
 
+def check_bounds(schema: Schema, depth: int = 0) -> None:
+    """Raise SchemaError for what llguidance reads otherwise in a schema, or at a cost that grows with a number."""
+    if depth > MAX_DEPTH:
+        raise SchemaError("the schema is nested too deeply")
+    if isinstance(schema, Mapping):
+        least = schema.get("minProperties")
+        if isinstance(least, int | float) and least > len(_required(schema)):
+            raise SchemaError(f'"minProperties" cannot be held to: {_REPEATS}')
+        _check_cost(schema)
+    if isinstance(schema, Mapping | list):
+        for one in schema.values() if isinstance(schema, Mapping) else schema:
+            check_bounds(one, depth + 1)
+
+
+def _check_cost(node: Mapping[str, Any]) -> None:
+    """Refuse what takes more than its share, also where an answer need not be held to it."""
+    properties, multiple = node.get("properties"), node.get("multipleOf")
+    optional = len(properties.keys() - _required(node)) if isinstance(properties, Mapping) else 0
+    if optional > MAX_OPTIONAL:
+        raise SchemaError(
+            f"an object has {optional} properties that are not required; the limit is {MAX_OPTIONAL}: "
+            "make more of them required, or put them into objects within it"
+        )
+    if isinstance(multiple, int | float) and not _few_units(multiple):
+        raise SchemaError(
+            f"multipleOf is {multiple!s:.40}; the limit is {MAX_MULTIPLE}, counted in units of its last decimal place"
+        )
+
+
+def _required(node: Mapping[str, Any]) -> set[str]:
+    required = node.get("required")
+    return set(map(str, required)) if isinstance(required, list) else set()
+
+
+def _few_units(number: float) -> bool:
+    """Tell whether a number, in units of its last decimal place (25 for 2.5), is within `MAX_MULTIPLE`."""
+    if isinstance(number, int):
+        return abs(number) <= MAX_MULTIPLE
+    if not math.isfinite(number):
+        return False
+    exact = abs(Decimal(str(number))).normalize()
+    places = exact.as_tuple().exponent
+    return exact.scaleb(max(0, -places if isinstance(places, int) else 0)) <= MAX_MULTIPLE
+
+
 class _Worker:
     """Walks through a schema, each part once."""
 
@@ -187,13 +243,13 @@ class _Worker:
 
     def _numbers(self, node: Node, path: str) -> None:
         """Refuse bounds that a double does not hold, and drop those that no number of JSON's exceeds."""
-        for key in _NUMBERS:
+        for key in _BOUNDS:
             value = node.get(key)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            if isinstance(value, float) and abs(value) >= sys.float_info.max and key != "multipleOf":
+            if isinstance(value, float) and abs(value) >= sys.float_info.max:
                 del node[key]  # no number of JSON's is beyond that
-            elif abs(value) > EXACT and key != "multipleOf":  # which has a limit of its own
+            elif abs(value) > EXACT:
                 raise SchemaError(
                     f"{_at(path)}{key} is beyond 2^53, where numbers are no longer exact: leave it out, or list the "
                     "values that are allowed in enum"
@@ -249,6 +305,8 @@ class _Worker:
             if key in node and (alone or same in node):
                 value = node.pop(key)
                 node.setdefault(same, value)
+            elif _says_nothing(node.get(key, False)):
+                del node[key]
 
     def _cannot(self, node: Node, path: str) -> None:
         """Leave out what nothing can hold an answer to."""
@@ -258,9 +316,10 @@ class _Worker:
                 for part in parts:
                     node.pop(part, None)
                 self._left_out(path, key)
-        if counts_keys(node):
-            del node["minProperties"]
-            self._left_out(path, "minProperties", REPEATS)
+        least = node.get("minProperties")
+        if isinstance(least, int | float) and least > len(_required(node)):
+            node.pop("minProperties")
+            self._left_out(path, "minProperties", _REPEATS)
         reference = node.get("$ref")
         if isinstance(reference, str) and not reference.startswith("#"):
             del node["$ref"]
@@ -351,8 +410,6 @@ _NOTHING: Mapping[str, Callable[[Any, Node], bool]] = {
     "dependentRequired": lambda value, node: isinstance(value, Mapping) and not any(value.values()),
     "dependentSchemas": lambda value, node: isinstance(value, Mapping) and all(map(_says_nothing, value.values())),
     "dependencies": lambda value, node: value == {},
-    "unevaluatedProperties": lambda value, node: _says_nothing(value),
-    "unevaluatedItems": lambda value, node: _says_nothing(value),
 }
 """When a keyword says nothing of a value: in this order, since what stands alone says nothing."""
 

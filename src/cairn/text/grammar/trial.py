@@ -18,11 +18,12 @@ from cairn.text.grammar.grammar import (
     MASK_SECONDS,
     SPARE_SECONDS,
     TOO_SLOW,
+    AnswerPart,
     GrammarError,
     Shape,
     grammar_text,
-    loosened_shape,
-    prepared_shape,
+    loosened_part,
+    part_of,
 )
 from cairn.text.grammar.vocabulary import check_followed, compile_grammar
 
@@ -39,20 +40,6 @@ LEAD_SECONDS = 0.3 * SECONDS
 alone."""
 WALK_SECONDS = 0.75 * SECONDS
 """When it is followed no further, counted from the beginning of the trial."""
-
-
-class Compiled(NamedTuple):
-    """A grammar that compiles."""
-
-    shape: Shape | None
-    """What an answer has to be, without what it cannot be held to."""
-    text: str
-    matcher: Any
-    """llguidance's, to be copied."""
-    warnings: tuple[str, ...]
-    """`GrammarVerdict.warnings`."""
-    before: int
-    """Bytes of memory that were held when it was not there."""
 
 
 class Followed(NamedTuple):
@@ -72,13 +59,14 @@ class Followed(NamedTuple):
 def trial(tokenizer: Any, job: Compile) -> GrammarVerdict:
     """Compile a grammar and follow it. `tokenizer`: llguidance's. Raises GrammarError for one that is refused."""
     began = cpu_seconds()
-    shape, text, matcher, told, before = compiled(tokenizer, job)
+    made = compile_job(tokenizer, job)
+    matcher = made.matcher
     matcher.compute_bitmask()  # the worker keeps what that finds out
     check_followed(matcher)
-    held = max(0, held_memory() - before)
+    held = max(0, held_memory() - made.before)
     if held > MOST_BYTES:
         raise GrammarError(f"it holds {held >> 20} MiB of memory when compiled; the limit is {MOST_BYTES >> 20} MiB")
-    answer = _without_lead(tokenizer, shape, matcher, cpu_seconds() - began)
+    answer = _without_lead(tokenizer, job.shape, made, cpu_seconds() - began)
     found = follow(answer, tokenizer.eos_tokens, WALK, until=began + WALK_SECONDS)
     if found.error and found.tokens < FIRST:
         raise GrammarError(f"after {found.tokens} tokens: {found.error}")
@@ -87,44 +75,50 @@ def trial(tokenizer: Any, job: Compile) -> GrammarVerdict:
             f"it takes {1e3 * found.slowest:.0f} ms of processor time to find out which tokens may follow; "
             f"the limit is {1e3 * SLOWEST:.0f} ms"
         )
-    return GrammarVerdict(text=text, bytes=held, growth=found.growth, seconds=cpu_seconds() - began, warnings=told)
+    return GrammarVerdict(
+        text=made.text, warnings=made.warnings, bytes=held, growth=found.growth, seconds=cpu_seconds() - began
+    )
 
 
-def compiled(tokenizer: Any, job: Compile) -> Compiled:
-    """Compile a grammar, without what nothing can hold an answer to where its client does not mind. Raises
-    GrammarError."""
-    if job.shape is None:
-        return _compile(tokenizer, None, job.text, ())
-    shape, told = prepared_shape(job.shape)
-    structure = shape.structure
-    try:
-        return _compile(tokenizer, shape, grammar_text(shape), told)
-    except GrammarError:
-        if structure is None or structure.kind != "json" or structure.strict:
-            raise
-    shape, more = loosened_shape(shape, lambda text: _why_not(tokenizer, text))
-    return _compile(tokenizer, shape, grammar_text(shape), told + more)
+class CompiledJob(NamedTuple):
+    """A grammar as it compiles."""
+
+    text: str
+    part: AnswerPart | None
+    """What holds answers to a structure."""
+    matcher: Any
+    before: int
+    """Bytes of memory that were held before."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a client wanted and answers are not held to."""
+        return () if self.part is None else self.part.warnings
 
 
-def _compile(tokenizer: Any, shape: Shape | None, text: str, told: tuple[str, ...]) -> Compiled:
+def compile_job(tokenizer: Any, job: Compile) -> CompiledJob:
+    """Compile a grammar; of a schema that need not be held to in full, without what does not compile."""
+    text, part = job.text, None
+    if job.shape is not None:
+        part = part_of(job.shape.structure)
+        text = grammar_text(job.shape, part)
     before = held_memory()
-    return Compiled(shape, text, compile_grammar(tokenizer, text), told, before)
-
-
-def _why_not(tokenizer: Any, text: str) -> str:
-    """What llguidance has against a grammar; "" for nothing."""
     try:
-        compile_grammar(tokenizer, text)
-    except GrammarError as error:
-        return str(error)
-    return ""
+        return CompiledJob(text, part, compile_grammar(tokenizer, text), before)
+    except GrammarError:
+        part = None if job.shape is None else loosened_part(job.shape.structure)
+        if job.shape is None or part is None:
+            raise
+    text = grammar_text(job.shape, part)
+    before = held_memory()
+    return CompiledJob(text, part, compile_grammar(tokenizer, text), before)
 
 
-def _without_lead(tokenizer: Any, shape: Shape | None, matcher: Any, spent: float) -> Any:
+def _without_lead(tokenizer: Any, shape: Shape | None, made: CompiledJob, spent: float) -> Any:
     """Return what follows the answer behind the reasoning: at random one would come to no end of that."""
     if shape is None or not shape.reasoning or spent > LEAD_SECONDS:
-        return matcher
-    return compile_grammar(tokenizer, grammar_text(msgspec.structs.replace(shape, reasoning="")))
+        return made.matcher
+    return compile_grammar(tokenizer, grammar_text(msgspec.structs.replace(shape, reasoning=""), made.part))
 
 
 def follow(matcher: Any, ends: Collection[int], count: int, *, until: float, seed: int = 1) -> Followed:

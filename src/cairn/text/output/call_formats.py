@@ -96,6 +96,11 @@ class CallFormat:
         return self.kind in ("named", "tagged") and not self.open.partition("{name}")[2].strip()
 
     @property
+    def ids_last(self) -> bool:
+        """Models may write the id of a call behind its arguments, so that it is not known before."""
+        return self.kind == "object" and (self.begin.strip() == "[TOOL_CALLS]" or '"id"' in self.tail)
+
+    @property
     def tags(self) -> ValueTags:
         """The tags of its arguments."""
         return _tags_of(self)

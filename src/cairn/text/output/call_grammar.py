@@ -15,9 +15,8 @@ import msgspec
 
 from cairn.text.grammar.exact_numbers import expression
 from cairn.text.grammar.grammar import HARMONY_FINAL, MAX_TEXT, GrammarError
-from cairn.text.grammar.json_schema import prepared_text
+from cairn.text.grammar.json_schema import SchemaError, check_bounds, prepared_text
 from cairn.text.grammar.lark import literal
-from cairn.text.grammar.schema_limits import SchemaError
 from cairn.text.output.call_formats import CallFormat
 from cairn.text.output.tool_parser import is_text
 
@@ -151,6 +150,7 @@ class _Grammar:
     def json(self, schema: Any) -> str:
         """JSON of a schema. GrammarError where that cannot be written."""
         try:
+            check_bounds(schema)
             written = expression(schema, self)
         except SchemaError as error:
             raise GrammarError(str(error)) from None

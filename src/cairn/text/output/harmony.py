@@ -4,8 +4,9 @@
     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}
 
 `analysis` is reasoning, a message to `functions` is a call, and all else is content. A header whose `<|message|>` is
-missing ends at the next mark, or where something follows that is no part of one, and that is its message. A call comes
-out whole or not at all; one that cannot be read is content with its header. Texts of one kind that are several messages
+missing ends at the next mark, or where something follows that is no part of one, and that is its message. A call of a
+tool that was offered is passed on once its arguments have begun (`begun_calls`). Any other comes out whole or not at
+all, and one that cannot be read is content with its header. Texts of one kind that are several messages
 are lines of one.
 """
 
@@ -15,9 +16,11 @@ import copy
 import enum
 import re
 
+from cairn.text.output.json_scan import JsonScanner
 from cairn.text.output.pieces import PUSHED, Piece
-from cairn.text.output.tool_parser import ParsedCall, call_id, whole_json
-from cairn.types.outputs import ToolCallDelta
+from cairn.text.output.token_kinds import Run
+from cairn.text.output.tool_parser import call_id, whole_json
+from cairn.types.outputs import TokenKind, ToolCallDelta
 from cairn.types.request import OutputFormat
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -72,12 +75,21 @@ class HarmonySplitter:
         self._kept: list[str] = []
         """The header and the text of a call."""
         self._body: list[str] = []
+        self._scanner = JsonScanner()
+        """Reads the arguments of a call."""
+        self._streamed = False
+        """The call is passed on while it is written (`begun_calls`)."""
+        self._told = 0
+        """Pieces of its JSON that were."""
         self._said: set[str] = set()
         """Kinds of which there were messages."""
         self._fresh = False
         """Nothing of this message has come out."""
         self._bare = False
         """Its header lacks what sets it apart, so that blanks before it belong to neither."""
+        self._total = self._settled = self._begun = 0
+        """Characters that came; those that were shown or passed over; where the header of a call begins."""
+        self._runs: list[Run] = []
         self.shown: int | None = None
         """How many characters hold all that is shown; None: all of them."""
         self.complete_calls = 0
@@ -101,6 +113,7 @@ class HarmonySplitter:
         steps = {_HarmonyAt.HEADER: self._header, _HarmonyAt.BODY: self._text, _HarmonyAt.BETWEEN: self._between}
         for start in range(0, len(text), PUSHED):
             self._held += text[start : start + PUSHED]
+            self._total += len(text[start : start + PUSHED])
             while self._held and not self.over and steps[self._at](pieces):
                 pass
         return pieces
@@ -112,9 +125,16 @@ class HarmonySplitter:
             self._header(pieces, whole=True)
         held, self._held = self._held, ""
         if self._at is _HarmonyAt.BODY:
+            if self._name is None:
+                self._drop(self._total - len(held))
             self._take(held, pieces)
-            self._leave(pieces, whole=by_model)
+            self._leave(pieces, self._total, whole=by_model)
         return pieces
+
+    def decided(self) -> list[Run]:
+        """What was decided of the characters, one behind the other, since the last time."""
+        runs, self._runs = self._runs, []
+        return runs
 
     def _cut_header(self) -> bool:
         """Whether what is held is the beginning of a header and nothing else."""
@@ -131,6 +151,7 @@ class HarmonySplitter:
         pieces: list[Piece] = []
         if self._at is _HarmonyAt.BODY and self._name is None and self._kind == "text":
             held, self._held = self._held, ""
+            self._drop(self._total - len(held))
             self._take(held, pieces)
         return pieces
 
@@ -154,7 +175,11 @@ class HarmonySplitter:
         self._name = to[1].removeprefix(RECIPIENT) if known and to is not None else None
         self._kind = "reasoning" if known and said == "analysis" else "text"
         self._kept, self._body = [text[:behind]] if self._name is not None else [], []
+        self._scanner, self._streamed, self._told = JsonScanner(), False, 0
         self._at, self._fresh, self._bare = _HarmonyAt.BODY, True, known and behind == end
+        self._begun = self._total - len(text)
+        if not known or self._name is not None:
+            self._drop(self._begun)
         if known:
             self._held = text[behind:]
         elif begins and behind > end >= 0:  # to somebody else: shown as it is
@@ -192,19 +217,24 @@ class HarmonySplitter:
     def _text(self, pieces: list[Piece]) -> bool:
         """Pass a message on up to its end, or up to what may be one."""
         text = self._held
+        place = self._total - len(text)
+        if self._name is None:
+            self._drop(place)
         found = _END.search(text)
         if found is None:
             first = max(0, len(text) - _LONGEST + 1)
-            place = text.find("<", first)
-            while place >= 0 and not any(mark.startswith(text[place:]) for mark in _MARKS):
-                place = text.find("<", place + 1)
-            end = len(text) if place < 0 else place
+            begin = text.find("<", first)
+            while begin >= 0 and not any(mark.startswith(text[begin:]) for mark in _MARKS):
+                begin = text.find("<", begin + 1)
+            end = len(text) if begin < 0 else begin
             self._held = text[end:]
             self._take(text[:end], pieces)
             return False
         self._take(text[: found.start()], pieces)
-        self._leave(pieces, whole=True)
+        self._leave(pieces, place + found.start(), whole=True)
         going = found.group() in (START, CHANNEL)
+        if not going:
+            self._drop(place + found.end())
         self._held = text[found.start() if going else found.end() :]
         self._at = _HarmonyAt.HEADER if found.group() == CHANNEL else _HarmonyAt.BETWEEN
         return True
@@ -221,31 +251,83 @@ class HarmonySplitter:
     def _take(self, text: str, pieces: list[Piece]) -> None:
         """More of a message."""
         if self._bare:
-            text = text.lstrip()
+            blank = len(text) - len(text.lstrip())
+            if self._name is None:
+                self._drop(self._settled + blank)
+            text = text[blank:]
         if not text:
             return
         self._bare = False
         if self._name is not None:
             self._body.append(text)
+            self._scanner.feed(text)
+            if not self._streamed and self._scanner.is_object and self._name in self._offered:
+                self._streamed = True
+                pieces.append(self._first(self._name, ""))
+            self._pass_on(pieces)
             return
+        self._decide(TokenKind.CONTENT if self._kind == "text" else TokenKind.REASONING, len(text))
         if self._fresh and self._kind in self._said:
             text = "\n" + text
         self._fresh = False
         self._said.add(self._kind)
         pieces.append((self._kind, text))
 
-    def _leave(self, pieces: list[Piece], *, whole: bool) -> None:
-        """The end of a message: a call comes out, if it is one."""
+    def _drop(self, end: int) -> None:
+        """What was not decided before this place is a header or a mark, or a call."""
+        self._decide(TokenKind.REASONING_TAG if self._kind == "reasoning" else TokenKind.HIDDEN, end - self._settled)
+
+    def _decide(self, kind: TokenKind, size: int) -> None:
+        if size > 0:
+            self._settled += size
+            self._runs.append((kind, size))
+
+    def _leave(self, pieces: list[Piece], end: int, *, whole: bool) -> None:
+        """The end of a message, at this place: a call comes out, if it is one."""
         name, self._name = self._name, None
         if name is None:
             return
         body = "".join(self._body)
+        if self._streamed and not whole:
+            return
+        if self._streamed:
+            self._end_streamed(body, pieces, end)
+            return
         arguments = whole_json(body.strip() or "{}") if whole else None
         if arguments is None or not arguments.startswith("{") or not name:
             self._kind, self.unread = "text", True
             self._take("".join(self._kept) + body, pieces)
             return
-        call = ParsedCall(name, arguments)
-        index, self.complete_calls = self.complete_calls, self.complete_calls + 1
-        id = call_id(*self._source, index)
-        pieces.append(ToolCallDelta(index=index, id=id, name=call.name, arguments=call.arguments))
+        pieces.append(self._first(name, arguments))
+        self._end_call(end)
+
+    def _pass_on(self, pieces: list[Piece]) -> None:
+        """Pass on what is certain of a call that is being written."""
+        end = self._scanner.certain[0]
+        if self._streamed and end > self._told:
+            text = self._scanner.between(self._told, end)
+            if text := text if self._told else text.lstrip():
+                pieces.append(ToolCallDelta(index=self.complete_calls, arguments=text))
+            self._told = end
+
+    def _first(self, name: str, arguments: str) -> ToolCallDelta:
+        index = self.complete_calls
+        return ToolCallDelta(index=index, id=call_id(*self._source, index), name=name, arguments=arguments)
+
+    def _end_streamed(self, body: str, pieces: list[Piece], end: int) -> None:
+        """A call that was passed on ends. What follows its arguments is content; broken ones go on as written."""
+        if self._scanner.lacking == 1 and not self._scanner.failed:
+            self._scanner.close()
+            self._pass_on(pieces)
+        rest = body[self._scanner.certain[1] :]
+        if not self._scanner.done and rest:
+            pieces.append(ToolCallDelta(index=self.complete_calls, arguments=rest))
+        self.unread |= not self._scanner.done
+        self._end_call(end if not self._scanner.done else end - len(rest))
+        if self._scanner.done and rest.strip():
+            self._take(rest, pieces)
+
+    def _end_call(self, end: int) -> None:
+        self.complete_calls += 1
+        self._kind = "text"
+        self._drop(end)

@@ -18,21 +18,25 @@ import json
 import re
 from collections.abc import Callable
 
+from cairn.text.output.begun_calls import BegunCall
 from cairn.text.output.call_formats import FORMATS, form_by, markers_of
+from cairn.text.output.call_reader import CallReader
 from cairn.text.output.call_section import SectionReader
 from cairn.text.output.harmony import HarmonySplitter
 from cairn.text.output.pieces import PUSHED, Piece
 from cairn.text.output.reasoning_formats import HARMONY, own_markers, thoughts
 from cairn.text.output.thought_calls import MOST_TRIED, ThoughtCallReader
-from cairn.text.output.tool_parser import OPEN, BareReader, CallReader, ParsedCall, call_id
+from cairn.text.output.token_kinds import Run
+from cairn.text.output.tool_parser import OPEN, ParsedCall, call_id
 from cairn.text.output.unmarked_calls import (
+    BareReader,
     BracketReader,
     LineWatch,
     openings,
     unmarked_form,
     unmarked_reader,
 )
-from cairn.types.outputs import ToolCallDelta
+from cairn.types.outputs import TokenKind, ToolCallDelta
 from cairn.types.request import OutputFormat
 
 TAGS = (OPEN, "</tool_call>")
@@ -110,12 +114,21 @@ class Splitter:
         self._call: CallReader | SectionReader | BracketReader | None = None
         self._bare: BareReader | None = None
         self._thinking: ThoughtCallReader | None = None
+        self._told: int | None = None
+        """Pieces of the arguments that were passed on of a call that is being written; None before its name was."""
+        self._said = 0
+        """Characters in them."""
         self._made: set[tuple[str, str]] = set()
         """The calls that came out, where one that comes again ends the answer."""
         self._total = 0
         """Characters that came."""
         self._section = (0, 0)
         """Where what `_call` reads begins, of those, and how many calls had come out before."""
+        self._settled = 0
+        """How many of them were shown or passed over."""
+        self._runs: list[Run] = []
+        self._tag_kind = TokenKind.REASONING_TAG
+        """What the tag is a part of that was read last."""
         self._repeated = False
         self.shown: int | None = None
         """How many characters hold all that is shown, where the rest is dropped; -1 where that cannot be told."""
@@ -156,9 +169,13 @@ class Splitter:
             reader, self._call = self._call, None
             reader.finish(by_model=by_model)
             self._put_calls(pieces, reader.take())
-            if reader.failed and self._output.calls_only and not by_model:
+            if reader.begun is not None and self._put_begun(pieces, reader.begun):
+                return pieces  # it was cut
+            if not reader.closed and self._output.calls_only and not by_model:
                 self.shown = self._section[0] if self.complete_calls == self._section[1] else -1
                 return pieces
+            self._tag_kind = TokenKind.HIDDEN
+            self._drop(self._total - len(reader.again) - (len(reader.rest) if reader.failed else 0))
             if reader.failed:
                 self._put(pieces, "text", self._failed(reader))
             self._trim = reader.closed
@@ -169,6 +186,11 @@ class Splitter:
             self._put(pieces, self._kind, self._held)
         self._held = self._wrap_end = ""
         return pieces
+
+    def decided(self) -> list[Run]:
+        """What was decided of the characters, one behind the other, since the last time."""
+        runs, self._runs = self._runs, []
+        return runs
 
     def copy(self) -> Splitter:
         """Another one in the same state."""
@@ -214,7 +236,7 @@ class Splitter:
             if self._call is not None:
                 at, text = self._feed_call(self._call, text, at, pieces)
             elif self._bare is not None:
-                at, text = self._feed_bare(self._bare, text, at)
+                at, text = self._feed_bare(self._bare, text, at, pieces)
             elif self._thinking is not None:
                 at, text = self._feed_thinking(self._thinking, text, at, pieces)
             else:
@@ -229,6 +251,7 @@ class Splitter:
         if self._trim:
             while at < len(text) and text[at] == "\n":
                 at += 1
+            self._drop(self._total - len(text) + at)
             if at == len(text):
                 return at
             self._trim = False
@@ -268,21 +291,23 @@ class Splitter:
         """Go on behind a tag, which stands at text[at]."""
         if self._kind == "reasoning" and tag.endswith(self._thought.close):
             self._kind, self._trim = "text", True
+            self._drop(self._total - len(text) + at + len(tag))
             self._look_for_tags()
         elif self._kind == "reasoning":
             marks = self._begins
-            self._thinking = ThoughtCallReader(tag, self._output, marks, self._thought.close, self._reader)
+            reader = functools.partial(self._reader, begins=False)
+            self._thinking = ThoughtCallReader(tag, self._output, marks, self._thought.close, reader)
         elif self._wrapped and tag.endswith(self._thought.answer[1]):
             self._wrap_end = tag
         else:
             self._section = (self._total - (len(text) - at), self.complete_calls)
             self._call = self._reader(tag)
 
-    def _reader(self, opening: str) -> CallReader | SectionReader:
-        """Return what reads behind a tag."""
+    def _reader(self, opening: str, *, begins: bool = True) -> CallReader | SectionReader:
+        """Return what reads behind a tag. `begins`: a call is one as soon as its arguments have begun."""
         if self._form is not None and opening.endswith(self._form.begins):
-            return SectionReader(opening, self._output, self._form)
-        return CallReader(opening, self._output)
+            return SectionReader(opening, self._output, self._form, begins=begins)
+        return CallReader(opening, self._output, begins=begins)
 
     def _open_unmarked(self, text: str, at: int) -> None:
         assert self._loose_form is not None
@@ -307,6 +332,8 @@ class Splitter:
             self._kind = "reasoning" if thinks else "text"
             self._wrapped |= not thinks
             self._trim = True
+            self._tag_kind = TokenKind.REASONING_TAG if thinks else TokenKind.HIDDEN
+            self._drop(self._total - len(text) + first + len(found))
             self._look_for_tags()
             return first + len(found)
         self._lead = False
@@ -344,9 +371,13 @@ class Splitter:
         at = reader.feed(text, at)
         self._put_calls(pieces, reader.take())
         if not (reader.closed or reader.failed):
+            if reader.begun is not None:
+                self._put_begun(pieces, reader.begun)
             return at, text
         self._call = None
         self._trim = reader.closed
+        self._tag_kind = TokenKind.HIDDEN
+        self._drop(self._total - len(text) + at - len(reader.again) - (len(reader.rest) if reader.failed else 0))
         if reader.failed:
             self._put(pieces, "text", self._failed(reader))
         elif self._lines is not None:
@@ -363,8 +394,11 @@ class Splitter:
             self.unread = True
         return reader.rest
 
-    def _feed_bare(self, reader: BareReader, text: str, at: int) -> tuple[int, str]:
+    def _feed_bare(self, reader: BareReader, text: str, at: int, pieces: list[Piece]) -> tuple[int, str]:
         at = reader.feed(text, at)
+        if reader.begun is not None:
+            self._put_begun(pieces, reader.begun)
+            return len(text), text
         if not reader.failed:
             return at, text
         self._bare = None
@@ -376,6 +410,10 @@ class Splitter:
             return
         if (call := bare.finish(by_model=by_model)) is not None:
             self._put_calls(pieces, [call])
+        elif bare.begun is not None:
+            self._put_begun(pieces, bare.begun)
+            self.unread |= by_model
+            self.complete_calls += by_model
         elif self._output.calls_only and not by_model:
             self.shown = self._total - len(bare.kept)
         else:
@@ -409,6 +447,16 @@ class Splitter:
     def _put(self, pieces: list[Piece], kind: str, text: str) -> None:
         if text:
             pieces.append((kind, text))
+            self._decide(TokenKind.CONTENT if kind == "text" else TokenKind.REASONING, len(text))
+
+    def _drop(self, end: int) -> None:
+        """What was not decided before this place in the answer is passed over: it is a tag, or a call."""
+        self._decide(self._tag_kind, end - self._settled)
+
+    def _decide(self, kind: TokenKind, size: int) -> None:
+        if size > 0:
+            self._settled += size
+            self._runs.append((kind, size))
 
     def _put_calls(self, pieces: list[Piece], calls: list[ParsedCall]) -> None:
         for call in calls[: 1 - self.complete_calls] if self._one_call else calls:
@@ -416,13 +464,34 @@ class Splitter:
                 self._repeated, self._call = True, None
                 self.shown = self._section[0] if self.complete_calls == self._section[1] else -1
                 return
-            index = self.complete_calls
-            self.complete_calls += 1
-            id = call_id(*self._source, index, call.id)
-            pieces.append(ToolCallDelta(index=index, id=id, name=call.name, arguments=call.arguments))
+            index, told = self.complete_calls, self._told
+            self.complete_calls, self._told = index + 1, None
+            self.unread |= call.broken
+            if told is None:
+                id = call_id(*self._source, index, call.id)
+                pieces.append(ToolCallDelta(index=index, id=id, name=call.name, arguments=call.arguments))
+            elif rest := call.arguments[self._said :]:
+                pieces.append(ToolCallDelta(index=index, arguments=rest))
+
+    def _put_begun(self, pieces: list[Piece], call: BegunCall) -> bool:
+        """Pass on what is certain of a call that is being written. False where it has to come whole, because it may
+        turn out to be one that came before."""
+        index = self.complete_calls
+        if index and (self._one_call or self._output.calls_only):
+            return False
+        if self._told is None:
+            pieces.append(ToolCallDelta(index=index, id=call_id(*self._source, index, call.id), name=call.name))
+            self._told = self._said = 0
+        arguments, self._told = call.since(self._told)
+        self._said += len(arguments)
+        if arguments:
+            pieces.append(ToolCallDelta(index=index, arguments=arguments))
+        return True
 
     def _again(self, call: ParsedCall) -> bool:
         """Tell whether the same call came out before, and note it."""
+        if call.broken:
+            return False
         made = call.name, json.dumps(json.loads(call.arguments), sort_keys=True)
         known = made in self._made
         self._made.add(made)

@@ -11,10 +11,77 @@ import re
 from collections.abc import Collection, Container
 from typing import NamedTuple
 
+MAX_NAME = 256
+"""Characters in which what ends a name is looked for."""
 _BLANK = re.compile(r"\s*+")
+_SOME_BLANK = re.compile(r"\s{0,64}")
 _GLUED = frozenset("\n}]")
 """What a tag stands behind that follows a value, beside letters and digits; a tag that a text mentions has a blank or a
 quote before it."""
+
+
+class Wait(Exception):
+    """The text so far does not tell."""
+
+
+class GrowingText:
+    """A text that comes in pieces, of which one element after another is read. Wait where more of it must come."""
+
+    def __init__(self, text: str) -> None:
+        """Begin behind a text that was read."""
+        self._text = text
+        self._next = len(text)
+        """Where reading goes on."""
+
+    def _need(self, count: int) -> None:
+        if len(self._text) < self._next + count:
+            raise Wait
+
+    def _blank(self) -> None:
+        found = _SOME_BLANK.match(self._text, self._next)
+        self._next = found.end() if found else self._next
+
+    def _begins(self, wanted: str) -> int | None:
+        """Return the place behind a text that comes next, any white space before its words; None where it does not."""
+        at = self._next
+        for word in wanted.split():
+            found = _SOME_BLANK.match(self._text, at)
+            at = found.end() if found else at
+            there = self._text[at : at + len(word)]
+            if there != word:
+                if word.startswith(there) and at + len(there) == len(self._text):
+                    raise Wait
+                return None
+            at += len(word)
+        return at
+
+    def _take(self, wanted: str) -> bool:
+        """Go behind a text that comes next, and tell whether it does."""
+        if (at := self._begins(wanted)) is None:
+            return False
+        self._next = at
+        return True
+
+    def _word(self, pattern: re.Pattern[str]) -> bool:
+        """Go behind a number or the like, and tell whether there is one."""
+        found = pattern.match(self._text, self._next)
+        assert found is not None
+        if found.end() == len(self._text):
+            raise Wait
+        self._next = found.end()
+        return bool(found.group())
+
+    def _until(self, *stops: str) -> str | None:
+        """Return what stands before the first of some texts, which is near; None where none is."""
+        area = self._text[self._next : self._next + MAX_NAME]
+        places = [at for stop in stops if (at := area.find(stop)) >= 0]
+        if not places:
+            if len(area) == MAX_NAME:
+                return None
+            raise Wait
+        end = min(places)
+        self._next += end
+        return area[:end]
 
 
 class ValueTags:
@@ -66,6 +133,16 @@ class ValueScanner:
         """Up to where blanks were passed over behind the tag that is being decided."""
         self._closer: int | None = None
         """The first closer, which ends the value where no closing tag comes."""
+
+    @property
+    def start(self) -> int:
+        """Where the value begins."""
+        return self._start
+
+    def certain(self, text: str) -> int:
+        """Return up to where a text is the value, whatever follows; the line break that may end it is left out."""
+        end = self._from if self._closer is None else min(self._from, self._closer)
+        return end - (end > self._start and text[end - 1] == "\n")
 
     def find(self, text: str, *, whole: bool) -> ValueEnd | None:
         """Return the end of the value; None where the text so far does not tell. `whole`: no more of the text comes."""

@@ -2,21 +2,27 @@
 
 A text may look like one, so it is a call only if its tool was offered, it begins a line, stands outside code fences,
 is whole and fits the tool's schema. Nothing but blanks may follow it on its line where brackets alone set it apart.
+
+An answer that is nothing but one JSON object, perhaps in a Markdown fence, and calls a tool that was offered is a call
+too.
 """
 
 from __future__ import annotations
 
 import enum
+import json
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from cairn.text.output.argument_fit import fits
+from cairn.text.output.begun_calls import BegunCall, BegunObject
 from cairn.text.output.brace_calls import brace_call
 from cairn.text.output.call_formats import BY_NAME, CallFormat, form_by
 from cairn.text.output.call_section import SectionReader
+from cairn.text.output.json_scan import JsonScanner
 from cairn.text.output.python_calls import python_calls
-from cairn.text.output.tool_parser import ParsedCall
+from cairn.text.output.tool_parser import ParsedCall, call_of
 from cairn.types.request import OutputFormat
 
 MOST_TRIED = 16
@@ -32,6 +38,12 @@ _BLANK = re.compile(r"\s*+")
 _LINE_BLANK = re.compile(r"[ \t]*+")
 _INDENT = re.compile(r" {0,3}")
 _FENCE = re.compile(r"(`{3,}|~{3,})")
+_JSON_FENCE = re.compile(r"(?:```[a-z_]{0,16}\s{0,16})?")
+_FENCE_SO_FAR = re.compile(r"`{1,2}|```[a-z_]{0,16}\s{0,16}")
+_AFTER_FENCED = re.compile(r"\s{0,16}(?:`{1,2}|```\s{0,16})?")
+_OF_A_CALL = frozenset({"", "name", "arguments", "parameters", "id", "type", "function"})
+"""Members of an answer that is nothing but a call, and the key that is not read yet."""
+_AFTER_BARE = re.compile(r"\s{0,16}")
 _KEY = re.compile(r"([^\s:=,(){}\[\]<>\"']{0,128})\s{0,64}")
 _OPENED = re.compile(r"[({]")
 
@@ -154,6 +166,8 @@ class BracketReader:
     looked at once, and the call is read where its last bracket comes."""
 
     marked = False
+    begun: BegunCall | None = None
+    """It comes whole."""
 
     def __init__(self, form: CallFormat, output: OutputFormat) -> None:
         self._form = form
@@ -305,3 +319,93 @@ class BracketReader:
         found = blanks.match(self._text, max(at, self._blank_end))
         self._blank_end = found.end() if found else at
         return self._blank_end
+
+
+class BareReader:
+    """Reads a whole answer that may be nothing but the JSON object of a call, perhaps in a fence."""
+
+    def __init__(self, opening: str, output: OutputFormat) -> None:
+        """`opening` is the white space before it."""
+        self._names = {tool.name for tool in output.offered}
+        self._kept = [opening]
+        self._head = ""
+        self._tail: str | None = None
+        self._scanner: JsonScanner | None = None
+        self._looked_at = 0
+        """Members of the object that were looked at."""
+        self._strange = self._has_arguments = self._misnamed = False
+        """Of those: one is no call's; the arguments are among them; the name is no tool's."""
+        self._streamed = frozenset(self._names) if output.calls_only else frozenset[str]()
+        self._object: BegunObject | None = None
+        self.failed = False
+        """What was read is no call."""
+
+    @property
+    def begun(self) -> BegunCall | None:
+        """The call that is being written, where a grammar sees to it that the answer is one."""
+        return None if self._object is None else self._object.call
+
+    @property
+    def kept(self) -> str:
+        """All that was read."""
+        return "".join(self._kept)
+
+    def feed(self, text: str, start: int) -> int:
+        """Read on from text[start]. Returns where it stopped: len(text) unless `failed`."""
+        at = start
+        while at < len(text) and not self.failed:
+            end = self._step(text, at)
+            self._kept.append(text[at:end])
+            at = end
+        return at
+
+    def finish(self, *, by_model: bool) -> ParsedCall | None:
+        """The text ends here: the call, if it is one."""
+        scanner = self._scanner
+        if scanner is None or not by_model or self.failed:
+            return None
+        if scanner.lacking == 1 and any(key in ("arguments", "parameters") for key, _ in scanner.members):
+            scanner.close()
+        call = call_of(scanner.members) if scanner.done else None
+        return call if call is not None and call.name in self._names else None
+
+    def _step(self, text: str, at: int) -> int:
+        if self._scanner is None:
+            return self._fence(text, at)
+        if self._tail is None:
+            end = self._scanner.feed(text, at)
+            if self._object is not None:
+                self._object.look()
+            self.failed = self._scanner.failed or self._unlike(self._scanner)
+            if self._scanner.done:
+                self._tail = ""
+            return end
+        self._tail += text[at:]
+        self.failed = (_AFTER_FENCED if self._head else _AFTER_BARE).fullmatch(self._tail) is None
+        return at if self.failed else len(text)
+
+    def _fence(self, text: str, at: int) -> int:
+        brace = text.find("{", at)
+        end = len(text) if brace < 0 else brace
+        self._head += text[at:end]
+        self.failed = (_FENCE_SO_FAR if brace < 0 else _JSON_FENCE).fullmatch(self._head) is None
+        if brace >= 0 and not self.failed:
+            self._scanner = JsonScanner()
+            self._object = BegunObject(self._scanner, self._streamed)
+        return at if self.failed else end
+
+    def _unlike(self, scanner: JsonScanner) -> bool:
+        """Return whether what was read begins no call of a tool that was offered: then nothing more is held back.
+
+        Each member is looked at once, so that an object of many takes time that grows with its length alone.
+        """
+        for key, value in scanner.members[self._looked_at :]:
+            self._begin(key)
+            self._misnamed |= key == "name" and value.startswith('"') and json.loads(value) not in self._names
+        self._looked_at = len(scanner.members)
+        self._begin(scanner.key)
+        return self._misnamed or (self._strange and not self._has_arguments)
+
+    def _begin(self, key: str) -> None:
+        self._strange |= key not in _OF_A_CALL
+        self._has_arguments |= key == "arguments"
