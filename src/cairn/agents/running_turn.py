@@ -78,7 +78,7 @@ class RunningTurn:
         self.discarded = False
         """The agent is being deleted: nothing more is written."""
         self.warnings: Sequence[str] = ()
-        """What was wanted of the answer and it is not held to (`Grammar.warnings`)."""
+        """What was wanted of the answer and it is not held to (`Prompt.warnings`)."""
         self._keeper, self._service, self._stream, self._first = keeper, service, stream, first
         self._content = turn.held
         self._said = MessageBuilder()

@@ -108,7 +108,7 @@ class Turns:
             agent.record = msgspec.structs.replace(agent.record, model=service.name)
             self.write_later(self._agents.pending.note(agent))
         running = self._run(service, agent, turn, request, stream, [])
-        running.warnings = prompt.grammar.warnings if prompt.grammar is not None else ()
+        running.warnings = prompt.warnings
         return running
 
     async def aside(
