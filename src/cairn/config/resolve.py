@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from cairn.config.config import KEY, LIMITS, PREFIX, Config, ModelOptions, Secret, TenantKeys, TenantLimits, is_key
-from cairn.config.option import Option, closest, options
+from cairn.config.option import OTHER_NAMES, Option, closest, local_options, options, right_name
 from cairn.config.paths import expanded, home
 from cairn.types.errors import ConfigError
 
@@ -102,7 +102,8 @@ def _from_flags(flags: Mapping[str, object], keywords: bool) -> dict[str, _Given
     found = {}
     for name, value in flags.items():
         if name not in known:
-            raise ConfigError(f"unknown option {name!r}{closest(name, known)}", field=name)
+            near = right_name(name, local_options() if keywords else known)
+            raise ConfigError(f"unknown option {name!r}{near}", field=name)
         if value is not None and not (known[name].many and not value):
             flag = "MODEL" if name in ("model", "models") else known[name].flag  # arguments, not flags
             found[name] = _Given(value, name if keywords else flag, True)
@@ -119,7 +120,9 @@ def _from_env(env: Mapping[str, str]) -> dict[str, _Given]:
         if _LINKED.fullmatch(f"{variable}={text}"):
             continue
         if variable not in known:
-            raise ConfigError(f"unknown environment variable {variable}{closest(variable, known)}", field=variable)
+            right = OTHER_NAMES.get(variable.removeprefix(PREFIX).lower())
+            near = f": it is called {PREFIX}{right.upper()} here" if right else closest(variable, known)
+            raise ConfigError(f"unknown environment variable {variable}{near}", field=variable)
         option = known[variable]
         parts = [part.strip() for part in text.split(",") if part.strip()]
         if option.many and not parts:  # a list of keys that names none would open the server
@@ -132,7 +135,7 @@ def _from_file(path: Path | None, table: Mapping[str, Any]) -> dict[str, _Given]
     known = {option.name for option in options()}
     for key in table:
         if key not in known:
-            raise ConfigError(f"unknown key {key!r} in {path}{closest(key, known)}", field=key)
+            raise ConfigError(f"unknown key {key!r} in {path}{right_name(key, known)}", field=key)
     return {key: _Given(value, f"{key} in {path}", False) for key, value in table.items()}
 
 
