@@ -37,6 +37,8 @@ class Resolved(msgspec.Struct, frozen=True):
     """Reads them once more: files may say something else now."""
     sources: dict[str, str]
     """Where a value comes from, by field name; a field that is missing here has its default."""
+    file: Path | None = None
+    """The file of options that was read."""
 
     def source(self, name: str) -> str:
         """Where the value of a field came from, in words."""
@@ -85,6 +87,7 @@ def _resolve(
         Config(**values),
         lambda: _resolve(flags, env, file, keywords, path if table else None),
         {name: given.source for name, given in raw.items()},
+        path,
     )
 
 
@@ -163,6 +166,14 @@ def _places(env: Mapping[str, str]) -> list[Path]:
         with contextlib.suppress(ConfigError):
             folder = str(home() / ".config")
     return [Path("cairn.toml")] + ([Path(folder) / "cairn" / "cairn.toml"] if folder else [])
+
+
+def usual_file(env: Mapping[str, str]) -> Path:
+    """Return where the user's own file of options is looked for. Raises ConfigError where there is no home folder."""
+    places = _places(env)
+    if len(places) < 2:
+        raise ConfigError("this user has no home folder; set HOME, or name the file with --config")
+    return places[-1]
 
 
 def _there(place: Path) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from cairn.types.errors import Unavailable
@@ -21,6 +21,29 @@ STEP = 1024
 """Pages that are given back in one go: others may use the file between two."""
 
 
+WAIT_SECONDS = 60.0
+"""How long a change waits for a copy that is being made, and a copy for changes."""
+
+
+def copy_database(source: Path, target: Path) -> None:
+    """Copy a file that another process may be writing, as it is at one moment; changes wait meanwhile.
+
+    Raises Unavailable.
+    """
+    try:
+        address = f"{source.absolute().as_uri()}?mode=ro"
+        with (
+            closing(sqlite3.connect(address, uri=True, isolation_level=None, timeout=WAIT_SECONDS)) as there,
+            closing(sqlite3.connect(target)) as copy,
+        ):
+            there.execute("BEGIN")
+            there.execute("SELECT count(*) FROM sqlite_master").fetchone()  # from here on nothing changes
+            there.backup(copy)
+            there.execute("COMMIT")
+    except sqlite3.Error as error:
+        raise Unavailable(f"{source} cannot be copied to {target}: {error}") from error
+
+
 class Database:
     """One file. Every use may raise Unavailable where the disk refuses it."""
 
@@ -31,7 +54,7 @@ class Database:
         self._now, self._failure, self._failed_at = now, "", 0.0
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=WAIT_SECONDS)
             path.chmod(0o600)
             self._db.executescript(
                 "PRAGMA auto_vacuum=INCREMENTAL; PRAGMA journal_mode=TRUNCATE; PRAGMA synchronous=FULL; "
