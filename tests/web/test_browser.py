@@ -709,7 +709,7 @@ def test_a_full_context_is_told_and_gone_on_from(browser: Any, narrow_room: Home
     visit.answered()
     made = httpx.get(f"{narrow_room.url}/v1/agents/{agent_of(visit)}", trust_env=False).json()
     begins = [message["role"] for message in made["messages"]]
-    assert begins == {"New chat": [], "Leave out the oldest turns": ["user", "assistant"]}.get(way, begins)
+    assert begins[-2:] == ([] if way == "New chat" else ["user", "assistant"])
     if way.startswith("Summarise"):
         assert begins[0] == "system" and "in short: # Stones" in made["messages"][0]["content"]
     still = httpx.get(f"{narrow_room.url}/v1/agents/{full}", trust_env=False).json()

@@ -255,7 +255,7 @@ class Chat {
     this.room();
     const before =
       this.first > 0 ? button("Show earlier turns", () => this.load(this.first + 1), { class: "quiet" }) : null;
-    const opening = (this.told.messages ?? []).map((one) => asked(one));
+    const opening = (this.told.messages ?? []).map(opened);
     const path = this.path();
     put(
       this.log,
@@ -370,7 +370,7 @@ class Chat {
     this.name.textContent = titleOf(agent);
     put(
       this.log,
-      this.told.messages.map((one) => asked(one)),
+      this.told.messages.map(opened),
     );
     history.replaceState(null, "", `#/chat/${encodeURIComponent(agent.id)}`);
     this.list();
@@ -635,6 +635,14 @@ class Chat {
       this.full(text);
     }
   }
+}
+
+/** A message that a chat began with. */
+function opened(message) {
+  if (message.role !== "assistant") return asked(message);
+  const answer = new Answer();
+  answer.set(message);
+  return answer.node;
 }
 
 /** What was written for the chat that is shown next. */

@@ -67,28 +67,45 @@ function messagesOf(turns) {
 /** The end of a text that has at most so many tokens. */
 async function newest(text, most, model) {
   for (let tries = 0; tries < 8 && text; tries++) {
-    const { count: tokens } = await post("/tokenize", { ...(model ? { model } : {}), content: text });
+    const tokens = await tokensOf({ content: text }, model);
     if (tokens <= most) return text;
     text = text.slice(-Math.floor((0.9 * text.length * most) / tokens));
   }
   return text;
 }
 
-/** What a new chat begins with: what all were told, and the newer half of the turns, behind a summary if wanted. */
+/** Messages in groups, each from a user's message to the next. */
+function exchanges(messages) {
+  const found = [];
+  for (const one of messages) {
+    if (one.role === "user" || !found.length) found.push([]);
+    found.at(-1).push(one);
+  }
+  return found;
+}
+
+/** What a new chat begins with: what all were told, and the newest that takes half of the room, behind a summary if wanted. */
 export async function carriedOver(first, turns, way, model) {
-  const half = Math.floor(turns.length / 2);
-  const [old, kept] = [turns.slice(0, turns.length - half), turns.slice(turns.length - half)];
-  if (way !== "summarise") return [...first, ...messagesOf(kept)];
+  const system = first.filter((one) => one.role === "system" || one.role === "developer");
+  const all = exchanges([...first.filter((one) => !system.includes(one)), ...messagesOf(turns)]);
   const room = contextOf(model) || 4096;
-  const most = Math.min(SUMMARY, Math.floor(room / 4));
-  const said = await newest(messagesOf(old).map((one) => `${one.role}: ${textOf(one)}`).join("\n"), room - 2 * most, model);
+  const old = all.splice(0, Math.ceil(all.length / 2));
+  while (all.length && (await tokensOf({ messages: [...system, ...all.flat()] }, model)) > room / 2) old.push(all.shift());
+  const kept = all.flat();
+  if (way !== "summarise") return [...system, ...kept];
+  const most = Math.min(SUMMARY, Math.floor(room / 6));
+  const text = old.flat().map((one) => `${one.role}: ${textOf(one)}`);
+  const said = await newest(text.join("\n"), Math.floor(room / 2), model);
   const answer = await post("/v1/chat/completions", {
     ...(model ? { model } : {}),
     messages: [{ role: "user", content: `Summarise this conversation in a few sentences:\n\n${said}` }],
     max_tokens: most,
   });
   const summary = textOf(answer.choices[0].message).trim();
-  const [system, ...rest] = first[0]?.role === "system" ? first : [null, ...first];
-  const told = `${system ? `${textOf(system)}\n\n` : ""}What was said before, in short: ${summary}`;
-  return [{ role: "system", content: told }, ...rest, ...messagesOf(kept)];
+  const told = [...system.map(textOf), `What was said before, in short: ${summary}`].join("\n\n");
+  return [{ role: "system", content: told }, ...kept];
+}
+
+async function tokensOf(body, model) {
+  return (await post("/tokenize", { ...(model ? { model } : {}), ...body })).count;
 }
