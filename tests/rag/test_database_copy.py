@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cairn.rag.database import Database, copy_database
+from cairn.rag.copy_database import copy_database
+from cairn.rag.document_store import Database
 from cairn.types.errors import Unavailable
 
 FORM = "CREATE TABLE pairs (key INTEGER PRIMARY KEY, one INTEGER, other INTEGER, text BLOB);"

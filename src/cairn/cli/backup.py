@@ -110,7 +110,7 @@ def make_backup(resolved: Resolved, folder: Path) -> Manifest:
 
 def _copy(files: FileSystem, resolved: Resolved, agents: Path, collections: Path, folder: Path) -> list[Path]:
     from cairn.agents.log.live_copy import copy_log, damage
-    from cairn.rag.database import copy_database
+    from cairn.rag.copy_database import copy_database
 
     made = []
     if resolved.file is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Unpack, overload
@@ -55,6 +56,9 @@ _NOT_STARTED = (
     "end `await llm.close()`"
 )
 _ELSEWHERE = "the model was loaded in another event loop, and is answered and closed in that one alone"
+
+
+log = logging.getLogger("cairn.llm")
 
 
 class _Chat(NamedTuple):
@@ -274,6 +278,7 @@ class AsyncLLM:
         prompt = await service.chat.prompt(
             conversation, call.shown, template_args=call.template_args, wanted=call.wanted
         )
+        _log_warnings(prompt.warnings)
         answered = any(message.get("role") == "assistant" for message in conversation)
         request = self._request(
             prompt.tokens, call.asked, output=prompt.output, grammar=prompt.grammar, durable=answered
@@ -353,8 +358,9 @@ class AsyncLLM:
     async def _continue(self, prompt: Prompt, call: _Continuation) -> AsyncStream:
         output = OutputFormat(continues=True)
         tokens = await self._tokens(prompt, call.suffix, call.parse_special)
-        grammar = await self.service.chat.grammar(call.wanted.structure, output)
-        request = self._request(tokens, call.asked, output=output, grammar=grammar)
+        held = await self.service.chat.grammar(call.wanted.structure, output)
+        _log_warnings(held.warnings)
+        request = self._request(tokens, call.asked, output=output, grammar=held.grammar)
         return AsyncStream(self.service, request, lambda _: None, form=call.reader)
 
     async def _together(
@@ -498,6 +504,12 @@ def _only(config: Config, model: str | None, given: Mapping[str, object]) -> Con
     if model is not None or given:
         raise ConfigError("give either a config or options, not both")
     return config
+
+
+def _log_warnings(warnings: Sequence[str]) -> None:
+    """Log what was wanted of an answer and it is not held to."""
+    for one in warnings:
+        log.warning("%s", one)
 
 
 def _sampling(given: Mapping[str, Any]) -> SamplingOptions:
