@@ -327,13 +327,13 @@ async def test_an_async_function_is_awaited():
 
 
 def test_a_batch_shows_how_far_it_is(llm, capfd):
-    assert len(llm.generate(["a", "b", "c"], progress=True, **GREEDY)) == 3
+    assert len(llm.generate(["a", "b", "c"], progress_bar=True, **GREEDY)) == 3
     said = capfd.readouterr().err
     assert "3/3" in said and re.search(r"[1-9][\d,]* tokens/s", said)
-    assert len(llm.chat(["a", "b"], progress=True, **GREEDY)) == 2
+    assert len(llm.chat(["a", "b"], progress_bar=True, **GREEDY)) == 2
     assert "2/2" in capfd.readouterr().err
     llm.generate(["a", "b"], **GREEDY)  # nobody looks: stderr is no terminal
-    llm.generate(["a", "b"], progress=False, **GREEDY)
+    llm.generate(["a", "b"], progress_bar=False, **GREEDY)
     assert capfd.readouterr().err == ""
 
 

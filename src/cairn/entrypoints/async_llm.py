@@ -201,7 +201,7 @@ class AsyncLLM:
         response_format: Any = None,
         tool_choice: Any = None,
         template_args: Mapping[str, Any] | None = None,
-        progress: bool | None = False,
+        progress_bar: bool | None = False,
         **sampling: Unpack[SamplingKeywords],
     ) -> Answer: ...
     @overload
@@ -214,7 +214,7 @@ class AsyncLLM:
         response_format: Any = None,
         tool_choice: Any = None,
         template_args: Mapping[str, Any] | None = None,
-        progress: bool | None = False,
+        progress_bar: bool | None = False,
         **sampling: Unpack[SamplingKeywords],
     ) -> list[Answer]: ...
     @overload
@@ -239,7 +239,7 @@ class AsyncLLM:
         response_format: Any = None,
         tool_choice: Any = None,
         template_args: Mapping[str, Any] | None = None,
-        progress: bool | None = False,
+        progress_bar: bool | None = False,
         **sampling: Unpack[SamplingKeywords],
     ) -> Answer | list[Answer] | AsyncStream:
         """Answer a conversation, or each of several, which run together.
@@ -249,7 +249,7 @@ class AsyncLLM:
         `stream`: return an `AsyncStream` of pieces in place of the answer; of one conversation only.
         `response_format`: a class (pydantic, dataclass, list[...]), which `answer.parsed` returns, or OpenAI's object.
         `tool_choice`: "auto", "none", "required", or the tool, as in OpenAI's API.
-        `template_args`: variables of the chat template. `progress`: show a bar; None: where stderr is a terminal.
+        `template_args`: variables of the chat template. `progress_bar`: show a bar; None: where stderr is a terminal.
 
         Raises InvalidRequest, ContextTooLong, Overloaded, DeadlineExceeded. The first error of several conversations
         ends all of them.
@@ -271,7 +271,7 @@ class AsyncLLM:
             return await self._chat(given[0], call)
         if not several:
             return await (await self._chat(given[0], call)).wait()
-        return await self._together([partial(self._chat, one, call) for one in given], progress)
+        return await self._together([partial(self._chat, one, call) for one in given], progress_bar)
 
     async def _chat(self, conversation: list[dict[str, Any]], call: _Chat) -> AsyncStream:
         service = self.service
@@ -298,7 +298,7 @@ class AsyncLLM:
         suffix: str = "",
         parse_special: bool = True,
         response_format: Any = None,
-        progress: bool | None = False,
+        progress_bar: bool | None = False,
         **sampling: Unpack[SamplingKeywords],
     ) -> Answer: ...
     @overload
@@ -310,7 +310,7 @@ class AsyncLLM:
         suffix: str = "",
         parse_special: bool = True,
         response_format: Any = None,
-        progress: bool | None = False,
+        progress_bar: bool | None = False,
         **sampling: Unpack[SamplingKeywords],
     ) -> list[Answer]: ...
     @overload
@@ -333,7 +333,7 @@ class AsyncLLM:
         suffix: str = "",
         parse_special: bool = True,
         response_format: Any = None,
-        progress: bool | None = False,
+        progress_bar: bool | None = False,
         **sampling: Unpack[SamplingKeywords],
     ) -> Answer | list[Answer] | AsyncStream:
         """Continue a text, or each of several texts or lists of token ids, in order.
@@ -341,7 +341,7 @@ class AsyncLLM:
         No chat template is applied: control tokens that a text holds are control tokens, unless `parse_special` is
         False. With a `suffix` the model fills in the middle, if it can. Many prompts run together, at most
         `max_running` at a time. The first error ends all of them and is raised. `stream`, `response_format` and
-        `progress` are as in `chat`.
+        `progress_bar` are as in `chat`.
         """
         self.service.check_generates()
         asked, (form, reader) = _sampling(sampling), form_of(response_format)
@@ -353,7 +353,7 @@ class AsyncLLM:
             raise InvalidRequest("prompts is a text, or a list of texts or of lists of token ids", field="prompts")
         if stream:
             raise InvalidRequest("stream=True takes one prompt, not a list", field="stream")
-        return await self._together([partial(self._continue, prompt, call) for prompt in prompts], progress)
+        return await self._together([partial(self._continue, prompt, call) for prompt in prompts], progress_bar)
 
     async def _continue(self, prompt: Prompt, call: _Continuation) -> AsyncStream:
         output = OutputFormat(continues=True)
@@ -364,7 +364,7 @@ class AsyncLLM:
         return AsyncStream(self.service, request, lambda _: None, form=call.reader)
 
     async def _together(
-        self, starts: Sequence[Callable[[], Awaitable[AsyncStream]]], progress: bool | None
+        self, starts: Sequence[Callable[[], Awaitable[AsyncStream]]], progress_bar: bool | None
     ) -> list[Answer]:
         """Answers to many prompts at once, in order; the first error ends all of them."""
         places = asyncio.Semaphore(min(self.config.max_running, self.config.max_queue))
@@ -375,7 +375,7 @@ class AsyncLLM:
             bar.answered()
             return answer
 
-        with BatchProgress(len(starts), progress) as bar:
+        with BatchProgress(len(starts), progress_bar) as bar:
             tasks = [asyncio.create_task(one(start)) for start in starts]
             try:
                 return await asyncio.gather(*tasks)

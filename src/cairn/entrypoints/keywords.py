@@ -97,6 +97,7 @@ class SamplingKeywords(TypedDict, total=False):
     timeout: Annotated[float | None, "Seconds after which DeadlineExceeded is raised."]
     first_token_timeout: Annotated[float | None, "Seconds after which it is raised where no token has come."]
     reasoning_budget: Annotated[int | None, "Most tokens of reasoning."]
+    progress: Annotated[bool, "Pieces of a stream tell how far the prompt is read."]
     parallel_tool_calls: Annotated[bool, "False: the answer ends with its first tool call."]
 
 
@@ -114,6 +115,7 @@ _CALLS = {
     "functions": "tools",
     "function_call": "tool_choice",
     "chat_template_kwargs": "template_args",
+    "use_tqdm": "progress_bar",
 }
 """What other libraries call a keyword of a call -> its name here."""
 _UNPACKED = {
@@ -121,7 +123,16 @@ _UNPACKED = {
     "options": "give its fields as keywords: temperature=0, max_tokens=100",
     "do_sample": "temperature=0 always takes the likeliest token",
 }
-_OF_CALLS = ("messages", "prompts", "tools", "stream", "progress", "response_format", "tool_choice", "template_args")
+_OF_CALLS = (
+    "messages",
+    "prompts",
+    "tools",
+    "stream",
+    "progress_bar",
+    "response_format",
+    "tool_choice",
+    "template_args",
+)
 
 
 def unknown_keyword(name: str) -> str:

@@ -133,7 +133,7 @@ class LLM:
         response_format: Any = None,
         tool_choice: Any = None,
         template_args: Mapping[str, Any] | None = None,
-        progress: bool | None = None,
+        progress_bar: bool | None = None,
         **sampling: Unpack[SamplingKeywords],
     ) -> Answer: ...
     @overload
@@ -146,7 +146,7 @@ class LLM:
         response_format: Any = None,
         tool_choice: Any = None,
         template_args: Mapping[str, Any] | None = None,
-        progress: bool | None = None,
+        progress_bar: bool | None = None,
         **sampling: Unpack[SamplingKeywords],
     ) -> list[Answer]: ...
     @overload
@@ -171,7 +171,7 @@ class LLM:
         response_format: Any = None,
         tool_choice: Any = None,
         template_args: Mapping[str, Any] | None = None,
-        progress: bool | None = None,
+        progress_bar: bool | None = None,
         **sampling: Unpack[SamplingKeywords],
     ) -> Answer | list[Answer] | Stream:
         """Answer a conversation, or each of several, which run together.
@@ -182,7 +182,7 @@ class LLM:
         `response_format`: a class (pydantic, dataclass, list[...]), which `answer.parsed` returns, or OpenAI's object.
         `tool_choice`: "auto", "none", "required", or the tool, as in OpenAI's API.
         `template_args`: variables of the chat template.
-        `progress`: show a bar with answers and tokens a second; None: for several, where stderr is a terminal.
+        `progress_bar`: show a bar with answers and tokens a second; None: for several, where stderr is a terminal.
 
         Raises InvalidRequest, ContextTooLong, Overloaded, DeadlineExceeded. The first error of several conversations
         ends all of them.
@@ -196,7 +196,9 @@ class LLM:
         }  # fmt: skip
         if stream:
             return Stream(self, self._loop.wait(lambda: self._llm.chat(given, offered, stream=True, **how)))
-        made: Answer | list[Answer] = self._loop.wait(lambda: self._llm.chat(given, offered, progress=progress, **how))
+        made: Answer | list[Answer] = self._loop.wait(
+            lambda: self._llm.chat(given, offered, progress_bar=progress_bar, **how)
+        )
         return made
 
     @overload
@@ -208,7 +210,7 @@ class LLM:
         suffix: str = "",
         parse_special: bool = True,
         response_format: Any = None,
-        progress: bool | None = None,
+        progress_bar: bool | None = None,
         **sampling: Unpack[SamplingKeywords],
     ) -> Answer: ...
     @overload
@@ -220,7 +222,7 @@ class LLM:
         suffix: str = "",
         parse_special: bool = True,
         response_format: Any = None,
-        progress: bool | None = None,
+        progress_bar: bool | None = None,
         **sampling: Unpack[SamplingKeywords],
     ) -> list[Answer]: ...
     @overload
@@ -243,7 +245,7 @@ class LLM:
         suffix: str = "",
         parse_special: bool = True,
         response_format: Any = None,
-        progress: bool | None = None,
+        progress_bar: bool | None = None,
         **sampling: Unpack[SamplingKeywords],
     ) -> Answer | list[Answer] | Stream:
         """Continue a text, or each of several texts or lists of token ids, in order.
@@ -251,7 +253,7 @@ class LLM:
         No chat template is applied: control tokens that a text holds are control tokens, unless `parse_special` is
         False. With a `suffix` the model fills in the middle, if it can. Many prompts run together, at most
         `max_running` at a time. The first error ends all of them and is raised. `stream`, `response_format` and
-        `progress` are as in `chat`.
+        `progress_bar` are as in `chat`.
         """
         given: Any = prompts
         how: dict[str, Any] = {
@@ -259,7 +261,9 @@ class LLM:
         }  # fmt: skip
         if stream:
             return Stream(self, self._loop.wait(lambda: self._llm.generate(given, stream=True, **how)))
-        made: Answer | list[Answer] = self._loop.wait(lambda: self._llm.generate(given, progress=progress, **how))
+        made: Answer | list[Answer] = self._loop.wait(
+            lambda: self._llm.generate(given, progress_bar=progress_bar, **how)
+        )
         return made
 
     def embed(
