@@ -19,7 +19,7 @@ FORM = "CREATE TABLE pairs (key INTEGER PRIMARY KEY, one INTEGER, other INTEGER,
 def test_a_file_that_is_written_meanwhile(tmp_path: Path) -> None:
     made = Database(tmp_path / "made.sqlite", [FORM], time.monotonic)
     with made.change() as db:
-        db.executemany("INSERT INTO pairs VALUES (?, 0, 0, ?)", [(key, bytes(3000)) for key in range(50)])
+        db.executemany("INSERT INTO pairs VALUES (?, 0, 0, ?)", [(key, bytes(20_000)) for key in range(300)])
     stop, rounds, durable = threading.Event(), 0, 0
 
     def work() -> None:
@@ -34,7 +34,7 @@ def test_a_file_that_is_written_meanwhile(tmp_path: Path) -> None:
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        for number in range(3):
+        for number in range(6):
             before = durable
             copy_database(tmp_path / "made.sqlite", tmp_path / f"{number}.sqlite")
             with sqlite3.connect(tmp_path / f"{number}.sqlite") as db:
