@@ -129,8 +129,10 @@ def test_a_backup_under_load_is_restored_whole(kept: tuple[Path, Served], models
         new = tmp_path / f"new{number}" / "agents"
         code, out, err = command("restore", str(place), "--agents-dir", str(new))
         assert (code, err) == (0, "") and str(new) in out
-        with served(models=models, agents_dir=str(new)) as second:
-            web = httpx.Client(base_url=second.url, timeout=60)
+        with (
+            served(models=models, agents_dir=str(new)) as second,
+            httpx.Client(base_url=second.url, timeout=60) as web,
+        ):
             for id, texts in turns.items():
                 answer = web.get(f"/v1/agents/{id}/turns?limit=100")
                 if answer.status_code == 404:

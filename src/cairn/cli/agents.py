@@ -157,8 +157,8 @@ def _register_files(agents: typer.Typer) -> None:
     def export(
         resolved: Resolved,
         id: Annotated[
-            str, typer.Argument(metavar="ID", help="The agent; with --all the folder, default: this one.")
-        ] = "",
+            str | None, typer.Argument(metavar="ID", help="The agent; with --all the folder, default: this one.")
+        ] = None,
         file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A new file; default: ID.cairn.")] = None,
         every: Annotated[bool, typer.Option("--all", help="Every agent, each into ID.cairn in a folder.")] = False,
         kv: Annotated[bool, typer.Option("--kv", help="With the KV of its context, as far as it is stored.")] = False,
@@ -167,13 +167,13 @@ def _register_files(agents: typer.Typer) -> None:
         """Write an agent into one file, or with --all every agent into a folder."""
         if every and file is not None:
             raise ConfigError("--all takes a folder and nothing else: cairn agents export --all FOLDER")
-        if not every and not id:
+        if not every and id is None:
             raise ConfigError("name an agent, or give --all: cairn agents list shows them")
-        folder = Path(id) if every else Path()
+        folder = Path(id or ".") if every else Path()
         if every:
             folder.mkdir(parents=True, exist_ok=True)
         with server(resolved, host) as client:
-            for one in [agent["id"] for agent in _all(client)] if every else [id]:
+            for one in [agent["id"] for agent in _all(client)] if every else [id or ""]:
                 target = file or folder / f"{one}.cairn"
                 client.download(path(one, "export") + ("?kv=true" if kv else ""), target)
                 print(target)
