@@ -395,6 +395,11 @@ def test_a_run_of_a_workflow_is_shown_with_its_graph(visit: Visit, talking: Home
     page = visit.open(f"#/teams/run/{made.json()['id']}").page
     page.get_by_role("heading", name="Two steps").wait_for()
     page.wait_for_function("() => document.querySelector('.graph img')?.naturalWidth > 10")
+    page.set_viewport_size({"width": 380, "height": 700})  # it keeps its size, and scrolls
+    shown = "(n) => [n.offsetWidth, n.naturalWidth, getComputedStyle(n.parentNode).overflowX]"
+    width, drawn, overflow = page.locator(".graph img").evaluate(shown)
+    assert width == drawn and overflow == "auto"
+    assert page.evaluate("document.documentElement.scrollWidth") <= 380
     rows = page.locator("tbody tr").all_inner_texts()
     assert [row.split("\t")[:2] for row in rows] == [["plan", "done"], ["code", "done"]]
 
