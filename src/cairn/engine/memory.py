@@ -12,6 +12,7 @@ from cairn.config.config import Config
 from cairn.engine.machine import memory_available
 from cairn.kernels import native
 from cairn.kernels.choose import REFERENCE, chosen
+from cairn.kernels.storage import HostStorage
 from cairn.models.forward import encoder
 from cairn.models.forward.buffers import buffer_bytes
 from cairn.models.forward.decoder import build
@@ -306,14 +307,15 @@ def _bytes(spec: ModelSpec, config: Config, blocks: Sequence[int]) -> int:
 def _buffers(spec: ModelSpec, config: Config) -> int:
     context = min(spec.context, config.context or spec.context)
     rows, scores = min(config.max_running, config.step_tokens), chosen(config.kernels) == REFERENCE
+    logits = HostStorage.logits_rows
     if spec.whole:
         context = whole_context(spec, config)
         tokens = max(config.step_tokens, context)
         if spec.encoder is not None:
             return encoder.buffer_bytes(spec, tokens, rows, context, scores=scores)
         kept = 8 * BLOCK_TOKENS * encoder.kv_blocks(tokens, rows) * spec.kv_heads * spec.head_dim
-        return buffer_bytes(spec, tokens, rows, context, scores=scores) + kept
-    return buffer_bytes(spec, config.step_tokens, rows, context, scores=scores)
+        return buffer_bytes(spec, tokens, rows, context, logits_rows=logits, scores=scores) + kept
+    return buffer_bytes(spec, config.step_tokens, rows, context, logits_rows=logits, scores=scores)
 
 
 def _gb(size: int) -> str:
