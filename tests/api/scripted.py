@@ -156,6 +156,7 @@ class ScriptedService:
         self.name = name
         self.names = frozenset({name})
         self.strict = False
+        self.leaving = ""
         self.spec = SPEC
         identity = b"\x11\x12\x13\x14\x15\x16\x17"
         self.info = SimpleNamespace(context=SPEC.context, vocab=SPEC.vocab, max_rows=4096, identity=identity)

@@ -324,14 +324,21 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     """All that is needed to step, or None after telling the front why not."""
     config, clock, files, engine = load.config, SystemClock(), SystemFiles(), None
     try:
-        from cairn.engine.device import load_engine
+        from cairn.engine.device import check_files, load_engine
 
+        if load.wait:
+            check_files(config, Path(load.folder))
+            channel.send(wire.FilesChecked())
+            if channel.receive(None) != [wire.StartLoading()]:
+                raise wire.WireError("a worker that waits is told to start loading, and nothing else")
         spec, engine = load_engine(config, Path(load.folder), stored_bytes(config, files), load.blocks)
         told = with_tokenizer(spec, config.tokenizer)
         known = keyed(engine.info, config.kv_codec)
         generates = engine.info.generates
         part = load.kv_part
         stores, trouble = open_stores(config, spec, known, clock, files, os.environ, part) if generates else ({}, "")
+    except EOFError:  # the front is gone, or wants this model no more
+        raise
     except Exception as error:
         if engine is not None:
             engine.close()

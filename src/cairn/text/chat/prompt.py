@@ -127,7 +127,8 @@ class Chat:
         self._thinks = thinks(self._thought, templates.values())
         self._keep_reasoning = config.reasoning_history == "keep"
         self._tells_tools = config.tool_instructions
-        self._table = ReplayTable()
+        self.replays = ReplayTable()
+        """What was sampled for messages that may come back."""
         self._traits = {name: (Traits(), Traits()) for name in templates}
         """The traits of each template, without tools and with them."""
         self._refusal = NO_TEMPLATE
@@ -474,7 +475,7 @@ class Chat:
 
     def recall(self, tenant: str, sampled: Sampled) -> None:
         """Put into the table what `remember` once returned."""
-        self._table.put(tenant, sampled.before, sampled.answer, sampled.ids)
+        self.replays.put(tenant, sampled.before, sampled.answer, sampled.ids)
 
     def sampled(
         self, prompt_tokens: Sequence[int], generated_tokens: Sequence[int], message: Mapping[str, Any]
@@ -534,7 +535,7 @@ class Chat:
         found = []
         for n, message in enumerate(messages):
             answer = answer_of(message) if message["role"] == "assistant" else None
-            if answer is not None and self._table.knows(tenant, answer):
+            if answer is not None and self.replays.knows(tenant, answer):
                 found.append((n, answer))
         return found
 
@@ -559,7 +560,7 @@ class Chat:
             texts[1],
             answers,
             encode,
-            lambda before, answer: self._table.find(tenant, before, answer),
+            lambda before, answer: self.replays.find(tenant, before, answer),
             lambda text: next(self.tokenizer.controls.find(text), None) is not None,
             self._thought,
         )
