@@ -578,7 +578,7 @@ class Driver:
                 self._asking = rows
 
             def answer(self, sampler: Sampler, logits: Any, count: int) -> None:
-                slices[id(self)].append(np.array(engine._kernels.fetch(logits)))
+                slices[id(self)].append(np.stack([sampler.line(logits, number) for number in range(count)]))
                 super().answer(sampler, logits, count)
 
             def results(self) -> list[RowResult]:

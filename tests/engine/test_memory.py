@@ -172,12 +172,12 @@ def test_only_the_reference_kernels_hold_the_scores_of_a_whole_context(
     large = msgspec.structs.replace(spec, **sizes, vocab=152_064, context=1_010_000, groups=groups)
     many = msgspec.structs.replace(spec, heads=64, context=200_000)
     config, free, weights = Config(), 7_300_000_000, WeightMemory(4_700_000_000, 0)
-    monkeypatch.setattr(memory, "chosen", lambda wanted: "avx2")
+    monkeypatch.setattr(memory, "kernels_of", lambda config: "avx2")
     assert memory._buffers(many, config) < 20e6
     blocks = pool_blocks(large, config, free, weights)
     assert 16 * blocks[0] > 4 * memory.LEAST_CONTEXT
     check_memory(large, config, blocks, free, weights)
-    monkeypatch.setattr(memory, "chosen", lambda wanted: "reference")
+    monkeypatch.setattr(memory, "kernels_of", lambda config: "reference")
     assert memory._buffers(many, config) > 4 * 3 * 64 * 200_000 * 8
     with pytest.raises(ModelError, match="buffers"):
         check_memory(large, config, pool_blocks(large, config, free, weights), free, weights)

@@ -213,7 +213,7 @@ def test_a_step_of_the_largest_size(tmp_path: Path) -> None:
 def test_too_little_memory_is_known_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path)
     loaded: list[Any] = []
-    monkeypatch.setattr(recorded, "load_kernels", lambda *arguments: loaded.append(arguments))
+    monkeypatch.setattr(recorded.devices, "load", lambda *arguments: loaded.append(arguments))
     monkeypatch.setattr("cairn.engine.memory.memory_available", lambda: 1_000_000)
     with pytest.raises(ModelError, match=r"needs .* GB of memory \(.* weights, .* KV pool, .* buffers\), 0\.00 GB are"):
         load(folder, kv_gb=None)

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from cairn.config.config import Config
 from cairn.engine.machine import cpu_count
-from cairn.engine.memory import check_memory, weight_memory, whole_context
+from cairn.engine.memory import check_memory, device_memory, kernels_of, weight_memory, whole_context
+from cairn.kernels import devices
 from cairn.kernels.base import Kernels
-from cairn.kernels.choose import REFERENCE, chosen, described, load_kernels
+from cairn.kernels.choose import REFERENCE, described
 from cairn.kernels.program import Interpreted, Program, Slot
 from cairn.models.forward import decoder, encoder
 from cairn.models.forward.buffers import allocate
@@ -51,7 +52,7 @@ class EncoderEngine:
         self._pooling = spec.embedding.pooling
         context = whole_context(spec, config)
         rows, tokens = min(config.max_running, config.step_tokens), max(config.step_tokens, context)
-        self._kernels = load_kernels(config.kernels, config.threads or cpu_count())
+        self._kernels = devices.load(config.device, config.kernels, config.threads or cpu_count())
         self._stream = self._kernels.stream()
         page = (1, 2, spec.kv_heads, BLOCK_TOKENS, spec.head_dim)
         kv = self._kernels.allocate((encoder.kv_blocks(tokens, rows), *page), "float32")
@@ -72,7 +73,7 @@ class EncoderEngine:
             max_rows=rows,
             max_tokens=tokens,
             identity=identity,
-            device="cpu",
+            device=devices.resolved(config.device),
             generates=False,
         )
 
@@ -114,10 +115,11 @@ class EncoderEngine:
         """The whole model, or a `ModelError`: memory and files are checked before anything is built."""
         source = open_weights(folder, spec)
         weights = HeldWeights(source, form_of(spec, config.weights))
-        check_memory(spec, config, (), weights=weight_memory(spec, weights, config.kernels))
+        taken = weight_memory(spec, weights, kernels_of(config))
+        check_memory(spec, config, (), device_memory(config), taken)
         engine = cls(spec, weights, config, spec.identity, open_projection(spec, folder, source))
         notes = []
-        if config.kernels != REFERENCE and chosen(config.kernels) == REFERENCE:
+        if config.kernels != REFERENCE and kernels_of(config) == REFERENCE:
             notes.append(described(config.kernels))
         if line := error_line(weights.errors, len(weights)):
             notes.append(f"{spec.name}: weights are held in the form {weights.form}; {line}")

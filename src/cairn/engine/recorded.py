@@ -25,6 +25,8 @@ from cairn.engine.memory import (
     WeightMemory,
     block_bytes,
     check_memory,
+    device_memory,
+    kernels_of,
     kv_dtype,
     placed,
     pool_blocks,
@@ -33,8 +35,9 @@ from cairn.engine.memory import (
 )
 from cairn.engine.sampling import LogitsQuestion
 from cairn.engine.step_inputs import FilledStep, InputArrays, StepInputs
+from cairn.kernels import devices
 from cairn.kernels.base import Kernels
-from cairn.kernels.choose import REFERENCE, chosen, described, load_kernels
+from cairn.kernels.choose import REFERENCE, described
 from cairn.kernels.program import Interpreted, Program, Slot
 from cairn.kernels.vocabulary import NUMPY, Sampler
 from cairn.models.forward import decoder
@@ -97,7 +100,7 @@ class RecordedEngine:
         context = min(spec.context, config.context or spec.context)
         spec = spec.served(context)
         max_rows = running_rows(spec, config, blocks)
-        self._kernels = load_kernels(config.kernels, config.threads or cpu_count())
+        self._kernels = devices.load(config.device, config.kernels, config.threads or cpu_count())
         self._stream = self._kernels.stream()
         self._buffers = allocate(self._kernels, spec, config.step_tokens, max_rows, context)
         dtype = kv_dtype(spec, config)
@@ -137,7 +140,7 @@ class RecordedEngine:
             max_rows=max_rows,
             max_tokens=config.step_tokens,
             identity=identity(spec, self._kernels, form, dtype),
-            device="cpu",
+            device=devices.resolved(config.device),
             overlaps=self._stream.depth > 0,
         )
 
@@ -156,14 +159,15 @@ class RecordedEngine:
                 f"{spec.name}: KV is held in bf16: keys or values may reach {reached:,.0f}, and f16 ends at 65,504"
             )
         weights = HeldWeights(source, form_of(spec, config.weights))
-        taken = placed(spec, config, weight_memory(spec, weights, config.kernels))
+        free = device_memory(config)
+        taken = placed(spec, config, weight_memory(spec, weights, kernels_of(config)), free)
         if taken.mapped:
             notes.append(
                 f"{spec.name}: {taken.mapped / 1e9:.2f} GB of experts are mapped from the disk, "
                 f"{taken.per_token / 1e9:.2f} GB of which a token goes through"
             )
-        blocks = blocks or pool_blocks(spec, config, weights=taken)
-        check_memory(spec, config, blocks, weights=taken)
+        blocks = blocks or pool_blocks(spec, config, free, taken)
+        check_memory(spec, config, blocks, free, taken)
         return FittedModel(weights, taken, blocks, config, tuple(notes))
 
     @classmethod
@@ -189,7 +193,7 @@ class RecordedEngine:
         steps = open_projection(spec, folder, weights.source)
         rows = open_table(folder, spec)
         engine = cls(spec, weights, config, blocks, weights.form, expected, build, steps, rows)
-        if config.kernels != REFERENCE and chosen(config.kernels) == REFERENCE:
+        if config.kernels != REFERENCE and kernels_of(config) == REFERENCE:
             notes.append(described(config.kernels))
         if line := error_line(weights.errors, len(weights)):
             notes.append(f"{spec.name}: weights are held in the form {weights.form}; {line}")

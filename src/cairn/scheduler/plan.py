@@ -208,7 +208,7 @@ class Plan:
             if not self.rows:
                 return []
             for group, source, target in self.copies:
-                engine.write_blocks(group, [target], engine.read_blocks(group, [source]).wait()).wait()
+                engine.copy_blocks(group, [(source, target)]).wait()
             if self.encodes:
                 return engine.embed(self.rows).wait()
             if not self.chunked:
