@@ -214,6 +214,8 @@ class WorkerLoop:
             traceback.print_exception(results, file=sys.stderr)
             # Nothing on a device that failed can be relied on: neither KV nor weights.
             lost = isinstance(results, DeviceError) and not isinstance(results, DeviceMemoryError)
+            if lost:
+                self._channel.send(wire.DeviceFailed(str(results)))
             if lost or self._failures >= FAILED_STEPS:
                 raise results
         elif plan.rows:
