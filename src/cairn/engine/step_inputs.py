@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,8 +63,7 @@ class Mirrors:
         self._filled[group][number] = count
 
 
-@dataclass(frozen=True, slots=True)
-class FilledStep:
+class FilledStep(NamedTuple):
     """One step's inputs, in the mirrors."""
 
     mirrors: Mirrors
@@ -107,6 +106,7 @@ class StepInputs:
         self._here = self._sets[0].tokens is arrays.tokens
         self._max_rows, self._max_tokens = len(self._sets[0].rows), len(self._sets[0].tokens)
         self._table = table
+        self._numbers: Ints = np.arange(self._max_rows, dtype=np.int32)
 
     def fill(self, rows: Sequence[Row]) -> FilledStep:
         """Fill the next set of mirrors. Raises `ValueError` for rows that break the contract of `Row`."""
@@ -132,7 +132,8 @@ class StepInputs:
         mirrors.tokens[:count] = tokens
         mirrors.positions[:count] = positions
         mirrors.rows[: len(rows)] = [*zip(firsts, counts, [row.start for row in rows], strict=True)]
-        mirrors.members[:count] = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
+        numbers = self._numbers[: len(rows)]
+        mirrors.members[:count] = numbers if count == len(rows) else np.repeat(numbers, counts)
         blocks = max(-(-row.end // BLOCK_TOKENS) for row in rows)
         self._fill_tables(mirrors, rows, count, blocks)
         return FilledStep(mirrors, rows, firsts, count, blocks, wanted, pending)
@@ -184,12 +185,15 @@ class StepInputs:
         """Fill the tables, and the slots that tokens are written to, of each group. What kernels will follow is
         checked here: a block outside its pool would be another's memory."""
         members = mirrors.members[:count]
-        places, offsets = np.divmod(mirrors.positions[:count], BLOCK_TOKENS)
+        positions = mirrors.positions[:count]
+        places = positions // BLOCK_TOKENS
+        offsets = positions - places * BLOCK_TOKENS
         for group, (table, slots) in enumerate(zip(mirrors.tables, mirrors.slots, strict=True)):
             for number, row in enumerate(rows):
                 mirrors.fill_table(group, number, row.tables[group][: -(-row.end // BLOCK_TOKENS)])
             used = table[: len(rows), :blocks]
-            if used.max() >= self._blocks[group] or used.min() < NO_BLOCK:
+            # Unsigned, what is below NO_BLOCK is larger than any block.
+            if (used - NO_BLOCK).view(np.uint32).max() > self._blocks[group]:
                 raise ValueError(f"a row names a block outside the {self._blocks[group]} of group {group}")
             if self._groups[group].kind == "state":
                 _check_states(rows, table)
