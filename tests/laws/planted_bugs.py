@@ -203,7 +203,7 @@ BUGS = (
     Bug("a key forgets what came before its block", PREFIX, "extend", "parent + struct.pack(f'<{len(tokens)}I', *tokens)", "struct.pack(f'<{len(tokens)}I', *tokens)"),
     Bug("tenants share keys", PREFIX, "root", "(_DOMAIN, identity, salt, group.kind.encode(), struct.pack(f'<{len(numbers)}q', *numbers))", "(_DOMAIN, identity, group.kind.encode(), struct.pack(f'<{len(numbers)}q', *numbers))"),
     Bug("a whole-prompt hit leaves nothing to compute", CACHE, "Cache._hit", "len(tokens) - 1", "len(tokens)"),
-    Bug("the last block of a whole-prompt hit is not copied", PLAN, "Plan.run", "engine.copy_blocks(group, [(source, target)]).wait()", "pass"),
+    Bug("the last block of a whole-prompt hit is not copied", PLAN, "Plan._run", "engine.copy_blocks(group, [(source, target)]).wait()", "pass"),
     Bug("the last block is copied for the first group only", CACHE, "Cache._copy_last", "context.table.groups", "context.table.groups[:1]"),
     Bug("the last block of a whole-prompt hit is copied a plan too late", SCHEDULER, "Scheduler.plan", "copies = self._cache.copies()", "copies, self._late = (getattr(self, '_late', []), self._cache.copies())"),
     Bug("a hit ignores missing window blocks", CACHE, "Cache._hit", "gap is None", "True"),
