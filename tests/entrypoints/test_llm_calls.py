@@ -421,5 +421,5 @@ def test_an_option_that_is_for_a_server_is_not_suggested():
     assert set(OTHER_NAMES.values()) <= {one.name for one in options()}
     with pytest.raises(ConfigError, match=r"unknown option 'agentdir'$"):
         LLM("demo", agentdir="x")
-    with pytest.raises(ConfigError, match="Cairn computes on the CPU; leave it out"):
+    with pytest.raises(ConfigError, match="device says what the model is computed on"):
         LLM("demo", n_gpu_layers=99)

@@ -153,10 +153,11 @@ OTHER_NAMES = {
     "cache_type_v": "kv_dtype",
     "kv_cache_memory_bytes": "kv_gb",
     "chat_format": "chat_template",
+    "device_map": "device",
     "served_model_name": "served_name",
 }
 """What other engines and libraries call an option -> its name here."""
-_OF_GPUS = frozenset({"n_gpu_layers", "num_gpu", "gpu_memory_utilization", "tensor_parallel_size", "device_map"})
+_OF_GPUS = frozenset({"n_gpu_layers", "num_gpu", "gpu_memory_utilization", "tensor_parallel_size"})
 
 
 def right_name(word: str, known: Iterable[str]) -> str:
@@ -165,7 +166,7 @@ def right_name(word: str, known: Iterable[str]) -> str:
     if word in OTHER_NAMES and OTHER_NAMES[word] in names:
         return f": it is called {OTHER_NAMES[word]} here"
     if word in _OF_GPUS:
-        return ": Cairn computes on the CPU; leave it out"
+        return ": device says what the model is computed on, and all of it is; leave this out"
     return closest(word, names)
 
 

@@ -21,6 +21,7 @@ class ModelKeywords(TypedDict, total=False):
     tokenizer: str | None
     kind: Literal["auto", "rerank"]
     engine: Literal["auto", "cpu", "fake"]
+    device: str
     kernels: Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512"]
     weights: Literal["auto", "stored", "f32", "bf16", "int8", "int4"]
     keep_packed: bool
