@@ -74,7 +74,7 @@ _HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|.*\.self_attn\.(bias|masked
 
 _PART = re.compile(r"(?:model\.language_model\.|language_model\.model\.|language_model\.(?=lm_head\.))(.*)")
 _OTHER_PARTS = re.compile(
-    r"(model\.)?(vision_tower|visual|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
+    r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
 )
 """Of a model that also sees or hears: only texts are served."""
 _AHEAD = re.compile(r"mtp\..*")

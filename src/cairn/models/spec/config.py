@@ -29,8 +29,9 @@ from cairn.models.spec.families import family_of, sees_both, text_config
 from cairn.models.spec.family import Family
 from cairn.models.spec.judge import with_judge
 from cairn.models.spec.latent_spec import latent_fields
-from cairn.models.spec.moe_spec import mixture
+from cairn.models.spec.moe_spec import layer_count, mixture
 from cairn.models.spec.positions_spec import (
+    by_type,
     check_divisors,
     global_positions,
     local_positions,
@@ -107,7 +108,7 @@ def _load(folder: Path) -> ModelSpec:
     config = text_config(config, family)
     heads = config.integer("num_attention_heads", 1, 1 << 14)
     hidden = config.integer("hidden_size", 1, 1 << 20)
-    layers = config.integer("num_hidden_layers", 1, 1 << 12)
+    layers = layer_count(config, family)
     vocab = config.integer("vocab_size", 1, MAX_VOCAB)
     if family.mixture and family.window == "none" and config.flag("use_sliding_window", False):
         raise ModelError(f"{config.path}: use_sliding_window is true, which is not supported for {architecture}")
@@ -189,7 +190,7 @@ def _positions(config: Fields, family: Family) -> tuple[RopeScaling, float, int]
     """Rope scaling, theta and context of the layers without a window."""
     if family.uneven:
         return proportional(config, family)
-    return rope_scaling(global_positions(config) if family.local_rope else config, family)
+    return rope_scaling(global_positions(config) if family.local_rope or family.unscaled else config, family)
 
 
 def _eps(config: Fields) -> str:
@@ -297,8 +298,9 @@ def _groups(
             window = window // 2 + 1
         limited = _window_layers(config, family, layers)
     own = local_positions(config, family) if family.local_rope else None
-    if family.unscaled and positions.scaling.kind != "none":
-        own = RotaryPositions(theta=positions.theta)
+    if family.unscaled:
+        own = local_positions(config, family) if by_type(config) else RotaryPositions(theta=positions.theta)
+        own = None if own == positions else own
     pieces = family.window == "unturned"
     return cache_groups(layers, limited, min(window, context), context, own, pieces=pieces)
 

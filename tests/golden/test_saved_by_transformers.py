@@ -1,0 +1,145 @@
+"""Folders as transformers' own `save_pretrained` writes them: logits within 1e-4 of transformers'.
+
+The installed transformers decides. To see what another release writes, put it first on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from cairn.models.spec.config import load_spec
+from cairn.types.errors import ModelError
+from tests.tiny_models import MODELS, Driver, load, prompt, write_model
+
+CLOSE = 1e-4
+TOKENS = 90
+
+
+def opened(model_class: Any, folder: Path) -> Any:
+    """Return the model of a folder in float64, as transformers runs it."""
+    torch.set_num_threads(1)
+    options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return model_class.from_pretrained(folder, dtype=torch.float64, **options).eval()
+
+
+def saved(model: Any, folder: Path) -> Path:
+    """Write a model in float32 with `save_pretrained`, without the spelling of any config written by hand."""
+    model.float().save_pretrained(folder)
+    return folder
+
+
+def check(model_class: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare Cairn's logits of a folder with those that transformers gives for it."""
+    tokens = prompt(TOKENS)
+    model = opened(model_class, folder)
+    if model_class is transformers.Llama4ForConditionalGeneration:
+        model = model.language_model  # transformers 5.24 runs the whole with images alone
+    with torch.no_grad():
+        want = model(torch.tensor([tokens])).logits[0].numpy()
+    engine = load(folder, kernels="reference")
+    driver = Driver(engine, monkeypatch)
+    found = driver.logits(tokens, [53, TOKENS - 53], driver.tables(TOKENS))
+    engine.close()
+    np.testing.assert_allclose(found, want, rtol=0, atol=CLOSE)
+    assert want.std(axis=-1).min() > 0.3  # logits that hardly differ would hide mistakes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_family_is_read_as_transformers_writes_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_class = getattr(transformers, MODELS[name]["architecture"])
+    by_hand = write_model(tmp_path / "by hand", **MODELS[name])
+    folder = saved(opened(model_class, by_hand), tmp_path / "saved")
+    check(model_class, folder, monkeypatch)
+    ours, theirs = (load_spec(one, identify=False) for one in (by_hand, folder))
+    assert (ours.groups, ours.layers, ours.experts) == (theirs.groups, theirs.layers, theirs.experts)
+
+
+def changed(folder: Path, **fields: Any) -> Path:
+    """Change the fields of a folder's config.json; None removes one."""
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps({name: one for name, one in config.items() if one is not None}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"1": {"head_dim": 24, "num_key_value_heads": 1}},  # not all of them
+        {"1": {"head_dim": 24}, "3": {"head_dim": 32}},
+        {"1": {"head_dim": 24}, "3": {"head_dim": 24}, "2": {"head_dim": 24}},
+        {"1": {"intermediate_size": 96}, "3": {"intermediate_size": 96}},
+        {"1": 24, "3": 24},
+    ],
+)
+def test_layers_that_differ_otherwise_are_refused_by_name(overrides: Any, tmp_path: Path) -> None:
+    folder = write_model(tmp_path, **MODELS["gemma 4"])
+    changed(folder, per_layer_config=overrides, global_head_dim=None, num_global_key_value_heads=None)
+    with pytest.raises(ModelError, match="per_layer_config"):
+        load_spec(folder, identify=False)
+
+
+def test_layers_without_overrides_have_the_usual_heads(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, **MODELS["gemma 4"])
+    changed(folder, per_layer_config={}, global_head_dim=None, num_global_key_value_heads=None)
+    spec = load_spec(folder, identify=False)
+    assert {(group.kv_heads, group.head_dim) for group in spec.groups if group.rope is None} == {(2, 16)}
+
+
+def test_rotary_settings_in_two_places_are_refused(tmp_path: Path) -> None:
+    """transformers joins them; to take one of them alone would turn heads otherwise."""
+    folder = write_model(tmp_path, **MODELS["gemma 3, new fields"])
+    changed(folder, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    with pytest.raises(ModelError, match="rope_scaling stands beside rope_parameters"):
+        load_spec(folder, identify=False)
+
+
+def test_a_list_of_layers_says_how_many_there_are(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, **MODELS["nemotron h"])
+    for number in (None, 3, 6):
+        assert load_spec(changed(folder, num_hidden_layers=number), identify=False).layers == 6
+
+
+SEEING = {
+    "llama 4": "Llama4ForConditionalGeneration",
+    "gemma 3": "Gemma3ForConditionalGeneration",
+    "gemma 4": "Gemma4ForConditionalGeneration",
+    "gemma 4 e": "Gemma4ForConditionalGeneration",
+    "qwen 3.5": "Qwen3_5ForConditionalGeneration",
+    "qwen 3.5 moe": "Qwen3_5MoeForConditionalGeneration",
+    "mistral": "Mistral3ForConditionalGeneration",
+    "ministral 3": "Mistral3ForConditionalGeneration",
+    "mistral 4": "Mistral3ForConditionalGeneration",
+}
+"""Models that also see, with each kind of text part. What a Gemma 3n sees by is a library of its own (timm)."""
+SIGHT = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIGHT |= {"head_dim": 16, "vision_output_dim": 24, "projector_input_dim": 24, "projector_output_dim": 24}
+SIGHT |= {"num_key_value_heads": 2, "num_heads": 2, "out_hidden_size": 48}
+SIGHT |= {"image_size": 32, "patch_size": 16, "num_position_embeddings": 16, "position_embedding_size": 16}
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_models_that_also_see_are_read_as_transformers_writes_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_hand = write_model(tmp_path / "by hand", **MODELS[name])
+    text = opened(getattr(transformers, MODELS[name]["architecture"]), by_hand)
+    model_class = getattr(transformers, SEEING[name])
+    inner = json.loads((by_hand / "config.json").read_text()) | {"pad_token_id": 0}  # which stands for images
+    config = model_class.config_class(text_config=inner, vision_config=SIGHT)
+    model = model_class(config).eval()
+    model.get_decoder().load_state_dict(text.get_decoder().state_dict())
+    model.get_output_embeddings().weight.data = text.get_output_embeddings().weight.data
+    folder = saved(model, tmp_path / "saved")
+    check(model_class, folder, monkeypatch)
+    engine = load(folder)
+    assert "without images" in engine.info.note
+    engine.close()
