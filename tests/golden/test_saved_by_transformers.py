@@ -63,6 +63,34 @@ def test_every_family_is_read_as_transformers_writes_it(
     assert (ours.groups, ours.layers, ours.experts) == (theirs.groups, theirs.layers, theirs.experts)
 
 
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a factor that a norm behind the turn takes away": (
+        "llama 4",
+        {
+            "use_qk_norm": True,
+            "rope_scaling": None,
+            "rope_parameters": {
+                **{"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4},
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
+    "the least step of Nemotron": ("nemotron h", {"time_step_min": 0.5, "time_step_limit": [0.01, 0.2]}),
+    "a bias that Nemotron's attention does not have": ("nemotron h", {"attention_bias": True}),
+}
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_settings_are_read_as_transformers_reads_them(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, fields = SETTINGS[what]
+    model_class = getattr(transformers, MODELS[name]["architecture"])
+    by_hand = write_model(tmp_path / "by hand", **MODELS[name] | fields)
+    folder = saved(opened(model_class, by_hand), tmp_path / "saved")
+    check(model_class, folder, monkeypatch)
+
+
 def changed(folder: Path, **fields: Any) -> Path:
     """Change the fields of a folder's config.json; None removes one."""
     config = json.loads((folder / "config.json").read_text()) | fields

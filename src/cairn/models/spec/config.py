@@ -23,6 +23,7 @@ from cairn.models.gguf.spec import SAMPLING, cache_groups, gguf_spec, suggested
 from cairn.models.hub.digests import file_digest
 from cairn.models.hub.hub import model_name
 from cairn.models.safetensors.weights import stored_scheme, weight_files
+from cairn.models.spec.config_keys import decoder_row, understood
 from cairn.models.spec.embedding_files import check_width, embedding_of, judge_of
 from cairn.models.spec.encoder_spec import encoder_spec, is_encoder
 from cairn.models.spec.families import family_of, sees_both, text_config
@@ -105,19 +106,17 @@ def _load(folder: Path) -> ModelSpec:
     judge = judge_of(folder)
     kind: Kind = "rerank" if judge is not None else "chat" if modules is None else "embed"
     architecture, family = family_of(config, bare=modules is not None)
-    config = text_config(config, family)
+    config = understood(text_config(config, family), architecture, decoder_row(architecture))
     heads = config.integer("num_attention_heads", 1, 1 << 14)
     hidden = config.integer("hidden_size", 1, 1 << 20)
     layers = layer_count(config, family)
     vocab = config.integer("vocab_size", 1, MAX_VOCAB)
-    if family.mixture and family.window == "none" and config.flag("use_sliding_window", False):
-        raise ModelError(f"{config.path}: use_sliding_window is true, which is not supported for {architecture}")
     scaled = family.sinks or family.activation == "xielu"  # whose usual scaling is none of the plain ones
     if scaled and not (config.has("rope_scaling") or config.has("rope_parameters")):
         raise ModelError(f"{config.path}: rope_scaling is missing")
-    if config.has("swiglu_limit") and config.number("swiglu_limit", 0.0, 1e6) != 7:
-        raise ModelError(f"{config.path}: swiglu_limit other than 7 is not supported")
     rope, theta, context = _positions(config, family)
+    if rope.kind == "yarn" and _bias(config, family.plain_norm):  # a norm behind the turn takes away its factor
+        rope = msgspec.structs.replace(rope, attention_factor=1.0)
     if family.local_rope:
         context = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # which states the scaled length
     head_dim = 2 if family.latent else config.integer("head_dim", 2, MAX_HEAD_DIM, family.head_dim or hidden // heads)
