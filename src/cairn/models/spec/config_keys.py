@@ -138,7 +138,8 @@ ROWS: Mapping[str, ConfigKeys] = {
             {"attention_bias", "layer_types", "sliding_window", "num_local_experts", "num_experts_per_tok"}
             | {"original_max_position_embeddings"}
         ),
-        only={"swiglu_alpha": (1.702,), "swiglu_limit": (7,), "hidden_act": _SWISH},
+        harmless=frozenset({"hidden_act"}),  # the gate is always the same
+        only={"swiglu_alpha": (1.702,), "swiglu_limit": (7,)},
         aliases={"num_experts": "num_local_experts"},
     ),
     "Glm4MoeForCausalLM": ConfigKeys(
@@ -221,9 +222,9 @@ ROWS: Mapping[str, ConfigKeys] = {
             *("mamba_head_dim", "mamba_num_heads", "mamba_proj_bias", "mlp_bias", "moe_latent_size", "n_groups"),
             *("moe_shared_expert_intermediate_size", "ssm_state_size", "time_step_min", "use_bias", "use_conv_bias"),
         },
-        # The class reads sizes of heads and time_step_min in their place, and its attention has no biases.
-        frozenset({"expand", "time_step_limit", "attention_bias"}),
-        only={"mlp_hidden_act": ("relu2",), "mamba_hidden_act": _SWISH, "sliding_window": ()},
+        # The class reads sizes of heads and time_step_min in the place of the first two, and nothing of the others.
+        frozenset({"expand", "time_step_limit", "attention_bias", "sliding_window"}),
+        only={"mlp_hidden_act": ("relu2",), "mamba_hidden_act": _SWISH},
         aliases={
             **{"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"},
             **{"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias"},
