@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file, save_file
 
 from cairn.models.spec.config import load_spec
 from cairn.types.errors import ModelError
@@ -89,6 +90,32 @@ def test_settings_are_read_as_transformers_reads_them(
     by_hand = write_model(tmp_path / "by hand", **MODELS[name] | fields)
     folder = saved(opened(model_class, by_hand), tmp_path / "saved")
     check(model_class, folder, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["llama with biases, tied", "gemma 3", "lfm 2", "qwen 3.5, one head of keys"])
+def test_a_head_of_its_own_is_used_though_the_config_ties_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_class = getattr(transformers, MODELS[name]["architecture"])
+    by_hand = write_model(tmp_path / "by hand", **MODELS[name])
+    folder = saved(opened(model_class, by_hand), tmp_path / "saved")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    table = next(array for stored, array in tensors.items() if stored.endswith("embed_tokens.weight"))
+    save_file(tensors | {"lm_head.weight": table.copy()}, path, metadata={"format": "pt"})
+    assert load_spec(folder, identify=False).tied
+    head = np.random.default_rng(3).standard_normal(table.shape).astype(np.float32)
+    save_file(tensors | {"lm_head.weight": head}, path, metadata={"format": "pt"})
+    check(model_class, folder, monkeypatch)
+    assert not load_spec(folder, identify=False).tied
+
+
+def test_a_family_that_never_ties_its_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers writes a Nemotron-H's own head beside `tie_word_embeddings: true`."""
+    by_hand = write_model(tmp_path / "by hand", **MODELS["nemotron h"])
+    model = opened(transformers.NemotronHForCausalLM, by_hand)
+    model.config.tie_word_embeddings = True
+    check(transformers.NemotronHForCausalLM, saved(model, tmp_path / "saved"), monkeypatch)
 
 
 def changed(folder: Path, **fields: Any) -> Path:

@@ -276,6 +276,33 @@ def _picked(path: Path, name: str, source: StoredMatrix, part: NDArray[Any], sha
     return found
 
 
+def has_own_head(folder: Path, spec: ModelSpec) -> bool:
+    """Whether a folder whose config ties the head to the embedding has another head all the same.
+
+    transformers then uses it. Raises `ModelFileError` for a broken file.
+    """
+    if not spec.tied or spec.encoder is not None:
+        return False
+    wanted = {"lm_head.weight", "model.embed_tokens.weight"}
+    found: dict[str, NDArray[Any]] = {}
+    for path in weight_files(folder):
+        for stored, array in _tensors(path):
+            if stored.endswith(("lm_head.weight", "embed_tokens.weight", "embeddings.weight")):
+                found |= {name: part for name, part in _parts(spec, stored, array) if name in wanted}
+    if found.keys() != wanted:
+        return False
+    head, table = (found[name] for name in sorted(wanted))
+    alike = head.dtype == table.dtype and head.shape == table.shape
+    return not (
+        alike
+        and all(np.array_equal(head[at : at + _ROWS], table[at : at + _ROWS]) for at in range(0, len(head), _ROWS))
+    )
+
+
+_ROWS = 1 << 10
+"""Rows of two tables that are compared at once."""
+
+
 def _parts(spec: ModelSpec, stored: str, array: NDArray[Any]) -> Iterator[tuple[str, NDArray[Any]]]:
     """A stored tensor as those of `expected_tensors`."""
     name = own_name(stored, spec)

@@ -22,7 +22,7 @@ from cairn.models.gguf.reader import read_gguf
 from cairn.models.gguf.spec import SAMPLING, cache_groups, gguf_spec, suggested
 from cairn.models.hub.digests import file_digest
 from cairn.models.hub.hub import model_name
-from cairn.models.safetensors.weights import stored_scheme, weight_files
+from cairn.models.safetensors.weights import has_own_head, stored_scheme, weight_files
 from cairn.models.spec.config_keys import decoder_row, understood
 from cairn.models.spec.embedding_files import check_width, embedding_of, judge_of
 from cairn.models.spec.encoder_spec import encoder_spec, is_encoder
@@ -175,6 +175,8 @@ def _load(folder: Path) -> ModelSpec:
     if own and kind != "chat":
         raise ModelError(f"{config.path}: a {architecture} that makes embeddings is not supported")
     spec = msgspec.structs.replace(spec, **own)
+    if kind != "embed" and has_own_head(folder, spec):
+        spec = msgspec.structs.replace(spec, tied=False)
     check_width(spec.embedding, hidden, folder)
     if family.long_rope:
         check_divisors(config, (rope, spec.long_rope), spec.turned)
