@@ -38,6 +38,7 @@ from cairn.kernels.base import Kernels
 from cairn.kernels.choose import REFERENCE, chosen, described, load_kernels
 from cairn.kernels.program import Interpreted, Program
 from cairn.kernels.vocabulary import NUMPY, Sampler
+from cairn.models.files import is_gguf
 from cairn.models.forward import decoder
 from cairn.models.forward.buffers import LOGITS_ROWS, allocate
 from cairn.models.forward.projection import Projection, ProjectionStep, open_projection
@@ -46,6 +47,7 @@ from cairn.models.packing import packed_file, quantize
 from cairn.models.packing.weight_format import HeldWeights, error_line, form_of
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.families import FAMILIES
+from cairn.models.spec.generation_config import generation_fault
 from cairn.models.spec.value_range import fits_half, reach
 from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.layer_spec import CacheGroup
@@ -136,6 +138,8 @@ class CpuEngine:
         source, notes = open_weights(folder, spec), list[str]()
         if spec.architecture in FAMILIES and FAMILIES[spec.architecture].nested:
             notes.append(f"{spec.name}: only its text part is loaded; it is served without images")
+        if fault := "" if is_gguf(folder) else generation_fault(folder, spec.vocab):
+            notes.append(f"{fault}; the file is passed over")
         if kv_dtype(spec, config) == "float16" and not fits_half(reached := reach(spec, source)):
             config = msgspec.structs.replace(config, kv_dtype="bf16")
             notes.append(

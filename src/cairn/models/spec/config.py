@@ -15,11 +15,11 @@ from typing import Any, Literal
 import msgspec
 
 from cairn.kernels.elementary import power_of
-from cairn.models.files import Fields, is_gguf, read_json, read_optional_json, reading
+from cairn.models.files import Fields, is_gguf, read_json, reading
 from cairn.models.gguf.encoder import gguf_encoder_spec
 from cairn.models.gguf.encoder import is_encoder as is_gguf_encoder
 from cairn.models.gguf.reader import read_gguf
-from cairn.models.gguf.spec import SAMPLING, cache_groups, gguf_spec, suggested
+from cairn.models.gguf.spec import cache_groups, gguf_spec
 from cairn.models.hub.digests import file_digest
 from cairn.models.hub.hub import model_name
 from cairn.models.safetensors.weights import has_own_head, stored_scheme, weight_files
@@ -28,6 +28,7 @@ from cairn.models.spec.embedding_files import check_width, embedding_of, judge_o
 from cairn.models.spec.encoder_spec import encoder_spec, is_encoder
 from cairn.models.spec.families import family_of, sees_both, text_config
 from cairn.models.spec.family import Family
+from cairn.models.spec.generation_config import end_ids, sampling_defaults
 from cairn.models.spec.judge import with_judge
 from cairn.models.spec.latent_spec import latent_fields
 from cairn.models.spec.moe_spec import layer_count, mixture
@@ -164,9 +165,9 @@ def _load(folder: Path) -> ModelSpec:
         mlp_layers=alone,
         mlp_gated=family.mlp_gated,
         output_gate=family.output_gate,
-        eos_ids=_eos(config, folder, vocab),
+        eos_ids=end_ids(config, folder, vocab),
         bos_id=next(iter(config.ids("bos_token_id", vocab, absent=True)), None),
-        defaults=_defaults(folder),
+        defaults=sampling_defaults(folder, vocab),
         kind=kind,
         embedding=modules or Embedding(),
         judge=judge,
@@ -349,58 +350,6 @@ def _window_layers(config: Fields, family: Family, layers: int) -> list[int]:
     if family.uneven and not family.streams and kinds[-1] != "full_attention":
         raise config.error("layer_types", "a list whose last entry is full_attention")
     return [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
-
-
-class _Added(msgspec.Struct):
-    """The part of tokenizer.json that lists its added tokens."""
-
-    added_tokens: list[dict[str, Any]] = []
-
-
-def _eos(config: Fields, folder: Path, vocab: int) -> tuple[int, ...]:
-    """Ids that end a generation: of generation_config.json, config.json and the tokenizer's eos_token together.
-
-    What the texts of a tokenizer and the chat template say beyond that is known to the front (`text.tokenizer`).
-    """
-    path = folder / "generation_config.json"
-    first = Fields(read_optional_json(path), path).ids("eos_token_id", vocab)
-    second = config.ids("eos_token_id", vocab)
-    added = _added(folder) if first and not set(second) <= set(first) else None
-    if added:  # a config.json that came from another model would end answers at ordinary words
-        second = tuple(i for i in second if i in added)
-    return tuple(dict.fromkeys((*first, *second, *_named_eos(folder, vocab))))
-
-
-def _named_eos(folder: Path, vocab: int) -> tuple[int, ...]:
-    """The tokenizer's eos_token, where its configuration says which id that is."""
-    path = folder / "tokenizer_config.json"
-    tokenizer = Fields(read_optional_json(path), path)
-    token = tokenizer.values.get("eos_token")
-    content = token.get("content") if isinstance(token, dict) else token
-    for number, added in tokenizer.object("added_tokens_decoder").values.items():
-        is_eos = isinstance(added, dict) and content is not None and added.get("content") == content
-        if is_eos and number.isdecimal() and int(number[:12]) < vocab:
-            return (int(number[:12]),)
-    return ()
-
-
-def _added(folder: Path) -> set[int]:
-    """The ids of the added tokens; none where tokenizer.json does not say."""
-    try:
-        listed = msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_Added).added_tokens
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return set()  # who loads the tokenizer says what is wrong with it
-    return {one["id"] for one in listed if isinstance(one.get("id"), int)}
-
-
-def _defaults(folder: Path) -> dict[str, float]:
-    """Sampling defaults of generation_config.json. An explicit `do_sample: false` is temperature 0."""
-    path = folder / "generation_config.json"
-    fields = Fields(read_optional_json(path), path)
-    found = suggested(fields, {name: name for name in SAMPLING})
-    if fields.has("do_sample") and not fields.flag("do_sample", True):
-        found["temperature"] = 0.0
-    return found
 
 
 _LATER: dict[str, Any] = {
