@@ -33,6 +33,8 @@ for _name in ("gemma 3, new fields", "qwen 3 moe, not normed, some layers dense"
     del FAMILIES[_name]
 for _name in ("olmo 3", "gpt-oss"):  # whose files do not say which layers have a window
     FAMILIES[_name] = FAMILIES[_name] | {"num_hidden_layers": 4, "layer_types": None}
+FAMILIES["exaone 4"] = FAMILIES["exaone 4"] | {"rope_scaling": None}  # whose factors are rounded in a file
+FAMILIES["exaone 4, all layers alike"] = MODELS["exaone 4 without a window"]
 FAMILIES["glm 4.7 flash"] = FAMILIES["glm 4.7 flash"] | {"mlp_layer_types": ["dense", "sparse", "sparse"]}
 for _name in ("mixtral", "olmo 3", "gpt-oss", "smollm 3"):  # whose usual positions a config need not say
     FAMILIES[_name] = FAMILIES[_name] | {"rope_theta": 5e5}

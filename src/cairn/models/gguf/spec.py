@@ -183,6 +183,10 @@ def _unturned(keys: Fields, family: Architecture, layers: int) -> tuple[int, ...
     """The layers that know no positions."""
     if family.recurrence == "mamba2" and not keys.flag("rope.scaling.finetuned", True):
         return tuple(range(layers))
+    if family.unturned == "by window":
+        windows = keys.integer("attention.sliding_window", 0, MAX_CONTEXT, 0) > 0
+        limited = _limited(keys, family, layers) if windows else range(layers)
+        return tuple(layer for layer in range(layers) if layer not in limited)
     return tuple(layer for layer in range(layers) if family.unturned and not (layer + 1) % family.unturned)
 
 
@@ -381,8 +385,8 @@ def _groups(
         return cache_groups(layers, limited, min(family.pieces, context), context, pieces=True)
     if family.window_period and window:
         own = RotaryPositions(theta=keys.number("rope.freq_base", 1.0, 1e15, 10000.0))
-        limited = [layer for layer in range(layers) if (layer + 1) % family.window_period]
-        return cache_groups(layers, limited, window, context, own if scaling.kind != "none" else None)
+        alike = scaling.kind == "none" or family.unturned == "by window"
+        return cache_groups(layers, _limited(keys, family, layers), window, context, None if alike else own)
     if not family.period:
         return cache_groups(layers, range(layers) if window else (), window, context)
     if not window:
@@ -402,7 +406,8 @@ def _limited(keys: Fields, family: Architecture, layers: int) -> list[int]:
         if len(listed) != layers:
             raise keys.error("attention.sliding_window_pattern", f"a whole number, or a list of {layers}")
         return [layer for layer, limited in enumerate(listed.tolist()) if limited]
-    period = keys.integer("attention.sliding_window_pattern", 1, 1 << 12, family.period)
+    usual = family.period or family.window_period
+    period = keys.integer("attention.sliding_window_pattern", 1, 1 << 12, usual)
     return [layer for layer in range(layers) if (layer + 1) % period]
 
 

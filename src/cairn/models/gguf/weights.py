@@ -151,7 +151,7 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
 
     def __init__(self, gguf: Gguf, expected: Mapping[str, tuple[int, ...]], spec: ModelSpec) -> None:
         """Check that the file holds exactly the `expected` tensors with their shapes; `ModelFileError` otherwise."""
-        self._gguf, self._spec, self._head_dim = gguf, spec, spec.head_dim
+        self._gguf, self._spec, self._head_dim, self._turned_part = gguf, spec, spec.head_dim, spec.turned
         own = None if is_encoder(gguf) else architecture(gguf)
         self._interleaved = own is not None and own.interleaved
         behind = layers(gguf.own_fields, own) if own is not None and own.ahead else 0
@@ -226,7 +226,7 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
             flat.reshape(tensor.shape) if tensor.change is None else tensor.change(flat.reshape(tensor.tensor.shape))
         )
         if self._turned(name):
-            array = turn_back(array, self._head_dim)
+            array = turn_back(array, self._head_dim, self._turned_part)
         array.flags.writeable = False
         return array
 
@@ -259,7 +259,7 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         tensor = self._found[name]
         held, error = unpack(tensor.kind, tensor.blocks(self._gguf), (tensor.shape[0], tensor.shape[1]))
         if self._turned(name):
-            held = held.rows(lambda rows: turn_back(rows, self._head_dim))
+            held = held.rows(lambda rows: turn_back(rows, self._head_dim, self._turned_part))
         return held, error
 
     def kind(self, name: str) -> tuple[str, bool]:

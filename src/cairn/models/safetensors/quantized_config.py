@@ -53,8 +53,8 @@ def scheme_of(config: Fields, mxfp4: bool = False) -> Scheme | None:
     fields = config.object(name)
     if name == _MLX or (not fields.has("quant_method") and {"bits", "group_size"} <= fields.values.keys()):
         raise ModelError(
-            f"{config.path}: {name}: weights as MLX packs them are not supported; take the model's own folder, a GGUF file "
-            f"of it, or another quantisation: supported are {SUPPORTED}"
+            f"{config.path}: {name}: weights as MLX packs them are not supported; take the model's own folder, a GGUF "
+            f"file of it, or another quantisation: supported are {SUPPORTED}"
         )
     method = fields.text("quant_method", "compressed-tensors" if name == FIELDS[1] else "")
     if method == "mxfp4" and mxfp4:

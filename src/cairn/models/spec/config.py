@@ -234,6 +234,9 @@ def _unturned(config: Fields, family: Family, layers: int) -> tuple[int, ...]:
         if named not in ("nope", "rope"):
             raise config.error(family.positions, "rope or nope")
         return tuple(range(layers)) if named == "nope" else ()
+    if family.unturned == "by window":
+        limited = _window_layers(config, family, layers) if _by_layer(config, family) else range(layers)
+        return tuple(layer for layer in range(layers) if layer not in limited)
     return unturned(config, layers) if family.unturned else ()
 
 
@@ -324,7 +327,8 @@ def _pieces(config: Fields, layers: int, context: int) -> tuple[int, list[int]]:
 def _by_layer(config: Fields, family: Family) -> bool:
     """Whether some layers are limited."""
     if family.window == "by type":
-        return True
+        kinds = config.values.get("layer_types")
+        return not _no_window(config) or not isinstance(kinds, list) or "sliding_attention" in kinds
     return family.window == "by layer" and config.flag("use_sliding_window", False) and not _no_window(config)
 
 

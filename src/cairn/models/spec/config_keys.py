@@ -172,6 +172,10 @@ ROWS: Mapping[str, ConfigKeys] = {
     ),
     "Olmo2ForCausalLM": ConfigKeys(_BIASED),
     "Olmo3ForCausalLM": ConfigKeys(_BIASED | {"layer_types", "sliding_window"}),
+    "Exaone4ForCausalLM": ConfigKeys(
+        frozenset({"hidden_act", "layer_types", "sliding_window", "sliding_window_pattern"})
+    ),
+    "Glm4ForCausalLM": ConfigKeys(_BIASED | {"partial_rotary_factor"}),
     "SeedOssForCausalLM": ConfigKeys(_BIASED | {"attention_out_bias", "mlp_bias"}),
     "HunYuanDenseV1ForCausalLM": ConfigKeys(_BIASED),
     "ApertusForCausalLM": ConfigKeys(_BIASED),
