@@ -16,7 +16,11 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from cairn.models.spec.config import load_spec
+from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import ModelError
+from tests.api.process import served
+from tests.text.text_models import QWEN_CONFIG, QWEN_TEMPLATE, byte_level
+from tests.text.text_models import write_model as write_text
 from tests.tiny_models import MODELS, Driver, load, prompt, write_model
 
 CLOSE = 1e-4
@@ -198,3 +202,33 @@ def test_models_that_also_see_are_read_as_transformers_writes_them(
     engine = load(folder)
     assert "without images" in engine.info.note
     engine.close()
+
+
+ONE_EACH = {fields["architecture"]: name for name, fields in reversed(MODELS.items())}
+"""A model of each architecture."""
+IN_EVERY_RUN = ("LlamaForCausalLM", "Gemma4ForCausalLM", "NemotronHForCausalLM")
+
+
+@pytest.mark.parametrize("architecture", ONE_EACH)
+def test_a_server_answers_as_transformers(architecture: str, prove: bool, tmp_path: Path) -> None:
+    """Over HTTP, with nothing chosen by hand: log-probabilities of the likeliest tokens, and the token chosen."""
+    if not prove and architecture not in IN_EVERY_RUN:
+        pytest.skip("a server for each family is started by `make prove`")
+    by_hand = write_text(tmp_path / "by hand", byte_level(), QWEN_CONFIG, QWEN_TEMPLATE)
+    vocab = Tokenizer.load(by_hand).vocab_size
+    sizes = {"vocab_size": vocab} | ({"vocab_size_per_layer_input": vocab} if "Gemma" in architecture else {})
+    write_model(by_hand, **MODELS[ONE_EACH[architecture]] | sizes)
+    model_class = getattr(transformers, architecture)
+    folder = write_text(tmp_path / "saved", byte_level(), QWEN_CONFIG, QWEN_TEMPLATE)
+    saved(opened(model_class, by_hand), folder)
+    tokens = prompt(40, vocab)
+    with torch.no_grad():
+        logits = opened(model_class, folder)(torch.tensor([tokens])).logits[0, -1]
+    want = torch.log_softmax(logits, dim=-1).numpy()
+    best = np.argsort(-want)[:5]
+    with served(model=str(folder), engine="auto", kv_gb=0.05) as server:
+        body = {"model": "saved", "prompt": tokens, "max_tokens": 1, "temperature": 0, "logprobs": 5}
+        (choice,) = server.post("/v1/completions", body)["choices"]
+    found = sorted(choice["logprobs"]["top_logprobs"][0].values(), reverse=True)[:5]
+    np.testing.assert_allclose(found, want[best][: len(found)], rtol=0, atol=2e-3)
+    assert len(found) > 2, "tokens whose texts are alike are told once"
