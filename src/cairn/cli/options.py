@@ -164,6 +164,8 @@ def _sampling(model: str) -> list[tuple[str, str, str]]:
     except CairnError as error:
         return [("sampling", "not known", str(error))]
     sources = {"model": place.name if is_gguf(place) else "generation_config.json", "default": "default"}
+    if spec.makers is not None:
+        sources["makers"] = f"{spec.makers.source}, read {spec.makers.read}"
     return [
         (f"sampling.{name}", _shown(value), sources[source])
         for name, (value, source) in sampling_defaults(spec).items()

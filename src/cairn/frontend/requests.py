@@ -23,12 +23,12 @@ from cairn.types.model_spec import ModelSpec
 from cairn.types.request import Grammar, OutputFormat, Request
 from cairn.types.sampling_params import SAMPLING_RANGES, SamplingParams
 
-Source = Literal["model", "default"]
+Source = Literal["model", "makers", "default"]
 
 DRAW = {"temperature": 0.8, "top_k": 40.0, "top_p": 0.95, "min_p": 0.05}
 """Cairn's own, in the order in which people name them."""
 CUTS = ("top_k", "top_p", "min_p")
-_OWNERS: dict[Source, str] = {"model": "the model's own", "default": "Cairn's defaults"}
+_OWNERS: dict[Source, str] = {"model": "the model's own", "makers": "its makers' card", "default": "Cairn's defaults"}
 
 
 class Applied(NamedTuple):
@@ -36,7 +36,7 @@ class Applied(NamedTuple):
 
     value: float
     source: Source
-    """`model`: its own files say so, or leave it out of their recipe; `default`: Cairn's."""
+    """`model`: its own files say so, or leave it out of their recipe; `makers`: their card does; `default`: Cairn's."""
 
 
 def sampling_defaults(spec: ModelSpec) -> dict[str, Applied]:
@@ -48,14 +48,20 @@ def sampling_defaults(spec: ModelSpec) -> dict[str, Applied]:
         a cut is named (top_k, top_p, min_p)    the makers' whole recipe: the other cuts are off, a temperature that is
                                                 not named is 1, as in the libraries in which they found their values
         only a temperature, or greedy           it applies, with Cairn's cuts, as where a request names it alone
-        neither                                 Cairn's defaults; a penalty alone says nothing of the draw
+        neither                                 what the makers' card says (`MakersSampling`), or else Cairn's defaults;
+                                                a penalty alone says nothing of the draw
     """
     said = spec.defaults
+    card: Mapping[str, float] = {}
+    if spec.makers is not None and not any(name in said for name in DRAW):
+        card = {name: neutral for name, neutral in NEUTRAL.items() if name in DRAW} | spec.makers.values
     recipe = any(name in said for name in CUTS)
     found = {}
     for name, neutral in NEUTRAL.items():
         if name in said:
             found[name] = Applied(said[name], "model")
+        elif name in card:
+            found[name] = Applied(card[name], "makers")
         elif recipe and name in DRAW:
             found[name] = Applied(neutral, "model")
         else:

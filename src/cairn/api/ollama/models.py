@@ -130,7 +130,9 @@ class OllamaModels:
             await call.json(_show_of_files(model, facts))
             return
         service = model.loaded.service
-        said = {name: applied for name, applied in sampling_defaults(service.spec).items() if applied.source == "model"}
+        said = {
+            name: applied for name, applied in sampling_defaults(service.spec).items() if applied.source != "default"
+        }
         await call.json(
             {
                 "license": "",

@@ -31,6 +31,7 @@ from cairn.models.spec.family import Family
 from cairn.models.spec.generation_config import end_ids, sampling_defaults
 from cairn.models.spec.judge import with_judge
 from cairn.models.spec.latent_spec import latent_fields
+from cairn.models.spec.makers_sampling import makers_sampling
 from cairn.models.spec.moe_spec import layer_count, mixture
 from cairn.models.spec.positions_spec import (
     by_type,
@@ -73,6 +74,7 @@ def load_spec(folder: Path, *, identify: bool = True) -> ModelSpec:
     """
     with reading(folder):
         spec = with_judge(_load_gguf(folder) if is_gguf(folder) else _load(folder), folder)
+        spec = msgspec.structs.replace(spec, makers=makers_sampling(spec, folder))
         return identified(spec, folder) if identify else spec
 
 
@@ -386,7 +388,7 @@ def _facts(spec: ModelSpec) -> dict[str, Any]:
     for name, plain in _LATER.items():
         if found[name] == plain:
             del found[name]
-    del found["long"], found["kind"], found["embedding"], found["judge"]
+    del found["long"], found["kind"], found["embedding"], found["judge"], found["makers"]
     if found.get("experts"):
         for name, plain in _LATER_OF_EXPERTS.items():
             if found["experts"][name] == plain:
