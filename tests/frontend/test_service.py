@@ -512,7 +512,9 @@ async def test_merge_says_so_while_nothing_comes(folder: Path) -> None:
     async with serving(folder, max_running=1) as service:
         first = service.generate(request(service, "first", 1900))
         beats = 0
-        async with contextlib.aclosing(merge(service.generate, [request(service, "x", 2)], heartbeat=0.01)) as events:
+        async with contextlib.aclosing(
+            merge(service.generate, [request(service, "x", 2)], heartbeat=lambda: 0.01)
+        ) as events:
             async for batch in events:
                 beats += not batch
                 if beats == 2:

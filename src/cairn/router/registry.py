@@ -57,6 +57,13 @@ class ModelRegistry:
         """Whether a model has this name."""
         return name in self._by_name or name.removesuffix(":latest") in self._by_name
 
+    def spelt(self, name: str) -> str:
+        """Return the name of a model that this one differs from in case and in a `:latest` alone; else the name."""
+        if name in self._by_name:
+            return name
+        wanted = {name.casefold(), name.casefold().removesuffix(":latest")}
+        return next((known for known in self._by_name if known.casefold() in wanted), name)
+
     def by_identity(self, identity: bytes) -> ServedModel | None:
         """The model that was loaded with this identity, if any still is in its place."""
         return next((one for one in self.models if identity and one.identity == identity), None)

@@ -364,7 +364,10 @@ class Scheduler:
         """What there is to say of a row that gives no token: it is in the middle of a prompt, or all that was asked."""
         if row.end < sequence.target:
             scores = result.prompt_logprobs
-            return Output(id=sequence.request.id, prompt_logprobs=scores) if scores else None
+            told = sequence.progress() if sequence.request.progress else None
+            if not scores and told is None:
+                return None
+            return Output(id=sequence.request.id, prompt_logprobs=scores, progress=told)
         cache, timing = sequence.report, self._end(sequence, State.FINISHED, now)
         if row.want == "hidden":
             return encoded(sequence.request, result, cache, timing)

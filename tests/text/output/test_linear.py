@@ -13,6 +13,7 @@ from cairn.text.output.call_formats import BY_NAME, FORMATS
 from cairn.text.output.output_parser import splitter
 from cairn.text.output.python_calls import python_calls
 from cairn.text.output.stream import TextStream
+from cairn.text.output.tool_parser import ParsedCall
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.request import OfferedTool, OutputFormat, Request
 from cairn.types.sampling_params import SamplingParams
@@ -130,9 +131,9 @@ def test_calls_in_python_are_as_they_were() -> None:
     assert python_calls("[f(x=1]") is None
     assert python_calls("f(x=1") is None
     assert python_calls('[f(x="a", y=[1, {"b": null}], z=True)]') == [
-        ("f", '{"x": "a", "y": [1, {"b": null}], "z": true}')
+        ParsedCall("f", '{"x": "a", "y": [1, {"b": null}], "z": true}')
     ]
-    assert python_calls("f(x='a')") == [("f", '{"x": "a"}')]
+    assert python_calls("f(x='a')") == [ParsedCall("f", '{"x": "a"}')]
 
 
 # ------------------------------------------------------------------------------------------- control tokens as stops
@@ -152,8 +153,8 @@ def stream(tokenizer: Tokenizer, *stop: str) -> TextStream:
 
 def test_a_control_token_within_a_long_call_costs_no_copy_of_it(tokenizer: Tokenizer) -> None:
     """A stop that ends with a control token is looked for at each of them: only where it may be complete what was held
-    back of a call is read to its end."""
-    begun = tokenizer.encode('<tool_call>{"name": "f", "arguments": {"x": "', special=True)
+    back of a call is read to its end. One that has begun is passed on, and no stop counts within it."""
+    begun = tokenizer.encode('<tool_call>{"name": "of no tool", "arguments": {"x": "', special=True)
     mark = tokenizer.encode("<|im_start|>", special=True)
     text: Sequence[int] = tokenizer.encode("abc abd ", special=True)
     reader = stream(tokenizer, "zzz<|im_start|>", "<|im_start|>yyy")
@@ -165,3 +166,7 @@ def test_a_control_token_within_a_long_call_costs_no_copy_of_it(tokenizer: Token
     assert not reader.stopped
     reader.push([*tokenizer.encode("zzz"), *mark])
     assert reader.stopped
+    reader = stream(tokenizer, "zzz<|im_start|>")
+    reader.push(tokenizer.encode('<tool_call>{"name": "f", "arguments": {"x": "', special=True))
+    reader.push([*tokenizer.encode("zzz"), *mark])
+    assert not reader.stopped

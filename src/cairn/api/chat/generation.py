@@ -10,10 +10,11 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cairn.api.chat.checks import check_chat, choice_of
+from cairn.api.chat.checks import check_chat, check_stream, choice_of
 from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, generating, spelled
+from cairn.api.chat.free_text_tools import warning
 from cairn.api.chat.message_schemas import contents, plain_messages, plain_tools
-from cairn.api.chat.schemas import ChatBody, Generation
+from cairn.api.chat.schemas import ChatBody, Generation, Templated
 from cairn.api.chat.sessions import AgentAttribution, Attribution
 from cairn.api.http.call import HTTPCall, shown
 from cairn.config.config import Config
@@ -72,6 +73,7 @@ async def chat_exchange(
         keep=chat_keeper(service, call.tenant, tied),
         attribution=tied,
         names=names,
+        warnings=prompt.warnings,
     )
 
 
@@ -89,10 +91,11 @@ async def text_exchange(
     allow_empty: bool = False,
 ) -> Exchange:
     """The exchange of raw prompts. `names` as of a chat; `allow_empty`: prompts that are only scored."""
+    check_stream(body)
     draw, store, output = ids(call, service), is_stored(body.store, config), OutputFormat(continues=True)
     choices: list[ChoiceStream] = []
     with spelled(names):
-        grammar = await service.chat.grammar(body.wanted().structure, output, share=call.share)
+        held = await service.chat.grammar(body.wanted().structure, output, share=call.share)
         for prompt in prompts:
             made = service.make_requests(
                 prompt,
@@ -102,7 +105,7 @@ async def text_exchange(
                 salt=call.salt,
                 share=call.share,
                 output=output,
-                grammar=grammar,
+                grammar=held.grammar,
                 allow_empty=allow_empty,
                 stored=store,
             )
@@ -118,6 +121,7 @@ async def text_exchange(
         keep=cost_keeper(tied),
         attribution=tied,
         names=names,
+        warnings=held.warnings,
     )
 
 
@@ -128,6 +132,10 @@ async def chat_prompt(call: HTTPCall, service: Service, config: Config, body: Ch
     service.check_generates()
     tools = shown_tools(body)
     warn_of_tools(call, service, tools)
+    for index, tool in enumerate(body.tools or ()):
+        if why_not := tool.why_not_held():
+            call.warn(warning(f"tools[{index}]", why_not))
+    warn_of_thinking(call, service, body)
     await check_length(call, service, contents(body.messages, tools), "messages")
     return await service.chat.prompt(
         plain_messages(body.messages),
@@ -151,6 +159,13 @@ def warn_of_tools(call: HTTPCall, service: Service, tools: Sequence[Any] | None)
             "the model's chat template shows no tools: it is told of them in its first message, and how well it calls "
             "them depends on the model"
         )
+
+
+def warn_of_thinking(call: HTTPCall, service: Service, body: Templated) -> None:
+    """Tell where reasoning is not wanted and the model's template cannot turn it off."""
+    switches = ("enable_thinking", "reasoning_effort")
+    if body.thinks() is False and service.chat.thinks and not any(map(service.chat.knows, switches)):
+        call.warn("the model reasons all the same: its chat template has no switch for it")
 
 
 def chat_keeper(service: Service, tenant: str, tied: Attribution | None) -> Callable[[ChoiceStream], None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cairn.system.tenant_cache import TenantCache
 from cairn.text.grammar.compile_parent import GrammarHelper
@@ -22,6 +22,15 @@ _KNOWN_BYTES = 512
 """What a verdict takes beside its texts, and those of what was asked."""
 
 
+class HeldAnswer(NamedTuple):
+    """What an answer is held to."""
+
+    grammar: Grammar | None = None
+    """None where it may be anything."""
+    warnings: tuple[str, ...] = ()
+    """What a client wanted and it is not held to: sentences that name its field."""
+
+
 class Compiler:
     """One model's grammars. Every method runs on one event loop."""
 
@@ -37,8 +46,8 @@ class Compiler:
         tools: Sequence[Mapping[str, Any]] | None,
         form: CallFormat | None,
         share: str,
-    ) -> Grammar | None:
-        """Return `Request.grammar` of an answer that is read by `output`; None where it may be anything.
+    ) -> HeldAnswer:
+        """Return what an answer that is read by `output` is held to.
 
         Tools are called in a `form`. Raises InvalidRequest naming the field for what cannot be compiled, or not within
         the limits; Overloaded and Unavailable as `GrammarHelper.compile`.
@@ -47,13 +56,15 @@ class Compiler:
         asked = choice.required or choice.names is not None or choice.strict or structure is not None
         if tools and form is not None and asked:
             return await self._calling(form, output, wanted, tools, share)
-        return None if structure is None else await self._compiled("", structure, output, structure.field, share)
+        if structure is None:
+            return HeldAnswer()
+        return await self._compiled("", structure, output, structure.field, share)
 
     async def again(self, text: str, output: OutputFormat, share: str) -> Grammar | None:
         """Return the grammar of a text that was `Grammar.text` before a restart; None where that is empty."""
         if not text:
             return None
-        return await self._tried(Compile(vocab=further_markers(output), text=text), "grammar", share)
+        return (await self._tried(Compile(vocab=further_markers(output), text=text), "grammar", share)).grammar
 
     async def close(self) -> None:
         """End the process that compiles."""
@@ -66,31 +77,35 @@ class Compiler:
         wanted: Wanted,
         tools: Sequence[Mapping[str, Any]],
         share: str,
-    ) -> Grammar:
-        """The grammar of answers that call tools. A schema that cannot be held to is passed over, but of a tool that
-        wants it to be."""
+    ) -> HeldAnswer:
+        """Return the grammar of answers that call tools.
+
+        A schema that cannot be held to is passed over, but of a tool that wants it to be.
+        """
         choice = wanted.choice
         structure = None if choice.required else wanted.structure
         alone = choice.required or structure is not None
         try:
-            calls = lark_of_calls(
-                form, callable_tools(tools, choice.names, None), required=alone, parallel=choice.parallel
-            )
-            return await self._compiled(calls, structure, output, "tools", share)
+            held = callable_tools(tools, choice.names, None, choice.strict)
+            calls = lark_of_calls(form, held, required=alone, parallel=choice.parallel)
+            made = await self._compiled(calls, structure, output, "tools", share)
+            return made._replace(warnings=(*made.warnings, *(one for tool in held for one in tool.warnings)))
         except (InvalidRequest, GrammarError):
             pass  # of one tool at least
         try:
-            held = callable_tools(tools, choice.names, choice.strict)
+            held = callable_tools(tools, choice.names, choice.strict, choice.strict)
             calls = lark_of_calls(form, held, required=alone, parallel=choice.parallel)
         except GrammarError as error:
             raise InvalidRequest(f"tools cannot be followed: {error}", field="tools") from None
         if structure is not None:
             await self._compiled("", structure, output, structure.field, share)  # it may be what is wrong
-        return await self._compiled(calls, structure, output, "tools", share)
+        made = await self._compiled(calls, structure, output, "tools", share)
+        told = f"tools: {', '.join(tool.name[:64] for tool in held if tool.name not in choice.strict)}"
+        return made._replace(warnings=(*made.warnings, f"{told}: the arguments are not held to the schema"))
 
     async def _compiled(
         self, calls: str, structure: Structure | None, output: OutputFormat, field: str, share: str
-    ) -> Grammar:
+    ) -> HeldAnswer:
         lead: Literal["", "may", "open"] = "may" if output.reasoning else ""
         shape = Shape(
             structure=structure,
@@ -100,7 +115,7 @@ class Compiler:
         )
         return await self._tried(Compile(vocab=further_markers(output), shape=shape), field, share)
 
-    async def _tried(self, job: Compile, field: str, share: str) -> Grammar:
+    async def _tried(self, job: Compile, field: str, share: str) -> HeldAnswer:
         """Return a grammar that compiles. Raises InvalidRequest naming the field for another: also at once where that
         is known, since tools that cannot be held to come again with each turn."""
         known = self._known.get(share, job)
@@ -113,13 +128,14 @@ class Compiler:
             raise InvalidRequest(f"{field}: compiling it took more than {MEMORY >> 20} MiB of memory", field=field)
         if verdict.ended:
             raise InvalidRequest(f"{field} cannot be followed: {verdict.error}", field=field)
-        return Grammar(text=verdict.text, bytes=verdict.bytes, growth=verdict.growth)
+        made = Grammar(text=verdict.text, bytes=verdict.bytes, growth=verdict.growth)
+        return HeldAnswer(made, verdict.warnings)
 
 
 def _known_bytes(known: tuple[Compile, GrammarVerdict]) -> int:
     """Return what it takes to know a verdict: up to four bytes a character of each text."""
     job, verdict = known
-    texts = [job.text, verdict.text, verdict.error]
+    texts = [job.text, verdict.text, verdict.error, *verdict.warnings]
     if job.shape is not None:
         texts += [job.shape.calls, job.shape.structure.text if job.shape.structure is not None else ""]
     return _KNOWN_BYTES + sum(len(text) if text.isascii() else 4 * len(text) for text in texts)
