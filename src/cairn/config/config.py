@@ -281,6 +281,24 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "top_p and min_p, as transformers and vLLM do, 'llama' after them, as llama.cpp does."
         ),
     ] = "default"
+    default_temperature: Annotated[
+        Annotated[float, Meta(ge=0, le=10)] | None,
+        Meta(
+            description="Temperature where a request names none; default: what the model's files or makers say, or 0.8."
+        ),
+    ] = None
+    default_top_k: Annotated[
+        Annotated[int, Meta(ge=-1, le=1 << 31)] | None,
+        Meta(description="top_k where a request names none, 0 for off; default: the model's, or 40."),
+    ] = None
+    default_top_p: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | None,
+        Meta(description="top_p where a request names none, 1 for off; default: the model's, or 0.95."),
+    ] = None
+    default_min_p: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | None,
+        Meta(description="min_p where a request names none, 0 for off; default: the model's, or 0.05."),
+    ] = None
     reasoning_history: Annotated[
         Literal["keep", "template"],
         Meta(

@@ -94,6 +94,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling defaults of generation_config.json: temperature, top_k, top_p, min_p, repetition_penalty."""
     makers: MakersSampling | None = None
     """What its makers say of sampling outside its files."""
+    asked: dict[str, float] = {}
+    """Sampling defaults that the options of whoever serves it name."""
     identity: bytes = b""
     """SHA-256 over everything above that could change a number, the weights and the tokenizer."""
     kind: Kind = "chat"
