@@ -36,7 +36,7 @@ class Secret:
         self._value = value
 
     def reveal(self) -> str:
-        """The string itself: to compare or to send, never to print."""
+        """Return the secret, to compare or send and never to print."""
         return self._value
 
     def __repr__(self) -> str:
@@ -264,7 +264,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = "asked"
     kv_write_gb: Annotated[
         float,
-        Meta(ge=0, description="GB of KV stored a day at first touch; beyond that, only what comes a second time."),
+        Meta(
+            ge=0,
+            description="GB of KV that are written in any 24 hours for each model, whatever for and over restarts; one "
+            "chunk more at most. Half of it is kept for contexts with an agent, a session or an answer.",
+        ),
     ] = 100.0
     kv_ttl: Annotated[
         float,
@@ -554,14 +558,14 @@ LIMITS = (
 
 
 def limits_of(config: Config) -> Callable[[str], TenantLimits]:
-    """What each tenant may ask for and keep, by its name."""
+    """Return a function from a tenant's name to its limits."""
     default = TenantLimits(**{name: getattr(config, name) for name in LIMITS})
     named = {one.name: _with(one.limits, default) for one in config.tenants}
     return lambda tenant: named.get(tenant, default)
 
 
 def _with(limits: TenantLimits, default: TenantLimits) -> TenantLimits:
-    """A tenant's own limits; where it has none the server's."""
+    """Return a tenant's limits with the server's filled in."""
     lacking = {name: getattr(default, name) for name in LIMITS if getattr(limits, name) is None}
     return msgspec.structs.replace(limits, **lacking)
 
