@@ -218,8 +218,9 @@ class Kernels(Protocol):
         """Split qkv[M, (Q + 2K) D], or [M, (2Q + 2K) D] with a gate behind each query head (`gate_heads`), norm heads
         of q and k where there is a weight [D], rotate them, write q to
         query[M, Q, D] and k, v into the KV pool kv[blocks, layers, 2, K, block_tokens, D] at slots[M]
-        (block * block_tokens + offset), rounded to the pool's type: float32, bfloat16 or float16. Q is a multiple of
-        K. The order within a block and head is the kernels' own.
+        (block * block_tokens + offset), rounded to the pool's type: float32, bfloat16, float16, or int8, whose rows
+        have D + 4 bytes (`kernels.kv_codes`) and D a multiple of 4. Q is a multiple of K. The order within a block and
+        head is the kernels' own.
 
         angles[M, 2, r / 2] turn the first r numbers of a head, in pairs (i, i + r / 2); None turns nothing. A weight
         [Q D] or [K D] norms all heads of a token together. `late`: heads are turned first and normed then."""
@@ -249,7 +250,8 @@ class Kernels(Protocol):
         (p - window, p], with window < 0 what is in its piece of -window positions, [p - p % -window, p], else [0, p];
         in both directions (p - window, p + window), else all of its row, of which the
         step has every token. Arithmetic is in float32, whatever the pool's type; native kernels may round
-        queries and weights of a bfloat16 pool to bfloat16 where that is what the instruction set multiplies.
+        queries and weights of a bfloat16 pool to bfloat16 where that is what the instruction set multiplies, and round
+        those of an int8 pool to 15 bits.
         """
         ...
 
@@ -409,7 +411,8 @@ class Kernels(Protocol):
         slots: Array,
     ) -> None:
         """Norm the first numbers of x[M, L + r], as many as norm[L] has, turn the others by angles[M, 2, r / 2], and
-        write both into the pool kv[blocks, layers, 1, 1, block_tokens, L + r] at slots[M], rounded to the pool's type.
+        write both into the pool kv[blocks, layers, 1, 1, block_tokens, L + r] at slots[M], rounded to the pool's type;
+        int8 has L + r + 8 bytes a row.
 
         Turned are the pairs (2i, 2i + 1) of `neighbours`, or else (i, i + r / 2).
         """

@@ -28,7 +28,12 @@ LEAST_MAGNITUDE = np.float32(2.0**-100)
 
 def activation_codes(x: Floats) -> tuple[NDArray[np.int8], Floats]:
     """Codes [M, in] and scales [M, in / 32] of activations x[M, in]."""
-    groups = x.reshape(len(x), -1, GROUP)
+    codes, scale = group_codes(x.reshape(len(x), -1, GROUP))
+    return codes.reshape(x.shape), scale
+
+
+def group_codes(groups: Floats) -> tuple[NDArray[np.int8], Floats]:
+    """Codes [..., n] and scales [...] of groups [..., n] of any size."""
     most = np.abs(groups).max(axis=-1)
     usable = np.isfinite(most) & (most >= LEAST_MAGNITUDE)
     with np.errstate(all="ignore"):
@@ -36,7 +41,7 @@ def activation_codes(x: Floats) -> tuple[NDArray[np.int8], Floats]:
         scale = np.where(usable, most / np.float32(LARGEST_CODE), np.float32(0))
     scale = np.where(np.isfinite(most), scale, np.float32(np.nan))
     codes = np.rint(np.where(usable[..., None], groups, np.float32(0)) * factor[..., None])
-    return codes.astype(np.int8).reshape(x.shape), scale.astype(np.float32)
+    return codes.astype(np.int8), scale.astype(np.float32)
 
 
 def rounded(x: Floats) -> Floats:

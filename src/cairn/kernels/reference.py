@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_info
 
-from cairn.kernels import latent, recurrent, streams
+from cairn.kernels import kv_codes, latent, recurrent, streams
 from cairn.kernels.base import Quantized
 from cairn.kernels.blas import TILE, one_blas_thread, project
 from cairn.kernels.elementary import cos_sin, exp, expm1, log, log1p, tanh
@@ -200,8 +200,8 @@ class ReferenceKernels:
             else:
                 _rotate(x if norm is None else _norm_heads(x, norm, eps), angles, turned)
         block, offset = np.divmod(slots, block_tokens)
-        kv[block, layer, 0, :, offset] = keys
-        kv[block, layer, 1, :, offset] = v
+        kv[block, layer, 0, :, offset] = kv_codes.stored(keys, kv.dtype)
+        kv[block, layer, 1, :, offset] = kv_codes.stored(v, kv.dtype)
 
     def attention(
         self,

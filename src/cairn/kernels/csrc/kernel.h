@@ -20,7 +20,7 @@ constexpr Index MAX_HEAD = 1024;    // numbers of a head at most
 constexpr Index SPAN = 64;          // positions of one softmax step, aligned at multiples of SPAN
 constexpr Index SEGMENT = 1024;     // positions whose softmax is computed by itself, aligned likewise
 
-enum class Dtype : int { f32, f16, bf16 };
+enum class Dtype : int { f32, f16, bf16, q8 };  // q8: KV alone
 enum class Activation : int { silu, gelu_tanh, gelu, tanh, clamped_silu, relu2 };
 
 // How a part of a matrix is stored; see Segment.
@@ -187,12 +187,16 @@ struct Product {
 // panels of 16:
 //   f32, f16  keys of a block and head [size][16], values [16][size]
 //   bf16      keys [size / 2][16][2], values [8][size][2]: pairs along the inner index, as in MatrixView
+//   q8        first [16] floats, the scales of the positions; then keys [size / 4][16][4], values [4][size][4], as kv_q8.h
+//             has the codes of a lane
 struct Pages {
     std::byte* base;
     Dtype dtype;
     Index layers, layer, heads, size;
 
-    Index page_bytes() const { return BLOCK_TOKENS * size * (dtype == Dtype::f32 ? 4 : 2); }
+    Index page_bytes() const {
+        return BLOCK_TOKENS * (dtype == Dtype::q8 ? size + 4 : size * (dtype == Dtype::f32 ? 4 : 2));
+    }
     std::byte* keys(Index block, Index head) const {
         return base + (((block * layers + layer) * 2) * heads + head) * page_bytes();
     }
@@ -325,7 +329,7 @@ constexpr Index padded(Index count) { return (count + LANES - 1) / LANES * LANES
 // Query rows that one attention task takes at most: about 48, in whole tokens.
 constexpr Index attend_tokens(Index fan) { return fan >= 48 ? 1 : 48 / fan; }
 constexpr Index attend_scratch(Index fan, Index size) {
-    return attend_tokens(fan) * fan * (size + 2 * padded(size) + SPAN + LANES + 4) + 2 * size;
+    return attend_tokens(fan) * fan * (size + 2 * padded(size) + SPAN + LANES + 8) + 2 * size;
 }
 
 }  // namespace cairn

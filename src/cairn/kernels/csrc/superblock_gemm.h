@@ -3,8 +3,6 @@
 // a scale every 16: both halves' integer sums times their scales stay below 2^24, so their sum is an exact float too.
 #pragma once
 
-#include <type_traits>
-
 #include "quant_gemm.h"
 
 namespace cairn::CAIRN_VARIANT {
@@ -19,29 +17,6 @@ struct InBlocks {
     static constexpr Index WHOLE = BITS == 6 ? 256 : 192, CODES = BITS * GROUP * LANES / 8;
     static constexpr Index FRONT = LANES * 2 * (MINIMUM ? 2 : 1);
 };
-
-// 16 bytes as whole numbers, signed or not as their type is.
-template <class Byte>
-IntVec load_bytes(const Byte* p) {
-#if defined(__AVX512F__)
-    const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
-    if constexpr (std::is_signed_v<Byte>)
-        return IntVec{{(IntPart)_mm512_maskz_cvtepi8_epi32(0xffff, bytes)}};
-    else
-        return IntVec{{(IntPart)_mm512_maskz_cvtepu8_epi32(0xffff, bytes)}};
-#elif defined(__AVX2__)
-    const auto eight = [&](int i) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + i * WIDTH)); };
-    if constexpr (std::is_signed_v<Byte>)
-        return IntVec{{(IntPart)_mm256_cvtepi8_epi32(eight(0)), (IntPart)_mm256_cvtepi8_epi32(eight(1))}};
-    else
-        return IntVec{{(IntPart)_mm256_cvtepu8_epi32(eight(0)), (IntPart)_mm256_cvtepu8_epi32(eight(1))}};
-#else
-    IntVec out = {};
-    for (int i = 0; i < PARTS; i++)
-        for (int lane = 0; lane < WIDTH; lane++) out.part[i][lane] = p[i * WIDTH + lane];
-    return out;
-#endif
-}
 
 // One group of 16 outputs whose scale and minimum are made.
 template <class Form>
