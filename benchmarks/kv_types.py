@@ -66,7 +66,12 @@ def _call(
     if dtype == "int8":
         # Codes as large as those of such numbers, and their scales, in the order of the kernels: these come first.
         page = kv.reshape(*kv.shape[:4], -1)
-        page[:] = np.clip(np.rint(numbers * 40), -127, 127).astype(np.int8).repeat(2, axis=-1).reshape(*page.shape[1:4], -1)[..., : page.shape[-1]]
+        page[:] = (
+            np.clip(np.rint(numbers * 40), -127, 127)
+            .astype(np.int8)
+            .repeat(2, axis=-1)
+            .reshape(*page.shape[1:4], -1)[..., : page.shape[-1]]
+        )
         page[..., : 4 * BLOCK_TOKENS].view(np.float32)[:] = 1 / 40
     else:
         kv[:] = numbers.astype(kv.dtype)

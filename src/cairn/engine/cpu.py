@@ -1,9 +1,9 @@
 """The engine that runs everywhere: the recorded decoder over the CPU's kernels, KV in main memory.
 
-KV of a group is one array [blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim] of float32, bfloat16 or float16, with 1
-in the place of 2 where layers keep latents, and that of a state group is [blocks, layers, numbers] of float32: a block
-is contiguous over its group's layers, so a page is a view. The engine holds weights, pools and step buffers, and
-nothing about requests.
+KV of a group is one array [blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim] of float32, bfloat16 or float16, or of
+int8 with the bytes of scales beside each head's numbers; with 1 in the place of 2 where layers keep latents. That of a
+state group is [blocks, layers, numbers] of float32. A block is contiguous over its group's layers, so a page is a view.
+The engine holds weights, pools and step buffers, and nothing about requests.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from cairn.engine.memory import (
     block_bytes,
     check_memory,
     kv_dtype,
+    kv_page,
     placed,
     pool_blocks,
     running_rows,
@@ -102,7 +103,7 @@ class CpuEngine:
         self._buffers = allocate(self._kernels, spec, config.step_tokens, max_rows, context)
         dtype = kv_dtype(spec, config)
         self._kv: list[NDArray[Any]] = [
-            self._kernels.allocate((count, len(group.layers), *spec.page(number)), _number(group, dtype))
+            self._kernels.allocate((count, len(group.layers), *kv_page(spec, number, dtype)), _number(group, dtype))
             for number, (count, group) in enumerate(zip(blocks, spec.groups, strict=True))
         ]
         with taken(self._kv, expected):

@@ -215,17 +215,20 @@ void weigh_rows(const Queries<Form>& q, Index row, const Attend& job, Index star
         float* score = q.score + (row + r) * SPAN;
         float* total = q.total + (row + r) * LANES;
         Vec sum = load(total) * set(factor[r]);
+        IntVec most = {};
 #pragma GCC unroll 4
         for (Index block = blocks.low; block < blocks.high; block++) {
             // Weights take the place of scores that were read: they are no wider.
             const Vec weight = bounded(r, block, Form::exp(load(score + block * LANES) - set(now[r])), 0.0f);
             if constexpr (Form::CODES) {
-                store(score + block * LANES, bounded(r, block, weight * load(scales[block]), 0.0f));
+                const Vec scaled = bounded(r, block, weight * load(scales[block]), 0.0f);
+                store(score + block * LANES, scaled);
+                most = larger(most, magnitude(scaled));
                 sum = sum + weight;
             } else
                 sum = sum + Form::put(q.weights(row + r) + block * LANES, weight);
         }
-        if constexpr (Form::CODES) q.weight_codes[row + r] = Form::put_weights(score, blocks);
+        if constexpr (Form::CODES) q.weight_codes[row + r] = Form::put_weights(score, blocks, most);
         store(total, sum);
         q.factor[row + r] = factor[r];
     }

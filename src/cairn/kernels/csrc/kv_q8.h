@@ -32,11 +32,14 @@ inline void add_pairs(IntPart& acc, IntPart pairs, const std::int16_t* x) {
 #elif defined(__AVXVNNI__)
     asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(acc) : "x"(pairs), "x"(_mm256_set1_epi32(both)));
 #elif defined(__AVX2__)
-    acc += (IntPart)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(both));
+    acc = (IntPart)_mm256_add_epi32((__m256i)acc, _mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(both)));
 #elif defined(__SSE2__)
-    acc += (IntPart)_mm_madd_epi16((__m128i)pairs, _mm_set1_epi32(both));
+    acc = (IntPart)_mm_add_epi32((__m128i)acc, _mm_madd_epi16((__m128i)pairs, _mm_set1_epi32(both)));
 #else
-    acc += (pairs & 0xffff) * static_cast<std::int32_t>(x[0]) + (pairs >> 16) * static_cast<std::int32_t>(x[1]);
+    // Sums may pass 32 bits on the way to one that does not.
+    typedef std::uint32_t Wrapping __attribute__((vector_size(WIDTH * 4)));
+    const Wrapping first = (Wrapping)(pairs & 0xffff) * static_cast<std::uint32_t>(x[0]);
+    acc = (IntPart)((Wrapping)acc + first + ((Wrapping)pairs >> 16) * static_cast<std::uint32_t>(x[1]));
 #endif
 }
 
@@ -78,10 +81,16 @@ struct KvQ8 {
         });
         return {found.scale, -128 * found.sum};
     }
-    // Weights of some blocks of 16 positions, as 15-bit codes in their own place.
-    static CodeRow put_weights(float* weights, Range blocks) {
-        auto* out = reinterpret_cast<Number*>(weights) + blocks.low * LANES;
-        return put_query(weights + blocks.low * LANES, (blocks.high - blocks.low) * LANES, out);
+    // Weights of some blocks of 16 positions, as 15-bit codes in their own place. `most`: largest magnitudes among them.
+    static CodeRow put_weights(float* weights, Range blocks, const IntVec& most) {
+        const auto [factor, scale] = rounding_to(MOST_FACTOR, largest(most));
+        IntPart total{};
+#pragma GCC unroll 4
+        for (Index block = blocks.low; block < blocks.high; block++) {
+            const Vec here = factor == 0.0f ? Vec{} : load(weights + block * LANES);
+            total += round_codes(here, factor, reinterpret_cast<Number*>(weights) + block * LANES);
+        }
+        return {scale, -128 * sum(total)};
     }
 
     static void write_keys(std::byte* keys, Index place, const float* x, Index size) {

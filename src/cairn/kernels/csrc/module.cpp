@@ -43,7 +43,7 @@ namespace {
 constexpr const char* VERSION = "native-6";
 
 // Of what Python calls: what `native.INTERFACE` says.
-constexpr int INTERFACE = 8;
+constexpr int INTERFACE = 9;
 
 bool runs(const std::string& name) {
 #if defined(__x86_64__)

@@ -9,7 +9,7 @@ namespace cairn::CAIRN_VARIANT {
 // One group into lane `lane` of a tile of `height` rows.
 inline void put_group(const float* x, std::byte* to, Index lane, Index height) {
     Vec low = load(x), high = load(x + LANES);
-    const auto [factor, scale] = rounding_to(127.0f, largest(magnitude(low), magnitude(high)));
+    const auto [factor, scale] = rounding_to(127.0f, largest(larger(magnitude(low), magnitude(high))));
     if (factor == 0.0f) low = high = Vec{};
     std::int8_t codes[GROUP];
     const std::int32_t first = sum(round_codes(low, factor, codes));

@@ -40,22 +40,22 @@ inline std::int32_t fold(const IntPart& x, F&& pair) {
 #endif
 }
 // Magnitudes are ordered as their bits are, and a NaN is the largest.
-inline std::int32_t largest(const IntVec& a, const IntVec& b) {
-    IntPart most{};
-    for (int i = 0; i < PARTS; i++) {
-        most = a.part[i] > most ? a.part[i] : most;
-        most = b.part[i] > most ? b.part[i] : most;
-    }
+inline IntVec larger(const IntVec& a, const IntVec& b) {
+    IntVec out;
+    for (int i = 0; i < PARTS; i++) out.part[i] = a.part[i] > b.part[i] ? a.part[i] : b.part[i];
+    return out;
+}
+inline std::int32_t largest(const IntVec& x) {
+    IntPart most = x.part[0];
+    for (int i = 1; i < PARTS; i++) most = x.part[i] > most ? x.part[i] : most;
     return fold(most, [](auto one, auto other) { return one > other ? one : other; });
 }
 // The largest magnitude of `size` numbers, as bits.
 inline std::int32_t largest(const float* x, Index size) {
     IntVec most = {};
-    for (Index at = 0; at < size; at += LANES) {
-        const IntVec here = magnitude(size - at < LANES ? load_first(x + at, size - at) : load(x + at));
-        for (int i = 0; i < PARTS; i++) most.part[i] = here.part[i] > most.part[i] ? here.part[i] : most.part[i];
-    }
-    return largest(most, most);
+    for (Index at = 0; at < size; at += LANES)
+        most = larger(most, magnitude(size - at < LANES ? load_first(x + at, size - at) : load(x + at)));
+    return largest(most);
 }
 inline std::int32_t sum(const IntPart& x) {
     return fold(x, [](auto one, auto other) { return one + other; });
