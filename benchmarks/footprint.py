@@ -66,7 +66,7 @@ def processes(server: Server) -> dict[str, dict[str, int]]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     for one in (str(pid), *children):
         command = Path(f"/proc/{one}/cmdline").read_bytes()
-        name = "front" if one == str(pid) else "worker" if b"service.worker" in command else "helper"
+        name = "front" if one == str(pid) else "worker" if b"cairn.worker.worker" in command else "helper"
         lines = (line.split() for line in Path(f"/proc/{one}/status").read_text().splitlines())
         sizes = {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[0].startswith(("VmHWM", "Rss"))}
         found[name] = {"peak": sizes["VmHWM"], "own": sizes["RssAnon"] + sizes["RssShmem"], "files": sizes["RssFile"]}

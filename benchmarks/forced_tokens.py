@@ -15,9 +15,11 @@ from typing import Any
 
 from cairn.models.hub.hub import locate
 from cairn.text.chat.templates import load_text
-from cairn.text.grammar.grammar import Shape, Structure, checked
+from cairn.text.grammar.grammar import Shape, Structure, grammar_text
+from cairn.text.grammar.vocabulary import Vocabulary, read_vocabulary
 from cairn.text.tokens.tokenizer import Tokenizer
-from cairn.worker.grammars import GrammarMatcher, Vocabulary, compile_grammar, read_vocabulary
+from cairn.types.request import Grammar
+from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
 from cairn.worker.masks import Masks
 from mask_cost import called
 
@@ -65,7 +67,7 @@ XML = f"<tool_call>\n<function=tool_17>\n{PARAMETERS}</function>\n</tool_call>"
 
 
 def held(kind: Any, text: Any) -> str:
-    return checked(Shape(structure=Structure(kind=kind, text=json.dumps(text))))
+    return grammar_text(Shape(structure=Structure(kind=kind, text=json.dumps(text))))
 
 
 def answers() -> dict[str, tuple[str, str]]:
@@ -95,7 +97,7 @@ def next_token(mask: bytes, tokenizer: Tokenizer, rest: bytes) -> int:
 def counted(vocabulary: Vocabulary, tokenizer: Tokenizer, masks: Masks, grammar: str, text: str) -> tuple[int, int]:
     """Tokens of an answer, and how many of them are forced."""
     ends = sorted(vocabulary.tokenizer.eos_tokens)
-    matcher = GrammarMatcher(compile_grammar(vocabulary, grammar), vocabulary, ends, masks)
+    matcher = GrammarMatcher(CompiledGrammar(vocabulary, Grammar(text=grammar)), ends, masks)
     rest, count, forced = text.encode(), 0, 0
     while rest and not matcher.over:
         token = matcher.forced()

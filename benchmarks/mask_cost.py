@@ -25,12 +25,14 @@ from cairn.kernels.choose import load_kernels
 from cairn.kernels.vocabulary import Line
 from cairn.models.hub.hub import locate
 from cairn.text.chat.templates import load_text
-from cairn.text.grammar.grammar import Shape, Structure, checked
+from cairn.text.grammar.grammar import Shape, Structure, grammar_text
+from cairn.text.grammar.vocabulary import Vocabulary, read_vocabulary
 from cairn.text.output.call_formats import BY_NAME
 from cairn.text.output.call_grammar import callable_tools, lark_of_calls
+from cairn.types.request import Grammar
 from cairn.types.sampling_params import SamplingParams
 from cairn.types.step import Row
-from cairn.worker.grammars import GrammarMatcher, Vocabulary, compile_grammar, read_vocabulary
+from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
 from cairn.worker.masks import Masks
 
 TEXT = {"type": "string"}
@@ -44,13 +46,13 @@ def tools(count: int) -> list[dict[str, Any]]:
 
 def called(form: str, count: int, *, required: bool) -> str:
     offered = callable_tools(tools(count), None, None)
-    return checked(Shape(calls=lark_of_calls(BY_NAME[form], offered, required=required, parallel=True)))
+    return grammar_text(Shape(calls=lark_of_calls(BY_NAME[form], offered, required=required, parallel=True)))
 
 
 def grammars() -> dict[str, str]:
     return {
-        "a JSON schema": checked(Shape(structure=Structure(kind="json", text=json.dumps(SCHEMA)))),
-        "any JSON": checked(Shape(structure=Structure(kind="json", text="true"))),
+        "a JSON schema": grammar_text(Shape(structure=Structure(kind="json", text=json.dumps(SCHEMA)))),
+        "any JSON": grammar_text(Shape(structure=Structure(kind="json", text="true"))),
         "a call of 60 tools (Hermes)": called("hermes", 60, required=True),
         "a call of 60 tools (XML)": called("qwen_xml", 60, required=True),
         "text, then such a call": called("hermes", 60, required=False),
@@ -80,12 +82,11 @@ class Spent(NamedTuple):
 def steps(vocabulary: Vocabulary, text: str, rows: int, count: int) -> tuple[list[Spent], list[bytes]]:
     """What each step takes, and the masks of the last. A row that has come to its end begins again."""
     rng, computing = random.Random(1), Masks()
-    compiled = compile_grammar(vocabulary, text)
-    compiled.compute_bitmask()  # as `Grammars` does
+    compiled = CompiledGrammar(vocabulary, Grammar(text=text))
     ends = sorted(vocabulary.tokenizer.eos_tokens)
 
     def fresh() -> GrammarMatcher:
-        return GrammarMatcher(compiled.deep_copy(), vocabulary, ends, computing)
+        return GrammarMatcher(compiled, ends, computing)
 
     def advance(row: int, token: int | None) -> None:
         if token is None or token in ends:

@@ -22,10 +22,12 @@ from cairn.engine.cpu import CpuEngine
 from cairn.models.hub.hub import locate
 from cairn.models.spec.config import check_decodes, load_spec
 from cairn.text.chat.templates import load_text
+from cairn.text.grammar.vocabulary import Vocabulary, read_vocabulary
 from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.request import Grammar
 from cairn.types.sampling_params import SamplingParams
 from cairn.types.step import Row
-from cairn.worker.grammars import GrammarMatcher, Vocabulary, compile_grammar, read_vocabulary
+from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
 from cairn.worker.masks import Masks
 from mask_cost import grammars
 
@@ -43,16 +45,15 @@ class Held:
     """Rows that follow a grammar, each in another place of it. One that has come to its end begins again."""
 
     def __init__(self, vocabulary: Vocabulary, text: str, ends: Sequence[int], computing: Masks, rows: int) -> None:
-        self._compiled = compile_grammar(vocabulary, text)
-        self._compiled.compute_bitmask()  # as `Grammars` does
-        self._made = (vocabulary, ends, computing)
+        self._compiled = CompiledGrammar(vocabulary, Grammar(text=text))
+        self._made = (ends, computing)
         self._ends = frozenset(ends)
         self._rng = random.Random(1)
         self._over: set[int] = set()
         self.matchers = [self._fresh() for _ in range(rows)]
 
     def _fresh(self) -> GrammarMatcher:
-        return GrammarMatcher(self._compiled.deep_copy(), *self._made)
+        return GrammarMatcher(self._compiled, *self._made)
 
     def follow(self, tokens: Sequence[int | None]) -> None:
         """What the rows drew."""

@@ -101,7 +101,7 @@ class House:
 
     async def open(self) -> None:
         draw = Draw(self.files.rng.getrandbits(30))
-        self.service.chat._table = ReplayTable()  # as in a process that has just begun
+        self.service.chat.replays = ReplayTable()  # as in a process that has just begun
         self.agents = await Agents.open(self.service, self.files, FOLDER, self.clock, draw, self.config, self.salts)
 
     async def again(self, seed: int = 1, *, clean: bool = False) -> None:

@@ -156,6 +156,7 @@ class ScriptedService:
         self.name = name
         self.names = frozenset({name})
         self.strict = False
+        self.leaving = ""
         self.spec = SPEC
         identity = b"\x11\x12\x13\x14\x15\x16\x17"
         self.info = SimpleNamespace(context=SPEC.context, vocab=SPEC.vocab, max_rows=4096, identity=identity)
@@ -188,7 +189,7 @@ class ScriptedService:
         self.prompts.append((messages, tools, tenant, template_args))
         self.wanted.append(wanted)
         text = "".join(str(message["content"] or "") for message in messages)
-        return SimpleNamespace(tokens=tuple(text.encode()) or (1,), output=self.output, grammar="")
+        return SimpleNamespace(tokens=tuple(text.encode()) or (1,), output=self.output, grammar=None)
 
     async def grammar(self, structure: Any, output: Any, *, share: str = "") -> str:
         return ""

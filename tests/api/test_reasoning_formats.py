@@ -13,10 +13,10 @@ import pytest
 from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.text.chat.prompt import Chat
-from cairn.text.grammar.grammar import Shape, Structure, checked
+from cairn.text.grammar.grammar import Shape, Structure
 from tests.api.sockets import Site, events, site
 from tests.scripted_model import write_scripted
-from tests.text.walks import accepts
+from tests.text.walks import accepts, checked
 
 CONTROL = 3
 HARMONY = (

@@ -67,7 +67,7 @@ class SlowService(ScriptedService):
     def stats(self) -> Any:
         return SimpleNamespace(running=len([one for one in self.streams if not one.over]), waiting=0)
 
-    async def drain(self, grace: float) -> None:
+    async def drain(self, grace: float, why: str) -> None:
         try:
             async with asyncio.timeout(grace):
                 while not all(one.over for one in self.streams):
@@ -75,7 +75,7 @@ class SlowService(ScriptedService):
         except TimeoutError:
             for one in self.streams:
                 if not one.over:
-                    one.push(Unavailable("the server is shutting down", retry_after=1))
+                    one.push(Unavailable(why, retry_after=1))
 
     async def close(self) -> None:
         self.closed = True

@@ -189,3 +189,16 @@ def test_teams_and_workflows_are_answered_by_the_model_that_they_name(server: Se
     assert turns, turns
     found = get(server, "/v1/agents/crew.ann")
     assert found["model"] == "beta", found
+
+
+def test_what_is_made_for_a_model_is_made_for_the_one_that_is_named(server: Served) -> None:
+    """An agent, and what OpenAI's routes beside the response say of one."""
+    for name in ("beta", "alpha"):
+        made = post(server, "/v1/agents", id=f"of-{name}", model=name)
+        assert made.status_code == 201 and made.json()["model"] == name, made.text
+        turn = post(server, f"/v1/agents/of-{name}/turns", messages=HELLO, max_tokens=4)
+        assert turn.json()["model"] == name, turn.text
+    for path in ("/v1/responses/compact", "/v1/responses/input_tokens"):
+        assert post(server, path, model="beta", input="hello").status_code == 200
+        unknown = post(server, path, model="gpt-5", input="hello")
+        assert unknown.status_code == 404 and "alpha, beta, gamma" in unknown.text

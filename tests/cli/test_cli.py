@@ -815,7 +815,7 @@ class Refuse:
         if name.partition(".")[0] in ("torch", "transformers", "triton"):
             raise ModuleNotFoundError(f"{name} cannot be imported here", name=name)
 sys.meta_path.insert(0, Refuse())
-with open(os.environ["STARTED"], "a") as file:
+with open(os.path.join(os.path.dirname(__file__), "started"), "a") as file:
     file.write(f"{os.getpid()}\\n")
 """
 
@@ -832,7 +832,7 @@ def test_serve_generate_status_and_cancel_where_torch_cannot_be_imported(elsewhe
     """The whole way on real input, in every process without torch: front, worker, template helper, CLI."""
     (elsewhere / "sitecustomize.py").write_text(NO_TORCH)
     started = elsewhere / "started"
-    env = {**os.environ, "PYTHONPATH": str(elsewhere), "STARTED": str(started), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": str(elsewhere), "OMP_NUM_THREADS": "1"}
     refused = subprocess.run(
         [sys.executable, "-c", "import torch"], env=env, capture_output=True, text=True, check=False
     )

@@ -753,14 +753,20 @@ def test_what_was_loaded_in_another_event_loop_is_refused():
 
 def test_what_was_loaded_in_an_event_loop_that_has_ended_is_freed_and_loaded_anew():
     before = workers()
-    llm = asyncio.run(AsyncLLM.start("demo", **SMALL))
-    helper = llm._service.chat._renderer._process
+
+    async def load():
+        made = await AsyncLLM.start("demo", **SMALL)
+        await made.generate("x", response_format={"type": "regex", "pattern": "a"})
+        return made
+
+    llm = asyncio.run(load())
+    helpers = [llm._service.chat._renderer._process, llm._service.chat._grammars._helper._helper]
 
     async def use():
         with pytest.raises(Unavailable, match="another event loop"):
             await llm.generate("x")
         async with llm:
-            assert helper.poll() is not None, "the process that renders is gone, too"
+            assert not any(helper.runs for helper in helpers), "what renders and what compiles are gone, too"
             assert (await llm.generate("x", max_tokens=2, ignore_eos=True)).tokens
 
     asyncio.run(use())
@@ -793,14 +799,14 @@ def test_two_event_loops_do_not_load_it_both():
 
 async def test_a_close_that_is_cut_off_leaves_nothing():
     llm = await AsyncLLM.start("demo", **SMALL)
-    await llm.chat([{"role": "user", "content": "x"}], max_tokens=2)
-    helper = llm.service.chat._renderer._process
+    await llm.chat([{"role": "user", "content": "x"}], response_format={"type": "regex", "pattern": "a"})
+    helpers = [llm.service.chat._renderer._process, llm.service.chat._grammars._helper._helper]
     closing = asyncio.create_task(llm.close())
     await asyncio.sleep(0)
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing
-    assert helper.poll() is not None
+    assert not any(helper.runs for helper in helpers)
     await llm.close()
 
 

@@ -499,7 +499,7 @@ async def test_a_worker_that_was_idle_for_long_dies_for_the_first_time(seconds: 
         for _ in range(4 * seconds):
             clock.time += 0.25
             watch.look()
-        process.returncode, process.poll = -9, lambda: -9
+        process.returncode, process.poll = -6, lambda: -6
     await until(lambda: watch.gave_up)  # there is nothing to load
     assert watch._failures == failures
     await watch.close()
@@ -519,6 +519,23 @@ async def test_a_worker_that_could_not_be_started_is_no_restart(folder: Path, mo
         os.kill(pid_of(service), signal.SIGKILL)
         await until(lambda: len(tries) == 3 and service._supervisor.up)
         assert service.stats().worker_restarts == service.metrics.worker_restarts == 1
+
+
+async def test_an_idle_worker_that_others_kill_is_replaced_at_once(folder: Path) -> None:
+    """However often: after seven in a row the pause was 20 s. One that crashes by itself is paused after."""
+    async with serving(folder, Patience(backoff=(0.0, 3600.0))) as service:
+        for _ in range(4):
+            dead = pid_of(service)
+            os.kill(dead, signal.SIGKILL)
+            await until(lambda dead=dead: service.stats().worker_pid != dead and not service.unready())
+            assert metric(service, "worker_failures") == 0
+        assert (await collect(service.generate(request(service, "after it", 5)))).done
+        dead = pid_of(service)
+        service._supervisor._link.progressed = False  # type: ignore[union-attr]
+        os.kill(dead, signal.SIGABRT)
+        await until(lambda: metric(service, "worker_failures") == 1)
+        await asyncio.sleep(0.3)
+        assert not service._supervisor.up
 
 
 async def test_a_failing_worker_sends_new_requests_away(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

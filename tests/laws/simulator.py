@@ -30,7 +30,7 @@ from cairn.scheduler.sequence import AGE_SECONDS, Sequence, State
 from cairn.types.block_size import CHUNK_BLOCKS
 from cairn.types.errors import ContextTooLong, InvalidRequest
 from cairn.types.outputs import FinishReason, Output, TokenLogprob
-from cairn.types.request import Request
+from cairn.types.request import Grammar, Request
 from cairn.types.sampling_params import SamplingExtras, SamplingParams
 from cairn.types.step import NO_BLOCK, Ready, Row, RowResult
 from tests.laws.storage_world import Broken, Storage, law
@@ -92,7 +92,8 @@ class Rule:
     """
 
     def __init__(self, request: Request) -> None:
-        self.key, self.said = request.grammar, [*request.generated]
+        assert request.grammar is not None
+        self.key, self.said = request.grammar.text, [*request.generated]
         self.stops = set(request.sampling.stop_token_ids) if request.sampling.min_tokens else set()
 
     def draw(self, said: list[int]) -> random.Random:
@@ -343,7 +344,9 @@ class World:
         if self.ruled is not None and self.ruled.random() < 0.6:
             extras = SamplingExtras(mirostat=self.ruled.choice((1, 2)), mirostat_tau=1.0, mirostat_eta=1.0)
             sampling = msgspec.structs.replace(sampling, extras=extras, temperature=1.0)
-        grammar = str(self.ruled.randrange(3)) if self.ruled is not None and self.ruled.random() < 0.8 else ""
+        grammar = None
+        if self.ruled is not None and self.ruled.random() < 0.8:
+            grammar = Grammar(text=str(self.ruled.randrange(3)))
         plain = Request(id=number, prompt=prompt, sampling=sampling, choice=choice, grammar=grammar)
         generated: tuple[int, ...] = ()
         if most and not scoring and sampling.extras is None and len(prompt) < self.longest and chance.random() < 0.15:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from cairn.config.config import Config, ModelOptions
 from cairn.engine import device
@@ -24,9 +26,21 @@ from cairn.router import model_health
 from cairn.router.fit import Fit
 from cairn.router.models import Models
 from cairn.router.served_model import served_models
-from cairn.types.errors import ConfigError, Conflict, InvalidRequest, ModelError, Unavailable, UnknownModel
+from cairn.types.errors import (
+    ConfigError,
+    Conflict,
+    InvalidRequest,
+    ModelError,
+    NoWorker,
+    Unavailable,
+    UnknownModel,
+)
+from tests.agents.house import GREEDY, talking_model
 from tests.service.several import make_models, several
 from tests.service.tiny import collect, request, until
+
+SLOW = 120.0
+"""Seconds for a dozen loads on a machine that does much else; what waits for itself waits for `load_timeout`."""
 
 
 def states(models: Models) -> str:
@@ -94,7 +108,7 @@ async def test_a_pinned_model_and_one_in_use_make_no_room(tmp_path: Path) -> Non
 
 
 async def test_a_call_does_not_wait_for_what_it_has_itself(tmp_path: Path) -> None:
-    async with several(tmp_path, "alpha beta gamma delta", max_loaded=1, load_timeout=60) as models:
+    async with several(tmp_path, "alpha beta gamma delta", max_loaded=1, load_timeout=3600) as models:
         await until(lambda: models.models[-1].spec)
 
         async def beside(first: str, second: str, ready: asyncio.Event | None = None) -> str:
@@ -108,12 +122,12 @@ async def test_a_call_does_not_wait_for_what_it_has_itself(tmp_path: Path) -> No
             async with models.using(models.find(name)) as service:
                 return await answered(service)
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SLOW):
             with pytest.raises(Unavailable, match=r"beta is needed beside alpha, .*\(max_loaded 1, or memory\)"):
                 await beside("alpha", "beta")
             assert await beside("alpha", "alpha") and await nested("beta")  # nothing is held any more
         models.config = msgspec.structs.replace(models.config, max_loaded=2)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SLOW):
             assert await nested("alpha") and await beside("beta", "gamma")  # what nobody has goes, though used last
             assert await nested("alpha") and await nested("beta")
             ready = asyncio.Event()
@@ -212,6 +226,93 @@ async def test_an_unloaded_model_is_loaded_again_and_one_that_is_idle_goes(tmp_p
         await until(lambda: alpha.state == "on disk")
 
 
+async def test_requests_end_with_the_grace_and_not_with_what_is_stored_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What streams have computed is stored beside them; what is left to be stored keeps none of them going."""
+    flushed: list[bool] = []
+
+    async def slow(service: Service) -> None:
+        flushed.append(service.busy)
+        await asyncio.sleep(30 if service.busy else 0.5)
+
+    async with several(tmp_path, "alpha beta") as models:
+        monkeypatch.setattr(Service, "flush", slow)
+        async with models.using(models.models[0]) as service:
+            stream = service.generate(request(service, "hello", 2000))
+        await anext(stream)
+        began = time.monotonic()
+        unloading = asyncio.create_task(models.unload(models.models[0], 0.2))
+        with pytest.raises(Unavailable, match="alpha is being unloaded; ask again shortly"):
+            await collect(stream)
+        assert time.monotonic() - began < 8 and not unloading.done()
+        await unloading
+        assert flushed == [True, False]
+
+
+async def test_a_swap_that_is_cut_while_the_old_model_goes_brings_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its service is half closed then, and would refuse everything."""
+    flushing = asyncio.Event()
+
+    async def slow(service: Service) -> None:
+        flushing.set()
+        await asyncio.sleep(1.0)
+
+    async with several(tmp_path, "alpha beta", max_loaded=1) as models:
+        await until(lambda: models.models[1].spec)
+        alpha, identity = models.models[0], models.models[0].identity
+        monkeypatch.setattr(Service, "flush", slow)
+        swapping = asyncio.create_task(models.swap(alpha, "beta", 5.0))
+        await flushing.wait()
+        swapping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await swapping
+        async with models.using(models.find("alpha")) as service:
+            assert service.spec.identity == identity and await answered(service)
+        assert list(models.services) == [service]  # the half of one is gone
+        assert alpha.swaps == 0 and alpha.loads == 1  # it was brought back, not loaded for a call
+
+
+async def test_a_model_that_returns_knows_what_it_sampled(tmp_path: Path) -> None:
+    """A chat that goes on is put together of the very ids, of which the KV on the disk is: not of its text anew."""
+    for name in ("alpha", "beta"):
+        talking_model(tmp_path / name)
+    save_file({"model.norm.weight": np.full(16, 2.0, dtype=np.float32)}, tmp_path / "beta" / "model.safetensors")
+    config = Config(model=str(tmp_path / "alpha"), engine="fake", kv_gb=0.01, kv_disk=False)
+    models = Models(config, in_process=True, free=lambda: 8 << 30)
+    try:
+        await models.start()
+        (alpha,) = models.models
+
+        async def ids(messages: list[dict[str, Any]]) -> tuple[int, ...]:
+            async with models.using(alpha) as service:
+                return tuple((await service.chat.prompt(messages, tenant="ada")).tokens)
+
+        for number in range(50):  # what the fake engine says is mostly no text that is encoded to the same ids again
+            async with models.using(alpha) as service:
+                chat = [{"role": "user", "content": f"question {number}"}]
+                asked = await service.chat.prompt(chat, tenant="ada")
+                (one,) = service.make_requests(asked.tokens, GREEDY, output=asked.output)
+                said = await collect(service.generate(one))
+                chat += [{"role": "assistant", "content": said.text}, {"role": "user", "content": "go on"}]
+                anew = await ids(chat)
+                service.chat.remember("ada", asked.tokens, said.tokens, chat[1])
+            if (known := await ids(chat)) != anew:
+                break
+        else:
+            raise AssertionError("every answer is encoded as it was sampled")
+        await models.swap(alpha, str(tmp_path / "beta"), 5.0)
+        assert await ids(chat) == anew  # another model sampled nothing
+        await models.swap(alpha, str(tmp_path / "alpha"), 5.0)
+        assert await ids(chat) == known
+        await models.unload(alpha, 5.0)
+        assert await ids(chat) == known
+    finally:
+        await models.close()
+
+
 async def test_a_swap_moves_the_names_and_what_runs_goes_on(tmp_path: Path) -> None:
     async with several(tmp_path, "alpha beta gamma") as models:
         await until(lambda: models.models[2].spec)
@@ -291,30 +392,47 @@ def spoil(folder: Path, failure: str) -> None:
         (beta / "tokenizer.json").write_bytes(b"{")
 
 
-def plant(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let loading beta fail in a way that its files know nothing of."""
-    start, launched, engine = Service.start, launch_module.launch, device.load_engine
+def plant_in_service(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the service of beta crash, or hang and be cancelled: in its load, or early, while its files are checked."""
+    load, prepare = Service.load, Service.prepare
+
+    async def fail() -> None:
+        await asyncio.sleep(3600 if failure.startswith("cancelled") else 0)
+        raise Planted
+
+    async def crash(service: Service) -> None:
+        if service._config.model.endswith("beta"):
+            await service.close()
+            await fail()
+        await load(service)
+
+    async def crash_early(config: Config, first: Any, **more: Any) -> Service:
+        if config.model.endswith("beta"):
+            first.end()
+            await fail()
+        return await prepare(config, first, **more)
+
+    early = failure.endswith("early")
+    monkeypatch.setattr(Service, "prepare" if early else "load", crash_early if early else crash)
+
+
+def plant_below(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let measuring beta, its worker or its engine fail."""
+    launched, engine = launch_module.launch, device.load_engine
 
     async def measured(config: Config, place: Path, free: int, **more: Any) -> Fit:
         if place.name == "beta":
             return Fit(1 << 50, 1 << 50, ())
         return fitting.fit(config, place, free, more.get("blocks", ()))
 
-    async def crash(config: Config, *rest: object, **more: object) -> Service:
-        if config.model.endswith("beta"):
-            rest[0].end()  # type: ignore[attr-defined]
-            await asyncio.sleep(3600 if failure == "cancelled" else 0)
-            raise Planted
-        return await start(config, *rest, **more)  # type: ignore[arg-type]
-
     def refuse(load: Any, in_process: bool = False) -> Any:
-        if load.config.model.endswith("beta") and failure == "worker gone":
-            ours, theirs = socket.socketpair()
-            theirs.close()
-            return launch_module.Worker(ours, None)
-        if load.config.model.endswith("beta"):
+        if not load.config.model.endswith("beta"):
+            return launched(load, in_process)
+        if failure == "no process":
             raise OSError(11, "no process can be had")
-        return launched(load, in_process)
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        return launch_module.Worker(ours, None)
 
     def loads(config: Config, *rest: Any) -> Any:
         if config.model.endswith("beta"):
@@ -323,8 +441,6 @@ def plant(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     planted: dict[str, tuple[Any, str, Any]] = {
         "too large": (model_loader, "measure", measured),
-        "crash": (Service, "start", crash),
-        "cancelled": (Service, "start", crash),
         "no process": (launch_module, "launch", refuse),
         "no memory": (device, "load_engine", loads),
         "worker gone": (launch_module, "launch", refuse),
@@ -333,8 +449,21 @@ def plant(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(*planted[failure])
 
 
-FAILURES = ("missing", "no config", "unknown architecture", "broken", "too large", "crash", "cancelled")
-FAILURES += ("no process", "no memory", "worker gone")
+FAILURES: dict[str, type[BaseException]] = {
+    "missing": UnknownModel,
+    "no config": InvalidRequest,
+    "unknown architecture": InvalidRequest,
+    "broken": InvalidRequest,
+    "too large": InvalidRequest,
+    "crash": ModelError,
+    "crash early": ModelError,
+    "cancelled": asyncio.CancelledError,
+    "cancelled early": asyncio.CancelledError,
+    "no process": NoWorker,
+    "no memory": ModelError,
+    "worker gone": NoWorker,
+}
+"""What each is told as: what the caller named wrongly is his mistake, and nothing else."""
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["beside", "after"])
@@ -342,21 +471,23 @@ FAILURES += ("no process", "no memory", "worker gone")
 async def test_a_swap_that_fails_leaves_the_old_model(
     tmp_path: Path, failure: str, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twenty ways to fail, beside the old model and after it. A stream that the old one has goes on to its end."""
+    """Twelve ways to fail, beside the old model and after it. A stream that the old one has goes on to its end."""
     async with several(tmp_path, "alpha beta", max_loaded=1 if after else 8) as models:
         alpha, identity = models.models[0], models.models[0].identity
         await until(lambda: models.models[1].spec)
         spoil(tmp_path, failure)
-        plant(failure, monkeypatch)
+        plant_it = plant_in_service if failure.startswith(("crash", "cancelled")) else plant_below
+        plant_it(failure, monkeypatch)
         async with models.using(alpha) as service:
             stream = service.generate(request(service, "what runs meanwhile", 64))
         to = str(tmp_path / "nowhere") if failure == "missing" else "beta"
         swapping = asyncio.create_task(models.swap(alpha, to, 5.0))
-        if failure == "cancelled":
+        if failure.startswith("cancelled"):
             await asyncio.sleep(0.5)
             swapping.cancel()
-        with pytest.raises((ModelError, Unavailable, asyncio.CancelledError)):
+        with pytest.raises(FAILURES[failure]) as caught:
             await swapping
+        assert type(caught.value) is FAILURES[failure] and alpha.swapping is None
         assert (await collect(stream)).done
         async with models.using(models.find("alpha")) as service:
             assert service.spec.identity == identity and service.name == "alpha" and await answered(service)

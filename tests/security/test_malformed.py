@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.api.process import Served, served
-from tests.api.sockets import events, request_bytes
+from tests.api.sockets import answer, events, request_bytes
 
 Figure = Callable[[str, str], None]
 
@@ -142,8 +142,35 @@ RESPONSE: dict[str, Any] = {
     "store": False,
     "metadata": {"a": "b"},
 }
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "a": {"type": ["string", "null"], "minLength": 1, "maxLength": 9, "pattern": "^[a-z]*$", "format": "date"},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99, "multipleOf": 3},
+        "l": {"type": "array", "items": {"enum": ["x", 1, None]}, "minItems": 1, "maxItems": 2},
+        "o": {"anyOf": [{"const": True}, {"$ref": "#/$defs/d"}]},
+    },
+    "required": ["a", "n"],
+    "additionalProperties": False,
+    "$defs": {"d": {"type": "boolean"}},
+}
+HELD: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 3,
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}},
+}
+STRICT: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 3,
+    "tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": SCHEMA}}],
+    "tool_choice": "required",
+}
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", HELD),
+    ("/v1/chat/completions", STRICT),
     ("/v1/completions", TEXT),
     ("/tokenize", {"model": "demo", "prompt": "hi"}),
     ("/tokenize", {"messages": CHAT["messages"], "tools": [TOOL]}),
@@ -409,6 +436,96 @@ async def test_the_bodies_are_right_before_they_are_changed(server: Served) -> N
         for over in (False, True):  # the second as nc -N does
             found = await exchange(server.port, data, over=over)
             assert found.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").startswith(b"HTTP/1.1 200"), found
+
+
+LARGE = "9" * 5000
+GRAMMARS: list[dict[str, Any]] = [
+    *(
+        {"guided_json": schema}
+        for schema in (
+            {"multipleOf": 10**6},
+            {"type": "number", "multipleOf": 0},
+            {"type": "number", "multipleOf": -1},
+            {"multipleOf": 1e-320},
+            {"multipleOf": 123456.789},
+            {"multipleOf": LARGE},
+            {"minLength": 2**63},
+            {"type": "string", "minLength": 10**18, "maxLength": 10**19},
+            {"type": "integer", "minimum": 1e308, "maximum": -1e308},
+            {"type": "array", "minItems": 10**9},
+            {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+            {"$ref": "#"},
+            {"$ref": "#/" + "a/" * 5000},
+            {"$ref": "file:///etc/passwd"},
+            {"enum": []},
+            {"enum": [[[]]] * 4000},
+            {"type": []},
+            {"type": "nothing"},
+            {"properties": {str(n): {} for n in range(401)}},
+            {"properties": []},
+            {"required": [[]]},
+            {"pattern": "("},
+            {"pattern": "(" * 20_000},
+            {"type": "string", "pattern": "^((((a{1,400}){1,400}){1,400}){1,400})$"},
+            {"type": "string", "pattern": "\\p{L}" * 500},
+            {"allOf": [{"pattern": f"a{{{n},{n + 900}}}b", "type": "string"} for n in range(60)]},
+            {"x-guidance": {"whitespace_pattern": "("}},
+            {"x-guidance": LARGE},
+        )
+    ),
+    *(
+        {"guided_regex": text}
+        for text in ("", "(", "a{1000000}", "(?=a)", "\\", "[" * 5000, "\x00", "(a*)*" * 500, "\\p{Nothing}")
+    ),
+    *(
+        {"guided_grammar": text}
+        for text in (
+            "start: start",
+            "start: a",
+            "start: %json {",
+            'start: %json {"multipleOf": 1000003}',
+            "%json " * 5000,
+            "start: <[1]>",
+            "start: <|im_end|>",
+            "root ::= " + "(" * 20_000,
+            "start: s\ns: " + " | ".join("s " * n for n in range(2, 40)) + ' | "a"',
+            "\x00",
+            'start: "a"' + ' | "a"' * 20_000,
+        )
+    ),
+    {"guided_choice": ["a"] * 5000},
+    {"guided_choice": ["x" * 300_000]},
+    {"grammar": "root ::= [" + "a" * 50_000},
+    {"structured_outputs": {"regex": "a", "json": {}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": LARGE}}},
+    {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"multipleOf": 10**6}}}]},
+]
+"""What would be costly or wrong to hold an answer to."""
+
+
+async def test_odd_grammars_are_typed_4xx_or_followed(server: Served, figure: Figure) -> None:
+    """None is a 500, none ends a process, and each ends soon."""
+    truth, family = canary(server), server.family()
+    body = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+    first = await exchange(
+        server.port, request_bytes("POST", "/v1/chat/completions", json.dumps({**body, "guided_regex": "a"}).encode())
+    )
+    assert first.startswith(b"HTTP/1.1 200"), first
+    family |= server.family()  # the process that compiles is there now
+    refused = 0
+    for more in GRAMMARS:
+        data = json.dumps({**body, **more}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(request_bytes("POST", "/v1/chat/completions", data))
+        status, _, said = await asyncio.wait_for(answer(reader), 120)
+        writer.close()
+        refused += status != 200
+        if status != 200:
+            check_error(status, said, str(more)[:200])
+    assert server.family() == family
+    assert canary(server) == truth
+    assert refused > len(GRAMMARS) // 2
+    figure("odd grammars", f"{len(GRAMMARS)}: {refused} typed 4xx, the rest followed; same processes, canary exact")
 
 
 async def test_odd_json_is_a_typed_4xx(server: Served, figure: Figure, prove: bool) -> None:

@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 
 from cairn.scheduler.sequence import MOST_FORCED, Matcher
-from cairn.text.grammar.grammar import Shape, Structure, checked
+from cairn.text.grammar.grammar import Shape, Structure
+from cairn.text.grammar.vocabulary import GrammarTokenizer, Vocabulary
 from cairn.types.errors import InvalidRequest
 from cairn.types.outputs import FinishReason
-from cairn.types.request import OutputFormat, Request
+from cairn.types.request import Grammar, OutputFormat, Request
 from cairn.types.sampling_params import SamplingExtras, SamplingParams
 from cairn.types.step import Pending
-from cairn.worker.grammars import GrammarMatcher, GrammarTokenizer, Vocabulary, compile_grammar
+from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
 from cairn.worker.masks import Masks
 from cairn.worker.reasoning_budget import BudgetMatcher
 from tests.scheduler.test_scheduler import Rig
+from tests.text.walks import checked
 
 PIECES = (b"name", b"na", b"am", b"me", b'":', b'"', b"ab", b"abc", b"bc", b"the", b"th", b"he", b'{"', b'"}', b', "')
 END = 63
@@ -52,8 +54,9 @@ def vocabulary() -> Vocabulary:
 
 
 @cache
-def compiled(pattern: str) -> Any:
-    return compile_grammar(vocabulary(), checked(Shape(structure=Structure(kind="regex", text=pattern))))
+def compiled(pattern: str) -> CompiledGrammar:
+    text = checked(Shape(structure=Structure(kind="regex", text=pattern)))
+    return CompiledGrammar(vocabulary(), Grammar(text=text))
 
 
 class OneByOne:
@@ -80,7 +83,7 @@ MASKS = Masks()
 
 
 def follows(request: Request, pattern: str, *, appended: bool, budget: int | None = None) -> Matcher:
-    matcher: Matcher = GrammarMatcher(compiled(pattern).deep_copy(), vocabulary(), (END,), MASKS)
+    matcher: Matcher = GrammarMatcher(compiled(pattern), (END,), MASKS)
     if budget is not None:
         matcher = BudgetMatcher(matcher, vocabulary(), budget, OutputFormat(reasoning=True, reasoning_open=True))
     for token in request.generated:
@@ -92,7 +95,7 @@ def made(id: int, **fields: Any) -> Request:
     sampling = SamplingParams(
         **{"max_tokens": 60, "temperature": 1.0, "seed": id, "stop_token_ids": (END,)} | fields.pop("sampling", {})
     )
-    return Request(id=id, prompt=(id, 3, 4), sampling=sampling, grammar="is followed", **fields)
+    return Request(id=id, prompt=(id, 3, 4), sampling=sampling, grammar=Grammar(text="is followed"), **fields)
 
 
 def answers(
@@ -214,7 +217,7 @@ def test_any_of_several_tokens_ends_an_answer_and_only_where_the_grammar_may_end
         for seed in range(60):
             rig = Rig()
             request = made(1, sampling={"stop_token_ids": (other, END), "seed": seed})
-            matcher: Matcher = GrammarMatcher(compiled("name(ab)*").deep_copy(), vocabulary(), (other, END), MASKS)
+            matcher: Matcher = GrammarMatcher(compiled("name(ab)*"), (other, END), MASKS)
             rig.scheduler.add(request, matcher if appended else OneByOne(matcher))
             rig.run()
             *said, end = rig.tokens(1)
@@ -277,7 +280,7 @@ def test_a_run_is_what_the_masks_say_one_by_one() -> None:
     """What is cut into tokens as a whole may not be what is cut anew after each: then that counts."""
     for pattern, seed in itertools.product(GRAMMARS, range(4)):
         chance = random.Random(seed)
-        matcher = GrammarMatcher(compiled(pattern).deep_copy(), vocabulary(), (END,), MASKS)
+        matcher = GrammarMatcher(compiled(pattern), (END,), MASKS)
         while not matcher.over:
             forced = matcher.forced()
             mask = matcher.mask().wait()

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from cairn.text.grammar.grammar import GrammarError, Shape, Structure, checked
-from tests.text.walks import accepts, walk
+from cairn.text.grammar.grammar import GrammarError, Shape, Structure
+from tests.text.walks import accepts, checked, walk
 
 Schema = Any
 _TYPES: dict[str, Callable[[Any], bool]] = {

@@ -60,7 +60,7 @@ async def test_an_answer_that_must_call_calls(qwen: Chat) -> None:
 
 
 async def test_nothing_is_held_to_where_nothing_is_wanted(qwen: Chat) -> None:
-    assert (await qwen.prompt(ASKED)).grammar == "" == (await qwen.prompt(ASKED, TOOLS)).grammar
+    assert (await qwen.prompt(ASKED)).grammar is None is (await qwen.prompt(ASKED, TOOLS)).grammar
 
 
 async def test_a_strict_tool_is_called_as_its_schema_says_or_not_at_all(qwen: Chat) -> None:
@@ -71,9 +71,19 @@ async def test_a_strict_tool_is_called_as_its_schema_says_or_not_at_all(qwen: Ch
 
 async def test_the_same_grammar_is_compiled_once(qwen: Chat) -> None:
     first = (await qwen.prompt(ASKED, TOOLS, wanted=MUST)).grammar
-    assert qwen._compiler.renderer is not None
-    qwen._compiler.renderer.compile = None  # type: ignore[assignment, method-assign]
+    qwen._grammars._helper.compile = None  # type: ignore[assignment, method-assign]
     assert (await qwen.prompt(ASKED, TOOLS, wanted=MUST)).grammar == first
+
+
+async def test_a_grammar_of_before_a_restart_is_tried_again(qwen: Chat) -> None:
+    """The log has its text alone, and what it costs is for the worker to know."""
+    first = (await qwen.prompt(ASKED, TOOLS, wanted=MUST)).grammar
+    assert first is not None and first.bytes > 0
+    again = await qwen.same_grammar(first.text, OutputFormat())
+    assert again is not None and again.text == first.text and again.bytes > 0
+    assert await qwen.same_grammar("", OutputFormat()) is None
+    with pytest.raises(InvalidRequest, match="grammar cannot be followed"):
+        await qwen.same_grammar("start: nothing", OutputFormat())
 
 
 async def test_what_takes_too_long_or_too_much_is_refused_and_the_next_is_not(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import functools
 import random
 from typing import Any
 
-from cairn.worker.grammars import GrammarTokenizer, Vocabulary, compile_grammar
+from cairn.text.grammar.grammar import Shape, grammar_text
+from cairn.text.grammar.vocabulary import GrammarTokenizer, Vocabulary, compile_grammar
+from cairn.types.request import Grammar
 
 END = 256
 _ENDS = b'"}])>,'
@@ -40,16 +42,25 @@ def byte_vocabulary() -> Vocabulary:
     return Vocabulary(LLTokenizer(wrapper, eos_token=[END], slices=[]), frozenset([END]))
 
 
-def accepts(grammar: str, text: str) -> bool:
+def checked(shape: Shape) -> str:
+    """The text of a grammar, which compiles. Raises GrammarError."""
+    text = grammar_text(shape)
+    compile_grammar(byte_vocabulary().tokenizer, text)
+    return text
+
+
+def accepts(grammar: Grammar | str | None, text: str) -> bool:
     """Whether a whole answer may be this text."""
-    matcher = compile_grammar(byte_vocabulary(), grammar)
+    assert grammar is not None
+    made = grammar.text if isinstance(grammar, Grammar) else grammar
+    matcher = compile_grammar(byte_vocabulary().tokenizer, made)
     data = list(text.encode())
     return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting() and not matcher.is_error()
 
 
 def walk(grammar: str, rng: random.Random, most: int = 1500) -> str | None:
     """A whole random answer; None where it came to no end."""
-    matcher = compile_grammar(byte_vocabulary(), grammar)
+    matcher = compile_grammar(byte_vocabulary().tokenizer, grammar)
     data = bytearray()
     while len(data) < most:
         if matcher.is_stopped():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,20 +15,23 @@ import pytest
 
 from cairn.scheduler.sequence import Matcher
 from cairn.system.posix import SystemClock
-from cairn.text.grammar.grammar import Shape, Structure, checked
+from cairn.text.grammar.grammar import LIMITS, Shape, Structure
+from cairn.text.grammar.vocabulary import GrammarTokenizer, Vocabulary, compile_grammar, read_vocabulary
 from cairn.text.output.call_formats import BY_NAME
 from cairn.text.output.call_grammar import Offered, lark_of_calls
 from cairn.text.tokens.tokenizer import Tokenizer
-from cairn.types.errors import InvalidRequest
+from cairn.types.errors import DeadlineExceeded, InvalidRequest
 from cairn.types.outputs import FinishReason
-from cairn.types.request import Request
+from cairn.types.request import Grammar, Request
 from cairn.types.sampling_params import SamplingParams
-from cairn.worker.grammars import GrammarMatcher, Grammars, Ready, Vocabulary, compile_grammar, read_vocabulary
+from cairn.worker import grammar_matcher
+from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
+from cairn.worker.grammars import Grammars, ReadyRequest
 from cairn.worker.masks import Masks
 from tests.scheduler.test_scheduler import Rig
 from tests.service import tiny
 from tests.text import text_models
-from tests.text.walks import END, byte_vocabulary
+from tests.text.walks import END, byte_vocabulary, checked
 
 
 def grammar(kind: Any, text: str, reasoning: Any = "") -> str:
@@ -37,9 +42,10 @@ AB = grammar("regex", "(ab)+")
 DIGITS = grammar("regex", "[0-9]{3}")
 
 
-def request(text: str = AB, id: int = 1, **fields: Any) -> Request:
+def request(text: str = AB, id: int = 1, *, bytes: int = 0, growth: int = 0, **fields: Any) -> Request:
     sampling = SamplingParams(max_tokens=20, stop_token_ids=(END,))
-    return Request(id=id, prompt=(1,), sampling=sampling, grammar=text, **fields)
+    grammar = Grammar(text=text, bytes=bytes, growth=growth)
+    return Request(id=id, prompt=(1,), sampling=sampling, grammar=grammar, **fields)
 
 
 class Site:
@@ -58,8 +64,8 @@ class Site:
     def _wake(self) -> None:
         self.woken += 1
 
-    def ready(self, count: int = 1) -> list[Ready]:
-        found: list[Ready] = []
+    def ready(self, count: int = 1) -> list[ReadyRequest]:
+        found: list[ReadyRequest] = []
         deadline = time.monotonic() + 20
         while len(found) < count and time.monotonic() < deadline:
             found += self.grammars.ready()
@@ -156,15 +162,13 @@ def test_preemption_goes_on_within_the_grammar() -> None:
     text = grammar("regex", "([a-f]{2}-){4}[a-f]{9}")
 
     def matcher(made: Request) -> Matcher:
-        from cairn.worker.grammars import compile_grammar
-
-        return GrammarMatcher(compile_grammar(vocabulary, text), vocabulary, (), masks)
+        return GrammarMatcher(CompiledGrammar(vocabulary, Grammar(text=text)), (), masks)
 
     def answers(blocks: int, ids: range) -> tuple[dict[int, list[int]], int]:
         rig = Rig(blocks=blocks)
         for id in ids:
             sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=id)
-            made = Request(id=id, prompt=tuple(range(3, 23)), sampling=sampling, grammar=text)
+            made = Request(id=id, prompt=tuple(range(3, 23)), sampling=sampling, grammar=Grammar(text=text))
             rig.scheduler.add(made, matcher(made))
         rig.run()
         assert all(rig.finish(id) is FinishReason.STOP for id in ids)
@@ -180,8 +184,6 @@ def test_preemption_goes_on_within_the_grammar() -> None:
 def letters() -> Vocabulary:
     """64 tokens, as the rig's engine has: 1 is a dash, from 2 on come letters."""
     from llguidance import LLTokenizer, TokenizerWrapper
-
-    from cairn.worker.grammars import GrammarTokenizer
 
     tokens = [b"\xff<|0|>", b"-", *(bytes([97 + i]) for i in range(26))]
     tokens += [b"\xff<|%d|>" % i for i in range(len(tokens), 64)]
@@ -247,8 +249,164 @@ def test_a_mark_that_is_a_token_of_the_model_is_forced_as_that(tmp_path: Path) -
     vocabulary = read_vocabulary(folder, None, tokenizer.largest_id + 1, sorted(tokenizer.end_ids))
     tools = [Offered("f", {"type": "object", "properties": {}, "additionalProperties": False})]
     calls = lark_of_calls(BY_NAME["hermes"], tools, required=True, parallel=False)
-    matcher = compile_grammar(vocabulary, checked(Shape(calls=calls)))
+    matcher = compile_grammar(vocabulary.tokenizer, checked(Shape(calls=calls)))
     mask = matcher.compute_bitmask()
     allowed = [token for token in range(tokenizer.largest_id + 1) if mask[token >> 3] >> (token & 7) & 1]
     assert allowed == [tokenizer.token_id("<tool_call>")]
     assert tokenizer.decode(matcher.compute_ff_tokens(), skip_special=False).startswith('<tool_call>\n{"name": "f"')
+
+
+# ------------------------------------------------------------------------------------------- what they cost together
+
+MIB = 1 << 20
+
+
+def numbered(number: int) -> str:
+    return grammar("regex", f"(ab)+{number}")
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that are compiled, in their order."""
+    made: list[str] = []
+    real = grammar_matcher.compile_grammar
+
+    def counts(tokenizer: Any, text: str) -> Any:
+        made.append(text)
+        return real(tokenizer, text)
+
+    monkeypatch.setattr(grammar_matcher, "compile_grammar", counts)
+    return made
+
+
+def test_what_is_compiled_is_kept_by_its_bytes(site: Site, compilations: list[str]) -> None:
+    """Not by number: 64 of one client took 3.6 GB."""
+    for number in range(5):
+        site.matcher(numbered(number), bytes=20 * MIB)
+    assert site.grammars.kept_bytes == 60 * MIB, "a quarter of 256 MiB is the tenant's"
+    site.matcher(numbered(4), bytes=20 * MIB)
+    assert len(compilations) == 5, "the newest are there"
+    site.matcher(numbered(0), bytes=20 * MIB)
+    assert len(compilations) == 6, "the oldest is not"
+    for tenant in "bcdefgh":
+        site.matcher(AB, bytes=60 * MIB, share=tenant)
+    assert site.grammars.kept_bytes <= 256 * MIB
+    for number in range(300):
+        site.matcher(AB, bytes=1, share=f"t{number}")
+    assert site.grammars.kept_bytes <= 256 * MIB
+
+
+def test_what_answers_follow_is_not_given_up_and_the_next_one_waits(site: Site) -> None:
+    """64 answers of one tenant that each follow a grammar of 40 MiB would take 2.5 GB."""
+    first = site.matcher(numbered(1), bytes=40 * MIB)
+    site.grammars.add(request(numbered(2), id=2, bytes=40 * MIB))
+    site.grammars.add(request(numbered(1), id=3, bytes=40 * MIB))
+    site.grammars.add(request(AB, id=4, bytes=40 * MIB, share="other"))
+    assert {one.request.id for one in site.ready(2)} == {3, 4}, "who needs no more room passes, and other tenants"
+    time.sleep(0.05)
+    assert site.grammars.ready() == [] and site.grammars.pending
+    del first
+    (second,) = site.ready()
+    assert second.request.id == 2 and second.matcher is not None
+    assert site.grammars.kept_bytes <= 2 * 40 * MIB
+
+
+def test_who_waits_for_room_has_a_time_limit(site: Site) -> None:
+    first = site.matcher(numbered(1), bytes=64 * MIB)
+    site.grammars.add(request(numbered(2), id=2, bytes=64 * MIB, timeout=0.05))
+    (late,) = site.ready()
+    assert late.request.id == 2 and isinstance(late.error, DeadlineExceeded) and not site.grammars.pending
+    assert first is not None
+
+
+def test_what_answers_add_counts(site: Site, compilations: list[str]) -> None:
+    """A text of bounded length has a state for each of its characters."""
+    matcher = site.matcher(AB, bytes=MIB, growth=4 * MIB)
+    for token in b"ab" * 5:
+        matcher.consume(token)
+    assert site.grammars.kept_bytes == 41 * MIB
+    again = site.matcher(AB, bytes=MIB, growth=4 * MIB)
+    assert len(compilations) == 1
+    for token in b"ab" * 20:
+        again.consume(token)
+    assert site.grammars.kept_bytes == 129 * MIB, "there is a most that it can grow"
+    del matcher, again
+    site.matcher(AB, bytes=MIB, growth=4 * MIB)
+    assert len(compilations) == 2 and site.grammars.kept_bytes == MIB, "what has grown so far is compiled anew"
+
+
+def test_what_was_given_up_is_not_compiled(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    go = threading.Event()
+    real = grammar_matcher.compile_grammar
+
+    def waits(tokenizer: Any, text: str) -> Any:
+        made.append(text)
+        go.wait(20)
+        return real(tokenizer, text)
+
+    monkeypatch.setattr(grammar_matcher, "compile_grammar", waits)
+    for id in range(1, 30):
+        site.grammars.add(request(numbered(id), id=id))
+    for id in range(1, 30):
+        site.grammars.drop(id)
+    go.set()
+    site.grammars.add(request(AB, id=100))
+    (one,) = site.ready()
+    assert one.request.id == 100 and len(made) == 2, "the one that was begun, and the one that is waited for"
+
+
+def test_the_next_tenant_waits_for_one_grammar_of_each_other(site: Site, compilations: list[str]) -> None:
+    for id in range(1, 20):
+        site.grammars.add(request(numbered(id), id=id, share="a"))
+    for id in range(21, 30):
+        site.grammars.add(request(numbered(id), id=id, share="b"))
+    site.grammars.add(request(AB, id=50, share="c"))
+    site.grammars.add(request(DIGITS, id=51, share="c"))
+    site.ready(30)
+    assert compilations.index(AB) <= 3 and compilations.index(DIGITS) <= 6
+
+
+STATES = grammar("regex", r"(ab)+|((.|\n)*a(.|\n){300}x)+")
+"""One way through it is cheap; of the other any text makes new states, until there are too many."""
+
+
+def follow_to_its_end(matcher: Matcher, rng: random.Random) -> bool:
+    """Whether a random answer becomes too complex to follow."""
+    for _ in range(2000):
+        mask = matcher.mask().wait()
+        if not mask:
+            return True
+        may = [token for token in range(256) if mask[token >> 3] >> (token & 7) & 1]
+        matcher.consume(rng.choice([*(token for token in b"ab" if token in may), rng.choice(may)]))
+    return False
+
+
+def test_an_answer_that_becomes_too_complex_ends_and_no_other(
+    site: Site, compilations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llguidance lets copies share what they find out, so one of them put all others, and all later ones, out of
+    action."""
+    monkeypatch.setitem(LIMITS, "max_lexer_states", 500)
+    cheap, costly = site.matcher(STATES, id=1), site.matcher(STATES, id=2)
+    for token in b"abab":
+        assert cheap.mask().wait()
+        cheap.consume(token)
+    assert follow_to_its_end(costly, random.Random(1))
+    assert {ord("a"), END} <= allowed(cheap) and ord("b") in allowed(site.matcher(STATES, generated=tuple(b"aba")))
+    cheap.consume(ord("a"))
+    assert ord("b") in allowed(cheap) and cheap.forced() is None
+    assert len(compilations) == 4, "the first, its own of each of the two, and that of who came later"
+
+
+def test_masks_that_take_too_long_together_end_their_answer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step waits for them, and all other answers with it."""
+    seconds = itertools.count(0.0, 0.02)
+    monkeypatch.setattr(grammar_matcher, "thread_time", lambda: next(seconds))
+    monkeypatch.setattr(grammar_matcher, "perf_counter", lambda: next(seconds))
+    matcher = site.matcher()
+    for number in range(200):
+        if not matcher.mask().wait():
+            break
+        matcher.consume(b"ab"[number % 2])
+    assert 60 <= number <= 70, "fifteen milliseconds too long each, and a second in all"

@@ -13,19 +13,20 @@ import pytest
 from cairn.frontend.requests import SamplingOptions, requests
 from cairn.scheduler.sequence import Matcher
 from cairn.system.posix import SystemClock
-from cairn.text.grammar.grammar import Shape, Structure, checked
+from cairn.text.grammar.grammar import Shape, Structure
 from cairn.types.errors import InvalidRequest
 from cairn.types.outputs import FinishReason
-from cairn.types.request import OutputFormat, Request
+from cairn.types.request import Grammar, OutputFormat, Request
 from cairn.types.sampling_params import SamplingExtras, SamplingParams
-from cairn.worker.grammars import GrammarMatcher, Grammars, Ready, compile_grammar
+from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
+from cairn.worker.grammars import Grammars, ReadyRequest
 from cairn.worker.masks import Masks
 from cairn.worker.reasoning_budget import BudgetMatcher
 from tests.agents.house import Heard, House, hear, house, talking_model
 from tests.scheduler.test_scheduler import Rig
 from tests.service.tiny import VOCAB
 from tests.text.text_models import QWEN_TEMPLATE
-from tests.text.walks import END, byte_vocabulary
+from tests.text.walks import END, byte_vocabulary, checked
 from tests.worker.test_grammars import letters
 
 TAG = b"</think>"
@@ -99,7 +100,7 @@ def test_control_tokens_are_no_text_and_count(tokens: int = 3) -> None:
 def test_a_grammar_goes_on_behind_the_tag(reasoning: Any) -> None:
     vocabulary, masks = byte_vocabulary(), Masks()
     text = checked(Shape(structure=Structure(kind="regex", text="7"), reasoning=reasoning))
-    inner = GrammarMatcher(compile_grammar(vocabulary, text), vocabulary, (END,), masks)
+    inner = GrammarMatcher(CompiledGrammar(vocabulary, Grammar(text=text)), (END,), masks)
     matcher = budget(4, opened=reasoning == "open", inner=inner)
     for token in b"abcd" if reasoning == "open" else b"<think>abcd":
         pending = matcher.mask()
@@ -219,7 +220,7 @@ def test_what_could_never_come_is_refused(close: tuple[int, ...], field: str | N
     vocabulary = byte_vocabulary()._replace(closes={"": close})
     grammars = Grammars(lambda marks: vocabulary, lambda: None, SystemClock())
     grammars.add(Request(id=1, prompt=(1,), sampling=sampling, reasoning_budget=3, output=THINKS))
-    found: list[Ready] = []
+    found: list[ReadyRequest] = []
     while not found:
         found = grammars.ready()
     grammars.close()

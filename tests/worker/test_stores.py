@@ -101,6 +101,24 @@ async def test_a_model_that_two_servers_have_is_stored_by_both_and_found_by_the_
     assert len({path.parent.parent for path in tmp_path.glob("kv/models/*/?/*")}) == 1
 
 
+def test_a_start_waits_for_one_folder_of_its_model_and_no_longer(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker on its way out holds the usual one. To wait for each of four took 20 s."""
+    waited: list[float] = []
+
+    class Taken(DiskStore):
+        def __init__(self, *args: Any, patience: float, **how: Any) -> None:
+            waited.append(patience)
+            raise Conflict("kv_dir: is in use by another process")
+
+    monkeypatch.setattr("cairn.worker.stores.DiskStore", Taken)
+    stored = config(folder, kv_dir=str(tmp_path / "kv"))
+    with pytest.raises(Conflict):
+        open_stores(stored, fake_spec(), FakeEngine(fake_spec(), blocks=4).info, SystemClock(), SystemFiles(), {})
+    assert waited == [5.0, 0.0, 0.0, 0.0]
+
+
 async def test_the_users_own_folder_is_done_without_where_it_cannot_be_used(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,8 +71,6 @@ class Agents:
         rng: Rng,
         config: Config,
         salts: Mapping[str, bytes],
-        *,
-        several: bool = False,
     ) -> None:
         self.services, self._config = services, config
         registry = AgentRegistry(salts)
@@ -99,8 +97,7 @@ class Agents:
         for service in services:
             self._serve(service)
         services.watch(self._serve)
-        # Where there is one model, another's answers wait for its return in the log alone.
-        self._sampled = {model: newest(found) for model, found in self._sampled.items() if several}
+        self._sampled = {model: newest(found) for model, found in self._sampled.items()}
 
     @classmethod
     async def open(
@@ -114,8 +111,8 @@ class Agents:
         salts: Mapping[str, bytes],
         services: Services | None = None,
     ) -> Agents:
-        """Lock the folder and read the log. `salts`: of the tenants that may call, by name. `services`: all that there
-        are, where the server has several models; `service` is one of them.
+        """Lock the folder and read the log. `salts`: of the tenants that may call, by name. `services`: all that the
+        server has, `service` among them; a swap changes them.
 
         Raises ConfigError for a folder that another process holds, that is not ours or of a newer format, or that the
         disk does not let us use.
@@ -128,7 +125,7 @@ class Agents:
                 raise ConfigError(f"{folder}: the token log cannot be read: {error.strerror or error}") from error
             if opened is not None:
                 every = services or Services(service)
-                return cls(every, opened, clock, rng, config, salts, several=services is not None)
+                return cls(every, opened, clock, rng, config, salts)
             if clock.now() >= end:
                 raise ConfigError(
                     f"{folder}: another process holds the token log; end it, or name another folder with --agents-dir"

@@ -208,7 +208,7 @@ class Turns:
             sampling=request.sampling,
             stop=request.stop,
             output=request.output,
-            grammar=request.grammar,
+            grammar="" if request.grammar is None else request.grammar.text,
             reasoning_budget=request.reasoning_budget,
             began=self.now(),
             request=request.id,
@@ -226,6 +226,9 @@ class Turns:
         try:
             async with self._cut(agent) as branch:
                 request = self._again(service, agent, branch, number, share)
+                began = branch.last.began
+                grammar = await service.chat.same_grammar(began.grammar, began.output, share=share)
+                request = msgspec.structs.replace(request, grammar=grammar)
         finally:
             agent.starting = False
         turn = agent.head
@@ -301,7 +304,6 @@ class Turns:
             sampling=sampling,
             stop=began.stop,
             output=began.output,
-            grammar=began.grammar,
             reasoning_budget=began.reasoning_budget,
             salt=agent.salt,
             share=share,

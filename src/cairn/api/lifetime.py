@@ -130,8 +130,7 @@ async def _open_agents(app: App, models: Models, config: Config) -> asyncio.Task
     async def attempt() -> None:
         folder = agents_folder(config, os.environ)
         services, clock, draw = models.services, SystemClock(), SystemRng()
-        every = services if models.several else None
-        opened = await Agents.open(services.first, SystemFiles(), folder, clock, draw, config, salts(config), every)
+        opened = await Agents.open(services.first, SystemFiles(), folder, clock, draw, config, salts(config), services)
         app.attribution.opened(opened)
 
     async def insist() -> None:

@@ -22,6 +22,11 @@ Grace = Annotated[
 ]
 
 
+SwapGrace = Annotated[
+    float | None, typer.Option("--grace", metavar="SECONDS", help="How long its requests may go on; default: 20.")
+]
+
+
 def register(app: typer.Typer) -> None:
     """Add `cairn status`, `ps`, `load`, `unload`, `swap`, `reload`, `stop` and `cancel`."""
 
@@ -65,7 +70,7 @@ def register(app: typer.Typer) -> None:
         resolved: Resolved,
         model: Model,
         to: Annotated[str, typer.Argument(metavar="TO", help="What takes its place: as for serve, or another's name.")],
-        grace: Grace = None,
+        grace: SwapGrace = None,
         host: Host = None,
     ) -> None:
         """Load another model in the place of one, under its names; its requests go on to their end."""

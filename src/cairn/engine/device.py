@@ -9,7 +9,7 @@ from cairn.config.config import Config
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import pool_blocks
 from cairn.models.files import is_gguf, reading
-from cairn.models.safetensors.weights import weight_files
+from cairn.models.safetensors.weights import open_weights, weight_files
 from cairn.models.spec.config import identified, identity_of, load_spec
 from cairn.models.spec.judge import with_judge
 from cairn.types.errors import ModelError
@@ -32,6 +32,16 @@ def import_engine(config: Config) -> None:
     """Import what `load_engine` will need, on this thread. Two that import at once may each see half of a module."""
     for name in FAKE if config.engine == "fake" else CPU:
         importlib.import_module(name)
+
+
+def check_files(config: Config, folder: Path) -> None:
+    """Read the headers of all files of a model, and raise `ModelError` where they cannot be served. Their digests are
+    remembered, so loading does not compute them again; no memory is kept."""
+    spec = with_judge(load_spec(folder, identify=False), folder, config.kind)
+    check_context(spec, config)
+    if config.engine != "fake":  # which reads no weights
+        open_weights(folder, spec)
+    identified(spec, folder)
 
 
 def load_engine(

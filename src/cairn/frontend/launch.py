@@ -24,7 +24,7 @@ import cairn
 from cairn.config.config import Config, TenantTurns
 from cairn.models.hub.hub import locate
 from cairn.system.posix import without_secrets
-from cairn.types.errors import ConfigError, ModelError
+from cairn.types.errors import ConfigError, NoWorker
 from cairn.worker import wire
 
 WORKER = (sys.executable, "-P", "-m", "cairn.worker.worker")
@@ -71,15 +71,17 @@ def launch_first(
     blocks: tuple[int, ...] = (),
     kv_part: float = 0.0,
     turns: TenantTurns | None = None,
+    wait: bool = False,
 ) -> First:
     """Start a worker that loads the model, which is in `folder` where that is known already.
 
-    `blocks`, `kv_part`, `turns`: as of `wire.LoadModel`.
+    `blocks`, `kv_part`, `turns`, `wait`: as of `wire.LoadModel`.
 
-    Raises ModelError where the model or a worker cannot be had, ConfigError for an option that cannot be told to it.
+    Raises ModelError where the model cannot be had, NoWorker where a worker cannot, ConfigError for an option that
+    cannot be told to it.
     """
     found = folder or locate(config.model)
-    load = wire.LoadModel(plain(config), str(found), blocks, kv_part, turns or TenantTurns())
+    load = wire.LoadModel(plain(config), str(found), blocks, kv_part, turns or TenantTurns(), wait)
     seen = b""
     if not in_process:
         with contextlib.suppress(OSError):  # one file that cannot be read is no reason not to serve
@@ -87,7 +89,7 @@ def launch_first(
     try:
         return First(load, seen, launch(load, in_process))
     except OSError as error:
-        raise ModelError(f"the process that loads the model could not be started: {error}") from error
+        raise NoWorker(f"the process that loads the model could not be started: {error}") from error
     except UnicodeEncodeError as error:  # a folder of the options or HOME, made with another encoding
         raise ConfigError(f"{error.object!a} is not UTF-8, as folders and other options must be") from None
 

@@ -20,7 +20,7 @@ from cairn.system.interfaces import Rng
 from cairn.system.posix import SystemRng
 from cairn.types.errors import ContextTooLong, InvalidRequest
 from cairn.types.model_spec import ModelSpec
-from cairn.types.request import OutputFormat, Request
+from cairn.types.request import Grammar, OutputFormat, Request
 from cairn.types.sampling_params import SAMPLING_RANGES, SamplingParams
 
 Source = Literal["model", "default"]
@@ -240,7 +240,7 @@ def requests(
     rng: Rng | None = None,
     controls: Mapping[str, int] | None = None,
     sampler_order: SamplerOrder = "default",
-    grammar: str = "",
+    grammar: Grammar | None = None,
     encode: Encode | None = None,
 ) -> tuple[Request, ...]:
     """One `Request` a choice (`options.n`, default 1) for a prompt of token ids; `ids` gives each its id.
@@ -260,7 +260,7 @@ def requests(
     if low < 0 or high >= spec.vocab:
         wrong = low if low < 0 else high
         raise InvalidRequest(f"prompt holds token id {wrong}; ids go from 0 to {spec.vocab - 1}", field="prompt")
-    if grammar and options.ignore_eos:
+    if grammar is not None and options.ignore_eos:
         raise InvalidRequest("ignore_eos: an answer that is held to a form ends with it", field="ignore_eos")
     choices = 1 if options.n is None else _count("n", options.n, 1, max_choices)
     sampling = sampling_params(

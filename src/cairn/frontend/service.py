@@ -41,7 +41,7 @@ from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import Cancelled, Conflict, DeadlineExceeded, InvalidRequest, Unavailable, trace
 from cairn.types.model_spec import ModelSpec
 from cairn.types.outputs import FinishReason
-from cairn.types.request import OutputFormat, Request
+from cairn.types.request import Grammar, OutputFormat, Request
 from cairn.types.stats import KvStats, Placed, Swept, TakenIn
 from cairn.worker import wire
 
@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 FULL = 0.9
 """Share of the KV pool in use by requests from which the server says that it is not ready."""
 SHUTTING_DOWN = "the server is shutting down"
+DRAINED = "the server's owner has drained it: it takes no new requests"
 _TICK = 0.25
 
 
@@ -120,8 +121,9 @@ class Service:
         self._telling: asyncio.Task[None] | None = None
         """Tells a new worker what the one before it was told."""
         self.hour = LastHour()
-        self._loaded = False
-        self._draining = False
+        self._loaded = self._waits = False
+        self.leaving = ""
+        """Why it takes no more requests; empty where it does."""
         self._closed = False
         self._ticker: asyncio.Task[None] | None = None
 
@@ -142,25 +144,53 @@ class Service:
         draw theirs, too. Raises ModelError (or what else the model's
         files deserve) with nothing left running.
         """
-        service = cls(config, patience=patience, clock=clock, ids=ids)
         if first is None:
             first = launch_first(config, in_process, await asyncio.to_thread(locate, config.model))
+        service = await cls.prepare(config, first, patience=patience, clock=clock, ids=ids)
+        await service.load()
+        return service
+
+    @classmethod
+    async def prepare(
+        cls,
+        config: Config,
+        first: First,
+        *,
+        patience: Patience | None = None,
+        clock: Clock | None = None,
+        ids: RequestIds | None = None,
+    ) -> Service:
+        """Make a service whose tokenizer and templates are ready, and with a worker that is to `wait` its model's files
+        are checked; then `load`. Options and errors as of `start`."""
+        service = cls(config, patience=patience, clock=clock, ids=ids)
         try:
-            await service._load(first)
+            service._supervisor.start(first)
+            service._ticker = asyncio.create_task(service._tick())
+            service.chat = await Chat.start(Path(first.load.folder), config, service._clock)
+            service.tokenizer = service._traffic.tokenizer = service.chat.tokenizer
+            if first.load.wait:
+                await service._supervisor.checked()
         except BaseException:
             await service.close()
             raise
+        service._waits = first.load.wait
         return service
 
-    async def _load(self, first: First) -> None:
-        self._supervisor.start(first)
-        self._ticker = asyncio.create_task(self._tick())
-        self.chat = await Chat.start(Path(first.load.folder), self._config, self._clock)
-        self.tokenizer = self._traffic.tokenizer = self.chat.tokenizer
+    async def load(self) -> None:
+        """Load the model of a service that is prepared. Raises what its files deserve, with nothing left running."""
+        try:
+            await self._load()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _load(self) -> None:
+        if self._waits:
+            self._supervisor.start_loading()
         await self._supervisor.loaded()
         self.controls = hidden_controls(self.tokenizer)
         """Text -> id of the control tokens that are never shown."""
-        self.chat.context = self.info.context
+        self.chat.knows_engine(self.info.context, self.info.vocab, self.spec.eos_ids)
         self.spec = self._with_ends(self.spec)
         if self._config.tokenizer is not None:
             check_fits(self.spec, self._config.tokenizer, self.tokenizer.largest_id)
@@ -209,7 +239,7 @@ class Service:
         ids: Callable[[], int] | None = None,
         max_choices: int = 1,
         output: OutputFormat | None = None,
-        grammar: str = "",
+        grammar: Grammar | None = None,
         salt: bytes = b"",
         share: str = "",
         durable: bool = False,
@@ -307,8 +337,8 @@ class Service:
             reasons.append("the worker is being replaced")
         elif self.stalled:
             reasons.append(self.stalled)
-        if self._draining:
-            reasons.append(SHUTTING_DOWN)
+        if self.leaving:
+            reasons.append(self.leaving)
         if self._stats.kv_usage > FULL:
             reasons.append(f"requests hold {self._stats.kv_usage:.0%} of the KV pool")
         return reasons
@@ -335,15 +365,16 @@ class Service:
         """The stores below the pool, at most about a second old."""
         return self.metrics.kv
 
-    async def drain(self, grace: float) -> None:
-        """Take no more requests, wait up to `grace` seconds for those that run, and end the rest with Unavailable."""
-        self._draining = True
+    async def drain(self, grace: float, why: str = SHUTTING_DOWN) -> None:
+        """Take no more requests, wait up to `grace` seconds for those that run, and end the rest with Unavailable,
+        which says `why`."""
+        self.leaving = why
         await self._traffic.emptied(grace)
         self._end_all()
 
     async def close(self) -> None:
         """End everything at once: requests, the worker, the template helper. Nothing is left. May be called again."""
-        self._draining = True
+        self.leaving = self.leaving or SHUTTING_DOWN
         self._end_all()
         if self._closed:
             return
@@ -435,8 +466,8 @@ class Service:
     # ------------------------------------------------------------------------------------------------ admission
 
     def _admit(self, request: Request) -> None:
-        if self._draining:
-            raise self._leaving()
+        if self.leaving:
+            raise self._refusal()
         if self.gave_up:
             raise Unavailable(self.gave_up, retry_after=60.0)
         if self._supervisor.trouble:
@@ -506,10 +537,11 @@ class Service:
 
     def _end_all(self) -> None:
         for id in tuple(self._flights):
-            self._traffic.release(id, FinishReason.ERROR, error=self._leaving(), tell=True)
+            self._traffic.release(id, FinishReason.ERROR, error=self._refusal(), tell=True)
 
-    def _leaving(self) -> Unavailable:
-        return Unavailable(SHUTTING_DOWN, retry_after=max(1.0, self._config.shutdown_grace))
+    def _refusal(self) -> Unavailable:
+        at_end = self.leaving in (SHUTTING_DOWN, DRAINED)
+        return Unavailable(self.leaving, retry_after=max(1.0, self._config.shutdown_grace) if at_end else 1.0)
 
     async def _tick(self) -> None:
         while True:

@@ -5,7 +5,8 @@ again with the tokens that were already received, so they go on with the same to
 in a row without a new token is a suspect: suspects are tried one at a time, and one that is there alone when the
 worker dies again fails alone. After `Patience.restarts` deaths in a row without any progress all requests in flight
 end, and new ones are sent away; but another worker is tried for ever, after a pause that grows up to a minute, for what
-kills workers may pass: a machine that is out of memory has some again. Only where no worker could be of use any more,
+kills workers may pass: a machine that is out of memory has some again. A worker that others killed while it had nothing
+to do is no such death: the next one starts at once. Only where no worker could be of use any more,
 because the code or the model is another one now, does the supervisor give up.
 """
 
@@ -26,7 +27,7 @@ from cairn.frontend.request_state import RequestState
 from cairn.frontend.watchdog import Patience
 from cairn.frontend.worker_connection import WorkerConnection
 from cairn.system.interfaces import Clock
-from cairn.types.errors import CairnError, GenerationFailed, ModelError, Unavailable, by_code, trace
+from cairn.types.errors import CairnError, GenerationFailed, ModelError, NoWorker, Unavailable, by_code, trace
 from cairn.types.outputs import FinishReason
 from cairn.types.request import Request
 from cairn.worker import wire
@@ -111,6 +112,7 @@ class Supervisor:
         self._link: WorkerConnection | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._loaded: asyncio.Future[None] | None = None
+        self._checked: asyncio.Future[None] | None = None
         self._model = b""
         """The identity of the model that the first worker loaded."""
         self._blocks: tuple[int, ...] = ()
@@ -129,6 +131,7 @@ class Supervisor:
         """Take over the first worker; from now on one is kept alive."""
         self._loaded = asyncio.get_running_loop().create_future()
         self._loaded.add_done_callback(_seen)
+        self._checked = asyncio.get_running_loop().create_future()
         self._link = WorkerConnection(first.worker, self._clock, self._receive)
         self._keeper = asyncio.create_task(self._keep(self._link, first))
 
@@ -136,6 +139,18 @@ class Supervisor:
         """Wait until the first worker has loaded. Raises the typed error of what went wrong."""
         assert self._loaded is not None
         await asyncio.shield(self._loaded)
+
+    async def checked(self) -> None:
+        """Wait until a worker that is to `wait` has checked the model's files. Raises as `loaded` does."""
+        assert self._loaded is not None and self._checked is not None
+        await asyncio.wait({self._checked, self._loaded}, return_when=asyncio.FIRST_COMPLETED)
+        if self._loaded.done():
+            await self.loaded()
+
+    def start_loading(self) -> None:
+        """Let a worker load that has waited for it."""
+        if self._link is not None:
+            self._link.send(wire.StartLoading())
 
     @property
     def up(self) -> bool:
@@ -257,7 +272,7 @@ class Supervisor:
                 if first.code and await asyncio.to_thread(launching.code_digest) != first.code:
                     self._give_up(CODE_CHANGED)
                     return
-                load = msgspec.structs.replace(first.load, blocks=self._blocks)
+                load = msgspec.structs.replace(first.load, blocks=self._blocks, wait=False)
                 worker = launch(load, first.worker.process is None)
                 self.restarts += 1
                 link = self._link = WorkerConnection(worker, self._clock, self._receive)
@@ -270,10 +285,14 @@ class Supervisor:
     async def _live(self, link: WorkerConnection) -> str:
         """Until a worker's end; returns why it ended."""
         why = await asyncio.shield(link.ended)
+        idle = link.ready and not (self._sent or self._questions)
         self._leave_unanswered()
         self._on_end()
         how = await link.reap(CLOSE_SECONDS, surely=True)  # memory may not have room for two models
-        self._failures = 0 if link.progressed else self._failures + 1
+        if link.progressed:
+            self._failures = 0
+        elif not (idle and link.killed):  # somebody else's doing: the next one need not wait
+            self._failures += 1
         return f"{why}; {how}"
 
     def _leave_unanswered(self) -> None:
@@ -298,6 +317,9 @@ class Supervisor:
         elif isinstance(message, wire.Refused):
             self._sent.discard(message.id)
             self._on_refused(message)
+        elif isinstance(message, wire.FilesChecked):
+            if self._checked is not None and not self._checked.done():
+                self._checked.set_result(None)
         elif isinstance(message, wire.ModelReady):
             self._welcome(link, message)
         elif isinstance(message, wire.LoadFailed):
@@ -344,7 +366,7 @@ class Supervisor:
     def _carry_on(self, why: str) -> bool:
         """Account for a death. Returns whether to start another worker."""
         if self._loaded is not None and not self._loaded.done():
-            self._loaded.set_exception(ModelError(f"the worker ended while loading the model: {why}"))
+            self._loaded.set_exception(NoWorker(f"the worker ended while loading the model: {why}"))
         if self.gave_up or (self._loaded is not None and self._loaded.exception() is not None):
             return False
         self._why = why

@@ -35,6 +35,8 @@ class WorkerConnection:
         self.progressed = False
         """Whether it was of use: a request got further in it, a question was answered, or it was well for long."""
         self._ready_at: float | None = None
+        self._ended_here = False
+        """Whether the front killed it."""
         self.watchdog = Watchdog(clock)
         self._process, self._thread, self._sock = worker.process, worker.thread, worker.sock
         self._sock.setblocking(False)
@@ -44,6 +46,11 @@ class WorkerConnection:
     def pid(self) -> int | None:
         """The worker's process id; None in-process."""
         return self._process.pid if self._process else None
+
+    @property
+    def killed(self) -> bool:
+        """Whether others than the front killed its process, which has ended."""
+        return self._process is not None and self._process.returncode == -signal.SIGKILL and not self._ended_here
 
     @property
     def ready(self) -> bool:
@@ -88,9 +95,13 @@ class WorkerConnection:
 
     def kill(self, reason: str) -> None:
         """End the process at once."""
-        if self._process is not None:
-            self._process.kill()
+        self._kill()
         self.end(reason)
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._ended_here = True
+            self._process.kill()
 
     def end(self, reason: str) -> None:
         """Cut the connection and end the process. Does nothing the second time."""
@@ -117,7 +128,7 @@ class WorkerConnection:
                 await asyncio.to_thread(self._thread.join, 5.0 + grace)
             return "its thread ended"
         if not await self._gone(grace):
-            self._process.kill()
+            self._kill()
             if not await self._gone(KILL_SECONDS):
                 how = f"its process {self._process.pid} was killed and does not end: a disk or a device holds it"
                 log.error("a worker: %s", how)

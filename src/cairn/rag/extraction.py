@@ -8,7 +8,6 @@ the parent (`extractor.py`) kills it when it has waited long enough. It can writ
 from __future__ import annotations
 
 import os
-import resource
 import sys
 from typing import BinaryIO, cast
 
@@ -16,6 +15,7 @@ import msgspec
 
 from cairn.rag.definition import MAX_BYTES, DocumentKind
 from cairn.rag.outline import Section, UnreadableDocument
+from cairn.system.helper_limits import restrict
 
 MEMORY = 1 << 30
 """Bytes of address space that reading one document may take."""
@@ -66,16 +66,10 @@ def _sections(kind: DocumentKind, file: BinaryIO) -> list[Section]:
     return sections(text, kind)
 
 
-def _bound() -> None:
-    for what, limit in ((resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_CPU, SECONDS), (resource.RLIMIT_FSIZE, 0)):
-        _, hard = resource.getrlimit(what)
-        resource.setrlimit(what, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-
-
 def main() -> None:
     """Read the document on the standard input."""
     sys.set_int_max_str_digits(1000)
-    _bound()
+    restrict(memory=MEMORY, seconds=SECONDS)
     found = extract(cast(DocumentKind, sys.argv[1]), sys.stdin.buffer)
     data = memoryview(msgspec.msgpack.encode(found))
     while data:

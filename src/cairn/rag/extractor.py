@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import tempfile
 from typing import BinaryIO, cast
 
@@ -14,7 +13,7 @@ from cairn.rag.definition import MAX_BYTES, DocumentKind
 from cairn.rag.extraction import MEMORY, SECONDS, Extracted
 from cairn.rag.outline import Section
 from cairn.rag.turns import TenantPlaces
-from cairn.system.posix import without_secrets
+from cairn.system.helper_process import helper_command, helper_environment
 from cairn.types.errors import InvalidRequest, Unavailable
 
 AT_ONCE = 2
@@ -75,11 +74,11 @@ async def _started(kind: DocumentKind, file: BinaryIO) -> asyncio.subprocess.Pro
     for pause in (*PAUSES, None):
         try:
             return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "cairn.rag.extraction", kind),  # -P: nothing from the working folder
+                *helper_command("cairn.rag.extraction", kind),
                 stdin=file,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
-                env=without_secrets(),
+                env=helper_environment(),
                 start_new_session=True,  # Ctrl-C in a terminal is for the parent
             )
         except (OSError, RuntimeError) as error:  # a RuntimeError: of the thread that waits for the process

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -61,9 +62,11 @@ class ModelLoader:
         self.want: Callable[[str], bool] | None = None
         """See `Services.want`."""
         self._registry, self._leases = registry, leases
-        self._in_process, self._clock, self._patience = in_process, clock or SystemClock(), patience
+        self._in_process, self.clock, self._patience = in_process, clock or SystemClock(), patience
         self._free, self._turns = free, turns
-        self._ids = RequestIds(self._clock)
+        self._ids = RequestIds(self.clock)
+        self.closed = False
+        """Nothing more is to be loaded: the server ends."""
         self._used: Used | None = None
         self._retiring: set[LoadedModel] = set()
         """Models whose names are another's now, while their last requests go on."""
@@ -86,19 +89,28 @@ class ModelLoader:
         place: Path | None = None,
     ) -> Service:
         """A service of a model that answers in no name yet; `first`: its worker, where that was started before."""
-        if fit is not None and fit.mapped:  # whatever memory the machine has beyond what models may take
-            config = msgspec.structs.replace(config, experts="mapped")
+        config = _mapped(config, fit)
         if first is None:
-            blocks = fit.blocks if fit is not None else ()
-            launching = asyncio.ensure_future(
-                asyncio.to_thread(launch_first, config, self._in_process, place, blocks, part, self._turns)
-            )
-            try:
-                first = await asyncio.shield(launching)
-            except asyncio.CancelledError:
-                launching.add_done_callback(_end_first)
-                raise
-        return await Service.start(config, first, patience=self._patience, clock=self._clock, ids=self._ids)
+            first = await self._launch(config, part, fit, place, wait=False)
+        return await Service.start(config, first, patience=self._patience, clock=self.clock, ids=self._ids)
+
+    async def prepare(self, config: Config, part: float, *, fit: Fit | None, place: Path) -> Service:
+        """The same of a model whose files are checked, and which takes its memory only at `Service.load`."""
+        config = _mapped(config, fit)
+        first = await self._launch(config, part, fit, place, wait=True)
+        return await Service.prepare(config, first, patience=self._patience, clock=self.clock, ids=self._ids)
+
+    async def _launch(self, config: Config, part: float, fit: Fit | None, place: Path | None, *, wait: bool) -> First:
+        """A worker. One that is there when nobody waits for it any more is ended."""
+        blocks = fit.blocks if fit is not None else ()
+        launching = asyncio.ensure_future(
+            asyncio.to_thread(launch_first, config, self._in_process, place, blocks, part, self._turns, wait)
+        )
+        try:
+            return await asyncio.shield(launching)
+        except asyncio.CancelledError:
+            launching.add_done_callback(_end_first)
+            raise
 
     def loaded(self, model: ServedModel, service: Service, fit: Fit | None) -> None:
         """A model was loaded."""
@@ -111,7 +123,7 @@ class ModelLoader:
         before = model.loaded.service if model.loaded is not None else None
         if self._used is not None:
             service.used = self._used
-        model.loaded = LoadedModel(service, fit, self._clock.now(), model.ttl)
+        model.loaded = LoadedModel(service, fit, self.clock.now(), model.ttl)
         model.spec, model.identity = service.spec, service.spec.identity
         model.name = service.name
         model.names |= service.names
@@ -129,24 +141,32 @@ class ModelLoader:
         if isinstance(error, Unavailable):  # no room now: nothing is wrong with the model
             model.delay = str(error)
             return
-        model.note_failure(error, self._clock.now())
+        model.note_failure(error, self.clock.now())
 
     # ---------------------------------------------------------------------------------------------------- to unload
 
-    async def unload(self, model: ServedModel, grace: float, *, surely: bool) -> bool:
+    async def unload(self, model: ServedModel, grace: float, *, surely: bool, why: str = "") -> bool:
         """Unload it; whether it was. Without `surely` one stays that is still used after `grace`, or that is of a call
-        which waits for another model."""
+        which waits for another model. Requests that are ended with it are told `why`.
+
+        Who is cancelled while requests are waited for leaves the model loaded; later it is unloaded first.
+        """
         loaded = model.loaded
         assert loaded is not None
         loaded.closing = True
         try:
             if not await self._ended(loaded, grace, None if surely else model) and not surely:
                 return False
-            await self._end(loaded.service)
-            model.loaded = None
+            await to_end(self._unload(model, loaded, why or f"{model.name} is being unloaded; ask again shortly"))
             return True
         finally:
             loaded.closing = False
+
+    async def _unload(self, model: ServedModel, loaded: LoadedModel, why: str) -> None:
+        try:
+            await self._end(loaded.service, why)
+        finally:
+            model.loaded = None
 
     async def retire(self, old: LoadedModel, grace: float) -> None:
         """A model whose names are another's now: it ends once what it has is over, or after `grace` seconds. Without
@@ -155,26 +175,31 @@ class ModelLoader:
         self._retiring.add(old)
         try:
             await self._ended(old, grace)
-            await self._end(old.service)
+            await self._end(old.service, f"{old.service.name} is another model now; ask again")
         finally:
             self._retiring.discard(old)
 
     async def _ended(self, loaded: LoadedModel, grace: float, model: ServedModel | None = None) -> bool:
         """Wait until nobody has it any more, but not longer, nor for a call that has `model` and waits itself."""
-        end = self._clock.now() + grace
-        while not loaded.idle:
-            if self._clock.now() >= end or (model is not None and self._leases.waits(model)):
-                return False
-            await asyncio.sleep(LOOK_SECONDS)
-        return True
+        end, storing = self.clock.now() + grace, None
+        try:
+            while not loaded.idle:
+                if self.clock.now() >= end or (model is not None and self._leases.waits(model)):
+                    return False
+                if storing is None:  # beside the last requests, so that little is left for the end
+                    storing = asyncio.create_task(_flush(loaded.service, max(FLUSH_SECONDS, grace)))
+                await asyncio.sleep(LOOK_SECONDS)
+            return True
+        finally:
+            if storing is not None:
+                storing.cancel()
 
-    async def _end(self, service: Service) -> None:
-        """Store its KV and close it."""
-        with contextlib.suppress(CairnError, TimeoutError):
-            await asyncio.wait_for(service.flush(), FLUSH_SECONDS)
+    async def _end(self, service: Service, why: str) -> None:
+        """End the requests that it still has, store its KV and close it."""
+        await service.drain(0, why)
+        await _flush(service, FLUSH_SECONDS)
         assert self.services is not None
         self.services.remove(service)
-        await service.drain(0)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(service.close(), CLOSE_SECONDS)
 
@@ -211,7 +236,7 @@ class ModelLoader:
         if not self.bounded:
             return None
         await self.measure_first()
-        end = self._clock.now() + self._registry.config.load_timeout
+        end = self.clock.now() + self._registry.config.load_timeout
         while True:
             count, most = sum(1 for _ in self._registry.loaded()), self._registry.config.max_loaded
             left = self.left()
@@ -229,8 +254,8 @@ class ModelLoader:
                     f"of {most} models are loaded) and no other that may be unloaded",
                     retry_after=FAILED_SECONDS,
                 )
-            if not await self.unload(victim, max(0.0, end - self._clock.now()), surely=False):
-                if self._leases.waits(victim) and self._clock.now() < end:
+            if not await self.unload(victim, max(0.0, end - self.clock.now()), surely=False):
+                if self._leases.waits(victim) and self.clock.now() < end:
                     continue
                 raise Unavailable(
                     f"{victim.name} would have to make room for {model.name}, and is in use",
@@ -260,6 +285,32 @@ class ModelLoader:
             if not model.pinned and not self._leases.waits(model)
         ]
         return max(found, key=lambda one: one[:2])[2] if found else None
+
+
+def _mapped(config: Config, fit: Fit | None) -> Config:
+    """The options of a model that is measured: whether its experts stay in their file is known then."""
+    if fit is None or not fit.mapped:
+        return config
+    return msgspec.structs.replace(config, experts="mapped")  # whatever memory there is beyond what models may take
+
+
+async def _flush(service: Service, seconds: float) -> None:
+    """Store its KV, as far as that can be done in time."""
+    with contextlib.suppress(CairnError, TimeoutError):
+        await asyncio.wait_for(service.flush(), seconds)
+
+
+async def to_end(work: Coroutine[Any, Any, None]) -> None:
+    """Do the work to its end, even where the caller is cancelled meanwhile; that is raised afterwards."""
+    task, cancelled = asyncio.ensure_future(work), False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    task.result()
+    if cancelled:
+        raise asyncio.CancelledError
 
 
 def shown_gb(size: int) -> str:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cairn.frontend.service import SHUTTING_DOWN
+from cairn.frontend.service import Service
 from cairn.router.models import Models
 
 
 def unready(models: Models) -> list[str]:
     """Why new requests would not be served well now; of several models only where that is true of all that are
     loaded, else it is a trouble."""
-    if not models.several:
-        loaded = models.models[0].loaded
-        return loaded.service.unready() if loaded is not None else []
-    reasons = _reasons(models)
-    found = [reason for one in reasons.values() for reason in one] if reasons and all(reasons.values()) else []
-    if models.draining and SHUTTING_DOWN not in found:
-        found.append(SHUTTING_DOWN)
-    return found
+    if models.several:
+        reasons = _reasons(models)
+        found = [reason for one in reasons.values() for reason in one] if reasons and all(reasons.values()) else []
+    else:
+        (model,) = models.models
+        found = _of_service(model.loaded.service) if model.loaded is not None else []
+        if model.swapping is not None and (model.loaded is None or model.loaded.closing):
+            found = [f"{model.name} is being swapped for another model"]
+    return [*found, models.leaving] if models.leaving else found
 
 
 def stalled(models: Models) -> bool:
@@ -57,6 +58,10 @@ def _reasons(models: Models) -> dict[str, list[str]]:
     """Why each loaded model is not ready, by its name."""
     found = {}
     for model, loaded in models.loaded():
-        reasons = [reason for reason in loaded.service.unready() if reason != SHUTTING_DOWN]
-        found[model.name] = [f"{model.name}: {reason}" for reason in reasons]
+        found[model.name] = [f"{model.name}: {reason}" for reason in _of_service(loaded.service)]
     return found
+
+
+def _of_service(service: Service) -> list[str]:
+    """Why one model does not serve well, beside that all of them take no more requests."""
+    return [reason for reason in service.unready() if reason != service.leaving]

@@ -31,7 +31,7 @@ from cairn.system import deadline
 from cairn.system.interfaces import Clock
 from cairn.system.posix import SystemClock
 from cairn.system.spans import PRESENT
-from cairn.types.errors import CairnError, Conflict, ModelError, Unavailable, trace
+from cairn.types.errors import CairnError, Conflict, DeadlineExceeded, ModelError, Unavailable, trace
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,8 @@ class Models(ModelRegistry):
     ) -> None:
         """See `ModelLoader`."""
         super().__init__(config, served_models(config) if models is None else models)
-        self.draining = False
+        self.leaving = ""
+        """Why no model takes requests any more; empty where they do."""
         self._clock = clock or SystemClock()
         self._leases = ModelLeases()
         self.loader = ModelLoader(
@@ -73,6 +74,11 @@ class Models(ModelRegistry):
             self.loader.want = self._want
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+
+    @property
+    def draining(self) -> bool:
+        """Whether no model takes requests any more."""
+        return bool(self.leaving)
 
     @classmethod
     def of(cls, service: Service, config: Config) -> Models:
@@ -151,7 +157,8 @@ class Models(ModelRegistry):
         """While a call is answered by this model, which is loaded first where it is not: it stays loaded.
 
         Raises Unavailable where that takes longer than `load_timeout`, or cannot be done; at once where there is no
-        room for it beside what the same call has.
+        room for it beside what the same call has. A swap that is under way is waited for beside that time, and
+        DeadlineExceeded is raised where the call's own time ends first.
         """
         loaded, mine = model.loaded, any(lease.model is model for lease in self._leases.held())
         if loaded is None or (loaded.closing and not mine):
@@ -169,12 +176,15 @@ class Models(ModelRegistry):
 
     async def _wait(self, model: ServedModel) -> LoadedModel:
         """Until the model is loaded."""
-        now = self._clock.now()
-        end, tried = now + deadline.left(now, self.config.load_timeout), False
+        end, tried = self._clock.now() + self.config.load_timeout, False
         with self._leases.waiting(model) as held:
             while True:
-                if self.draining:
-                    raise Unavailable(SHUTTING_DOWN, retry_after=self.config.shutdown_grace)
+                if self.leaving:
+                    raise Unavailable(self.leaving, retry_after=self.config.shutdown_grace)
+                if model.swapping is not None:
+                    await self._until(model.swapping, model, self.config.request_timeout)
+                    end = self._clock.now() + self.config.load_timeout
+                    continue
                 if model.loaded is not None and not model.loaded.closing:
                     return model.loaded
                 pause = model.failed_at + FAILED_SECONDS - self._clock.now()
@@ -188,11 +198,22 @@ class Models(ModelRegistry):
                         retry_after=FAILED_SECONDS,
                     )
                 task, tried = self._loading(model), True
-                left = end - self._clock.now()
-                done, _ = await asyncio.wait({task}, timeout=max(0.0, left))
-                if not done:
+                if not await self._until(task, model, end - self._clock.now()):
                     why = model.delay or f"{model.name} is being loaded; ask again shortly"
                     raise Unavailable(why, retry_after=self._load_left(model))
+
+    async def _until(self, change: asyncio.Future[None], model: ServedModel, most: float) -> bool:
+        """Wait for a change of a model, for at most so many seconds; whether it came. DeadlineExceeded where the time
+        that the call gives itself ends first."""
+        began = self._clock.now()
+        done, _ = await asyncio.wait({change}, timeout=deadline.left(began, max(0.0, most)))
+        now = self._clock.now()
+        if not done and not deadline.left(now, 1.0):
+            raise DeadlineExceeded(
+                f"the request reached its time limit while it waited for {model.name} to be loaded",
+                retry_after=self._load_left(model),
+            )
+        return bool(done)
 
     def _load_left(self, model: ServedModel) -> float:
         """Seconds until a model that is being loaded will be there: as its last load took, else as others' did."""
@@ -251,11 +272,27 @@ class Models(ModelRegistry):
     async def swap(self, model: ServedModel, to: str, grace: float) -> None:
         """Load another model in the place of this one: its names move at once, requests that it has go on to their end.
 
-        See `ModelSwap`. On any failure the old one answers as before. Raises ModelError, Unavailable, Conflict or
-        InvalidRequest.
+        See `ModelSwap`. On any failure the old one answers as before, also where the caller is cancelled. Raises
+        UnknownModel, InvalidRequest, Conflict, ModelError or Unavailable.
         """
+        task = self._later(self._swap(model, to, grace))
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # who left hears nothing of it
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait({task})
+            raise
+
+    async def _swap(self, model: ServedModel, to: str, grace: float) -> None:
         async with self.loader.turn:
-            await ModelSwap(self, self.loader, model, to, grace).run(self._later)
+            swap = ModelSwap(self, self.loader, model, to, grace)
+            model.swapping = asyncio.get_running_loop().create_future()
+            try:
+                await swap.run(self._later)
+            finally:
+                model.swapping.set_result(None)
+                model.swapping = None
 
     async def _load(self, model: ServedModel, *, evict: bool = True) -> None:
         loader = self.loader
@@ -287,14 +324,16 @@ class Models(ModelRegistry):
         stats = [loaded.service.stats() for _, loaded in self.loaded()]
         return sum(one.running + one.waiting for one in stats)
 
-    async def drain(self, grace: float) -> None:
-        """Take no more requests, wait up to `grace` seconds for those that run, and end the rest."""
-        self.draining = True
-        await asyncio.gather(*(loaded.service.drain(grace) for _, loaded in self.loaded()))
+    async def drain(self, grace: float, why: str = SHUTTING_DOWN) -> None:
+        """Take no more requests, wait up to `grace` seconds for those that run, and end the rest, which are told
+        `why`."""
+        self.leaving = why
+        await asyncio.gather(*(loaded.service.drain(grace, why) for _, loaded in self.loaded()))
 
     async def close(self) -> None:
         """End everything. Nothing is left. May be called again."""
-        self._closed = self.draining = True
+        self._closed = self.loader.closed = True
+        self.leaving = self.leaving or SHUTTING_DOWN
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -83,6 +83,8 @@ class ServedModel:
         """Of what was loaded last."""
         self.loaded: LoadedModel | None = None
         self.loading: asyncio.Task[None] | None = None
+        self.swapping: asyncio.Future[None] | None = None
+        """Done when the swap that is under way has ended, well or not."""
         self.waiting = 0
         """Calls that wait until it is loaded."""
         self.failure = ""
@@ -120,7 +122,7 @@ class ServedModel:
         """What is true of it now."""
         if self.loaded is not None:
             return "unloading" if self.loaded.closing else "loaded"
-        if self.loading is not None:
+        if self.loading is not None or self.swapping is not None:
             return "loading"
         return "failed" if self.failure else "on disk"
 

@@ -10,6 +10,10 @@ from cairn.types.errors import NotLoaded
 if TYPE_CHECKING:
     from cairn.frontend.service import Service
     from cairn.system.interfaces import Clock
+    from cairn.text.chat.replay import ReplayTable
+
+MOST_REPLAYS = 4
+"""How many models that are away keep what they sampled in memory: up to 16 MiB each. Others read it at a restart."""
 
 
 class RequestIds:
@@ -34,6 +38,8 @@ class Services:
         self._loaded = [first]
         self._gone: dict[bytes, int] = {}
         """The longest context of each model that was unloaded, by its identity."""
+        self._replays: dict[bytes, ReplayTable] = {}
+        """What such a model sampled, by its identity, so that it knows its answers again when it returns."""
         self._ended = (0, 0)
         """Bytes read from and written to the disk by services that are gone."""
         self._watchers: list[Callable[[Service], None]] = []
@@ -88,6 +94,8 @@ class Services:
 
     def add(self, service: Service) -> None:
         """A model was loaded."""
+        if (replays := self._replays.pop(service.spec.identity, None)) is not None:
+            service.chat.replays = replays
         if not self._loaded:
             self._first = service
         self._loaded.append(service)
@@ -104,6 +112,9 @@ class Services:
             return
         self._loaded.remove(service)
         self._gone[service.spec.identity] = service.spec.context
+        self._replays[service.spec.identity] = service.chat.replays
+        while len(self._replays) > MOST_REPLAYS:
+            del self._replays[next(iter(self._replays))]
         read, written = service.metrics.disk_bytes
         self._ended = (self._ended[0] + read, self._ended[1] + written)
         if service is self._first and self._loaded:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,19 @@ import msgspec
 from cairn.config.config import Config, ModelOptions
 from cairn.frontend.service import Service
 from cairn.router.fit import Fit
-from cairn.router.loader import ModelLoader, shown_gb
+from cairn.router.loader import ModelLoader, shown_gb, to_end
 from cairn.router.registry import ModelRegistry
 from cairn.router.served_model import LoadedModel, ServedModel, locate
-from cairn.types.errors import CairnError, Conflict, InvalidRequest, ModelError
+from cairn.types.errors import (
+    CairnError,
+    ConfigError,
+    Conflict,
+    InvalidRequest,
+    ModelError,
+    ModelFileError,
+    NoWorker,
+    UnknownModel,
+)
 
 log = logging.getLogger(__name__)
 
@@ -28,13 +38,15 @@ class ModelSwap:
         """Raises Conflict or InvalidRequest for what cannot take the model's place. With the turn."""
         self._registry, self._loader = registry, loader
         self._model, self._to, self._grace = model, to, grace
+        self._seconds = 0.0
+        """How long the new model took to load so far."""
         self._config = self._new_config()
 
     async def run(self, later: Callable[[Coroutine[Any, Any, None]], object]) -> None:
         """Load the new model beside the old one where there is room for both, else after it; on any failure the old one
         answers as before. `later` does what need not be waited for."""
         model, config = self._model, self._config
-        place = await asyncio.to_thread(_located, config)
+        place = await self._locate()
         old = model.loaded
         if old is not None and place == model.place and _alike(config, model.config):
             raise InvalidRequest(f"{self._to} is what {model.name} is already", field="to")
@@ -44,7 +56,8 @@ class ModelSwap:
             return
         if old is None and self._loader.bounded:
             fit = await self._loader.make_room(model, config, place, evict=False)
-        self._swapped(place, await self._start(place, fit), fit)
+        service = await self._prepare(place, fit)
+        await self._load(service, place, fit)
         if old is not None:
             later(self._loader.retire(old, self._grace))
 
@@ -72,52 +85,96 @@ class ModelSwap:
             return None
         await loader.measure_first()
         left = loader.left()
-        fit = await loader.measure(self._config, place, left)
+        with _checking():
+            fit = await loader.measure(self._config, place, left)
         return fit if fit.most <= left else None
 
+    async def _locate(self) -> Path:
+        """Where the new model lies. UnknownModel where there is none."""
+        try:
+            return await asyncio.to_thread(_located, self._config)
+        except ModelError as error:
+            raise UnknownModel(f"to: {error}", field="to") from None
+
     async def _swap_after(self, old: LoadedModel, place: Path) -> None:
-        """Unload the old one first. What would not fit even then is refused before."""
+        """Unload the old one before the new one takes memory. A process for the new one is there already, and has
+        checked its files: what cannot be served, or would not fit even alone, is refused while the old one answers."""
         model, loader = self._model, self._loader
         room = loader.left() + (old.fit.held if old.fit is not None else 0)
-        fit = await loader.measure(self._config, place, room) if loader.bounded else None
+        with _checking():
+            fit = await loader.measure(self._config, place, room) if loader.bounded else None
         if fit is not None and fit.most > room:
-            raise ModelError(
-                f"{self._to} needs {shown_gb(fit.most)} of memory, and {shown_gb(room)} are there without {model.name}"
+            raise InvalidRequest(
+                f"to: {self._to} needs {shown_gb(fit.most)} of memory, and {shown_gb(room)} are there without "
+                f"{model.name}",
+                field="to",
             )
-        await loader.unload(model, self._grace, surely=True)
+        service = await self._prepare(place, fit)
         try:
-            service = await self._start(place, fit)
-        except BaseException as error:
-            await asyncio.shield(self._roll_back(old.fit))
-            if isinstance(error, CairnError) or not isinstance(error, Exception):
-                raise
-            raise ModelError(f"{self._to} could not be loaded ({type(error).__name__})") from error
-        self._swapped(place, service, fit)
+            await loader.unload(
+                model, self._grace, surely=True, why=f"{model.name} is being swapped for another model; ask again"
+            )
+            await self._load(service, place, fit)
+        except BaseException:
+            await to_end(self._roll_back(service, old))
+            raise
 
-    async def _roll_back(self, fit: Fit | None) -> None:
-        """The old model again, whose worker is gone."""
-        model, loader = self._model, self._loader
+    async def _roll_back(self, service: Service, old: LoadedModel) -> None:
+        """End what was to be the new model's, and load the old one again if it is gone."""
+        model, loader, fit = self._model, self._loader, old.fit
+        await service.close()
+        if model.loaded is old or loader.closed:
+            return
         try:
             place = await asyncio.to_thread(locate, model)
             loader.take(model, await loader.start(model.config, model.part, fit=fit, place=place), fit)
         except Exception as error:
             loader.failed(model, error)
 
-    async def _start(self, place: Path, fit: Fit | None) -> Service:
-        """A service of the new model under the old one's name."""
-        try:
-            return await self._loader.start(self._config, self._model.part, fit=fit, place=place)
-        except CairnError:
-            raise
-        except Exception as error:
-            raise ModelError(f"{self._config.model} could not be loaded ({type(error).__name__})") from error
+    async def _prepare(self, place: Path, fit: Fit | None) -> Service:
+        """A service of the new model, under the old one's name, that has checked its files and is yet to load them.
+        InvalidRequest for files that cannot be served."""
+        began = self._loader.clock.now()
+        with _foreseen(self._to), _checking():
+            service = await self._loader.prepare(self._config, self._model.part, fit=fit, place=place)
+        self._seconds = self._loader.clock.now() - began
+        return service
 
-    def _swapped(self, place: Path, service: Service, fit: Fit | None) -> None:
-        model = self._model
+    async def _load(self, service: Service, place: Path, fit: Fit | None) -> None:
+        """Load the new model; from then on it answers."""
+        model, began = self._model, self._loader.clock.now()
+        with _foreseen(self._to), _checking(in_load=True):
+            await service.load()
         model.config, model.reference, model.place = self._config, self._to, place
+        model.load_seconds = self._seconds + self._loader.clock.now() - began
         model.swaps += 1
         self._loader.loaded(model, service, fit)
-        log.info("%s is now %s", model.name, self._to)
+        log.info("%s is now %s (%.1f s)", model.name, self._to, model.load_seconds)
+
+
+@contextlib.contextmanager
+def _foreseen(to: str) -> Iterator[None]:
+    """What nobody foresaw becomes a ModelError."""
+    try:
+        yield
+    except CairnError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{to} could not be loaded ({type(error).__name__})") from error
+
+
+@contextlib.contextmanager
+def _checking(*, in_load: bool = False) -> Iterator[None]:
+    """While files are read: those that cannot be served are the mistake of the caller who named them. In a load only a
+    ModelFileError tells that: other failures are the machine's."""
+    try:
+        yield
+    except NoWorker:
+        raise
+    except (ModelError, ConfigError) as error:
+        if in_load and not isinstance(error, ModelFileError):
+            raise
+        raise InvalidRequest(f"to: {error}", field="to") from error
 
 
 def _located(config: Config) -> Path:

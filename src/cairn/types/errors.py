@@ -26,6 +26,7 @@ CairnError                 500  our own fault, or unforeseen
 |- GenerationFailed        500  this request failed (non-finite logits, a worker that dies again and again)
 |- ModelError              the model cannot be served; exit code 2
 |  |- ModelFileError       a file is missing, broken or not what its header says
+|  |- NoWorker             the process that loads it could not be started, or ended
 |- ConfigError             an option is unknown or out of range; exit code 2
 """
 
@@ -199,6 +200,10 @@ class ModelError(CairnError):
 
 class ModelFileError(ModelError):
     code = "model_file_error"
+
+
+class NoWorker(ModelError):
+    code = "no_worker"
 
 
 class ConfigError(CairnError):

@@ -40,6 +40,18 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The answer goes on the prompt's own text: it is no text of its own, whose first space a decoder may drop."""
 
 
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer is held to, as it was tried in a process of its own."""
+
+    text: str
+    """As llguidance reads it; reasoning is included. It is about the text as `OutputFormat` reads it: control tokens
+    that are no text are never part of it."""
+    bytes: int = 0
+    """What it holds when it is compiled."""
+    growth: int = 0
+    """Bytes more that it holds after each token of an answer, on the average."""
+
+
 Want = Literal["token", "hidden"]
 """What a row is computed for: the next token, or the hidden state that a text's embedding is made of."""
 
@@ -62,9 +74,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Index among the `n` choices of one call; part of the randomness."""
     stop: tuple[str, ...] = ()
     output: OutputFormat = OutputFormat()
-    grammar: str = ""
-    """What the answer has to be, reasoning included, as llguidance reads it; "" for anything. It is about the text as
-    `output` reads it: control tokens that are no text are never part of it."""
+    grammar: Grammar | None = None
+    """What the answer has to be; None for anything."""
     reasoning_budget: int | None = None
     """After so many tokens of reasoning the tag comes that ends it; None: it ends by itself."""
     salt: bytes = b""
@@ -97,4 +108,4 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def held(self) -> bool:
         """Whether not every token may come at every place of the answer."""
-        return bool(self.grammar) or self.reasoning_budget is not None
+        return self.grammar is not None or self.reasoning_budget is not None

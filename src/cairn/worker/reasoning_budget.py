@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 from cairn.scheduler.sequence import Matcher
+from cairn.text.grammar.vocabulary import Vocabulary
 from cairn.text.output.output_parser import MOST_LEAD
 from cairn.text.output.reasoning_formats import thoughts
 from cairn.types.request import OutputFormat
 from cairn.types.step import Pending, Ready
-from cairn.worker.grammars import Vocabulary
 
 
 class BudgetMatcher:

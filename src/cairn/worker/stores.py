@@ -104,7 +104,7 @@ def open_stores(
                         fresh=config.kv_fresh,
                         home=folder,
                         layout=Layout(info.block_tokens, info.groups),
-                        patience=PATIENCE,
+                        patience=PATIENCE if place == possible[0] else 0.0,  # of the same model by another server
                     )
                     break
                 except Conflict:  # the same model twice: the next to open the usual place takes in the other one

@@ -50,6 +50,12 @@ class LoadModel(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """Where several models share the folder of stored KV: this one's part of its bytes, in a folder of its own."""
     turns: TenantTurns = TenantTurns()
     """Of tenants, by the share that their requests take."""
+    wait: bool = False
+    """Check the files, say so with `FilesChecked`, and take memory for the model only after `StartLoading`."""
+
+
+class StartLoading(msgspec.Struct, frozen=True, array_like=True, tag="start"):
+    """There is room now: load the model whose files were checked."""
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
@@ -92,7 +98,7 @@ class KVQuery(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     stores beside ours."""
 
 
-ToWorker = LoadModel | Add | Drop | KVQuery
+ToWorker = LoadModel | StartLoading | Add | Drop | KVQuery
 
 
 # ---------------------------------------------------------------------------------------------- worker -> front
@@ -145,6 +151,10 @@ class ModelReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """What does not work although requests are served: a sentence."""
 
 
+class FilesChecked(msgspec.Struct, frozen=True, array_like=True, tag="checked"):
+    """The files of a model that is to `wait` can be served, as far as their headers tell. No memory is taken yet."""
+
+
 class LoadFailed(msgspec.Struct, frozen=True, array_like=True, tag="load_failed"):
     """The model cannot be served; `code` is that of an error in `cairn.types.errors`."""
 
@@ -194,7 +204,7 @@ class KVAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     taken: TakenIn = TakenIn()
 
 
-ToFront = ModelReady | LoadFailed | StepOutputs | Refused | Beat | KVAnswer
+ToFront = FilesChecked | ModelReady | LoadFailed | StepOutputs | Refused | Beat | KVAnswer
 
 _encoder = msgspec.msgpack.Encoder()
 

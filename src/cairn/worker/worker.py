@@ -32,13 +32,14 @@ from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.sequence import Matcher
 from cairn.system.interfaces import Clock
 from cairn.system.posix import SystemClock, SystemFiles, log_to_stderr
+from cairn.text.grammar.vocabulary import read_vocabulary
 from cairn.types.errors import CairnError, ModelError
 from cairn.types.outputs import Output
 from cairn.types.request import Request
 from cairn.types.stats import KvStats
 from cairn.types.step import Engine
 from cairn.worker import wire
-from cairn.worker.grammars import Grammars, read_vocabulary
+from cairn.worker.grammars import Grammars
 from cairn.worker.kv_queries import KVQueries
 from cairn.worker.progress import Shown
 from cairn.worker.stores import GB, check_pool, keyed, open_stores, stored_bytes
@@ -323,8 +324,13 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     """All that is needed to step, or None after telling the front why not."""
     config, clock, files, engine = load.config, SystemClock(), SystemFiles(), None
     try:
-        from cairn.engine.device import load_engine
+        from cairn.engine.device import check_files, load_engine
 
+        if load.wait:
+            check_files(config, Path(load.folder))
+            channel.send(wire.FilesChecked())
+            if channel.receive(None) != [wire.StartLoading()]:
+                raise wire.WireError("a worker that waits is told to start loading, and nothing else")
         spec, engine = load_engine(config, Path(load.folder), stored_bytes(config, files), load.blocks)
         told = with_tokenizer(spec, config.tokenizer)
         known = keyed(engine.info, config.kv_codec)
@@ -332,6 +338,8 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
         check_pool(config, engine.info, files, os.environ)
         part = load.kv_part
         stores, trouble = open_stores(config, spec, known, clock, files, os.environ, part) if generates else ({}, "")
+    except EOFError:  # the front is gone, or wants this model no more
+        raise
     except Exception as error:
         if engine is not None:
             engine.close()

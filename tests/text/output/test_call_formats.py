@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cairn.text.grammar.grammar import GrammarError, Shape, checked
+from cairn.text.grammar.grammar import GrammarError, Shape
 from cairn.text.output import python_calls
 from cairn.text.output.call_formats import BY_NAME, FORMATS, CallFormat, format_of, name_of
 from cairn.text.output.call_grammar import callable_tools, lark_of_calls
@@ -21,7 +21,7 @@ from cairn.types.outputs import ToolCallDelta
 from cairn.types.request import OutputFormat
 from tests.text.call_templates import FURTHER, derived
 from tests.text.output.test_declared_call_format import DECLARED
-from tests.text.walks import accepts, walk
+from tests.text.walks import accepts, checked, walk
 
 
 def output_of(form: CallFormat, tools: list[dict[str, Any]]) -> OutputFormat:

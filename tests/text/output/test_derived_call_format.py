@@ -11,7 +11,7 @@ import pytest
 
 from cairn.config.config import Config
 from cairn.text.chat.prompt import Chat
-from cairn.text.grammar.grammar import Shape, checked
+from cairn.text.grammar.grammar import Shape
 from cairn.text.output.call_formats import BY_NAME, FORMATS, form_by, name_of
 from cairn.text.output.call_grammar import callable_tools, lark_of_calls
 from cairn.text.output.derived_call_format import known_form, reads
@@ -23,7 +23,7 @@ from cairn.types.request import OutputFormat
 from tests.text.call_templates import EACH, FURTHER, NOT_TOLD, TABLE, derived, template, written
 from tests.text.output.test_declared_call_format import DECLARED
 from tests.text.text_models import QWEN_CONFIG, byte_level, write_model
-from tests.text.walks import walk
+from tests.text.walks import checked, walk
 
 WORDS = {"type": "string", "enum": ["x", "y z"]}  # free texts in tags of nobody's would not end by chance
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}, "s": WORDS}, "required": ["n", "s"]}

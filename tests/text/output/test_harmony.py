@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from cairn.text.grammar.grammar import Shape, Structure, checked
+from cairn.text.grammar.grammar import Shape, Structure
 from cairn.text.output.call_formats import BY_NAME
 from cairn.text.output.call_grammar import callable_tools, lark_of_calls
 from cairn.text.output.output_parser import splitter
 from cairn.text.output.tool_parser import offered_tools
 from cairn.types.outputs import ToolCallDelta
 from cairn.types.request import OutputFormat
-from tests.text.walks import accepts
+from tests.text.walks import accepts, checked
 
 F = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}]
 OUTPUT = OutputFormat(

@@ -8,9 +8,9 @@ import time
 import msgspec
 import pytest
 
+from cairn.system.helper_limits import cpu_seconds
 from cairn.text.render.fair_time import AT_ONCE, LongTexts, SharedTurns
 from cairn.text.render.parent import Renderer
-from cairn.text.render.process import cpu_seconds
 from cairn.text.render.render_wire import Job, Setup
 from cairn.types.errors import Overloaded
 

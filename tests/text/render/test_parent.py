@@ -15,8 +15,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from cairn.system.frames import MAX_FRAME, frame
+from cairn.system.helper_process import HelperProcess
 from cairn.text.render.parent import Renderer, launch
-from cairn.text.render.render_wire import MAX_FRAME, Job, Setup, frame
+from cairn.text.render.render_wire import Job, Setup
 from cairn.types.errors import CairnError, InvalidRequest, ModelFileError, Unavailable
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -401,11 +403,11 @@ async def test_a_start_that_is_cancelled_leaves_no_socket(monkeypatch: pytest.Mo
     made = sockets(monkeypatch)
     entered = asyncio.Event()
 
-    async def never(self: Renderer) -> None:
+    async def never(self: HelperProcess) -> None:
         entered.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(Renderer, "_receive", never)
+    monkeypatch.setattr(HelperProcess, "receive", never)
     start = asyncio.ensure_future(Renderer(Setup(templates={}, variables={}, timeout=1.0)).start())
     await entered.wait()
     start.cancel()

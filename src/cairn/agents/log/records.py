@@ -74,6 +74,7 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop: tuple[str, ...] = ()
     output: OutputFormat = OutputFormat()
     grammar: str = ""
+    """`Grammar.text` of what the answer is held to; empty for anything."""
     reasoning_budget: int | None = None
     began: float = 0.0
     request: int = 0

@@ -19,11 +19,11 @@ from cairn.api.admin.reload import Reload
 from cairn.api.chat.parse import parse
 from cairn.api.http.auth import has_keys, is_local
 from cairn.api.http.body import Body, Number
-from cairn.api.http.call import HTTPCall
+from cairn.api.http.call import HTTPCall, Watch
 from cairn.api.http.json_body import read_json, read_nothing
 from cairn.api.native.agent_schemas import NoBody
 from cairn.config.config import Config
-from cairn.frontend.service import Service
+from cairn.frontend.service import DRAINED, Service
 from cairn.router.models import Models
 from cairn.router.served_model import ServedModel
 from cairn.types.errors import Forbidden, InvalidRequest
@@ -31,6 +31,10 @@ from cairn.types.errors import Forbidden, InvalidRequest
 Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 MOST_GRACE = 3600.0
 """Seconds that requests may be waited for."""
+SWAP_GRACE = 20.0
+"""The same where a swap does not say: calls that come meanwhile wait so long too."""
+MOST_NAME = 4096
+"""Characters of a model's name or place: no path is longer."""
 
 
 class LoadBody(Body):
@@ -113,23 +117,32 @@ class ModelAdmin:
         """POST /v1/admin/models/unload: requests that it has go on for `grace` seconds, by default shutdown_grace."""
         body = parse(UnloadBody, await self._read(call), self._config, call)
         model = self._find(body.model)
-        await self.registry.unload(model, self._grace(body.grace))
+        await self.registry.unload(model, self._grace(body.grace, self._config.shutdown_grace))
         await self._done(call, model)
 
     async def swap(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/admin/models/swap: answered when the new model answers, or, with why not, when the old one does."""
+        """POST /v1/admin/models/swap: answered when the new model answers, or, with why not, when the old one does.
+
+        Where the client leaves before, the swap ends and the old model answers on.
+        """
         body = parse(SwapBody, await self._read(call), self._config, call)
-        model = self._find(body.model)
-        await self.registry.swap(model, body.to, self._grace(body.grace))
+        model, grace = self._find(body.model), self._grace(body.grace, SWAP_GRACE)
+        _check_name(body.to, "to")
+        async with Watch(call) as watch:
+            await self.registry.swap(model, body.to, grace)
+            watch.stop()
+        if watch.left:
+            call.ended = "client_left"
+            return
         await self._done(call, model)
 
     async def drain(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/admin/drain."""
         self._check_owner()
         body = parse(DrainBody, await read_nothing(call, self._config), self._config, call)
-        requests = self.registry.requests
-        self.registry.draining = True
-        task = asyncio.create_task(self.registry.drain(self._grace(body.grace)))
+        requests, grace = self.registry.requests, self._grace(body.grace, self._config.shutdown_grace)
+        self.registry.leaving = DRAINED
+        task = asyncio.create_task(self.registry.drain(grace, DRAINED))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         await call.json({"object": "drain", "draining": True, "requests": requests})
@@ -151,13 +164,14 @@ class ModelAdmin:
 
     def _find(self, name: str) -> ServedModel:
         """The model of that name, also where any other name would do for an answer."""
+        _check_name(name, "model")
         if not self.registry.has(name):
             raise self.registry.unknown(name)
         return self.registry.find(name)
 
-    def _grace(self, seconds: float | None) -> float:
+    def _grace(self, seconds: float | None, default: float) -> float:
         if seconds is None:
-            return self._config.shutdown_grace
+            return default
         if not 0 <= seconds <= MOST_GRACE:
             raise InvalidRequest(f"grace must be 0 to {MOST_GRACE:g} seconds", field="grace")
         return float(seconds)
@@ -192,3 +206,13 @@ class ModelAdmin:
             "error": model.failure or None,
             "troubles": loaded.service.troubles() if loaded is not None else [],
         }
+
+
+def _check_name(name: str, field: str) -> None:
+    """InvalidRequest for what can be no model's name or place."""
+    if not name.strip() or "\0" in name:
+        raise InvalidRequest(
+            f"{field} must name a model: a name of this server's, a folder or a .gguf file", field=field
+        )
+    if len(name) > MOST_NAME:
+        raise InvalidRequest(f"{field} has {len(name)} characters; the limit is {MOST_NAME}", field=field)

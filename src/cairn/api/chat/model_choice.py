@@ -1,6 +1,7 @@
 """Which model answers a call: the one that its body names, whatever the dialect, or its path, or what it is about.
 
-With one model there is nothing to choose, and no body is looked at before its route reads it.
+A route that uses a model holds a lease on it until the call is answered: the model stays loaded so long. Routes that
+use none hold none, so a swap or an unload does not wait for them. With one model no body is read before its route does.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ TURNS = re.compile(r"/v1/agents/([^/]+)/(turns|resume|prefetch)")
 """Routes of an agent that need its model to be loaded."""
 WORK = re.compile(r"/v1/(teams|workflows/runs)/([^/]+)/(rounds|votes|resume)")
 """Routes that need the model of a team or a run to be loaded."""
-BESIDE = re.compile(
+WITHOUT_MODEL = re.compile(
     r"/v1/(?:teams/[^/]+/(?:messages|tool_results|fork|rollback|interrupt)|workflows/(?:check|runs/[^/]+/interrupt)"
-    r"|collections(?:/[^/]+(?:/documents|/search))?|files|vector_stores(?:/.+)?)"
+    r"|collections(?:/[^/]+(?:/documents|/search))?|files|vector_stores(?:/.+)?"
+    r"|(?:models|admin|cache|conversations|agents)/.+|conversations)"
+    r"|/api/(?:pull|delete|copy|show)"
 )
-"""Routes of them that need none, and of collections: these find what makes vectors themselves."""
+"""Routes for POST that use no model, or, as those of collections do, find theirs themselves."""
 AGENTS = re.compile(r"/v1/agents/([^/]+)(?:/[a-z]+)?")
-REQUESTS = re.compile(r"/v1/(?:requests|responses)/([^/]+)(?:/[a-z_]+)?")
-UNNAMED = ("/v1/models", "/v1/admin", "/v1/cache", "/metrics", "/api/tags", "/api/ps", "/api/version", "/api/pull")
-UNNAMED_TOO = ("/api/delete", "/api/copy", "/api/show", "/v1/conversations", "/v1/agents")
-"""Routes, with all below them, that are about no one model, or find it themselves."""
-FOLLOWED = "/v1/events"
-"""A route whose calls last for hours: no model is kept loaded for them, nor waits with its end for theirs."""
+REQUESTS = re.compile(r"/v1/(?:requests|responses)/(?!(?:input_tokens|compact)$)([^/]+)(?:/[a-z_]+)?")
+"""A request or a stored response, by its id."""
+READ_OF_MODEL = ("/props", "/slots")
+"""Routes for GET that describe a model. All others for GET use none: some, as /v1/events, are followed for hours."""
 DURATION = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)(ns|us|ms|s|m|h)?")
 UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -76,19 +77,12 @@ class ModelRouter:
 
         UnknownModel for a name that no model has, Unavailable where it cannot be loaded in time.
         """
-        model: ServedModel | None
-        keep: float | None = None
-        if call.path == FOLLOWED:
-            model = None
-        elif not self._models.several and self._models.models[0].state == "loaded":
-            model = self._models.models[0]
-        else:
-            model, keep = await self._choose(call)
-        if model is None:
+        if not uses_model(call.path, call.scope["method"]):
             service = self._about(call) or self._models.services.first
             call.identity, call.model = service.spec.identity, service.name
             yield service
             return
+        model, keep = (await self._choose(call)) if self._models.several else (self._models.models[0], None)
         async with self._models.using(model) as service:
             call.identity, call.model = service.spec.identity, service.name
             try:
@@ -97,19 +91,16 @@ class ModelRouter:
                 if keep is not None:
                     self._models.keep(model, keep)
 
-    async def _choose(self, call: HTTPCall) -> tuple[ServedModel | None, float | None]:
-        """The model, None for a call that needs none to be loaded; and how long its client wants it kept."""
-        path, method = call.path, call.scope["method"]
-        if (turn := TURNS.fullmatch(path)) is not None and method == "POST":
-            named = await self._named(call)
-            return self._of_agent(call, turn[1], named), None
-        if (work := WORK.fullmatch(path)) is not None and method == "POST":
-            return self._of_work(call, work[1], work[2], await self._named(call)), None
-        if method != "POST" or _is_below(path, (*UNNAMED, *UNNAMED_TOO)) or _is_beside(path):
-            if path in ("/props", "/slots"):
-                return self._models.find(_asked(call)), None
-            return None, None
+    async def _choose(self, call: HTTPCall) -> tuple[ServedModel, float | None]:
+        """Choose among several models; also how many seconds the client wants the model kept, None if unsaid."""
+        path = call.path
+        if path in READ_OF_MODEL:
+            return self._models.find(_asked(call)), None
         named = await self._named(call)
+        if (turn := TURNS.fullmatch(path)) is not None:
+            return self._of_agent(call, turn[1], named), None
+        if (work := WORK.fullmatch(path)) is not None:
+            return self._of_work(call, work[1], work[2], named), None
         model = self._models.find(_text(named.model), KINDS.get(path, "chat"))
         keep = seconds_of(named.keep_alive) if path.startswith("/api/") and named.keep_alive is not None else None
         return model, keep
@@ -151,6 +142,15 @@ class ModelRouter:
             return _Named()
 
 
+def uses_model(path: str, method: str) -> bool:
+    """Return whether a route needs its model loaded while it answers."""
+    if method != "POST":
+        return path in READ_OF_MODEL
+    if TURNS.fullmatch(path) is not None or WORK.fullmatch(path) is not None:
+        return True
+    return REQUESTS.fullmatch(path) is None and WITHOUT_MODEL.fullmatch(path) is None
+
+
 def seconds_of(given: Any) -> float:
     """What Ollama's keep_alive says: a number of seconds, or a text such as "10m"; infinite where it is negative.
     InvalidRequest for anything else."""
@@ -170,11 +170,3 @@ def _text(name: Any) -> str | None:
 
 def _asked(call: HTTPCall) -> str | None:
     return next((value for name, value in query(call) if name == "model" and value), None)
-
-
-def _is_beside(path: str) -> bool:
-    return REQUESTS.fullmatch(path) is not None or BESIDE.fullmatch(path) is not None
-
-
-def _is_below(path: str, routes: tuple[str, ...]) -> bool:
-    return any(path == route or path.startswith(f"{route}/") for route in routes)

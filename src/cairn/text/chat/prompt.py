@@ -37,6 +37,7 @@ from cairn.text.chat.templates import (
 from cairn.text.chat.tools_by_instruction import with_tools_by_instruction
 from cairn.text.grammar.compiler import Compiler
 from cairn.text.grammar.grammar import ANYTHING, Structure, Wanted
+from cairn.text.grammar.vocabulary import TokenTable, token_table
 from cairn.text.output.call_formats import BY_NAME, CallFormat, format_of, name_of
 from cairn.text.output.choose_call_format import chosen_form
 from cairn.text.output.reasoning_formats import HARMONY, thinks, thoughts_of
@@ -47,7 +48,7 @@ from cairn.text.render.render_wire import Job, Setup
 from cairn.text.tokens.length import check_length
 from cairn.text.tokens.tokenizer import INLINE, Tokenizer, valid_text
 from cairn.types.errors import CairnError, ConfigError, InvalidRequest, ModelFileError, Unsupported
-from cairn.types.request import OfferedTool, OutputFormat
+from cairn.types.request import Grammar, OfferedTool, OutputFormat
 
 log = logging.getLogger("cairn.text")
 T = TypeVar("T")
@@ -70,7 +71,7 @@ class Prompt(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...]
     output: OutputFormat
     """How the answer is to be read."""
-    grammar: str = ""
+    grammar: Grammar | None = None
     """`Request.grammar`: what the answer has to be."""
 
 
@@ -111,6 +112,10 @@ class Chat:
         self._clock = clock or SystemClock()
         self.context: int | None = None
         """Tokens that the engine takes, once it has told."""
+        self._vocab: int | None = None
+        """Tokens that the model has, once the engine has told."""
+        self._ends: tuple[int, ...] = ()
+        """Those of them that end an answer, beside the tokenizer's."""
         self.long = LongTexts()
         self.tokenizer = tokenizer
         self._templates = templates
@@ -122,12 +127,13 @@ class Chat:
         self._thinks = thinks(self._thought, templates.values())
         self._keep_reasoning = config.reasoning_history == "keep"
         self._tells_tools = config.tool_instructions
-        self._table = ReplayTable()
+        self.replays = ReplayTable()
+        """What was sampled for messages that may come back."""
         self._traits = {name: (Traits(), Traits()) for name in templates}
         """The traits of each template, without tools and with them."""
         self._refusal = NO_TEMPLATE
         """Why there is no renderer."""
-        self._grammars = Compiler()
+        self._grammars = Compiler(self._token_table)
         self._renderer: Renderer | None = None
         if templates:
             variables = tokenizer.special_tokens
@@ -315,19 +321,24 @@ class Chat:
         self, chat: _Read, prompt: Prompt, wanted: Wanted, tools: Sequence[Mapping[str, Any]] | None, share: str
     ) -> Prompt:
         """The prompt with the grammar of what is wanted, if anything is."""
-        grammar = await self._compiler.held_to(wanted, prompt.output, tools, chat.form, share)
+        grammar = await self._grammars.held_to(wanted, prompt.output, tools, chat.form, share)
         output = prompt.output
         if wanted.choice.names is not None:
             offered = tuple(tool for tool in output.offered if tool.name in wanted.choice.names)
             output = msgspec.structs.replace(output, offered=offered)
         return msgspec.structs.replace(prompt, grammar=grammar, output=output)
 
-    async def grammar(self, structure: Structure | None, output: OutputFormat, *, share: str = "") -> str:
-        """`Request.grammar` of an answer that is read by `output`; "" where nothing is wanted.
+    async def grammar(self, structure: Structure | None, output: OutputFormat, *, share: str = "") -> Grammar | None:
+        """Return `Request.grammar` of an answer that is read by `output`; None where nothing is wanted.
 
         Raises InvalidRequest naming the field for what cannot be compiled, or not within the limits; else as `prompt`.
         """
-        return await self._compiler.held_to(Wanted(structure=structure), output, None, None, share)
+        return await self._grammars.held_to(Wanted(structure=structure), output, None, None, share)
+
+    async def same_grammar(self, text: str, output: OutputFormat, *, share: str = "") -> Grammar | None:
+        """Return the grammar of a text that was `Grammar.text` before a restart; None where it is empty. Raises as
+        `grammar`."""
+        return await self._grammars.again(text, output, share)
 
     async def _read_apart(self, share: str, *chat: Any) -> _Read:
         """`_read`, where it may take long in a thread: of what a template drops there may be megabytes."""
@@ -464,7 +475,7 @@ class Chat:
 
     def recall(self, tenant: str, sampled: Sampled) -> None:
         """Put into the table what `remember` once returned."""
-        self._table.put(tenant, sampled.before, sampled.answer, sampled.ids)
+        self.replays.put(tenant, sampled.before, sampled.answer, sampled.ids)
 
     def sampled(
         self, prompt_tokens: Sequence[int], generated_tokens: Sequence[int], message: Mapping[str, Any]
@@ -503,23 +514,28 @@ class Chat:
         return any(name in text for text in self._templates.values())
 
     async def close(self) -> None:
-        """End the rendering process."""
-        await self._compiler.close()
-        if self._renderer is not None:
-            await self._renderer.close()
+        """End the processes that render and compile."""
+        try:
+            await self._grammars.close()
+        finally:
+            if self._renderer is not None:
+                await self._renderer.close()
 
-    @property
-    def _compiler(self) -> Compiler:
-        """What makes grammars, in the process that renders where there is one."""
-        self._grammars.renderer = self._renderer
-        return self._grammars
+    def knows_engine(self, context: int, vocab: int, ends: Sequence[int]) -> None:
+        """Take note of what the engine has told: tokens of its context, those that the model has, and those that end
+        an answer."""
+        self.context, self._vocab, self._ends = context, vocab, tuple(ends)
+
+    def _token_table(self, marks: tuple[str, ...]) -> TokenTable:
+        vocab = self.tokenizer.largest_id + 1 if self._vocab is None else self._vocab
+        return token_table(self.tokenizer, vocab, self._ends, marks)
 
     def _answers(self, tenant: str, messages: list[dict[str, Any]]) -> list[tuple[int, AnswerIdentity]]:
         """(place, identity) of the assistant messages that may have been sampled here."""
         found = []
         for n, message in enumerate(messages):
             answer = answer_of(message) if message["role"] == "assistant" else None
-            if answer is not None and self._table.knows(tenant, answer):
+            if answer is not None and self.replays.knows(tenant, answer):
                 found.append((n, answer))
         return found
 
@@ -544,7 +560,7 @@ class Chat:
             texts[1],
             answers,
             encode,
-            lambda before, answer: self._table.find(tenant, before, answer),
+            lambda before, answer: self.replays.find(tenant, before, answer),
             lambda text: next(self.tokenizer.controls.find(text), None) is not None,
             self._thought,
         )

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from cairn.system.tenant_cache import TenantCache
+from cairn.text.grammar.compile_parent import GrammarHelper
+from cairn.text.grammar.compile_wire import MEMORY, SECONDS, Compile, GrammarVerdict, Vocab
 from cairn.text.grammar.grammar import GrammarError, Shape, Structure, Wanted
+from cairn.text.grammar.vocabulary import TokenTable
 from cairn.text.output.call_formats import CallFormat
 from cairn.text.output.call_grammar import callable_tools, lark_of_calls
-from cairn.text.render.parent import Renderer
-from cairn.text.render.render_wire import GRAMMAR_SECONDS, Setup
+from cairn.text.output.output_parser import further_markers
 from cairn.types.errors import InvalidRequest
-from cairn.types.request import OutputFormat
+from cairn.types.request import Grammar, OutputFormat
 
-KEPT = 256
-"""Grammars that are known to compile."""
+KEPT_BYTES = 32 << 20
+"""What is kept of grammars that are known to compile, or not to."""
+_KNOWN_BYTES = 512
+"""What a verdict takes beside its texts, and those of what was asked."""
 
 
 class Compiler:
     """One model's grammars. Every method runs on one event loop."""
 
-    def __init__(self) -> None:
-        self.renderer: Renderer | None = None
-        """The process to use; None for one of its own, which starts with the first grammar."""
-        self._own: Renderer | None = None
-        self._known: dict[Shape, str] = {}
+    def __init__(self, table: Callable[[Vocab], TokenTable]) -> None:
+        """`table` reads the tokens of a vocabulary, in a thread."""
+        self._helper = GrammarHelper(table)
+        self._known: TenantCache[tuple[Compile, GrammarVerdict]] = TenantCache(KEPT_BYTES, _known_bytes)
 
     async def held_to(
         self,
@@ -33,22 +37,27 @@ class Compiler:
         tools: Sequence[Mapping[str, Any]] | None,
         form: CallFormat | None,
         share: str,
-    ) -> str:
-        """`Request.grammar` of an answer that is read by `output`; "" where it may be anything.
+    ) -> Grammar | None:
+        """Return `Request.grammar` of an answer that is read by `output`; None where it may be anything.
 
         Tools are called in a `form`. Raises InvalidRequest naming the field for what cannot be compiled, or not within
-        the limits; Overloaded and Unavailable as for any job of the process.
+        the limits; Overloaded and Unavailable as `GrammarHelper.compile`.
         """
         choice, structure = wanted.choice, wanted.structure
         asked = choice.required or choice.names is not None or choice.strict or structure is not None
         if tools and form is not None and asked:
             return await self._calling(form, output, wanted, tools, share)
-        return "" if structure is None else await self._compiled("", structure, output, structure.field, share)
+        return None if structure is None else await self._compiled("", structure, output, structure.field, share)
+
+    async def again(self, text: str, output: OutputFormat, share: str) -> Grammar | None:
+        """Return the grammar of a text that was `Grammar.text` before a restart; None where that is empty."""
+        if not text:
+            return None
+        return await self._tried(Compile(vocab=further_markers(output), text=text), "grammar", share)
 
     async def close(self) -> None:
-        """End the process of its own."""
-        if self._own is not None:
-            await self._own.close()
+        """End the process that compiles."""
+        await self._helper.close()
 
     async def _calling(
         self,
@@ -57,7 +66,7 @@ class Compiler:
         wanted: Wanted,
         tools: Sequence[Mapping[str, Any]],
         share: str,
-    ) -> str:
+    ) -> Grammar:
         """The grammar of answers that call tools. A schema that cannot be held to is passed over, but of a tool that
         wants it to be."""
         choice = wanted.choice
@@ -81,7 +90,7 @@ class Compiler:
 
     async def _compiled(
         self, calls: str, structure: Structure | None, output: OutputFormat, field: str, share: str
-    ) -> str:
+    ) -> Grammar:
         lead: Literal["", "may", "open"] = "may" if output.reasoning else ""
         shape = Shape(
             structure=structure,
@@ -89,15 +98,28 @@ class Compiler:
             reasoning="open" if output.reasoning_open else lead,
             thoughts=output.thoughts,
         )
-        if (known := self._known.get(shape)) is None:
-            known = self._known[shape] = await self._process().compile(shape, field, share)
-            if len(self._known) > KEPT:
-                del self._known[next(iter(self._known))]
-        return known
+        return await self._tried(Compile(vocab=further_markers(output), shape=shape), field, share)
 
-    def _process(self) -> Renderer:
-        if self.renderer is not None:
-            return self.renderer
-        if self._own is None:
-            self._own = Renderer(Setup(templates={}, variables={}, timeout=GRAMMAR_SECONDS))
-        return self._own
+    async def _tried(self, job: Compile, field: str, share: str) -> Grammar:
+        """Return a grammar that compiles. Raises InvalidRequest naming the field for another: also at once where that
+        is known, since tools that cannot be held to come again with each turn."""
+        known = self._known.get(share, job)
+        verdict = await self._helper.compile(job, field, share) if known is None else known[1]
+        if known is None and self._known.make_room(share, _known_bytes((job, verdict))):
+            self._known.put(share, job, (job, verdict))
+        if verdict.ended == "seconds":
+            raise InvalidRequest(f"{field}: compiling it took longer than {SECONDS:g} s of processor time", field=field)
+        if verdict.ended == "memory":
+            raise InvalidRequest(f"{field}: compiling it took more than {MEMORY >> 20} MiB of memory", field=field)
+        if verdict.ended:
+            raise InvalidRequest(f"{field} cannot be followed: {verdict.error}", field=field)
+        return Grammar(text=verdict.text, bytes=verdict.bytes, growth=verdict.growth)
+
+
+def _known_bytes(known: tuple[Compile, GrammarVerdict]) -> int:
+    """Return what it takes to know a verdict: up to four bytes a character of each text."""
+    job, verdict = known
+    texts = [job.text, verdict.text, verdict.error]
+    if job.shape is not None:
+        texts += [job.shape.calls, job.shape.structure.text if job.shape.structure is not None else ""]
+    return _KNOWN_BYTES + sum(len(text) if text.isascii() else 4 * len(text) for text in texts)

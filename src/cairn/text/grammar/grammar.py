@@ -1,9 +1,8 @@
 """What an answer has to be -> the text that llguidance compiles: JSON of grammars that refer to each other.
 
 A client says it as a JSON schema, a regular expression, a list of choices, or a grammar in Lark or GBNF. Reasoning may
-stand before it: a grammar is about the whole text of an answer, as `output_parser` reads it. It is made and compiled
-once in the process that also renders templates, where a bomb costs its own request alone (`checked`), and again by the
-worker.
+stand before it: a grammar is about the whole text of an answer, as `output_parser` reads it. It is made and tried in a
+helper process, where a bomb costs its own request alone (`trial`), and compiled again by the worker.
 
 llguidance is imported where it is needed: no start waits for it.
 """
@@ -11,7 +10,10 @@ llguidance is imported where it is needed: no start waits for it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any, Literal
 
 import msgspec
@@ -27,15 +29,26 @@ LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_000,
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
-    "max_lexer_states": 50_000,
+    "step_max_items": 10_000,
+    "max_lexer_states": 20_000,
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
-"""What compiling, and following, may take: llguidance's own, with fewer states, each of which takes up to 2 kB."""
+"""What compiling, and following, may take. Where llguidance allows 50,000 items a step, ambiguous grammars take seconds
+of it; a state takes up to 5 kB, and a text of bounded length has one for each of its characters."""
+MASK_SECONDS = 0.005
+"""Processor time of a mask that nobody minds; ordinary ones take a tenth of it."""
+SPARE_SECONDS = 1.0
+"""How much more the masks of one answer may take together: a step of all requests waits for each."""
+TOO_SLOW = "finding out what may follow takes too long"
+MAX_OPTIONAL = 400
+"""Properties of one object that may be left out: each is up to four items of one step."""
+MAX_MULTIPLE = 100_000
+"""Of `multipleOf`: a number has as many states, of up to 500 bytes, and they are all made when it is compiled."""
 HARMONY_FINAL = "<|channel|>final<|message|>"
 """Before an answer that is said to the user, where each message has a header."""
 _LEADS = {"": "", "may": "( think BREAKS )?", "open": "think BREAKS"}
+_INLINE = re.compile(r"%json\s*(?=\{)")
 _REPEATS = "an object may name a key twice, so how many it has cannot be held to"
 
 Kind = Literal["json", "regex", "choice", "lark", "gbnf", "grammar"]
@@ -97,16 +110,11 @@ def limits() -> Any:
     return LLParserLimits(**LIMITS)
 
 
-def checked(shape: Shape) -> str:
-    """The grammar, which compiles. Raises GrammarError."""
-    from llguidance import LLMatcher
-
+def grammar_text(shape: Shape) -> str:
+    """Return the grammar as llguidance reads it, which may not compile. Raises GrammarError."""
     text = grammar_of(shape)
     if len(text) > 4 * MAX_TEXT:
         raise GrammarError(f"it makes a grammar of {len(text)} characters; the limit is {4 * MAX_TEXT}")
-    failed, said = LLMatcher.validate_grammar_with_warnings(text, None, limits=limits())
-    if failed:
-        raise GrammarError(" ".join(" ".join(said).split())[:400])
     return text
 
 
@@ -142,9 +150,22 @@ def _part(structure: Structure) -> dict[str, Any]:
 
             (made,) = json.loads(LLMatcher.grammar_from_regex(text))["grammars"]
             return {"lark_grammar": made["lark_grammar"]}
-        case "lark":
-            return {"lark_grammar": text}
-    return {"lark_grammar": _from_gbnf(text, surely=structure.kind == "gbnf")}
+    lark = text if structure.kind == "lark" else _from_gbnf(text, surely=structure.kind == "gbnf")
+    for schema in _inline_schemas(lark):
+        _check(schema, 0)
+    return {"lark_grammar": lark}
+
+
+def _inline_schemas(lark: str) -> Iterator[Any]:
+    """Yield the JSON schemas that stand in a grammar; one that is not valid JSON is llguidance's to refuse."""
+    decoder, at = json.JSONDecoder(), 0
+    while found := _INLINE.search(lark, at):
+        at = found.end()
+        try:
+            schema, at = decoder.raw_decode(lark, at)
+        except (ValueError, RecursionError):
+            continue
+        yield schema
 
 
 def _from_gbnf(text: str, *, surely: bool) -> str:
@@ -167,19 +188,45 @@ def with_blanks(schema: Any) -> Any:
 
 
 def _check(schema: Any, depth: int) -> None:
-    """`minProperties` counts keys, and a model may write one twice: only those that are required count."""
+    """Raise GrammarError for what llguidance would read otherwise, or at a cost that grows with a number."""
     if depth > 128:
         raise GrammarError("the schema is nested too deeply")
     if isinstance(schema, dict):
-        least, required = schema.get("minProperties"), schema.get("required")
-        sure = len(set(map(str, required))) if isinstance(required, list) else 0
-        if isinstance(least, int | float) and least > sure:
-            raise GrammarError(f'Unimplemented keys: ["minProperties"]: {_REPEATS}')
+        _check_object(schema)
         for value in schema.values():
             _check(value, depth + 1)
     elif isinstance(schema, list):
         for value in schema:
             _check(value, depth + 1)
+
+
+def _check_object(schema: dict[str, Any]) -> None:
+    least, required, properties = schema.get("minProperties"), schema.get("required"), schema.get("properties")
+    sure = set(map(str, required)) if isinstance(required, list) else set()
+    if isinstance(least, int | float) and least > len(sure):  # it counts keys, and a model may write one twice
+        raise GrammarError(f'Unimplemented keys: ["minProperties"]: {_REPEATS}')
+    optional = len(properties.keys() - sure) if isinstance(properties, dict) else 0
+    if optional > MAX_OPTIONAL:
+        raise GrammarError(
+            f"an object has {optional} properties that are not required; the limit is {MAX_OPTIONAL}: "
+            "make more of them required, or put them into objects within it"
+        )
+    multiple = schema.get("multipleOf")
+    if isinstance(multiple, int | float) and not _few_units(multiple):
+        raise GrammarError(
+            f"multipleOf is {multiple!s:.40}; the limit is {MAX_MULTIPLE}, counted in units of its last decimal place"
+        )
+
+
+def _few_units(number: float) -> bool:
+    """Return whether a number, in units of its last decimal place (25 for 2.5), is within `MAX_MULTIPLE`."""
+    if isinstance(number, int):
+        return abs(number) <= MAX_MULTIPLE
+    if not math.isfinite(number):
+        return False
+    exact = abs(Decimal(str(number))).normalize()
+    places = exact.as_tuple().exponent
+    return exact.scaleb(max(0, -places if isinstance(places, int) else 0)) <= MAX_MULTIPLE
 
 
 def literal(text: str) -> str:

@@ -34,8 +34,9 @@ class SharedTurns:
     """So many `places`, and a turn for each tenant. Who waits is refused once others of the same share have used `most`
     seconds of processor time meanwhile."""
 
-    def __init__(self, most: float = inf, places: int = 1) -> None:
-        self._most = most
+    def __init__(self, most: float = inf, places: int = 1, what: str = "the chat template") -> None:
+        """`what` the turns are for, as who is refused is told."""
+        self._most, self._what = most, what
         self._free = places
         self._waiting: RoundRobin[_Waiter] = RoundRobin()
         self._each = 0.0
@@ -70,7 +71,7 @@ class SharedTurns:
             if refused:
                 ahead = self._each * len(self._waiting.line(share))
                 busy = Overloaded(
-                    "the chat template is busy with other requests of yours",
+                    f"{self._what} is busy with other requests of yours",
                     retry_after=min(LONGEST_RETRY, max(1.0, ahead)),
                 )
                 waiter.turn.set_exception(busy)

@@ -1,4 +1,4 @@
-"""The process in which chat templates are rendered and grammars compiled; run as `python -m cairn.text.render.process`.
+"""The process in which chat templates are rendered; run as `python -m cairn.text.render.process`.
 
 A template is a program from a model file. It runs here, in jinja2's immutable sandbox, with a bound on memory and on
 processor time, so that a bomb costs its own request and this process and nothing else. The time is the process's own,
@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import re
-import resource
 import signal
 import socket
 import sys
@@ -28,23 +26,13 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cairn.text.grammar.grammar import GrammarError, checked
-from cairn.text.render.render_wire import (
-    GRAMMAR_MEMORY,
-    GRAMMAR_SECONDS,
-    MAX_FRAME,
-    Compile,
-    Job,
-    Rendered,
-    Setup,
-    frame,
-)
+from cairn.system.frames import frame, receive_frame
+from cairn.system.helper_limits import bound_memory, cpu_seconds, memory_in_use, restrict
+from cairn.text.render.render_wire import Job, Rendered, Setup
 
 MEMORY = 48 << 20
 """Bytes of address space that rendering may add, beside `MEMORY_FACTOR` times the size of the job itself."""
 MEMORY_FACTOR = 16
-KEPT = 32 << 20
-"""Bytes of address space that a grammar may leave behind; past that the process is replaced."""
 COMPILE_SECONDS = 5.0
 """Most seconds of processor time to compile a model's templates; past that the process ends."""
 
@@ -111,23 +99,6 @@ def environment(marks: Callable[[], str] = str, now: Callable[[], float] = time.
     return made
 
 
-def receive(channel: socket.socket) -> bytes | None:
-    """One frame's content; None at the end of the stream or before a frame that is too long."""
-    head = _exactly(channel, 4)
-    size = int.from_bytes(head, "little") if head is not None else MAX_FRAME + 1
-    return _exactly(channel, size) if size <= MAX_FRAME else None
-
-
-def _exactly(channel: socket.socket, size: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < size:
-        piece = channel.recv(min(size - len(data), 1 << 20))
-        if not piece:
-            return None
-        data += piece
-    return bytes(data)
-
-
 def _sentence(error: BaseException) -> str:
     """Why a template failed, in one line and without a word of the prompt beyond what the template itself says."""
     if isinstance(error, TemplateRaised):
@@ -140,22 +111,6 @@ def _sentence(error: BaseException) -> str:
     return f"the chat template cannot render these messages: {line or type(error).__name__}"
 
 
-def _memory_in_use() -> int | None:
-    """Address space in bytes; None where the system does not tell."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
-
-
-def cpu_seconds() -> float:
-    """Processor time of this process. `time.process_time` stands still between two ticks of the system while a timer of
-    processor time runs (Linux), and so long a template may take."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
 class _Room:
     """Renders jobs. One `Setup`, then any number of jobs."""
 
@@ -165,12 +120,12 @@ class _Room:
         self._timeout = setup.timeout
         self._environment = environment(lambda: self._marks, lambda: self._now)
         self._variables = setup.variables
-        self._base = _memory_in_use()
+        self._base = memory_in_use()
         self._bound(MEMORY)
         signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)
         self._templates = {name: self._environment.from_string(text) for name, text in setup.templates.items()}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        self._base = _memory_in_use()
+        self._base = memory_in_use()
 
     def render(self, job: Job, size: int) -> Rendered:
         """`size` is the length of the job's frame in bytes. Raises MemoryError past the bound."""
@@ -193,31 +148,9 @@ class _Room:
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
 
-    def compile(self, job: Compile) -> Rendered:
-        """The grammar of an answer. What is wrong with it is said in `error`; raises MemoryError past the bound."""
-        began = cpu_seconds()
-        import llguidance  # noqa: F401  with no bound: what it takes stays
-
-        self._base = before = _memory_in_use()
-        self._bound(GRAMMAR_MEMORY)
-        signal.setitimer(signal.ITIMER_PROF, GRAMMAR_SECONDS)
-        try:
-            texts, error = [checked(job.shape)], ""
-        except GrammarError as wrong:
-            texts, error = [], str(wrong)
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        self._base = after = _memory_in_use()
-        last = before is not None and after is not None and after - before > KEPT
-        return Rendered(texts=texts, error=error, last=last, seconds=cpu_seconds() - began)
-
     def _bound(self, extra: int) -> None:
         if self._base is not None:
-            _, hard = resource.getrlimit(resource.RLIMIT_AS)
-            limit = self._base + extra
-            resource.setrlimit(
-                resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
-            )
+            bound_memory(self._base + extra)
 
 
 def main() -> None:
@@ -225,9 +158,10 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides: it closes the socket or kills
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    restrict()
     channel = socket.socket(fileno=0)
     channel.sendall(frame(Rendered()))
-    data = receive(channel)
+    data = receive_frame(channel)
     if data is None:
         return
     try:
@@ -239,26 +173,22 @@ def main() -> None:
         channel.sendall(frame(Rendered(error="it takes too much to compile")))
         return
     channel.sendall(frame(Rendered()))
-    while (data := receive(channel)) is not None:
+    while (data := receive_frame(channel)) is not None:
         size = len(data)
-        job = msgspec.msgpack.decode(data, type=Job | Compile)
+        job = msgspec.msgpack.decode(data, type=Job)
         del data
         spent = False
         try:
-            found = room.compile(job) if isinstance(job, Compile) else room.render(job, size)
-            answer = frame(found)
+            answer = frame(room.render(job, size))
         except Exception as error:
             spent = isinstance(error, MemoryError)
-            found = Rendered(error=_sentence(error))
-            answer = b"" if spent else frame(found)
+            answer = b"" if spent else frame(Rendered(error=_sentence(error)))
         if spent:
             # Give the memory back before anything else is built; the parent starts a fresh process.
             del job
             channel.sendall(frame(Rendered(error=_sentence(MemoryError()), last=True)))
             return
         channel.sendall(answer)
-        if found.last:
-            return
 
 
 if __name__ == "__main__":

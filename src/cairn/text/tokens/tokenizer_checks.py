@@ -16,14 +16,14 @@ import base64
 import contextlib
 import functools
 import json
-import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cairn.system.posix import without_secrets
+from cairn.system.helper_limits import restrict
+from cairn.system.helper_process import helper_command, helper_environment
 from cairn.types.errors import CairnError, ModelFileError
 
 MAX_GROWTH = 256.0
@@ -123,11 +123,11 @@ def _fault(parts: str) -> str | None:
 
 def _probed(parts: str, patterns: list[str]) -> str | None:
     run = subprocess.Popen(
-        [sys.executable, "-P", "-m", "cairn.text.tokens.tokenizer_checks"],
+        helper_command("cairn.text.tokens.tokenizer_checks"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=without_secrets(),
+        env=helper_environment(),
         process_group=0,
     )
     with run:
@@ -172,10 +172,7 @@ def main() -> None:
     """Try the parts of a tokenizer.json on stdin; say on stdout what is tried, and `ok` at the end."""
     from tokenizers import Regex, Tokenizer, pre_tokenizers
 
-    for kind, most in ((resource.RLIMIT_CPU, CPU_SECONDS), (resource.RLIMIT_AS, MEMORY)):
-        _, hard = resource.getrlimit(kind)
-        least = most if hard == resource.RLIM_INFINITY else min(most, hard)  # the server may have less itself
-        resource.setrlimit(kind, (least, least))
+    restrict(memory=MEMORY, seconds=CPU_SECONDS)
     normalizer, pre_tokenizer = json.loads(sys.stdin.buffer.read())
     patterns = _patterns(normalizer, pre_tokenizer)
     for number, pattern in enumerate(patterns):

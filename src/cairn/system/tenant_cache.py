@@ -1,0 +1,68 @@
+"""A cache that counts bytes: so many in all, and a part of them a tenant. The least recently used go first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Generic, TypeVar
+
+V = TypeVar("V")
+
+PARTS = 4
+"""A tenant may have one of so many parts of all bytes."""
+
+
+class TenantCache(Generic[V]):
+    """Values of tenants by key. No tenant sees another's, nor has it evicted while there is room for all."""
+
+    def __init__(self, most: int, size: Callable[[V], int], held: Callable[[V], bool] = lambda _: False) -> None:
+        """`most`: bytes in all; `size`: how many a value takes now; `held`: whether it must not be evicted."""
+        self._most, self._size, self._held = most, size, held
+        self._values: OrderedDict[tuple[str, Hashable], V] = OrderedDict()
+        """The least recently used first."""
+
+    def __len__(self) -> int:
+        """Return the number of values."""
+        return len(self._values)
+
+    def get(self, tenant: str, key: Hashable) -> V | None:
+        """Return a tenant's value, which is the most recently used one then."""
+        value = self._values.get((tenant, key))
+        if value is not None:
+            self._values.move_to_end((tenant, key))
+        return value
+
+    def remove(self, tenant: str, key: Hashable) -> None:
+        """Forget a value, if it is there."""
+        self._values.pop((tenant, key), None)
+
+    def bytes(self, tenant: str | None = None) -> int:
+        """Return what the values of all, or of one tenant, take now."""
+        return sum(self._size(value) for _, value in self._of(tenant))
+
+    def make_room(self, tenant: str, size: int) -> bool:
+        """Evict what must go for a value of `size` bytes; False, and nothing is evicted, where what is held leaves no
+        room for it."""
+        goes: list[tuple[str, Hashable]] = []
+        for whose, limit in ((tenant, self._most // PARTS), (None, self._most)):
+            over = self.bytes(whose) + size - limit
+            over -= sum(self._size(self._values[key]) for key in goes if whose is None or key[0] == whose)
+            for key, value in self._of(whose):
+                if over <= 0:
+                    break
+                if key not in goes and not self._held(value):
+                    goes.append(key)
+                    over -= self._size(value)
+            if over > 0:
+                return False
+        for key in goes:
+            del self._values[key]
+        return True
+
+    def put(self, tenant: str, key: Hashable, value: V) -> None:
+        """Keep a value, for which there is room."""
+        self._values[tenant, key] = value
+        self._values.move_to_end((tenant, key))
+
+    def _of(self, tenant: str | None) -> Iterator[tuple[tuple[str, Hashable], V]]:
+        return (item for item in self._values.items() if tenant is None or item[0][0] == tenant)

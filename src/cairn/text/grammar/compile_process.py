@@ -1,0 +1,147 @@
+"""The helper that compiles grammars; run as `python -m cairn.text.grammar.compile_process`.
+
+It reads the model's tokens once and makes a process of its own for each grammar, which has them already, and bounds on
+memory and on processor time: a bomb costs that process, and the next grammar waits for nothing. The parent talks over
+file descriptor 0, a socket; the helper ends when that closes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+from typing import Any
+
+import msgspec
+
+from cairn.system.frames import frame, receive_frame
+from cairn.system.helper_limits import bound_memory, held_memory, memory_in_use, restrict
+from cairn.text.grammar.compile_wire import MEMORY, SECONDS, Compile, GrammarVerdict, Tokens, Vocab
+from cairn.text.grammar.grammar import GrammarError
+from cairn.text.grammar.trial import trial
+from cairn.text.grammar.vocabulary import grammar_tokenizer
+
+NICER = 5
+"""How much later its turn is than that of the worker, whose steps have the same cores."""
+_ENDED = {signal.SIGPROF: "seconds", signal.SIGXCPU: "seconds", signal.SIGABRT: "memory", signal.SIGKILL: "memory"}
+"""What ends a process that compiles; llguidance aborts where it gets no memory."""
+
+
+class CompileServer:
+    """Answers the parent, one grammar at a time."""
+
+    def __init__(self) -> None:
+        self._tokenizers: dict[Vocab, Any] = {}
+        self._child = 0
+        self._given_up = False
+
+    def give_up(self, *_: object) -> None:
+        """Take note that the parent wants the grammar of now no more (a signal handler)."""
+        self._given_up = True
+        if self._child:
+            os.kill(self._child, signal.SIGKILL)
+
+    def answer(self, data: bytes) -> GrammarVerdict:
+        """Return the answer to a frame."""
+        message = msgspec.msgpack.decode(data, type=Tokens | Compile)
+        if isinstance(message, Compile):
+            found = GrammarVerdict(ended="given up") if self._given_up else self._compiled(message)
+            found = GrammarVerdict(ended="given up", seconds=found.seconds) if self._given_up else found
+            self._given_up = False
+            return found
+        self._tokenizers[message.vocab] = grammar_tokenizer(message.table)
+        del message
+        gc.collect()
+        gc.freeze()  # a process for a grammar does not look through it, so it need not be copied
+        held_memory()
+        return GrammarVerdict()
+
+    def _compiled(self, job: Compile) -> GrammarVerdict:
+        reading, writing = os.pipe()
+        used = _children()
+        child = os.fork()
+        if not child:
+            os.close(reading)
+            _try(self._tokenizers[job.vocab], job, writing)
+        self._child = child
+        os.close(writing)
+        if self._given_up:  # between the fork and its number
+            os.kill(child, signal.SIGKILL)
+        data = bytearray()
+        while piece := os.read(reading, 1 << 20):
+            data += piece
+        os.close(reading)
+        _, status = os.waitpid(child, 0)
+        self._child = 0
+        seconds = _children() - used
+        if os.WIFSIGNALED(status):
+            ended: Any = _ENDED.get(signal.Signals(os.WTERMSIG(status)), "wrong")
+            return GrammarVerdict(ended=ended, error="what compiles grammars broke down over it", seconds=seconds)
+        try:
+            return msgspec.structs.replace(msgspec.msgpack.decode(bytes(data), type=GrammarVerdict), seconds=seconds)
+        except msgspec.MsgspecError:
+            return GrammarVerdict(ended="memory", seconds=seconds)
+
+
+def _children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _try(tokenizer: Any, job: Compile, writing: int) -> None:
+    """Try a grammar, write the verdict and end: this is the process that is made for it."""
+    code = 1
+    try:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        os.close(0)  # what is said to the parent is the helper's to say
+        restrict(seconds=int(SECONDS) + 1)
+        if (base := memory_in_use()) is not None:
+            bound_memory(base + MEMORY)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        data = msgspec.msgpack.encode(_verdict(tokenizer, job))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        while data:
+            data = data[os.write(writing, data) :]
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _verdict(tokenizer: Any, job: Compile) -> GrammarVerdict:
+    try:
+        return trial(tokenizer, job)
+    except GrammarError as error:
+        return GrammarVerdict(ended="wrong", error=str(error))
+    except MemoryError:
+        return GrammarVerdict(ended="memory")
+    except RecursionError:
+        return GrammarVerdict(ended="wrong", error="it is nested too deeply")
+    except Exception as error:
+        return GrammarVerdict(ended="wrong", error=f"it cannot be read: {' '.join(str(error).split())[:200]}")
+    except BaseException as panic:  # a panic of llguidance is no Exception
+        return GrammarVerdict(ended="wrong", error=f"llguidance failed: {' '.join(str(panic).split())[:200]}")
+
+
+def main() -> None:
+    """Serve the parent until it closes the socket."""
+    server = CompileServer()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides: it closes the socket or kills
+    signal.signal(signal.SIGUSR1, server.give_up)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    restrict()
+    os.nice(NICER)
+    import llguidance  # noqa: F401  before any process is made for a grammar
+
+    channel = socket.socket(fileno=0)
+    channel.sendall(frame(GrammarVerdict()))
+    while (data := receive_frame(channel)) is not None:
+        channel.sendall(frame(server.answer(data)))
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)

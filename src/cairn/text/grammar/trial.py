@@ -1,0 +1,121 @@
+"""A grammar is tried: compiled with the model's tokens, then followed for some tokens, to see what that costs.
+
+What runs here may take all memory and all time that it is given, so the helper does it in a process for each grammar
+(`compile_process`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import msgspec
+
+from cairn.system.helper_limits import cpu_seconds, held_memory
+from cairn.text.grammar.compile_wire import MOST_BYTES, SECONDS, Compile, GrammarVerdict
+from cairn.text.grammar.grammar import MASK_SECONDS, SPARE_SECONDS, TOO_SLOW, GrammarError, Shape, grammar_text
+from cairn.text.grammar.vocabulary import check_followed, compile_grammar
+
+WALK = 64
+"""Tokens for which a grammar is followed."""
+WARM = 16
+"""The first of them: what they add is found out once, and does not go on."""
+FIRST = 4
+"""A grammar that breaks down within so many tokens does so whatever an answer says."""
+SLOWEST = 0.1
+"""Most processor time that a mask may take: a step of all requests waits for it."""
+LEAD_SECONDS = 0.3 * SECONDS
+"""How long a grammar with reasoning before it may take to compile, for its answer to be compiled again, and followed,
+alone."""
+WALK_SECONDS = 0.75 * SECONDS
+"""When it is followed no further, counted from the beginning of the trial."""
+
+
+class Followed(NamedTuple):
+    """What it took to follow a grammar."""
+
+    tokens: int
+    grown: int
+    """Bytes added."""
+    growth: int
+    """Bytes added by each token on the average, but by the first ones (`WARM`) where there are others."""
+    slowest: float
+    """Seconds of processor time that the slowest mask took."""
+    error: str
+    """Why it cannot be followed further; empty where it can."""
+
+
+def trial(tokenizer: Any, job: Compile) -> GrammarVerdict:
+    """Compile a grammar and follow it. `tokenizer`: llguidance's. Raises GrammarError for one that is refused."""
+    began = cpu_seconds()
+    text = job.text if job.shape is None else grammar_text(job.shape)
+    before = held_memory()
+    matcher = compile_grammar(tokenizer, text)
+    matcher.compute_bitmask()  # the worker keeps what that finds out
+    check_followed(matcher)
+    held = max(0, held_memory() - before)
+    if held > MOST_BYTES:
+        raise GrammarError(f"it holds {held >> 20} MiB of memory when compiled; the limit is {MOST_BYTES >> 20} MiB")
+    answer = _without_lead(tokenizer, job.shape, matcher, cpu_seconds() - began)
+    found = follow(answer, tokenizer.eos_tokens, WALK, until=began + WALK_SECONDS)
+    if found.error and found.tokens < FIRST:
+        raise GrammarError(f"after {found.tokens} tokens: {found.error}")
+    if found.slowest > SLOWEST:
+        raise GrammarError(
+            f"it takes {1e3 * found.slowest:.0f} ms of processor time to find out which tokens may follow; "
+            f"the limit is {1e3 * SLOWEST:.0f} ms"
+        )
+    return GrammarVerdict(text=text, bytes=held, growth=found.growth, seconds=cpu_seconds() - began)
+
+
+def _without_lead(tokenizer: Any, shape: Shape | None, matcher: Any, spent: float) -> Any:
+    """Return what follows the answer behind the reasoning: at random one would come to no end of that."""
+    if shape is None or not shape.reasoning or spent > LEAD_SECONDS:
+        return matcher
+    return compile_grammar(tokenizer, grammar_text(msgspec.structs.replace(shape, reasoning="")))
+
+
+def follow(matcher: Any, ends: Collection[int], count: int, *, until: float, seed: int = 1) -> Followed:
+    """Follow random answers for `count` tokens in all, or `until` so much processor time is spent, as far as a worker
+    would.
+
+    What copies of a matcher find out is shared, as it is among the requests of a worker.
+    """
+    rng, tokens, slowest, spent, warm = random.Random(seed), 0, 0.0, 0.0, 0
+    base, ended = held_memory(), sum(1 << end for end in ends)
+    copy = matcher.deep_copy()
+    while tokens < count and cpu_seconds() < until:
+        began = cpu_seconds()
+        mask = copy.compute_bitmask()
+        took = cpu_seconds() - began
+        slowest, spent = max(slowest, took), spent + max(0.0, took - MASK_SECONDS)
+        if copy.is_error() or spent > SPARE_SECONDS:
+            break
+        token = _some(int.from_bytes(mask, "little") & ~ended, rng, 8 * len(mask))
+        if token is None or copy.is_stopped():
+            copy = matcher.deep_copy()
+            tokens += 1  # the end is one too; and a grammar of nothing comes to an end here
+            continue
+        copy.consume_token(token)
+        tokens += 1
+        if tokens == WARM:
+            warm = max(0, held_memory() - base)
+    grown = max(0, held_memory() - base)
+    counted, within = (tokens - WARM, grown - warm) if tokens > WARM else (tokens, grown)
+    growth, error = max(0, within) // max(1, counted), TOO_SLOW if spent > SPARE_SECONDS else ""
+    if copy.is_error():
+        try:
+            check_followed(copy)
+        except GrammarError as wrong:
+            error = str(wrong)
+    return Followed(tokens, grown, growth, slowest, error)
+
+
+def _some(allowed: int, rng: random.Random, size: int) -> int | None:
+    """Return a random one of the tokens whose bits are set."""
+    if not allowed:
+        return None
+    start = rng.randrange(size)
+    behind = allowed >> start or allowed << (size - start)
+    return (start + (behind & -behind).bit_length() - 1) % size
