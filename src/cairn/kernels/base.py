@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.kernels.codebooks import RowBlocks
 from cairn.kernels.program import KernelCall, Program
 from cairn.kernels.vocabulary import Sampler
 from cairn.types.layer_spec import RopeScaling
@@ -41,15 +42,16 @@ class Quantized:
     Where these weights are multiplied, activations are rounded to 8 bits in groups of 32: see `kernels.quantized`.
 
     With a `block_scale`, `in` is a multiple of 256 and the scales and minima are whole numbers, as GGUF's K types have
-    them: a weight is (block_scale * scale) * code + block_minimum * minimum with 4 or 5 bits, and
-    (block_scale * scale) * (code - 32) with 6 bits, where a group is 16.
+    them: a weight is (block_scale * scale) * code + block_minimum * minimum with 4 or 5 bits,
+    (block_scale * scale) * (code - 32) with 6 bits, where a group is 16, and (block_scale * scale) * code with a table.
     """
 
     bits: Literal[4, 5, 6, 8]
     codes: NDArray[np.uint8] | NDArray[np.int8]
     """[out, in]: from 0 on as uint8 with 4 to 6 bits, int8 with 8 bits."""
     scale: NDArray[Any]
-    """float16 or float32 [out, in / 32]; with a block_scale uint8 below 64, with 6 bits int8 [out, in / 16]"""
+    """float16 or float32 [out, in / 32]; with a block_scale uint8 below 64, with 6 bits int8 [out, in / 16], with a
+    table int8 from -32 to 31"""
     minimum: NDArray[Any] | None = None
     """float16 or float32 [out, in / 32]; with a block_minimum uint8 below 64"""
     block_scale: NDArray[np.float16] | None = None
@@ -80,11 +82,17 @@ class Quantized:
 
     def _check_blocks(self, block_scale: NDArray[np.float16]) -> None:
         out, inner = self.codes.shape
-        if self.bits == 8 or inner % BLOCK:
-            raise ValueError(f"super-blocks have codes of 4 to 6 bits and `in` a multiple of {BLOCK}, not {inner}")
-        if (self.minimum is None) != (self.bits == 6) or (self.block_minimum is None) != (self.bits == 6):
-            raise ValueError("super-blocks have minima with 4 and 5 bits, and none with 6")
-        group, whole = (GROUP // 2, np.int8) if self.bits == 6 else (GROUP, np.uint8)
+        tabled = self.bits == 8 and self.table == "iq4"
+        if (self.bits == 8 and not tabled) or inner % BLOCK:
+            raise ValueError(
+                f"super-blocks have codes of 4 to 6 bits, or of iq4, and `in` a multiple of {BLOCK}, not {inner}"
+            )
+        signed = self.bits == 6 or tabled
+        if (self.minimum is None) != signed or (self.block_minimum is None) != signed:
+            raise ValueError("super-blocks have minima with 4 and 5 bits, and none with 6 or a table")
+        group, whole = GROUP // 2 if self.bits == 6 else GROUP, np.int8 if signed else np.uint8
+        if tabled and (self.scale.min(initial=0) < -32 or self.scale.max(initial=0) > 31):
+            raise ValueError("scales of super-blocks of iq4 are from -32 to 31")
         for name, one, share, dtype in (
             ("scale", self.scale, group, whole),
             ("minimum", self.minimum, group, whole),
@@ -123,9 +131,13 @@ class Quantized:
         return sum(one.nbytes for one in self.arrays)
 
 
+Packed = Quantized | RowBlocks
+"""A weight matrix in codes."""
+
+
 class Kernels(Protocol):
     """Storage first, then the operations that a model is a list of, and then what some of them are together: see
-    `kernels.fusion`. Weights are in float32, float16 or bfloat16, shaped [out, in], or `Quantized`."""
+    `kernels.fusion`. Weights are in float32, float16 or bfloat16, shaped [out, in], or `Packed`."""
 
     @property
     def numerics(self) -> tuple[object, ...]:
@@ -144,11 +156,11 @@ class Kernels(Protocol):
         """A norm's weight, as the kernels want it."""
         ...
 
-    def table(self, source: Array | Quantized) -> Array:
+    def table(self, source: Array | Packed) -> Array:
         """An embedding [V, H], as `embed` wants it. A matrix [V, H] serves as one too."""
         ...
 
-    def matrix(self, weights: Sequence[Array | Quantized], biases: Sequence[Array | None]) -> Matrix:
+    def matrix(self, weights: Sequence[Array | Packed], biases: Sequence[Array | None]) -> Matrix:
         """Matrices [out, in] with one input, packed into one; outputs are concatenated in order. The parts may be of
         different types."""
         ...

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels import blas
-from cairn.kernels.base import GROUP, Quantized
+from cairn.kernels.base import GROUP, Packed, Quantized
+from cairn.kernels.codebooks import RowBlocks
 
 Floats = NDArray[np.float32]
 
@@ -50,8 +51,10 @@ def rounded(x: Floats) -> Floats:
     return codes.astype(np.float32) * np.repeat(scale, GROUP, axis=1)
 
 
-def dequantized(weight: Quantized) -> Floats:
+def dequantized(weight: Packed) -> Floats:
     """The weights [out, in] in float32."""
+    if isinstance(weight, RowBlocks):
+        return weight.values()
     if weight.block_scale is not None:
         return _of_blocks(weight, weight.block_scale)
     codes = weight.codes.astype(np.float32).reshape(len(weight), -1, GROUP)
@@ -111,12 +114,12 @@ class Segments:
         return found
 
 
-def segments(weights: Sequence[NDArray[Any] | Quantized], biases: Sequence[NDArray[Any] | None]) -> Segments:
+def segments(weights: Sequence[NDArray[Any] | Packed], biases: Sequence[NDArray[Any] | None]) -> Segments:
     """Matrices [out, in] with one input as one packed matrix; outputs are concatenated in order."""
     parts = []
     pairs = list(zip(weights, biases, strict=True))
-    for quantised, run in groupby(pairs, key=lambda pair: isinstance(pair[0], Quantized)):
+    for quantised, run in groupby(pairs, key=lambda pair: isinstance(pair[0], Packed)):
         found = list(run)
-        arrays = [dequantized(one) if isinstance(one, Quantized) else one for one, _ in found]
+        arrays = [dequantized(one) if isinstance(one, Packed) else one for one, _ in found]
         parts.append((quantised, blas.pack(arrays, [bias for _, bias in found])))
     return Segments(tuple(parts), sum(part.out for _, part in parts))

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_info
 
 from cairn.kernels import kv_codes, latent, recurrent, streams
-from cairn.kernels.base import Quantized
+from cairn.kernels.base import Packed
 from cairn.kernels.blas import TILE, one_blas_thread, project
 from cairn.kernels.elementary import cos_sin, exp, expm1, log, log1p, tanh
 from cairn.kernels.fusion import fuse
@@ -130,13 +130,13 @@ class ReferenceKernels:
     def vector(self, source: NDArray[Any]) -> Floats:
         return np.array(source, np.float32)
 
-    def table(self, source: NDArray[Any] | Quantized) -> NDArray[Any] | Segments:
-        if isinstance(source, Quantized):
+    def table(self, source: NDArray[Any] | Packed) -> NDArray[Any] | Segments:
+        if isinstance(source, Packed):
             return self.matrix([source], [None])
         # Copied: a mapped file that shrinks while the engine runs would kill the process.
         return np.array(source)
 
-    def matrix(self, weights: Sequence[NDArray[Any] | Quantized], biases: Sequence[NDArray[Any] | None]) -> Segments:
+    def matrix(self, weights: Sequence[NDArray[Any] | Packed], biases: Sequence[NDArray[Any] | None]) -> Segments:
         return segments(weights, biases)
 
     def rope(self, head_dim: int, theta: float, scaling: RopeScaling) -> Rope:
