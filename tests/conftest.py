@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import platform
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-PAGE = Path(__file__).parent.parent / "docs" / "reliability.md"
+ROOT = Path(__file__).parent.parent
+QUICK_SECONDS = 40.0
+"""Seconds for which `--quick` begins tests; `make quick` checks the code as well, within a minute in all."""
+PAGE = ROOT / "docs" / "reliability.md"
 MARK = "<!-- figures -->"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--prove", action="store_true", help="the full figures (make prove), not a fortieth to a tenth")
+    parser.addoption("--quick", action="store_true", help="units of folders that differ from main (make quick)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -64,6 +70,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left = {id(item) for item in items if not taken(item)}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left])
     items[:] = [item for item in items if id(item) not in left]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Under --quick leave out files of folders without changes, and those that start servers."""
+    if not config.option.quick or collection_path.is_dir():
+        return None
+    if collection_path.parent in _touched_folders():
+        return "tests.api.process" in collection_path.read_text(encoding="utf-8") or None
+    return True
+
+
+@functools.cache
+def _touched_folders() -> set[Path]:
+    """Return the test folders of all files that differ from main, or from the last commit where that is main."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+
+    base = git("merge-base", "HEAD", "main").strip()
+    if not base or base == git("rev-parse", "HEAD").strip():
+        base = "HEAD~1"
+    changed = git("diff", "--name-only", base).split() + git("ls-files", "--others", "--exclude-standard").split()
+    parts = [Path(name).parent.parts for name in changed]
+    folders = {ROOT.joinpath("tests", *one[2:]) for one in parts if one[:2] == ("src", "cairn")}
+    return folders | {ROOT.joinpath(*one) for one in parts if one[:1] == ("tests",)}
+
+
+BEGAN = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.config.option.quick and time.monotonic() - BEGAN > QUICK_SECONDS:
+        pytest.skip(f"{QUICK_SECONDS:.0f} s are over: make test runs it")
 
 
 @pytest.fixture(scope="session")

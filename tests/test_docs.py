@@ -59,13 +59,14 @@ def test_teams_workflows_and_sources_have_a_page_with_a_diagram_and_the_words_th
 
 def test_every_make_target_that_a_page_names_is_there() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
-    pages = README + (ROOT / "docs" / "reliability.md").read_text() + (ROOT / ".ci" / "run").read_text()
+    names = ("CONTRIBUTING.md", "docs/reliability.md", ".ci/run")
+    pages = README + "".join((ROOT / name).read_text() for name in names)
     used = set(re.findall(r"(?:`|^)make ([a-z]+)", pages, re.M))
     assert {"serve", "test", "check", "prove"} <= used <= targets
 
 
 def test_every_link_leads_somewhere() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     links = [(page, one) for page in pages for one in re.findall(r"\]\((?!http)([^)#]+)", page.read_text())]
     assert not [(page.name, target) for page, target in links if not (page.parent / target).exists()]
     # On pages of the README and on those of the folder, and pictures too: what is not found leads nowhere either.
@@ -86,3 +87,12 @@ def test_every_test_that_the_table_of_bounds_names_is_there() -> None:
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "reliability.md").read_text()))
     texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
     assert len(named) >= 12 and not [one for one in named if not any(f"def {one}(" in text for text in texts)]
+
+
+def test_every_file_that_the_architecture_names_is_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|h))`", page))
+    files = [str(path) for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.*")]
+    assert len(named) > 40 and not [
+        name for name in sorted(named) if not any(one.endswith(f"/{name}") for one in files)
+    ]

@@ -14,6 +14,8 @@ from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.models.spec.end_tokens import Middle
 from cairn.system.metrics import Metrics
+from cairn.text.chat.prompt import Prompt
+from cairn.text.grammar.compiler import HeldAnswer
 from cairn.text.render.fair_time import LongTexts
 from cairn.types.errors import CairnError, Cancelled
 from cairn.types.layer_spec import CacheGroup
@@ -189,10 +191,10 @@ class ScriptedService:
         self.prompts.append((messages, tools, tenant, template_args))
         self.wanted.append(wanted)
         text = "".join(str(message["content"] or "") for message in messages)
-        return SimpleNamespace(tokens=tuple(text.encode()) or (1,), output=self.output, grammar=None)
+        return Prompt(tokens=tuple(text.encode()) or (1,), output=self.output)
 
-    async def grammar(self, structure: Any, output: Any, *, share: str = "") -> str:
-        return ""
+    async def grammar(self, structure: Any, output: Any, *, share: str = "") -> HeldAnswer:
+        return HeldAnswer()
 
     def knows(self, name: str) -> bool:
         return name in self.template

@@ -13,6 +13,7 @@ import pytest
 from cairn.config.config import Config
 from cairn.frontend.service import Service, names_of
 from cairn.types.outputs import Delta
+from cairn.types.request import OutputFormat
 from tests.api.scripted import ScriptedService, done
 from tests.api.sockets import Site, events, site
 from tests.scripted_model import write_scripted
@@ -85,15 +86,22 @@ def test_the_names_of_a_model(given: str, names: set[str]) -> None:
 # ----------------------------------------------------------------------------------------------------- unknown fields
 
 
-async def test_unknown_fields_are_told_where_the_client_or_the_server_is_lenient() -> None:
+async def test_unknown_fields_are_told_and_slips_refused_but_to_the_lenient() -> None:
     body = {"messages": [HI[0] | {"mood": "good"}], "temprature": 1}
     told = [
         "messages[0].mood is not a field of a message and has no effect",
         "temprature is not a field of this route and has no effect; did you mean temperature?",
     ]
     plain = {"messages": HI}
+    strict = Config(strict_fields=True)
     async with site(ScriptedService()) as at, site(ScriptedService(), Config(lenient=True)) as lenient:
         assert (await post(at, CHAT, body)).status_code == 400
+        foreign = await post(at, CHAT, {"messages": body["messages"]})
+        assert foreign.status_code == 200 and foreign.headers.get_list("x-cairn-warning") == told[:1]
+        assert (await post(at, TEXT, {"prompt": "hi", "of_another_maker": 1})).headers["x-cairn-warning"]
+        async with site(ScriptedService(), strict) as refusing:
+            assert (await post(refusing, CHAT, {"messages": body["messages"]})).status_code == 400
+            assert (await post(refusing, CHAT, body, X_Cairn_Lenient="1")).status_code == 200
         assert (await post(at, CHAT, body, X_Cairn_Lenient="0")).status_code == 400
         for answer in (await post(at, CHAT, body, X_Cairn_Lenient="1"), await post(lenient, CHAT, body)):
             assert answer.status_code == 200 and answer.json()["warnings"] == told
@@ -138,6 +146,16 @@ async def test_a_mark_before_the_body() -> None:
         ("enable_thinking", {"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True, "x": 1}},
          {"enable_thinking": True, "x": 1}),
         ("enable_thinking", {"enable_thinking": None, "reasoning_effort": None}, {}),
+        ("enable_thinking", {"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        ("enable_thinking", {"thinking": {"type": "enabled", "clear_thinking": True}}, {"enable_thinking": True}),
+        ("enable_thinking", {"thinking": {"type": "adaptive"}}, {"enable_thinking": True}),
+        ("", {"thinking": {"type": "disabled"}}, {}),
+        ("enable_thinking", {"thinking": {"type": "disabled"}, "enable_thinking": True}, {"enable_thinking": True}),
+        ("enable_thinking", {"reasoning": {"effort": "none"}}, {"enable_thinking": False}),
+        ("enable_thinking", {"reasoning": {"enabled": False}}, {"enable_thinking": False}),
+        ("enable_thinking", {"reasoning": {"enabled": True, "summary": "auto"}}, {"enable_thinking": True}),
+        ("reasoning_effort", {"reasoning": {"effort": "low"}}, {"reasoning_effort": "low"}),
+        ("reasoning_effort", {"reasoning": {"effort": "low"}, "reasoning_effort": "low"}, {"reasoning_effort": "low"}),
     ],
 )  # fmt: skip
 async def test_reasoning_is_turned_off_where_the_template_can(
@@ -148,6 +166,34 @@ async def test_reasoning_is_turned_off_where_the_template_can(
     async with site(service) as at:
         assert (await post(at, CHAT, {"messages": HI} | body)).status_code == 200
     assert service.prompts[0][3] == wanted
+
+
+async def test_thinking_and_reasoning_mean_what_they_say() -> None:
+    service = ScriptedService(
+        lambda request: [Delta(reasoning="hm", tokens=(1,)), Delta(text="hi", tokens=(2,)), done()]
+    )
+    service.output = OutputFormat(reasoning=True)
+    async with site(service) as at:
+        for more in ({"thinking": {"type": "enabled", "budget_tokens": 9}}, {"reasoning": {"max_tokens": 9}}):
+            assert (await post(at, CHAT, {"messages": HI} | more)).status_code == 200
+            assert service.streams[-1].request.reasoning_budget == 9
+        shown = await post(at, CHAT, {"messages": HI})
+        assert shown.json()["choices"][0]["message"]["reasoning_content"] == "hm"
+        hidden = {"messages": HI, "reasoning": {"exclude": True}}
+        assert "reasoning_content" not in (await post(at, CHAT, hidden)).json()["choices"][0]["message"]
+        assert "hm" not in (await post(at, CHAT, hidden | {"stream": True})).text
+        service.template = "no switch"
+        told = await post(at, CHAT, {"messages": HI, "thinking": {"type": "disabled"}})
+        assert "no switch for it" in told.headers["x-cairn-warning"]
+        for more, field in (
+            ({"thinking": {"type": "sometimes"}}, "thinking.type"),
+            ({"thinking": {}}, "thinking.type"),
+            ({"thinking": True}, "thinking"),
+            ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning.effort"),
+            ({"reasoning": {"effort": 3}}, "reasoning.effort"),
+        ):
+            wrong = await post(at, CHAT, {"messages": HI} | more)
+            assert wrong.status_code == 400 and wrong.json()["error"]["param"] == field, wrong.text
 
 
 # --------------------------------------------------------------------------------------------- one call, and a real end
@@ -192,12 +238,12 @@ async def test_max_tokens_beyond_the_context_end_with_it(tmp_path: Path) -> None
     try:
         async with site(service) as at:
             for most in (32_000, -1, 32_000.0):
-                for name in ("max_tokens", "max_completion_tokens", "n_predict"):
+                for name in ("n_predict",) if most == -1 else ("max_tokens", "max_completion_tokens", "n_predict"):
                     answer = (await post(at, CHAT, {"messages": HI, name: most})).json()
                     usage = answer["usage"]
                     assert answer["choices"][0]["finish_reason"] == "length"
                     assert usage["total_tokens"] == 64 and usage["completion_tokens"] > 30
-            text = (await post(at, TEXT, {"prompt": "hi", "max_tokens": -1})).json()
+            text = (await post(at, TEXT, {"prompt": "hi", "n_predict": -1})).json()
             assert text["usage"]["total_tokens"] == 64
             long = (await post(at, TEXT, {"prompt": "x" * 70, "max_tokens": 1})).json()["error"]
             assert (long["code"], long["n_prompt_tokens"], long["n_ctx"]) == ("context_length_exceeded", 70, 64)

@@ -108,7 +108,7 @@ async def test_documents_of_all_kinds_and_ways(folder: Path, tmp_path: Path) -> 
 WRONG_FILES: tuple[tuple[Any, dict[str, str], int, str], ...] = (
     (("a.pdf", b"no pdf"), {}, 400, "file: the PDF cannot be read"),
     (("a.pdf", pdf([""])), {}, 400, "file: no page of the PDF holds text"),
-    (("a.txt", b"\xff"), {}, 400, "file: the document is no text in UTF-8"),
+    (("a.txt", b"\xff"), {}, 400, "file: the document is not UTF-8 text"),
     (("a.txt", b"x"), {"type": "exe"}, 400, "type"),
     (("a.txt", b"x"), {"metadata": "[]"}, 400, "must be a JSON object"),
     (("a.txt", b"x"), {"colour": "red"}, 400, "colour is not a field"),

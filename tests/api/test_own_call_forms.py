@@ -29,7 +29,7 @@ SCRIPTS = {
 
 
 BROKEN = {
-    "other names": ["<|do|>", '[{"tool": "f", "with": {"x": 1}]', "<|done|>"],
+    "other names": ["<|do|>", '[{"tool": "f", "with" is 1}]', "<|done|>"],
     "numbered": ["<|uses|>", "<|use|>", "f:0", "<|with|>", "x is 1", "<|done|>"],
 }
 
@@ -62,6 +62,29 @@ async def test_a_malformed_call_is_text_with_a_note_and_history_goes_on(name: st
         await service.close()
 
 
+async def test_a_call_that_breaks_off_behind_its_arguments_is_one(tmp_path: Path) -> None:
+    """What follows them is told as text behind it."""
+    pieces = ["<|do|>", '[{"tool": "f", "with": {"x": 1}]', "<|done|>"]
+    kinds = {piece: CONTROL for piece in pieces if piece.startswith("<|")}
+    model = write_scripted(tmp_path / "m.gguf", pieces, template=template(FURTHER["other names"]), kinds=kinds)
+    service = await Service.start(Config(model=str(model), kv_gb=0.05, kv_disk=False), in_process=True)
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    body = {"temperature": 0, "max_tokens": 40, "tools": [F], "messages": asked}
+    try:
+        async with site(service) as at, at.http() as http:
+            (choice,) = (await http.post("/v1/chat/completions", json=body)).json()["choices"]
+            (call,) = choice["message"]["tool_calls"]
+            assert call["function"] == {"name": "f", "arguments": '{"x": 1}'}
+            assert (choice["message"]["content"], choice["finish_reason"]) == ("]<|done|>", "tool_calls")
+            stream = await http.post("/v1/chat/completions", json=body | {"stream": True})
+            deltas = [chunk["choices"][0]["delta"] for chunk in events(stream.text)[:-1] if chunk["choices"]]
+            assert "".join(delta.get("content") or "" for delta in deltas) == "]<|done|>"
+            told = [*asked, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
+            assert (await http.post("/v1/chat/completions", json=body | {"messages": told})).status_code == 200
+    finally:
+        await service.close()
+
+
 @pytest.mark.parametrize(
     ("name", "choice"), [("other names", "auto"), ("other names", "required"), ("numbered", "auto")]
 )
@@ -88,7 +111,9 @@ async def test_calls_in_a_form_of_its_own(name: str, choice: str, tmp_path: Path
             assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("f", {"x": 1})
             stream = await http.post("/v1/chat/completions", json=body | {"stream": True})
             deltas = [chunk["choices"][0]["delta"] for chunk in events(stream.text)[:-1] if chunk["choices"]]
-            assert sum(len(delta.get("tool_calls") or []) for delta in deltas) == 1
+            pieces = [piece for delta in deltas for piece in delta.get("tool_calls") or []]
+            assert [piece["id"] for piece in pieces if piece.get("id")] and {piece["index"] for piece in pieces} == {0}
+            assert "".join(piece["function"]["arguments"] for piece in pieces) == call["function"]["arguments"]
             assert not any(delta.get("content") for delta in deltas)
             told = [*body["messages"], one["message"], {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
             again = await http.post("/v1/chat/completions", json=body | {"messages": told, "max_tokens": 30})

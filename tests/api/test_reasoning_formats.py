@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -47,6 +48,10 @@ COHERE = (
     "{% else %}<|START_OF_TURN_TOKEN|>{{ m.role }}{{ m.content }}<|END_OF_TURN_TOKEN|>{% endif %}{% endfor %}"
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{# <|START_THINKING|> #}"
 )
+PLAIN = (
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    "{% for m in messages %}<|turn>{{ m.role }}\n{{ m.content }}<turn|>\n{% endfor %}<|turn>assistant\n{# SIGN #}"
+)
 THOUGHT = ["<|channel|>", "analysis", "<|message|>", "Hm.", "<|end|>", "<|start|>", "assistant"]
 FINAL = ["<|channel|>", "final", "<|message|>", "Yes."]
 CALL = ["<|channel|>", "commentary to=functions.f ", "<|constrain|>", "json", "<|message|>", '{"x": 1}']
@@ -63,6 +68,36 @@ SCRIPTS = {
         ],
         "<turn|>",
         ("Hm.", None, [{"x": "a"}]),
+    ),
+    "mistral": (
+        PLAIN.replace("SIGN", "[THINK]"),
+        ["[THINK]", "Hm.", "[/THINK]", "Yes."],
+        "<turn|>",
+        ("Hm.", "Yes.", []),
+    ),
+    "seed": (
+        PLAIN.replace("SIGN", "<seed:think>"),
+        ["<seed:think>", "Hm.", "</seed:think>", "Yes."],
+        "<turn|>",
+        ("Hm.", "Yes.", []),
+    ),
+    "apertus": (
+        PLAIN.replace("SIGN", "<|inner_prefix|>"),
+        ["<|inner_prefix|>", "Hm.", "<|inner_suffix|>", "Yes."],
+        "<turn|>",
+        ("Hm.", "Yes.", []),
+    ),
+    "hunyuan": (
+        PLAIN.replace("SIGN", "<answer> </answer>"),
+        ["<think>", "Hm.", "</think>", "<answer>", "Yes.", "</answer>"],
+        "<turn|>",
+        ("Hm.", "Yes.", []),
+    ),
+    "harmony without a mark": (
+        HARMONY,
+        ["<|channel|>", "analysis", " Hm.", "<|end|>", "<|start|>", "assistant", *FINAL],
+        "<|return|>",
+        ("Hm.", "Yes.", []),
     ),
     "cohere": (
         COHERE,
@@ -89,7 +124,7 @@ async def playing(path: Path, template: str, pieces: list[str], end: str) -> Asy
         for piece in [*pieces, end, "<|call|>", "<|return|>", "<|CHATBOT_TOKEN|>"]
         if piece.startswith("<")
     }
-    kinds |= {piece: CONTROL for piece in pieces if piece.endswith("|>") and piece.startswith("<")}
+    kinds |= {piece: CONTROL for piece in pieces if re.fullmatch(r"\[/?[A-Z]+\]", piece)}
     model = write_scripted(path, pieces, end=end, template=template, kinds=kinds)
     service = await Service.start(Config(model=str(model), kv_gb=0.05, kv_disk=False), in_process=True)
     try:
@@ -187,6 +222,9 @@ async def test_thoughts_have_a_budget(name: str, tmp_path: Path) -> None:
     [
         ("gemma", "<|channel>thought\nHm.<channel|>"),
         ("cohere", "<|START_THINKING|>Hm.<|END_THINKING|>"),
+        ("mistral", "[THINK]Hm.[/THINK]\n"),
+        ("seed", "<seed:think>Hm.</seed:think>"),
+        ("apertus", "<|inner_prefix|>Hm.<|inner_suffix|>"),
         ("", "<think>Hm.</think>\n\n"),
     ],
 )

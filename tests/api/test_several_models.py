@@ -148,6 +148,24 @@ def test_a_model_is_loaded_unloaded_and_swapped_over_http(server: Served) -> Non
     assert post(server, "/v1/admin/models/swap", model="alpha", to=str(Path("x")), more=1).status_code == 400
 
 
+def until_unloaded(server: Served, name: str) -> None:
+    for _ in range(100):
+        if name not in [one["name"] for one in get(server, "/api/ps")["models"]]:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{name} stays loaded")
+
+
+def test_a_call_that_waits_for_its_model_says_how_long_that_took(server: Served) -> None:
+    assert post(server, "/api/generate", model="gamma", keep_alive=0).status_code == 200
+    until_unloaded(server, "gamma")
+    asked = {"model": "Gamma", "stream": False, "keep_alive": "1h30m", "options": {"num_predict": 2}}
+    found = post(server, "/api/chat", messages=HELLO, **asked).json()
+    assert found["total_duration"] > found["load_duration"] > 10**7
+    again = post(server, "/api/chat", messages=HELLO, **asked).json()
+    assert again["load_duration"] == 0
+
+
 def test_keep_alive_of_nothing_unloads(server: Served) -> None:
     asked = {"model": "beta", "messages": HELLO, "stream": False, "options": {"num_predict": 2}}
     assert post(server, "/api/chat", **asked, keep_alive="10m").status_code == 200
@@ -155,11 +173,7 @@ def test_keep_alive_of_nothing_unloads(server: Served) -> None:
     assert not beta["expires_at"].startswith("9999")
     assert post(server, "/api/chat", **asked, keep_alive="x").status_code == 400
     assert post(server, "/api/generate", model="beta", keep_alive=0).status_code == 200
-    for _ in range(100):
-        if "beta" not in [one["name"] for one in get(server, "/api/ps")["models"]]:
-            break
-        time.sleep(0.05)
-    assert "beta" not in [one["name"] for one in get(server, "/api/ps")["models"]]
+    until_unloaded(server, "beta")
 
 
 def test_an_agents_context_survives_its_models_absence(server: Served) -> None:

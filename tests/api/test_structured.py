@@ -39,6 +39,10 @@ class City(pydantic.BaseModel):
     tags: list[str] = pydantic.Field(max_length=0)
 
 
+NOT: dict[str, Any] = {"not": {"type": "string"}, "maxLength": 8}
+"""What nothing can hold an answer to."""
+WRONG: dict[str, Any] = {"type": "strin"}
+"""What is no schema."""
 CITY = City.model_json_schema() | {"additionalProperties": False}
 
 
@@ -215,12 +219,12 @@ def test_length_may_cut_an_object(server: Served) -> None:
     ("more", "field", "words"),
     [
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": NOT, "strict": True}}},
             "response_format.json_schema.schema",
-            "uniqueItems",
+            '"not"',
         ),
-        ({"guided_json": {"not": {"type": "string"}}}, "guided_json", '"not"'),
-        ({"guided_json": {"type": "object", "minProperties": 3}}, "guided_json", "minProperties"),
+        ({"guided_json": WRONG}, "guided_json", "strin"),
+        ({"guided_json": {"type": "integer", "minimum": 2**60}}, "guided_json", "minimum is beyond 2^53"),
         ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
         ({"guided_grammar": 'start: "a" nothing'}, "guided_grammar", "nothing"),
         ({"grammar": "root ::= ("}, "grammar", "GBNF"),
@@ -245,28 +249,48 @@ def test_an_answer_that_nobody_could_give_is_the_requests_own_fault(server: Serv
     assert '"invalid_request"' in ask(server, **more, stream=True).text
 
 
-NOT: dict[str, Any] = {"not": {"type": "string"}}
+def placed(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
+    """(path, body, the field's name) of every dialect's way to ask for a schema."""
+    return [
+        (
+            "/v1/responses",
+            {"input": "x", "store": False, "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}},
+            "text.format.schema",
+        ),
+        (
+            "/v1/responses",
+            {"input": "x", "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}},
+            "text.format.schema",
+        ),
+        (
+            "/v1/messages",
+            {"messages": ASKED, "output_config": {"format": {"type": "json_schema", "schema": schema}}},
+            "output_config.format.schema",
+        ),
+        ("/api/chat", {"messages": ASKED, "format": schema, "stream": False}, "format"),
+        ("/api/generate", {"prompt": "x", "format": schema, "stream": False}, "format"),
+        ("/api/generate", {"prompt": "x", "format": schema, "raw": True, "stream": False}, "format"),
+        ("/completion", {"prompt": "x", "json_schema": schema}, "json_schema"),
+        ("/v1/completions", {"prompt": "x", "guided_json": schema}, "guided_json"),
+        (
+            "/v1/chat/completions",
+            {"messages": ASKED, "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+            "response_format.json_schema.schema",
+        ),
+    ]
 
 
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
-        (
-            "/v1/responses",
-            {"input": "x", "text": {"format": {"type": "json_schema", "schema": NOT}}},
-            "text.format.schema",
-        ),
+        *placed(WRONG),
         ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ("/v1/responses", {"input": "x", "text": {"format": {"type": "tree"}}}, "text.format.type"),
         (
-            "/v1/messages",
-            {"messages": ASKED, "output_config": {"format": {"schema": NOT}}},
-            "output_config.format.schema",
+            "/v1/responses",
+            {"input": "x", "text": {"format": {"type": "json_schema", "name": "x", "schema": NOT, "strict": True}}},
+            "text.format.schema",
         ),
-        ("/api/chat", {"messages": ASKED, "format": NOT}, "format"),
-        ("/api/generate", {"prompt": "x", "format": NOT}, "format"),
-        ("/api/generate", {"prompt": "x", "format": NOT, "raw": True}, "format"),
-        ("/completion", {"prompt": "x", "json_schema": NOT}, "json_schema"),
     ],
 )
 def test_every_dialect_names_its_own_field(server: Served, path: str, body: dict[str, Any], field: str) -> None:
@@ -275,6 +299,21 @@ def test_every_dialect_names_its_own_field(server: Served, path: str, body: dict
     error = answer.json()["error"]
     said = error if isinstance(error, str) else error["message"]
     assert said.startswith(field + " ") and (not isinstance(error, dict) or error.get("param", field) == field)
+
+
+@pytest.mark.parametrize(("path", "body", "field"), placed(NOT))
+def test_what_cannot_be_held_to_is_told_where_strict_was_not_asked_for(
+    server: Served, path: str, body: dict[str, Any], field: str
+) -> None:
+    limits = {"/v1/responses": {"max_output_tokens": 60}, "/api/chat": {}, "/api/generate": {}}
+    body = limits.get(path, {"max_tokens": 60}) | body
+    answer = httpx.post(server.url + path, json=body, timeout=60, trust_env=False, verify=False)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-cairn-warning"] == f'{field}: "not" is not held to'
+    body = body | {"stream": True}
+    with httpx.Client(trust_env=False, verify=False, timeout=60) as http:
+        stream = http.post(server.url + path, json=body)
+    assert stream.status_code == 200 and stream.headers["x-cairn-warning"] == f'{field}: "not" is not held to'
 
 
 def test_a_bomb_costs_its_own_request_alone(server: Served) -> None:
@@ -350,8 +389,9 @@ def test_a_strict_tool_that_cannot_be_held_to_is_named_and_another_is_not(server
     strict = {"type": "function", "function": {**loose["function"], "strict": True}}  # type: ignore[dict-item]
     refused = ask(server, tools=[strict])
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools" and "not" in refused.text
-    answer = ask(server, tools=[loose], tool_choice="required", parallel_tool_calls=False, max_tokens=20).json()
-    assert answer["choices"][0]["finish_reason"] in ("tool_calls", "length")
+    answer = ask(server, tools=[loose], tool_choice="required", parallel_tool_calls=False, max_tokens=20)
+    assert answer.json()["choices"][0]["finish_reason"] in ("tool_calls", "length")
+    assert answer.headers["x-cairn-warning"] == 'tools: f: "not" is not held to'
 
 
 def test_a_turn_of_an_agent_is_held_to_its_form(server: Served) -> None:
@@ -364,6 +404,8 @@ def test_a_turn_of_an_agent_is_held_to_its_form(server: Served) -> None:
             answer = http.post(turns, json=body)
             message = answer.json()["choices"][0]["message"]
             assert message["content"] in ('"red"', '"green"') or message["tool_calls"][0]["function"]["name"]
+        told = http.post(turns, json={"messages": ASKED, "max_tokens": 60, "guided_json": NOT})
+        assert told.headers["x-cairn-warning"] == 'guided_json: "not" is not held to'
         refused = http.post(turns, json={"messages": ASKED, "guided_regex": "("})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "guided_regex"
 

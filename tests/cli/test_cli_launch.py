@@ -24,9 +24,17 @@ from tests.cli.test_cli import run
 PLACE = ServerAddress("http://127.0.0.1:8000", "org/model:Q8_0", "secret", 32768)
 AGENT = """#!/usr/bin/env python3
 import json, os, sys, urllib.request
-models = json.load(urllib.request.urlopen(os.environ["ANTHROPIC_BASE_URL"] + "/v1/models"))
+url = os.environ["ANTHROPIC_BASE_URL"]
+models = json.load(urllib.request.urlopen(url + "/v1/models"))
+image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+asked = {"max_tokens": 1, "messages": [{"role": "user", "content": [image]}]}
+request = urllib.request.Request(url + "/v1/messages", json.dumps(asked).encode(), {"content-type": "application/json"})
+try:
+    seen = urllib.request.urlopen(request).status
+except urllib.error.HTTPError as error:
+    seen = error.code
 window = os.environ["CLAUDE_CODE_AUTO_COMPACT_WINDOW"]
-print(json.dumps({"arguments": sys.argv[1:], "window": window, "models": models}))
+print(json.dumps({"arguments": sys.argv[1:], "window": window, "models": models, "seen": seen}))
 sys.exit(7)
 """
 
@@ -84,7 +92,9 @@ def test_an_agent_finds_the_server_that_runs(fake: dict[str, str], tmp_path: Pat
         assert done.returncode == 7, done.stderr
         told = json.loads(done.stdout)
         (model,) = told["models"]["data"]
-        assert told["arguments"] == ["-p", "hi"] and told["window"] == str(model["max_model_len"])
+        assert (
+            told["seen"] == 400 and told["arguments"] == ["-p", "hi"] and told["window"] == str(model["max_model_len"])
+        )
         shown = launch(fake, "pi", "--print", "--host", server.url)
         assert shown.stdout.startswith("export PI_CODING_AGENT_DIR=") and model["id"] in shown.stdout
         assert not (tmp_path / "cache" / "cairn" / "launch" / "pi").exists(), "what is shown is not written"
@@ -96,6 +106,7 @@ def test_a_server_is_started_and_ended_with_the_agent(fake: dict[str, str], tmp_
     assert done.returncode == 7, done.stderr
     told = json.loads(done.stdout)
     assert told["window"] == "2048" and told["arguments"] == ["x"]
+    assert told["seen"] == 200, "an image that a user pastes does not end the session"
     with socket.socket() as sock, pytest.raises(ConnectionRefusedError):
         sock.connect(("127.0.0.1", port))
     log = tmp_path / "cache" / "cairn" / "launch" / "server" / "serve.log"

@@ -1,12 +1,17 @@
 """Real coding agents, each led through ten turns with a tool, the server killed between the fifth and the sixth.
 
+In one turn before that, and in one behind it, the tool reads an image.
+
 They are programs of npm (`make clients`), there or anywhere on the path; where one is not, its test is skipped.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +23,8 @@ from tests.clients.stage import Prompter, calling, environment, found, stage
 
 TURNS = 10
 KILLED = 5
+PICTURED = (2, 7)
+"""Turns in which an image is read."""
 ASKED = "Read the notes, one after another."
 LAST = "All notes are read."
 
@@ -30,6 +37,9 @@ class Part(NamedTuple):
     """The tool that it calls each turn."""
     given: dict[str, Any]
     """What the tool is given; {n} is the turn, {folder} where the agent works."""
+    seer: str
+    """The tool that reads an image, and what that is given."""
+    seen: dict[str, Any]
 
 
 PARTS = {
@@ -37,24 +47,73 @@ PARTS = {
         ("-p", ASKED, "--allowedTools", "Read", "--output-format", "text"),
         "Read",
         {"file_path": "{folder}/note{n}.txt"},
+        "Read",
+        {"file_path": "{folder}/note{n}.png"},
     ),
     "codex": Part(
         ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", ASKED),
         "exec_command",
         {"cmd": "cat {folder}/note{n}.txt"},
+        "view_image",
+        {"path": "{folder}/note{n}.png"},
     ),
-    "opencode": Part(("run", ASKED), "read", {"filePath": "{folder}/note{n}.txt"}),
-    "qwen": Part(("--yolo", "-p", ASKED), "read_file", {"file_path": "{folder}/note{n}.txt"}),
+    "opencode": Part(
+        ("run", ASKED),
+        "read",
+        {"filePath": "{folder}/note{n}.txt"},
+        "read",
+        {"filePath": "{folder}/note{n}.png"},
+    ),
+    "qwen": Part(
+        ("--yolo", "-p", ASKED),
+        "read_file",
+        {"file_path": "{folder}/note{n}.txt"},
+        "read_file",
+        {"file_path": "{folder}/note{n}.png"},
+    ),
 }
 
 
 def answers(part: Part, folder: Path) -> list[list[str]]:
     def filled(turn: int) -> dict[str, Any]:
-        text = json.dumps(part.given).replace("{n}", str(turn)).replace("{folder}", str(folder))
+        given = part.seen if turn in PICTURED else part.given
+        text = json.dumps(given).replace("{n}", str(turn)).replace("{folder}", str(folder))
         found: dict[str, Any] = json.loads(text)
         return found
 
-    return [calling(part.tool, filled(turn)) for turn in range(TURNS)] + [[LAST]]
+    tools = [part.seer if turn in PICTURED else part.tool for turn in range(TURNS)]
+    return [calling(tool, filled(turn)) for turn, tool in enumerate(tools)] + [[LAST]]
+
+
+def picture(seed: int) -> bytes:
+    """Return a PNG of 32 by 32 grey points."""
+    rows = b"".join(b"\0" + bytes((seed + 8 * y + x) % 256 for x in range(32)) for y in range(32))
+    parts = ((b"IHDR", struct.pack(">IIBBBBB", 32, 32, 8, 0, 0, 0, 0)), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    chunks = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def seeing(settings: str) -> str:
+    """Tell opencode and qwen-code, which would leave images out themselves, that the model takes them."""
+    if not settings.startswith("{"):
+        return settings
+    found = json.loads(settings)
+    if "provider" in found:
+        model = found["provider"]["cairn"]["models"]["part"]
+        model |= {"attachment": True, "modalities": {"input": ["text", "image"], "output": ["text"]}}
+    elif "model" in found:
+        found["model"]["generationConfig"]["modalities"] = {"image": True}
+    return json.dumps(found)
+
+
+def parts_of(body: Any) -> Iterator[dict[str, Any]]:
+    """Yield every object within a request."""
+    if isinstance(body, dict):
+        yield body
+    for inner in body.values() if isinstance(body, dict) else body if isinstance(body, list) else ():
+        yield from parts_of(inner)
 
 
 def run(name: str, at: Prompter, folder: Path, home: Path) -> subprocess.CompletedProcess[str]:
@@ -62,12 +121,12 @@ def run(name: str, at: Prompter, folder: Path, home: Path) -> subprocess.Complet
     assert program is not None
     begun = start(AGENTS[name], ServerAddress(at.url, "part", "none", 65_536), home, PARTS[name].arguments)
     for path, text in begun.files.items():
-        path.write_text(text)
+        path.write_text(seeing(text))
     return subprocess.run(
         begun.command,
         executable=program,
         cwd=folder,
-        env=environment(program, home, **begun.env),
+        env=environment(program, home, **{key: seeing(value) for key, value in begun.env.items()}),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -87,6 +146,7 @@ def test_ten_turns_with_a_tool_and_a_kill(name: str, tmp_path: Path, prove: bool
     home.mkdir()
     for turn in range(TURNS):
         (folder / f"note{turn}.txt").write_text(f"This is note number {turn}.\n" * 20)
+        (folder / f"note{turn}.png").write_bytes(picture(turn))
     # codex says `store: false` unasked: what it asks is kept where the server's owner wants it kept.
     with stage(tmp_path, answers(PARTS[name], folder), kill_before=KILLED, store_kv="always") as at:
         done = run(name, at, folder, home)
@@ -95,6 +155,9 @@ def test_ten_turns_with_a_tool_and_a_kill(name: str, tmp_path: Path, prove: bool
         assert len(at.answered) == TURNS + 1 and at.killed == 1, told
         for turn, (prompt, cached) in enumerate(at.cached()[1:], 2):
             assert cached >= 0.95 * prompt, f"turn {turn}: {cached} of {prompt}: {at.cached()}"
+        kinds = ("image", "input_image", "image_url")
+        images = [part for part in parts_of(at.asked[-1]) if part.get("type") in kinds]
+        assert len(images) == len(PICTURED), f"{len(images)} images in the last request: {told}"
 
 
 def test_two_sessions_of_claude_code_in_one_folder_share_tools_and_system(tmp_path: Path, prove: bool) -> None:

@@ -115,6 +115,23 @@ def test_langchain(at: Prompter) -> None:
     assert len(vectors.embed_query("one")) > 0
 
 
+class OtherTokens:
+    """Stands for the tokenizer of OpenAI's models, which tiktoken would download."""
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def test_langchain_is_told_of_another_tokenizers_ids(at: Prompter, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, openai, tiktoken = needs("langchain_openai", "openai", "tiktoken")
+    monkeypatch.setattr(tiktoken, "encoding_for_model", lambda name: OtherTokens())
+    vectors = chat.OpenAIEmbeddings(base_url=at.url + "/v1", api_key="none", model="any", max_retries=0)
+    with pytest.raises(openai.BadRequestError, match="check_embedding_ctx_length=False"):
+        vectors.embed_documents(["one", "two"])
+    with pytest.raises(openai.BadRequestError, match="check_embedding_ctx_length=False"):
+        vectors.embed_query("one")
+
+
 def test_llama_index(at: Prompter) -> None:
     likes, llms, tools = needs("llama_index.llms.openai_like", "llama_index.core.llms", "llama_index.core.tools")
     model = likes.OpenAILike(

@@ -40,3 +40,19 @@ def test_smollm2_says_it_as_a_schema_wants_it() -> None:
     found = json.loads(said.text)
     assert said.finish_reason == "stop" and found["capital"] == "Paris" and isinstance(found["sure"], bool)
     assert one.text.endswith("Paris.") and text.text == " 8, 10"
+
+
+def test_smollm2_that_must_call_calls_once() -> None:
+    """Greedy, it would say the same call for ever."""
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    function = {"name": "get_weather", "description": "Weather of a city", "parameters": parameters}
+    asked = [{"role": "user", "content": "What is the weather in Paris?"}]
+    tools = [{"type": "function", "function": function}]
+    with LLM(str(real_models.smollm2()), kv_gb=0.1) as llm:
+        for most, reason in ((200, "tool_calls"), (60, "length")):
+            said = llm.chat(asked, tools, tool_choice="required", temperature=0, max_tokens=most)
+            (call,) = said.tool_calls
+            assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Paris"})
+            assert not said.text and said.finish_reason == reason
+        more = [*asked, said.message, {"role": "tool", "tool_call_id": call.id, "content": "Sunny, 21 degrees."}]
+        assert llm.chat(more, tools, temperature=0, max_tokens=20).usage is not None

@@ -211,14 +211,19 @@ class World:
         due = answer.counted[len(answer.known) :]
         law(self.tokens == due[: len(self.tokens)], "tokens that are not the answer's were shown")
         law(tuple(self.scores) == answer.scores[: len(self.scores)], "prompt logprobs twice, or out of order")
-        expected = [TokenLogprob(token, -2.0) for token in self.tokens] if self.request.sampling.logprobs else []
-        law(self.logprobs == expected, "logprobs of other tokens")
+        law(self.logprobs == self.scored[: len(self.logprobs)], "logprobs of other tokens")
+
+    @property
+    def scored(self) -> list[TokenLogprob]:
+        """Those of the tokens that came: they come with the text of their tokens, which may be held back."""
+        return [TokenLogprob(token, -2.0) for token in self.tokens] if self.request.sampling.logprobs else []
 
     def at_end(self) -> None:
         answer = self.answer
         law(self.done is not None, "the stream has no end")
         law(answer.shown_before + self.text == answer.text, "text is missing")
         law(self.tokens == answer.counted[len(answer.known) :], "tokens are missing")
+        law(self.logprobs == self.scored, "logprobs are missing")
         law(tuple(self.scores) == answer.scores, "prompt logprobs are missing")
         if self.done is not None:
             law(self.done.reason is answer.reason, "ended for another reason")

@@ -13,11 +13,10 @@ import pytest
 
 from cairn.rag import document_store
 from cairn.rag.attachments import Attachments, WantedFile
-from cairn.rag.chunking import Piece
-from cairn.rag.database import SLACK
 from cairn.rag.definition import Collection, NewDocument, Search
-from cairn.rag.document_store import DocumentStore, bytes_of
+from cairn.rag.document_store import SLACK, DocumentStore, bytes_of
 from cairn.rag.filters import filter_of
+from cairn.rag.reading import Piece
 from cairn.types.errors import Conflict, NotFound, Overloaded
 
 MODEL = ("m", b"1", 3)
@@ -162,7 +161,7 @@ def test_a_collection_that_is_gone_is_nobody_elses(shelf: Shelf) -> None:
 def test_a_file_of_the_form_before_keeps_its_collections(tmp_path: Path) -> None:
     path = tmp_path / "collections.sqlite"
     with sqlite3.connect(path) as db:
-        db.executescript("".join(document_store.FORMS[:2]) + "PRAGMA user_version=2;")
+        db.executescript("".join(document_store.MIGRATIONS[:2]) + "PRAGMA user_version=2;")
         db.execute("INSERT INTO collections VALUES (7,'me','c',1,1000,100,'',x'',0,'{}','')")
     db.close()
     store = DocumentStore(path, lambda: 1000.0)
@@ -190,7 +189,7 @@ def test_bytes_of_a_tenant_are_of_headings_texts_vectors_and_metadata(shelf: She
 def test_a_file_of_the_form_before_knows_what_its_documents_take(tmp_path: Path) -> None:
     path = tmp_path / "collections.sqlite"
     with sqlite3.connect(path) as db:
-        db.executescript("".join(document_store.FORMS[:3]) + "PRAGMA user_version=3;")
+        db.executescript("".join(document_store.MIGRATIONS[:3]) + "PRAGMA user_version=3;")
         db.execute("INSERT INTO collections VALUES (1,'me','c',1,1000,100,'m',x'',3,'{}','')")
         db.execute("INSERT INTO documents VALUES (1,1,'a','a.txt','txt',1,9,'{}')")
         db.execute("INSERT INTO chunks VALUES (1,1,1,0,'h','öl',zeroblob(12))")
@@ -206,7 +205,9 @@ def test_what_is_erased_is_given_back_to_the_disk(tmp_path: Path, early: bool) -
     path = tmp_path / "collections.sqlite"
     if early:
         with sqlite3.connect(path) as db:
-            db.executescript("".join(document_store.FORMS) + f"PRAGMA user_version={len(document_store.FORMS)};")
+            db.executescript(
+                "".join(document_store.MIGRATIONS) + f"PRAGMA user_version={len(document_store.MIGRATIONS)};"
+            )
         db.close()
     store = DocumentStore(path, lambda: 1000.0)
     one = store.create("me", "c", 1000, 100, {})
@@ -228,7 +229,7 @@ def test_a_question_of_another_width_is_a_conflict(shelf: Shelf) -> None:
     one = shelf.store.create("me", "c", 1000, 100, {})
     assert [shelf.found(one, "x", vector(*numbers)) for numbers in ((1, 0, 0), (1, 0))] == [[], []]
     shelf.add(one, "a", "first")
-    with pytest.raises(Conflict, match="of another model meanwhile"):
+    with pytest.raises(Conflict, match="embedded anew by another model"):
         shelf.found(one, "x", vector(1, 0))
 
 

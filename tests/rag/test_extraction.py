@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from cairn.rag import docx as docx_module
 from cairn.rag import extraction, extractor
-from cairn.rag import pdf as pdf_module
 from cairn.rag.definition import DocumentKind
 from cairn.rag.extractor import Extractor
-from cairn.rag.outline import Section
+from cairn.rag.reading import Section
 from cairn.types.errors import InvalidRequest, Unavailable
 from tests.rag.document_files import STYLES, docx, paragraph, pdf
 
@@ -46,7 +44,7 @@ BODY = (
     + TABLE
     + paragraph("Paths", "Own")
     + "<w:p><w:r><w:t>They</w:t><w:tab/><w:t>mark</w:t><w:br/><w:t>paths</w:t></w:r></w:p>"
-    + f'<x:AlternateContent xmlns:x="{docx_module._FALLBACK.split()[0]}"><x:Choice>{paragraph("once")}</x:Choice>'
+    + f'<x:AlternateContent xmlns:x="{extraction._FALLBACK.split()[0]}"><x:Choice>{paragraph("once")}</x:Choice>'
     + f"<x:Fallback>{paragraph('twice')}</x:Fallback></x:AlternateContent>"
 )
 
@@ -73,7 +71,7 @@ WRONG: tuple[tuple[DocumentKind, bytes, str], ...] = (
     ("docx", docx(BODY, head=BOMB), "document type"),
     ("docx", docx("<w:p>"), "no valid XML"),
     ("docx", docx("<w:p>" * 600 + "</w:p>" * 600), "nests deeper than 500"),
-    ("txt", b"\xff\xfe", "no text in UTF-8"),
+    ("txt", b"\xff\xfe", "not UTF-8 text"),
 )
 
 
@@ -84,14 +82,14 @@ def test_what_cannot_be_read_is_said(kind: DocumentKind, data: bytes, said: str)
 
 
 def test_a_pdf_has_so_many_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pdf_module, "MAX_PAGES", 2)
+    monkeypatch.setattr(extraction, "MAX_PAGES", 2)
     assert len(read("pdf", pdf(["a", "b"]))) == 2
     with pytest.raises(ValueError, match="3 pages; the limit is 2"):
         read("pdf", pdf(["a", "b", "c"]))
 
 
 def test_a_zip_is_not_unpacked_beyond_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(docx_module, "MAX_UNPACKED", 1 << 20)
+    monkeypatch.setattr(extraction, "MAX_UNPACKED", 1 << 20)
     bomb = docx(paragraph("a" * (2 << 20)))
     assert len(bomb) < 10_000
     with pytest.raises(ValueError, match="more than 1048576 bytes unpacked"):

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from cairn.teams import ballots
-from cairn.teams.ballots import count, instant_runoff
+from cairn.teams import team_round
+from cairn.teams.team_round import count, instant_runoff
 
 OPTIONS = ("a", "b", "c", "d", "e")
 
@@ -65,10 +65,10 @@ def test_instant_runoff_is_what_a_slow_reference_says_of_10000_random_ballots() 
 
 def test_a_wrong_tie_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bugs: the first of those that tie is taken off, and no count before is looked at."""
-    last = ballots._last
-    monkeypatch.setattr(ballots, "_last", lambda left, counts: last(left[::-1], counts))
+    last = team_round._last
+    monkeypatch.setattr(team_round, "_last", lambda left, counts: last(left[::-1], counts))
     assert disagreements(2_000) > 0
-    monkeypatch.setattr(ballots, "_last", lambda left, counts: last(left, counts[-1:]))
+    monkeypatch.setattr(team_round, "_last", lambda left, counts: last(left, counts[-1:]))
     assert disagreements(2_000) > 0
 
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from cairn.agents.journals import JournalEntry
-from cairn.teams import prompts, transcript
+from cairn.teams import prompts
 from cairn.teams.definition import MAX_CALLS, SPEAKS, MemberTool, Team, Topology, check_team
 from cairn.teams.entries import Item, RoundDone, Stated, ToolAnswered, ToolCalled
 from cairn.teams.scenario import play, scenario_of
@@ -83,7 +83,7 @@ async def test_a_round_waits_for_what_a_tool_returns() -> None:
 
 def leaks(at: Floor) -> list[str]:
     told = [(member, text) for member, text, _ in at.voice.asked]
-    told += [(name, transcript.markdown(at.team, at.journal.read(Item), name)) for name in at.team.names]
+    told += [(name, prompts.markdown(at.team, at.journal.read(Item), name)) for name in at.team.names]
     return [member for member, text in told if "secret!" in text and member != "bob"]
 
 
@@ -102,7 +102,7 @@ async def played(deaths: Sequence[int] = ()) -> tuple[list[Any], int, list[str]]
             except ToolsWaitError:
                 await answer(at, f"secret! {len(at.values(ToolCalled))}")
         said = [one for one in at.values() if isinstance(one, Stated | ToolCalled | ToolAnswered)]
-        assert "secret!" in transcript.markdown(at.team, at.journal.read(Item), "bob")
+        assert "secret!" in prompts.markdown(at.team, at.journal.read(Item), "bob")
         return said, len(at.voice.asked), leaks(at)
     finally:
         await at.close()
@@ -149,8 +149,8 @@ async def test_calls_are_bounded_and_broken_ones_are_not_made() -> None:
 @pytest.mark.parametrize(
     ("tools", "said"),
     [
-        ([LOOK] * 2, "look stands there twice"),
-        ([MemberTool(name=SPEAKS)], "who calls none"),
+        ([LOOK] * 2, "look occurs twice"),
+        ([MemberTool(name=SPEAKS)], "calls no tool"),
         ([MemberTool(name=f"t{at}") for at in range(17)], "17 tools; the limit is 16"),
         ([MemberTool(name="a", description="x" * 5000)], "the limit is 4096"),
     ],

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from cairn.agents.journals import JournalEntry
-from cairn.teams import prompts, transcript
+from cairn.teams import prompts
 from cairn.teams.definition import Topology, TopologyKind
 from cairn.teams.entries import Item, Poll, Posted
 from tests.teams.floor import Floor, team
@@ -49,7 +49,7 @@ async def leaks(topology: Topology, seed: int) -> list[str]:
             if rng.random() < 0.3:
                 await at.again()
         told = [(member, text) for member, text, _ in at.voice.asked]
-        told += [(name, transcript.markdown(at.team, at.journal.read(Item), name)) for name in NAMES]
+        told += [(name, prompts.markdown(at.team, at.journal.read(Item), name)) for name in NAMES]
     finally:
         await at.close()
     for name in NAMES:

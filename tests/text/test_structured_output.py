@@ -98,7 +98,7 @@ async def test_what_takes_too_long_or_too_much_is_refused_and_the_next_is_not(tm
         assert any(why in str(caught.value) for why in ("2 s of processor time", "more than 256 MiB of memory"))
         small = Structure(kind="regex", text="a")
         found = await asyncio.gather(*(chat.grammar(small, OutputFormat()) for _ in range(3)))
-        assert all(accepts(one, "a") for one in found)
+        assert all(accepts(one.grammar, "a") for one in found)
         assert len((await chat.prompt(ASKED)).tokens) > 5, "and it renders"
     finally:
         await chat.close()
@@ -108,7 +108,7 @@ async def test_a_model_without_a_template_has_grammars(tmp_path: Path) -> None:
     chat = await started(tmp_path / "m", None)
     try:
         held = await chat.grammar(Structure(kind="choice", text='["yes", "no"]'), OutputFormat())
-        assert accepts(held, "yes") and not accepts(held, "yesno")
+        assert accepts(held.grammar, "yes") and not accepts(held.grammar, "yesno")
     finally:
         await chat.close()
 

@@ -6,7 +6,9 @@ import functools
 import random
 from typing import Any
 
-from cairn.text.grammar.grammar import Shape, grammar_text
+from cairn.text.grammar.compile_wire import Compile
+from cairn.text.grammar.grammar import Shape
+from cairn.text.grammar.trial import CompiledJob, compile_job
 from cairn.text.grammar.vocabulary import GrammarTokenizer, Vocabulary, compile_grammar
 from cairn.types.request import Grammar
 
@@ -43,10 +45,13 @@ def byte_vocabulary() -> Vocabulary:
 
 
 def checked(shape: Shape) -> str:
-    """The text of a grammar, which compiles. Raises GrammarError."""
-    text = grammar_text(shape)
-    compile_grammar(byte_vocabulary().tokenizer, text)
-    return text
+    """Return the text of a grammar, which compiles. Raises GrammarError."""
+    return compiled(shape).text
+
+
+def compiled(shape: Shape) -> CompiledJob:
+    """Return a grammar that compiles, and what it does not hold answers to. Raises GrammarError."""
+    return compile_job(byte_vocabulary().tokenizer, Compile(vocab=(), shape=shape))
 
 
 def accepts(grammar: Grammar | str | None, text: str) -> bool:

@@ -19,7 +19,7 @@ from cairn.text.grammar.grammar import Wanted
 from cairn.types.outputs import Delta
 from cairn.workflows.answerer import Answered, Asker, Heard
 from cairn.workflows.definition import workflow_of
-from cairn.workflows.records import RunEnded
+from cairn.workflows.runner import RunEnded
 from cairn.workflows.runs import Runs, RunState
 from tests.agents.desk import FOLDER, Draw, Time
 from tests.files import CrashFiles

@@ -49,7 +49,7 @@ def node(id: str, prompt: str = "Go on.", **more: Any) -> dict[str, Any]:
         ([node("a", when={"output": "b.risk", "above": 3}), node("b", output=PLAN)], "unreachable node: a"),
         ([node("a", when={"output": "b"}), node("b")], "must be an `output` with one of"),
         ([node("a"), node("a")], "a names two nodes"),
-        ([node("item")], "is a word of templates"),
+        ([node("item")], "is reserved for templates"),
         ([node("a", "{{ b")], "without its other half"),
         ([node("a", "{{ b; import os }}"), node("b")], "is no path"),
         ([node("a", "")], "nodes.a.prompt is missing"),

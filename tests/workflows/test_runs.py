@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cairn.types.errors import Conflict, InvalidRequest, NotFound
-from cairn.workflows import merging, runner
-from cairn.workflows.merging import Merged, merge
+from cairn.workflows import runner
+from cairn.workflows.runner import Merged, merge
 from tests.workflows.scripted_answerer import Bench, KilledError, run
 from tests.workflows.test_checks import PLAN, node
 
@@ -214,8 +214,8 @@ async def test_a_merge_lists_each_conflict_with_both_values_and_why_one_won() ->
     assert ended is not None and ended.result == {"verdict": "no", "note": "slow"}
     assert ended.sources == {"verdict": "reviewer", "note": "tester"}
     assert [tuple(one.values()) for one in ended.conflicts] == [
-        ("verdict", "reviewer", "no", "tester", "yes", "reviewer stands before tester in merge.precedence"),
-        ("note", "tester", "slow", "coder", "quick", "tester stands before coder in merge.precedence"),
+        ("verdict", "reviewer", "no", "tester", "yes", "reviewer comes before tester in merge.precedence"),
+        ("note", "tester", "slow", "coder", "quick", "tester comes before coder in merge.precedence"),
     ]
 
 
@@ -253,7 +253,6 @@ async def test_a_merge_by_completion_is_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(runner, "merge", hasty)
     found = await results()
     assert any(one != found[0] for one in found)
-    assert merging.merge is merge
 
 
 # ----------------------------------------------------------------------------------------------------------- restarts

@@ -18,7 +18,7 @@ from cairn.agents.turn_tree import Agent, Turn
 from cairn.frontend.service import Service
 from cairn.frontend.stream import RequestStream, merge
 from cairn.system.interfaces import Clock
-from cairn.text.chat.message_builder import MessageBuilder, ReasoningCount
+from cairn.text.chat.message_builder import MessageBuilder, reasoning_tokens
 from cairn.text.output.stream import TextStream
 from cairn.types.errors import CairnError, Cancelled, GenerationFailed, Unavailable
 from cairn.types.outputs import Delta, Done, Event, FinishReason, Usage
@@ -77,10 +77,12 @@ class RunningTurn:
         self.over = asyncio.Event()
         self.discarded = False
         """The agent is being deleted: nothing more is written."""
+        self.warnings: Sequence[str] = ()
+        """What was wanted of the answer and it is not held to (`Prompt.warnings`)."""
         self._keeper, self._service, self._stream, self._first = keeper, service, stream, first
         self._content = turn.held
         self._said = MessageBuilder()
-        self._reasoning = ReasoningCount(request.output)
+        self._reasoning = 0
         self._failure: Failure | None = None
         self._pending: list[Delta] = []
         self._since = 0.0
@@ -136,13 +138,15 @@ class RunningTurn:
         for event in self._first:
             if isinstance(event, Delta):
                 self._said.add(event)
-                self._reasoning.add(event)
+                self._reasoning += reasoning_tokens(event)
         if self._first:
             yield list(self._first)
         stream = self._stream
         if stream is None:
             return
-        async with contextlib.aclosing(merge(lambda _: stream, [self.request], heartbeat=PIECE_SECONDS)) as found:
+        async with contextlib.aclosing(
+            merge(lambda _: stream, [self.request], heartbeat=lambda: PIECE_SECONDS)
+        ) as found:
             async for batch in found:
                 events = [self._take(event) for _, event in batch]
                 self._log(self._keeper.clock.now())
@@ -154,7 +158,7 @@ class RunningTurn:
             usage = msgspec.structs.replace(event.usage, completion_tokens=len(self._content.tokens))
             return msgspec.structs.replace(event, usage=usage)
         self._said.add(event)
-        self._reasoning.add(event)
+        self._reasoning += reasoning_tokens(event)
         if not self._pending:
             self._since = self._keeper.clock.now()
         self._pending.append(event)
@@ -180,7 +184,7 @@ class RunningTurn:
         good = done is not None and done.reason in GOOD
         failure = None
         try:  # nothing changes before there is a record of it
-            end, record = self._made(done, self._said.message() if self._said else None, good=good)
+            end, record = self._made(done, self._said.kept() if self._said else None, good=good)
         except UnicodeError:  # half a surrogate pair, which UTF-8 cannot hold
             named = f"turn {self.turn.number} of agent {self.agent.id}"
             if good:
@@ -211,7 +215,7 @@ class RunningTurn:
             message=message,
             reason=done.reason.value if done is not None else "",
             failure=None if good else self._failure,
-            reasoning=self._reasoning.tokens,
+            reasoning=self._reasoning,
             cache=_logged(done.cache) if done is not None else CacheReport(),
             ended=self._keeper.now(),
             **self._kept(message if good else None),

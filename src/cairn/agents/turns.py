@@ -107,7 +107,9 @@ class Turns:
         if self._services.several and agent.record.model != service.name:
             agent.record = msgspec.structs.replace(agent.record, model=service.name)
             self.write_later(self._agents.pending.note(agent))
-        return self._run(service, agent, turn, request, stream, [])
+        running = self._run(service, agent, turn, request, stream, [])
+        running.warnings = prompt.warnings
+        return running
 
     async def aside(
         self,

@@ -10,7 +10,7 @@ Routes (POST bodies are JSON):
     /api/tags, show, ps, version, pull, delete, copy         ollama/models.py
     GET  /v1/models             GET  /v1/models/{id}         admin/requests.py
     /v1/admin and below, POST /v1/models/load, unload        admin/models.py; where admin_port says so only there
-    POST /v1/embeddings|rerank|score    POST /embed          openai/embeddings.py; the first three also without /v1
+    POST /v1/embeddings|rerank|score, /embed, /embedding      openai/embeddings.py; the first three also without /v1
     POST /tokenize              POST /detokenize             openai/tokenize.py
     POST /completion, /infill, /apply-template, GET /slots, /lora-adapters   llamacpp/completion.py; also input_tokens
     GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel
@@ -20,7 +20,7 @@ Routes (POST bodies are JSON):
     /v1/collections and below                                native/collections.py
     /v1/files, /v1/vector_stores and below                   openai/files.py, openai/vector_stores.py
     GET  /v1/cache              POST /v1/cache/flush|scrub|prune    admin/requests.py
-    GET  /health and below      GET  /version                admin/health.py
+    GET  /health and below, /livez, /readyz, /version        admin/health.py
     GET  /  GET /web/{file}     GET  /docs  /openapi.json    page.py, openapi.py
     GET  /v1/events             GET  /v1/savings             native/live_events.py
     GET  /props                                              admin/requests.py
@@ -90,7 +90,7 @@ log = logging.getLogger("cairn.api")
 access = logging.getLogger("cairn.access")
 
 Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
-PROBES = ("/health", "/metrics")
+PROBES = ("/health", "/metrics", "/livez", "/readyz")
 """Routes, with all below them, that machines ask every few seconds: what they ask is logged only for debugging."""
 ADMIN_SIDE = "cairn.admin"
 """Marks the scope of a call that came by the listener for admin routes."""
@@ -202,7 +202,7 @@ class App:
         if scope["type"] != "http":
             raise RuntimeError(f"a {scope['type']} connection is not served")
         number = self._rng.bits64() if self.service is None else self.service.next_id()
-        call = HTTPCall(scope, receive, send, number, self.bodies)
+        call = HTTPCall(scope, receive, send, number, self.bodies, self.config.max_body_mib << 20)
         began, failed = time.monotonic(), ""
         traced = self.tracing.begin(call) if self.tracing is not None and not _is_probe(call.path) else None
         spans = traced.spans if traced is not None else Spans() if self.config.log_format == "json" else None
@@ -228,7 +228,7 @@ class App:
     async def _answer(self, call: HTTPCall) -> None:
         self._access.cors(call)
         if self._access.is_preflight(call):
-            await call.respond(204, b"", preflight(call))
+            await call.respond(200, b"", preflight(call))
             return
         self._access.check_host(call)
         call.path = canonical(call.path)

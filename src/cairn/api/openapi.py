@@ -41,7 +41,7 @@ from cairn.api.ollama.schemas import (
     OllamaGenerateBody,
 )
 from cairn.api.openai.conversations import ConversationBody, ItemsBody
-from cairn.api.openai.embedding_schemas import EmbeddingBody, RerankBody, ScoreBody, TextsBody
+from cairn.api.openai.embedding_schemas import EmbeddingBody, LlamaEmbeddingBody, RerankBody, ScoreBody, TextsBody
 from cairn.api.openai.responses_schemas import ResponseBody
 from cairn.api.openai.vector_store_schemas import (
     AttachBody,
@@ -171,6 +171,7 @@ ROUTES: Mapping[str, type[Body] | None] = {
     "/api/delete": NameBody,
     "/api/copy": CopyBody,
     "/embed": TextsBody,
+    "/embedding": LlamaEmbeddingBody,
     "/completion": LlamaCompletionBody,
     "/infill": InfillBody,
     "/apply-template": ChatBody,
@@ -189,6 +190,8 @@ ROUTES: Mapping[str, type[Body] | None] = {
     "/health/live": None,
     "/health/ready": None,
     "/health/startup": None,
+    "/livez": None,
+    "/readyz": None,
     "/version": None,
 }
 """Every route that is no file, and the body of what is sent to it."""

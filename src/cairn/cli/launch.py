@@ -195,6 +195,7 @@ def _served(resolved: Resolved, model: str) -> Iterator[ServerAddress]:
     log = folder("server") / "serve.log"
     _write({log: ""})
     command = [sys.executable, "-m", "cairn", "serve", model, "--host", config.host, "--port", str(config.port)]
+    command += ["--images", "text"]  # an agent goes on with what it has; a 400 would end its session
     if config.context is not None:
         command += ["--context", str(config.context)]
     keys = {"CAIRN_API_KEY": ",".join(key.reveal() for key in config.api_key)} if config.api_key else {}

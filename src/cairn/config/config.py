@@ -36,7 +36,7 @@ class Secret:
         self._value = value
 
     def reveal(self) -> str:
-        """The string itself: to compare or to send, never to print."""
+        """Return the secret, to compare or send and never to print."""
         return self._value
 
     def __repr__(self) -> str:
@@ -265,7 +265,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = "asked"
     kv_write_gb: Annotated[
         float,
-        Meta(ge=0, description="GB of KV stored a day at first touch; beyond that, only what comes a second time."),
+        Meta(
+            ge=0,
+            description="GB of KV that are written in any 24 hours for each model, whatever for and over restarts; one "
+            "chunk more at most. Half of it is kept for contexts with an agent, a session or an answer.",
+        ),
     ] = 100.0
     kv_ttl: Annotated[
         float,
@@ -383,13 +387,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     admin_host: Annotated[str, Meta(description="Address of that listener.")] = "127.0.0.1"
     unsafe_no_auth: Annotated[bool, Meta(description="Listen beyond this machine without any API key.")] = False
     allowed_hosts: Annotated[
-        tuple[str, ...], Meta(description="Host headers to accept besides the address itself and localhost.")
+        tuple[str, ...],
+        Meta(
+            description="Host headers to accept besides localhost, host.docker.internal and the literal addresses of "
+            "this machine and of private networks."
+        ),
     ] = ()
     cors_origins: Annotated[
         tuple[str, ...],
         Meta(
             description="Web origins that may call the API, such as https://app.example; none by default. "
-            "http://localhost stands for all its ports, '*' for every page."
+            "'localhost' stands for pages of this machine on any port, '*' for every page."
         ),
     ] = ()
     page: Annotated[
@@ -465,10 +473,25 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     lenient: Annotated[
         bool,
         Meta(
-            description="Answer requests with unknown fields, and tell of these in the answer's 'warnings'; without "
-            "it they are a 400, but with the header X-Cairn-Lenient: 1."
+            description="Pass over fields that look like a slip of a known one (temprature) too, and tell of them as "
+            "of other unknown fields; without it they are a 400, but with the header X-Cairn-Lenient: 1."
         ),
     ] = False
+    strict_fields: Annotated[
+        bool,
+        Meta(
+            description="Refuse unknown fields in chats and completions with 400. Without it they are passed over, and "
+            "told in the header X-Cairn-Warning and the answer's 'warnings'."
+        ),
+    ] = False
+    images: Annotated[
+        Literal["refuse", "text"],
+        Meta(
+            description="What becomes of an image or file that a user has just sent, as models here read text: "
+            "'refuse' answers 400, 'text' puts a text with its digest in its place. Those of earlier messages and of "
+            "tools are replaced in any case."
+        ),
+    ] = "refuse"
     max_header_kib: Annotated[int, Meta(ge=1, description="Most KiB of request line and headers.")] = 32
     max_body_mib: Annotated[int, Meta(ge=1, description="Most MiB of request body.")] = 16
     max_bodies_mib: Annotated[
@@ -499,7 +522,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         1 << 18
     )
     max_messages: Annotated[int, Meta(ge=1, description="Most messages in a chat.")] = 4096
-    max_tools: Annotated[int, Meta(ge=1, description="Most tools in a chat.")] = 128
+    max_tools: Annotated[int, Meta(ge=1, description="Most tools in a chat.")] = 1024
     max_choices: Annotated[int, Meta(ge=1, description="Largest n.")] = 8
     max_prompts: Annotated[int, Meta(ge=1, description="Most prompts in one text completion.")] = 128
     max_connections: Annotated[int, Meta(ge=1, description="Most open connections; more are a 503.")] = 4096
@@ -518,14 +541,14 @@ LIMITS = (
 
 
 def limits_of(config: Config) -> Callable[[str], TenantLimits]:
-    """What each tenant may ask for and keep, by its name."""
+    """Return a function from a tenant's name to its limits."""
     default = TenantLimits(**{name: getattr(config, name) for name in LIMITS})
     named = {one.name: _with(one.limits, default) for one in config.tenants}
     return lambda tenant: named.get(tenant, default)
 
 
 def _with(limits: TenantLimits, default: TenantLimits) -> TenantLimits:
-    """A tenant's own limits; where it has none the server's."""
+    """Return a tenant's limits with the server's filled in."""
     lacking = {name: getattr(default, name) for name in LIMITS if getattr(limits, name) is None}
     return msgspec.structs.replace(limits, **lacking)
 

@@ -27,6 +27,9 @@ PANELS = (
 _LOCAL_PANELS = ("Model and engine", "Scheduling", "Stored KV", "Text")
 _SERVED_ONLY = ("served_name", "alias", "strict_model", "store_kv")
 
+SLIP = 0.84
+"""How much of two words must agree for one to be a slip of the other: one letter of six."""
+
 Kind = Literal["int", "float", "str", "bool", "choice", "secret", "tenant", "model"]
 
 
@@ -122,6 +125,19 @@ def _option(field: msgspec.inspect.Field, panel: str) -> Option:
 
 MAX_WORD = 64
 """Characters of a word for which a near one is looked for: the comparison takes time that grows with their square."""
+
+
+def slip_of(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word that another is most likely a slip of: spelt otherwise alone, or nearly so."""
+    words = list(known)
+    plain = _plain(word)
+    alike = next((one for one in words if _plain(one) == plain), None)
+    near = difflib.get_close_matches(word.lower(), words, n=1, cutoff=SLIP)
+    return alike or (near[0] if near else None)
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("_", "").replace("-", "")
 
 
 def closest(word: str, known: Iterable[str]) -> str:

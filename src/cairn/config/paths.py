@@ -12,7 +12,7 @@ from cairn.types.errors import ConfigError
 
 
 def expanded(path: str | Path) -> Path:
-    """The path with `~` put in full. ConfigError where nobody knows whose home that is."""
+    """Return the path with `~` expanded. Raise ConfigError if that home is unknown."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -20,7 +20,7 @@ def expanded(path: str | Path) -> Path:
 
 
 def home() -> Path:
-    """The user's home folder. ConfigError where there is none."""
+    """Return the user's home folder. Raise ConfigError if there is none."""
     try:
         return Path.home()
     except RuntimeError:
@@ -28,13 +28,13 @@ def home() -> Path:
 
 
 def with_folder(config: Config, env: Mapping[str, str]) -> Config:
-    """The configuration of a server: where no folder for KV is named, it has the user's own."""
+    """Return the configuration with the user's own KV folder if it names none."""
     if config.kv_dir is not None or not config.kv_disk:
         return config
     return msgspec.structs.replace(config, kv_dir=str(users_folder(env)))
 
 
 def users_folder(env: Mapping[str, str]) -> Path:
-    """The user's own, as the XDG base directory specification has it."""
+    """Return the user's KV folder by the XDG base directory specification."""
     base = env.get("XDG_CACHE_HOME")
     return (Path(base) if base else home() / ".cache") / "cairn" / "kv"

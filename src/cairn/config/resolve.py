@@ -50,7 +50,7 @@ def resolve(
     *,
     keywords: bool = False,
 ) -> Resolved:
-    """Flags (by field name; None means not given), then CAIRN_* variables, then a file, then defaults.
+    """Resolve options: flags (None: not given) win over CAIRN_* variables, a file, and defaults.
 
     The file is `file`, else the one that CAIRN_CONFIG names, else ./cairn.toml, else ~/.config/cairn/cairn.toml; the
     last two may be missing. An empty variable counts as not set; a list in a variable is separated by commas. Raises
@@ -63,8 +63,11 @@ def resolve(
 def _resolve(
     flags: Mapping[str, object], env: Mapping[str, str], file: Path | None, keywords: bool, held: Path | None
 ) -> Resolved:
-    """`held`: a file that held options when they were read before. ConfigError where it holds none any more: an editor
-    may be writing it, and what it said of keys and limits is not meant to be given up."""
+    """Resolve options as `resolve` does, with where each came from.
+
+    `held` is the file they were read from before. Raise ConfigError if it is now missing or empty: an editor may be
+    writing it, and its keys and limits must not be dropped.
+    """
     path, table = _read(env, file)
     if held is not None and (path != held or not table):
         raise ConfigError(
@@ -137,7 +140,7 @@ def _from_file(path: Path | None, table: Mapping[str, Any]) -> dict[str, _Given]
 
 
 def _read(env: Mapping[str, str], file: Path | None) -> tuple[Path | None, dict[str, Any]]:
-    """The file that holds and what it says; (None, {}) if there is none."""
+    """Return the configuration file and its content; (None, {}) if there is none."""
     path = file or (expanded(env[FILE_VARIABLE]) if env.get(FILE_VARIABLE) else None)
     if path is None:
         path = next((place for place in _places(env) if _there(place)), None)
@@ -170,7 +173,7 @@ def _there(place: Path) -> bool:
 
 
 def _value(option: Option, given: _Given) -> Any:
-    """The checked value of one option; ConfigError names the source and what was expected."""
+    """Return the checked value of one option. Raise ConfigError naming the source and what was expected."""
     if not option.many:
         return _one(option, given, given.value)
     written = given.value
@@ -211,7 +214,7 @@ def _one(option: Option, given: _Given, value: object) -> Any:
 
 
 def _secret(option: Option, given: _Given, key: object) -> Secret:
-    """A key as it stands: one in a file may begin with @ and names no other."""
+    """Return a key read from a file, where a leading @ is part of the key."""
     if not isinstance(key, str) or not is_key(key.strip()):
         raise ConfigError(f"{given.source} must be a key: {KEY}", field=option.name)
     return Secret(key.strip())
@@ -243,7 +246,7 @@ def _tenants(option: Option, given: _Given, written: object) -> tuple[TenantKeys
 
 
 def _limits(given: _Given, written: object) -> dict[str, TenantLimits]:
-    """What a file's tables say of tenants beside their keys."""
+    """Return tenants' limits from the tables of a file."""
     known = {option.name: option for option in options()}
     found = {}
     for name, table in written.items() if isinstance(written, dict) else ():
@@ -386,7 +389,7 @@ def _is_file(value: object) -> bool:
 
 
 def _lines(given: _Given, value: object) -> list[str]:
-    """The keys in a file that was named as @FILE: one a line, empty lines do not count."""
+    """Return the keys of a file named as @FILE: one a line, empty lines skipped."""
     path = expanded(str(value)[1:])
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]

@@ -165,6 +165,7 @@ class AsyncLLM:
             template_args=None if template_args is None else _template_args(template_args),
             wanted=wanted,
         )
+        _log_warnings(prompt.warnings)
         answered = any(message.get("role") == "assistant" for message in conversation)
         request = self._request(prompt.tokens, asked, output=prompt.output, grammar=prompt.grammar, durable=answered)
 
@@ -213,8 +214,9 @@ class AsyncLLM:
         asked, output = _sampling(sampling), OutputFormat(continues=True)
         wanted = wanted_of({"response_format": response_format})
         tokens = await self._tokens(prompt, suffix, parse_special)
-        grammar = await self.service.chat.grammar(wanted.structure, output)
-        request = self._request(tokens, asked, output=output, grammar=grammar)
+        held = await self.service.chat.grammar(wanted.structure, output)
+        _log_warnings(held.warnings)
+        request = self._request(tokens, asked, output=output, grammar=held.grammar)
         return AsyncStream(self.service, request, lambda _: None)
 
     @overload
@@ -402,6 +404,12 @@ def _tools(given: Sequence[Message]) -> list[dict[str, Any]]:
                 f'tools[{index}] must look like {{"type": "function", "function": {{"name": ...}}}}', field="tools"
             )
     return found
+
+
+def _log_warnings(warnings: Sequence[str]) -> None:
+    """Log what was wanted of an answer and it is not held to."""
+    for one in warnings:
+        log.warning("%s", one)
 
 
 def _without_strict(tool: Mapping[str, Any]) -> dict[str, Any]:

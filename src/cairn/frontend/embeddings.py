@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     Vector = NDArray[np.float32]
 
-Text = str | Sequence[int]
-"""A text, or its token ids as they are to be computed."""
+Text = str | Sequence[int | str]
+"""A text, or its token ids as they are to be computed; texts may stand between them."""
 Encode = Callable[[], list[WholeInput]]
 
 MAX_TEXTS = 2048
@@ -155,7 +155,7 @@ async def _encoded(service: Service, texts: Sequence[Text], asking: Asking) -> l
         raise InvalidRequest(f"{asking.field} holds {len(texts)} texts; the limit is {MAX_TEXTS}", field=asking.field)
     named = [asking.field if len(texts) == 1 else f"{asking.field}[{number}]" for number in range(len(texts))]
     for name, text in zip(named, texts, strict=True):
-        if not text:
+        if not text and not isinstance(text, str):
             raise InvalidRequest(f"{name} is empty", field=asking.field)
     tokenizer, limit = service.tokenizer, longest_text(service)
     cut, words = limit if asking.truncate else None, _words(service, asking.prompt_name)
@@ -163,15 +163,23 @@ async def _encoded(service: Service, texts: Sequence[Text], asking: Asking) -> l
     def one(text: Text) -> WholeInput:
         if isinstance(text, str):
             return tokenizer.affixes.whole(tokenizer.encode(_readable(words + text, cut)), cut)
-        return WholeInput(tuple(text[:cut]))
+        ids: list[int] = []
+        for piece in text:
+            ids += [piece] if isinstance(piece, int) else tokenizer.encode(_readable(piece, cut))
+        return WholeInput(tuple(ids[:cut]))
 
     def encode() -> list[WholeInput]:
         return _bounded((one(text) for text in texts), asking.field)
 
-    wholes = await _aside(service, [text for text in texts if isinstance(text, str)], asking, encode)
+    wholes = await _aside(service, [piece for text in texts for piece in _pieces(text)], asking, encode)
     for name, whole in zip(named, wholes, strict=True):
         _check(service, whole, name, limit, asking)
     return wholes
+
+
+def _pieces(text: Text) -> list[str]:
+    """What of a text has to be encoded."""
+    return [text] if isinstance(text, str) else [piece for piece in text if isinstance(piece, str)]
 
 
 def _readable(text: str, cut: int | None) -> str:
@@ -247,7 +255,8 @@ def _check(service: Service, whole: WholeInput, name: str, limit: int, asking: A
         raise InvalidRequest(f"{name} is empty: its tokenizer makes nothing of it", field=asking.field)
     if len(whole.tokens) > limit:
         raise ContextTooLong(
-            f"{name} has {len(whole.tokens)} tokens; {service.name} takes at most {limit} (truncate cuts longer ones)",
+            f"{name} has {len(whole.tokens)} tokens, which is too large: {service.name} takes at most {limit} "
+            "(truncate cuts longer ones)",
             field=asking.field,
             prompt_tokens=len(whole.tokens),
             context=limit,

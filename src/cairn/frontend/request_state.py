@@ -17,7 +17,7 @@ from cairn.frontend.miss_explainer import PromptOrigin
 from cairn.system.spans import Spans
 from cairn.text.output.stream import TextStream
 from cairn.types.errors import CairnError
-from cairn.types.outputs import Delta, Done, Event, FinishReason, Output, Timing, TokenLogprob, Usage
+from cairn.types.outputs import Delta, Done, Event, FinishReason, Output, Timing, TokenLogprob, Usage, joined_calls
 from cairn.types.request import Request
 from cairn.types.stats import CacheReport
 
@@ -113,9 +113,11 @@ class RequestState:
     __slots__ = (
         "_events",
         "_logprobs",
+        "_merge_at",
         "_parts",
         "_reasoning",
         "_unread",
+        "_unscored",
         "arrived",
         "cache",
         "deaths",
@@ -145,7 +147,7 @@ class RequestState:
         self.request = request
         self.told = told
         self.text = text
-        self.eager = bool(request.stop) or request.output.one_call
+        self.eager = bool(request.stop) or request.output.one_call or request.output.calls_only
         self.tokens = list(request.generated)
         """Every token of the answer so far, also what was generated before."""
         self.mu = request.mu
@@ -176,8 +178,11 @@ class RequestState:
         """Where it is noted what its time went to, if anybody wants to know."""
         self._unread: list[int] = []
         self._logprobs = PackedLogprobs()
-        """Logprobs of the tokens that the consumer has not read: a delta gets its own when it is taken."""
+        """Logprobs of the tokens whose kind was not told: a delta gets those of its `kinds` when it is taken."""
+        self._unscored = text.undecided
+        """How many tokens come first that an earlier request has sampled, so that theirs are not known."""
         self._events: list[Event] = []
+        self._merge_at = _MERGE_AT
         self._parts = [delta.text for delta in text.before]
         self._reasoning = [delta.reasoning for delta in text.before]
 
@@ -193,6 +198,8 @@ class RequestState:
             self.prompt_logprobs += len(news)
             if news:
                 self._events.append(Delta(prompt_logprobs=news))
+        if output.progress is not None:
+            self._events.append(Delta(progress=(output.progress,)))
         self.vector = output.vector or self.vector
         self.mu = self.mu if output.mu is None else output.mu
         self.tokens.extend(output.tokens)
@@ -262,8 +269,9 @@ class RequestState:
             if delta.reasoning:
                 self._reasoning.append(delta.reasoning)
         self._events.extend(deltas)
-        if len(self._events) > _MERGE_AT:
+        if len(self._events) > self._merge_at:
             self._events = joined(self._events)
+            self._merge_at = max(_MERGE_AT, 2 * len(self._events))
 
     # ----------------------------------------------------------------------------------- what the consumer reads
 
@@ -274,12 +282,15 @@ class RequestState:
         if len(events) > 1:
             events = joined(events)
         self._events = []
+        self._merge_at = _MERGE_AT
         return [self._with_logprobs(event) for event in events] if self._logprobs else events
 
     def _with_logprobs(self, event: Event) -> Event:
-        if isinstance(event, Done) or not event.tokens:
+        if isinstance(event, Done) or not event.kinds:
             return event
-        return msgspec.structs.replace(event, logprobs=self._logprobs.take(len(event.tokens)))
+        kinds = event.kinds[self._unscored :]
+        self._unscored -= len(event.kinds) - len(kinds)
+        return msgspec.structs.replace(event, kinds=kinds, logprobs=self._logprobs.take(len(kinds)))
 
     @property
     def length(self) -> int:
@@ -353,20 +364,34 @@ class RequestState:
 
 
 def joined(events: list[Event]) -> list[Event]:
-    """These events with every run of deltas made one."""
+    """Return these events with runs of deltas made one, as far as that keeps the order: of one delta reasoning comes
+    first, then text, then calls."""
     merged: list[Event] = []
     run: list[Delta] = []
+    said = 0
     for event in events:
-        if isinstance(event, Delta):
+        if isinstance(event, Delta) and _first(event) >= said:
             run.append(event)
+            said = max(said, _last(event))
             continue
         if run:
             merged.append(_one(run))
-            run = []
-        merged.append(event)
+        run, said = ([event], _last(event)) if isinstance(event, Delta) else ([], 0)
+        if not run:
+            merged.append(event)
     if run:
         merged.append(_one(run))
     return merged
+
+
+def _first(delta: Delta) -> int:
+    """Where in a delta what it says first stands; behind all of it where it says nothing."""
+    return 0 if delta.reasoning else 1 if delta.text else 2
+
+
+def _last(delta: Delta) -> int:
+    """Where in a delta what it says last stands."""
+    return 2 if delta.tool_calls else 1 if delta.text else 0
 
 
 def _one(deltas: list[Delta]) -> Delta:
@@ -375,7 +400,9 @@ def _one(deltas: list[Delta]) -> Delta:
     return Delta(
         text="".join(delta.text for delta in deltas),
         reasoning="".join(delta.reasoning for delta in deltas),
-        tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
+        tool_calls=joined_calls([call for delta in deltas for call in delta.tool_calls]),
         tokens=tuple(token for delta in deltas for token in delta.tokens),
+        kinds=b"".join(delta.kinds for delta in deltas),
         prompt_logprobs=tuple(logprob for delta in deltas for logprob in delta.prompt_logprobs),
+        progress=tuple(one for delta in deltas for one in delta.progress),
     )

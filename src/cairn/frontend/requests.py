@@ -155,6 +155,8 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Seconds after which it ends with an error where not a token has come."""
     reasoning_budget: int | None = None
     """Tokens of reasoning after which the tag comes that ends it. Default, and -1: it ends by itself."""
+    progress: bool = False
+    """Whether the events before the answer say how far its prompt is."""
     parallel_tool_calls: bool = True
     """False: an answer ends with its first tool call."""
 
@@ -303,6 +305,7 @@ def requests(
             priority=-priority,
             durable=durable,
             stored=stored,
+            progress=options.progress,
         )
         for choice in range(choices)
     )
@@ -396,7 +399,7 @@ def _max_tokens(asked: int | None, prompt_tokens: int, context: int, allow_empty
 
 
 def _flags(options: SamplingOptions) -> None:
-    for name in ("logprobs", "prompt_logprobs", "ignore_eos", "parallel_tool_calls"):
+    for name in ("logprobs", "prompt_logprobs", "ignore_eos", "parallel_tool_calls", "progress"):
         if not isinstance(getattr(options, name), bool):
             raise InvalidRequest(f"{name} must be true or false", field=name)
 

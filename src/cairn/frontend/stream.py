@@ -179,13 +179,13 @@ async def merge(
     start: Callable[[Request], RequestStream],
     requests: Sequence[Request],
     *,
-    heartbeat: float | None = None,
+    heartbeat: Callable[[], float] | None = None,
     announce: bool = False,
 ) -> AsyncGenerator[list[tuple[int, Event]], None]:
     """Start all requests, the choices of one call, and give (index, event) as they come, all that is there at once.
 
-    An empty list says that nothing came for `heartbeat` seconds; with `announce` one comes first of all, and says that
-    all of them were let in. The first error of any of them is raised, after what
+    An empty list says that nothing came for as many seconds as `heartbeat` gave when the wait began; with `announce`
+    one comes first of all, and says that all of them were let in. The first error of any of them is raised, after what
     the others had said by then. However this ends - all are done, an error, `aclose`, a cancelled task - every request
     is closed.
     """
@@ -212,7 +212,7 @@ async def merge(
                 yield found
             if failed is not None:
                 raise failed
-            if not found and alive and not await waker.sleep(heartbeat):
+            if not found and alive and not await waker.sleep(None if heartbeat is None else heartbeat()):
                 yield []
     finally:
         for stream in streams:

@@ -75,7 +75,7 @@ def _response_format(given: Any) -> Iterator[Structure]:
         return
     inner = given.get("json_schema")
     if isinstance(inner, Mapping) and "schema" in inner:
-        yield _structure("json", inner["schema"], f"{field}.json_schema.schema")
+        yield _structure("json", inner["schema"], f"{field}.json_schema.schema", strict=inner.get("strict") is True)
     elif given.get("schema") is not None:
         yield _structure("json", given["schema"], f"{field}.schema")
     elif kind == "json_schema":
@@ -102,7 +102,8 @@ def _structured_outputs(given: Any) -> Iterator[Structure]:
             raise Unsupported(f"{where} is not built", field=where)
 
 
-def _structure(kind: Kind, value: Any, field: str) -> Structure:
+def _structure(kind: Kind, value: Any, field: str, *, strict: bool = False) -> Structure:
+    """What one field says. `strict`: a schema that cannot be held to in full is an error."""
     if kind == "json":
         if isinstance(value, str):
             _check_size(value, field)
@@ -114,7 +115,7 @@ def _structure(kind: Kind, value: Any, field: str) -> Structure:
             raise InvalidRequest(f"{field} must be a JSON schema: an object", field=field)
         text = json.dumps(value, ensure_ascii=False)
         _check_size(text, field)
-        return Structure(kind=kind, text=text, field=field)
+        return Structure(kind=kind, text=text, field=field, strict=strict)
     if kind == "choice":
         texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
         if not texts or not 0 < len(value) <= MAX_CHOICES:
@@ -140,10 +141,10 @@ def _choice(given: Any, offered: Sequence[str]) -> ToolChoice:
         listed = inner.get("tools")
         names = [_named(tool) for tool in listed] if isinstance(listed, list | tuple) else []
         return _called(inner.get("mode", "auto"), names, offered)
-    if isinstance(given, Mapping) and given.get("type") in ("function", "tool"):
+    if isinstance(given, Mapping) and given.get("type") in ("function", "tool", "custom"):
         return _called("required", [_named(given)], offered)
     if isinstance(given, Mapping):
-        given = given.get("type", given.get("mode"))
+        given = given.get("type", given.get("mode", ""))
     return _called("auto" if given is None else given, None, offered)
 
 
@@ -165,8 +166,8 @@ def _called(mode: Any, names: Sequence[Any] | None, offered: Sequence[str]) -> T
 
 
 def _named(tool: Any) -> Any:
-    """The name of a tool in a choice: OpenAI's has it in `function`, others beside the type."""
+    """The name of a tool in a choice: OpenAI's has it in `function` or `custom`, others beside the type."""
     if not isinstance(tool, Mapping):
         return None
-    function = tool.get("function")
-    return function.get("name") if isinstance(function, Mapping) else tool.get("name")
+    inner = next((found for key in ("function", "custom") if isinstance(found := tool.get(key), Mapping)), tool)
+    return inner.get("name")

@@ -1,4 +1,4 @@
-"""Files that are put into collections: how far each is, and why one could not be."""
+"""The state of files being added to collections: in progress, completed, failed (and why) or cancelled."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from cairn.rag.database import Database
 from cairn.rag.definition import MAX_DOCUMENTS, Attribute, Collection
+from cairn.rag.document_store import Database
 from cairn.types.errors import Conflict, NotFound
 
 State = Literal["in_progress", "completed", "failed", "cancelled"]
 
 
 class WantedFile(NamedTuple):
-    """A file that is to be put into a collection."""
+    """A file to add to a collection."""
 
     file: str
     attributes: Mapping[str, Attribute] = {}
     sizes: tuple[int, int] | None = None
-    """Characters of its chunks, and what they repeat."""
+    """Chunk size and overlap in characters; None for the collection's."""
 
 
 class Attachment(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of one collection."""
+    """A file of a collection and its state."""
 
     file: str
     batch: str
-    """The files that were put in together, by the id of the first call that did so; empty for one alone."""
+    """Id of the batch it was added in; empty if it was added alone."""
     created: float
     state: State
     code: str
@@ -37,14 +37,14 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
     attributes: dict[str, Attribute]
     chunk: int
     overlap: int
-    """Characters of its chunks, and what they repeat; 0: as its collection has them."""
+    """Chunk size and overlap in characters; 0 for the collection's."""
 
 
 _COLUMNS = "file, batch, created, state, code, why, attributes, chunk, overlap"
 
 
 class Attachments:
-    """Those of all collections. Any thread may call."""
+    """The attachments of all collections. Thread-safe."""
 
     def __init__(self, database: Database, now: Callable[[], float]) -> None:
         self._database, self._now = database, now
@@ -55,9 +55,10 @@ class Attachments:
             )
 
     def begin(self, collection: Collection, wanted: Sequence[WantedFile], batch: str) -> list[Attachment]:
-        """Note files that are to be read; those that are there already, or are being read, are passed over.
+        """Record files as in progress and return the new ones; those that are in progress or completed are skipped.
 
-        What is new of them. Conflict where they are too many, NotFound where the collection is gone."""
+        Raise Conflict above MAX_DOCUMENTS files, NotFound if the collection was deleted.
+        """
         found = []
         with self._database.change() as db:
             if db.execute("SELECT 1 FROM collections WHERE key=?", (collection.key,)).fetchone() is None:
@@ -84,7 +85,7 @@ class Attachments:
         return found
 
     def end(self, collection: Collection, file: str, state: State, code: str = "", why: str = "") -> None:
-        """A file that was being read has come to an end."""
+        """Record how reading a file ended, unless it ended already."""
         with self._database.change() as db:
             db.execute(
                 "UPDATE attachments SET state=?, code=?, why=? WHERE collection=? AND file=? AND state='in_progress'",
@@ -92,7 +93,7 @@ class Attachments:
             )
 
     def note(self, collection: Collection, file: str, attributes: Mapping[str, Attribute]) -> None:
-        """Other attributes for a file."""
+        """Replace a file's attributes."""
         with self._database.change() as db:
             data = msgspec.json.encode(attributes)
             db.execute(
@@ -100,7 +101,7 @@ class Attachments:
             )
 
     def get(self, collection: Collection, file: str) -> Attachment:
-        """One file. NotFound for one that is not there."""
+        """Return one file. Raise NotFound if the collection does not have it."""
         with self._database.read() as db:
             found = self._find(db, collection, file)
         if found is None:
@@ -108,7 +109,7 @@ class Attachments:
         return found
 
     def all(self, collection: Collection, batch: str = "") -> list[Attachment]:
-        """All of a collection, or of those put in together; the oldest first."""
+        """Return a collection's files, or those of one batch, the oldest first."""
         with self._database.read() as db:
             rows = db.execute(
                 f"SELECT {_COLUMNS} FROM attachments WHERE collection=? AND (?='' OR batch=?) ORDER BY rowid",
@@ -117,7 +118,7 @@ class Attachments:
         return [_attachment(row) for row in rows]
 
     def counts(self, collection: Collection) -> dict[str, int]:
-        """How many files are in each state."""
+        """Return the number of files in each state."""
         with self._database.read() as db:
             return dict(
                 db.execute(
@@ -126,7 +127,7 @@ class Attachments:
             )
 
     def of_file(self, tenant: str, file: str) -> list[str]:
-        """The ids of a tenant's collections that a file was put into."""
+        """Return the ids of a tenant's collections that hold the file."""
         with self._database.read() as db:
             rows = db.execute(
                 "SELECT collections.id FROM attachments JOIN collections ON collections.key = attachments.collection "

@@ -1,7 +1,6 @@
-"""Citations in an answer: `[2]` names the second source. What names none is taken out, and counted.
+"""Checks citations in an answer as it streams: `[2]` names the second source; brackets that name none are removed.
 
-Numbers, ranges and the words that go with them (`[Source 3]`, `[1-2]`) are brought into one form. Code is left alone,
-and so are links and other brackets that are part of a text.
+Other spellings (`[Source 3]`, `[1-2]`) are rewritten to `[n]`. Code, links and other brackets of the text stay.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 MOST = 80
-"""Characters between two brackets that may be a citation: so many are held back while they arrive."""
+"""Longest text between brackets that may be a citation, in characters; so much is held back while it arrives."""
 FENCE = 3
-"""Backticks that begin a block of code; fewer begin code that ends with its line."""
+"""Backticks that open a fenced code block; fewer open inline code, which ends with its line."""
 _MARKS = re.compile(r"`+|\n|[\[\u3010]")
 _END = re.compile(r"[\[\]\u3010\u3011\n]")
 _RANGE = r"\d+(?:\s*[-\u2013]\s*\d+)?"
@@ -26,53 +25,57 @@ _CITING = re.compile(
     rf"{_ITEM}(?:(?:\s*[,;&+]\s*|\s+(?:and|or|to)\s+|\s+){_ITEM})*(?:\u2020.*)?|{_CALLED}(?:\s+{_CALLED})*",
     re.IGNORECASE,
 )
-"""What stands in brackets to cite: numbers, with or without what sources are called, or such words alone."""
+"""Content of a citing bracket: numbers, with or without words such as "source", or such words alone."""
 _WORDS = re.compile(r"(?=.*[^\W\d_])[\w\s.,:;#&/'()>\u2013-]+")
-"""Plain words, as of a name."""
+"""Plain words, such as a name."""
 _NUMBER = re.compile(r"(\d+)(?:\s*[-\u2013]\s*(\d+))?")
 _CUT_OFF = re.compile(r"[\s\d,;-]*")
 _TEXT_BEFORE = re.compile(r"[\w)\]\[\"'\\!]")
-"""What stands before a bracket that is part of a text: an index, a table of TOML, an image."""
+"""Characters before a bracket that belongs to the text: an index, a TOML table, an image."""
 
 
 class Cited(NamedTuple):
-    """A citation in what was told."""
+    """A citation in the filtered answer."""
 
     at: int
-    """Characters before it."""
+    """Its offset in characters."""
     number: int
-    """The source's, from 1."""
+    """The source's number, from 1."""
 
 
 class CitationFilter:
-    """Takes an answer piece by piece, and gives it back without brackets that name no source."""
+    """Removes brackets that name no source from a streamed answer."""
 
     def __init__(self, sources: int, names: Collection[str] = (), *, strict: bool = False) -> None:
-        """`names`: of the sources; a bracket that holds one is no citation. `strict`: nor is one of other words."""
+        """Check against `sources` numbered sources.
+
+        A bracket that holds one of `names`, the sources' names, is removed as a citation of no number. `strict` removes
+        brackets of any other plain words too.
+        """
         self._sources, self._strict = sources, strict
         self._names = {name.casefold() for name in names}
         self._held = ""
         self._told: list[str] = []
         self._last = ""
         self._ticks = self._code = 0
-        """Backticks that stand last in what was told, and those that began the code it is in."""
+        """Backticks at the end of the output, and those that opened the code it is in (0 outside code)."""
         self._length = 0
         self.places: list[Cited] = []
-        """Every citation that was told, in order."""
+        """All citations in the output, in order."""
         self.removed = 0
-        """How many brackets and numbers named no source."""
+        """Number of brackets and numbers that named no source."""
 
     @property
     def cited(self) -> set[int]:
-        """Numbers of the sources that are cited, from 1."""
+        """Numbers of the cited sources, from 1."""
         return {one.number for one in self.places}
 
     def push(self, text: str) -> str:
-        """Return what can be told now: a bracket that may become a citation waits."""
+        """Return the text that can be sent now; a bracket that may become a citation is held back."""
         return self._read(self._held + text, over=False)
 
     def finish(self) -> str:
-        """Return what was waiting. A citation that was cut off goes."""
+        """Return the text that was held back, without a citation that was cut off."""
         return self._read(self._held, over=True)
 
     def _read(self, text: str, *, over: bool) -> str:
@@ -102,7 +105,7 @@ class CitationFilter:
         return told
 
     def _bracket(self, text: str, start: int, over: bool) -> int | None:
-        """Tell what stands for the bracket that begins there. Returns where to read on; None to wait for more."""
+        """Handle the bracket at `start`; return where to read on, or None to wait for more text."""
         end = _END.search(text, start + 1, start + 2 + MOST)
         if end is None and len(text) - start <= MOST + 1:
             if not over:
@@ -136,7 +139,7 @@ class CitationFilter:
         return known or (self._strict and _WORDS.fullmatch(inside) is not None)
 
     def _cite(self, inside: str) -> None:
-        """Tell the citations in a bracket that cites."""
+        """Output the valid citations of a citing bracket and count the invalid ones."""
         good, wrong = list[int](), 0
         for first, last in _NUMBER.findall(inside.partition("\u2020")[0]):
             low, high = _value(first), _value(last or first)
@@ -156,7 +159,7 @@ class CitationFilter:
         self._length += len(text)
 
     def _end_ticks(self) -> None:
-        """What follows is no backtick: those before it begin code, or end it."""
+        """Open or close code with the backticks that have just ended."""
         ticks, self._ticks = self._ticks, 0
         if ticks and not self._code:
             self._code = ticks
@@ -165,5 +168,5 @@ class CitationFilter:
 
 
 def _value(digits: str) -> int:
-    """Return a number; one that is too long to name anything is beyond all sources."""
+    """Return the number; one of more than nine digits becomes 2^31, beyond any source."""
     return int(digits) if len(digits) <= 9 else 1 << 31

@@ -1,4 +1,4 @@
-"""Collections as their callers use them: documents are read, cut and embedded; questions are searched and answered."""
+"""Collections: add documents (read, chunk, embed), search them, and answer questions from them with citations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import msgspec
 from cairn.frontend.embeddings import Asking, finished, scores, vectors
 from cairn.frontend.requests import SamplingOptions
 from cairn.frontend.service import Service
-from cairn.rag.chunking import chunks
 from cairn.rag.citations import CitationFilter
 from cairn.rag.definition import (
     BINARY,
@@ -28,8 +27,7 @@ from cairn.rag.definition import (
 )
 from cairn.rag.document_store import DocumentStore, bytes_of
 from cairn.rag.extractor import Extractor, aside
-from cairn.rag.outline import Section, UnreadableDocument
-from cairn.rag.reading import sections
+from cairn.rag.reading import Section, UnreadableDocument, chunks, sections
 from cairn.text.grammar.grammar import ANYTHING
 from cairn.types.errors import Conflict, InvalidRequest, TooLarge
 from cairn.types.outputs import Delta
@@ -39,30 +37,30 @@ if TYPE_CHECKING:
     from cairn.frontend.embeddings import Vector
 
 AT_ONCE = 64
-"""Chunks that are embedded in one go."""
+"""Chunks embedded in one call."""
 JUDGED = 20
-"""Chunks that a model for reranking judges at least: it finds among them what the vectors put further down."""
+"""Least number of candidates given to a reranker, so that it can lift what the vectors ranked low."""
 QUERY_PROMPTS, DOCUMENT_PROMPTS = ("query", "search_query"), ("document", "passage", "search_document")
-"""What models call the words that they put before questions and before documents."""
+"""Prompt names that embedding models use for questions and for documents."""
 NO_ANSWER = "There is no answer in the documents."
 TOLD = (
     "Answer from the sources below and from nothing else, and name the source of each statement by its number in "
     "brackets, such as [1]. If they do not answer the question, say so."
 )
 REMINDED = "Name the sources of your answer by their numbers, such as [1]."
-"""Stands behind the question: small models have forgotten by then what stands before the sources."""
+"""Repeated after the question: small models forget what stands before the sources."""
 Heard = Callable[[int, int], object]
 Room = Callable[[str, int], AbstractAsyncContextManager[None]]
-"""Counts bytes of a tenant while they are being written; entering it raises where the tenant may not keep them."""
+"""Reserves bytes of a tenant's quota while they are written; entering it raises if the quota has no room."""
 
 
 def endless(tenant: str, size: int) -> AbstractAsyncContextManager[None]:
-    """Return room without a bound."""
+    """Return a reservation of an unlimited quota."""
     return nullcontext()
 
 
 class Embedder(NamedTuple):
-    """What makes vectors, and for whom."""
+    """An embedding model and the caller it works for."""
 
     service: Service
     asking: Asking
@@ -70,8 +68,10 @@ class Embedder(NamedTuple):
     async def made(
         self, texts: Sequence[str], prompts: Sequence[str], heard: Callable[[int], object] = lambda done: None
     ) -> list[Vector]:
-        """The vectors of texts, of length 1; the first of `prompts` that the model knows stands before each. `heard` is
-        told how many are made."""
+        """Return a unit vector for each text, prefixed by the first of `prompts` that the model has.
+
+        `heard` is called with the number of vectors made so far.
+        """
         known = self.service.spec.embedding.prompts
         name = next((one for one in prompts if one in known), None)
         asking = self.asking if name is None else _named(self.asking, name)
@@ -88,13 +88,13 @@ def _named(asking: Asking, prompt: str) -> Asking:
 
 
 class Reranker(NamedTuple):
-    """A model that judges how well a text answers a question, and for whom."""
+    """A reranking model and the caller it works for."""
 
     service: Service
     asking: Asking
 
     async def best(self, question: str, found: Sequence[SearchHit], count: int) -> list[SearchHit]:
-        """The best of what was found, by this model's scores."""
+        """Return the `count` best hits by this model's scores."""
         if not found:
             return []
         texts = [f"{one.chunk.heading}\n{one.chunk.text}".strip() for one in found]
@@ -108,21 +108,21 @@ class SourcedAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     answer: str
     answered: bool
-    """False: nothing in the documents was near enough to the question, or the answer names no source."""
+    """False if no chunk was near enough to the question or the answer cites no source."""
     sources: list[dict[str, Any]]
-    """The chunks that were given, by their number from 1; `cited` says which are named in the answer."""
+    """The chunks given to the model, numbered from 1; `cited` says which the answer names."""
     citations_removed: int = 0
-    """Brackets and numbers in the answer that named no source."""
+    """Number of brackets and numbers removed because they named no source."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     finish_reason: str = "stop"
     reranked_by: str | None = None
-    """The model that has put the sources in order before the best were taken; None for none."""
+    """Name of the reranking model; None if none was used."""
 
 
 class Collections:
-    """The collections of a server. What is slow runs on other threads."""
+    """The collections of a server. Slow work runs on other threads."""
 
     def __init__(self, store: DocumentStore, answerer: Answerer) -> None:
         self.store, self._answerer = store, answerer
@@ -137,10 +137,11 @@ class Collections:
         room: Room = endless,
         heard: Heard = lambda done, all: None,
     ) -> StoredDocument:
-        """Read, cut and embed a document. `heard` is told how many of its chunks are embedded, of how many. Raises what
-        `room` does for the bytes that the document will take.
+        """Read, chunk and embed a document, and store it.
 
-        TooLarge for one that is, InvalidRequest for one that cannot be read or holds no text.
+        `heard` is called with the number of chunks embedded and their total. `room` reserves the document's bytes and
+        may raise. Raise TooLarge above MAX_BYTES, InvalidRequest if the document cannot be read, holds no text or has
+        too many chunks.
         """
         field = new.field
         if new.size > MAX_BYTES:
@@ -161,7 +162,7 @@ class Collections:
             return await asyncio.to_thread(self.store.add, collection, new, pieces, made, model)
 
     async def _read(self, tenant: str, new: NewDocument) -> list[Section]:
-        """The sections of a document. What a stranger's file can do to its reader it does in a process of its own."""
+        """Return a document's sections; formats with complex parsers are read in a helper process."""
         if not isinstance(new.content, str):
             return await self._extractor.read(tenant, new.kind, new.content, new.field)
         if new.kind not in ("html", *BINARY):
@@ -182,8 +183,10 @@ class Collections:
         wanted: Search,
         judge: Reranker | None = None,
     ) -> list[SearchHit]:
-        """The chunks that fit a question best; with a judge it takes them from more. Conflict where their vectors are
-        of another model."""
+        """Return the chunks that fit a question best; with `judge`, reranked from at least JUDGED candidates.
+
+        Raise Conflict if the collection's vectors are of another model.
+        """
         collection = await asyncio.to_thread(self.store.collection, tenant, id)
         if not collection.chunks:
             return []
@@ -204,10 +207,10 @@ class Collections:
         emit: Callable[[dict[str, Any]], object],
         reranked_by: str | None = None,
     ) -> SourcedAnswer:
-        """Answer a question from chunks that were found, with citations that name them.
+        """Answer a question from the chunks of a search, with citations.
 
-        Sources stand in the order of their documents and the question last, so questions that find the same sources
-        share the beginning of their prompts.
+        The prompt has the sources in document order and the question last, so questions that find the same sources
+        share a prefix. `emit` gets the events `sources`, `answer.delta` and `answer.done`.
         """
         ordered = sorted(found, key=lambda one: one.chunk.key)
         sources = [{"number": number, **one.plain(), "cited": False} for number, one in enumerate(ordered, 1)]
@@ -256,6 +259,6 @@ def _messages(question: str, sources: Sequence[Mapping[str, Any]]) -> list[dict[
 def _check_model(collection: Collection, service: Service) -> None:
     if collection.identity != service.spec.identity:
         raise Conflict(
-            f"the vectors of collection {collection.id} are of the model {collection.model}, and {service.name} is "
-            "asked; name that model, or make the collection anew"
+            f"collection {collection.id} was embedded by the model {collection.model}, not by {service.name}; name "
+            "that model, or make the collection anew"
         )

@@ -1,4 +1,4 @@
-"""What a collection, a document and a chunk are, and their limits."""
+"""Types of collections, documents, chunks and searches, and their limits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import msgspec
 from cairn.types.errors import InvalidRequest
 
 Attribute = str | float | bool
-"""What is noted of a document under a name."""
+"""Value of a document's attribute."""
 DocumentKind = Literal["txt", "md", "html", "pdf", "docx"]
 BINARY: frozenset[DocumentKind] = frozenset({"pdf", "docx"})
-"""Documents that are no text: they are given as bytes."""
+"""Formats that are given as bytes, not as text."""
 KINDS: dict[str, DocumentKind] = {
     "md": "md",
     "markdown": "md",
@@ -24,33 +24,33 @@ KINDS: dict[str, DocumentKind] = {
     "pdf": "pdf",
     "docx": "docx",
 }
-"""By the ending of a document's name; any other is a plain text."""
+"""Format by file name extension; any other is plain text."""
 
 MAX_COLLECTIONS = 1_000
 """Collections of one tenant."""
 MAX_DOCUMENTS = 10_000
 """Documents of one collection."""
 MAX_CHUNKS = 50_000
-"""Chunks of one collection: the vectors of those that are asked for are held in memory."""
+"""Chunks of one collection: the vectors of a searched collection are held in memory."""
 MAX_BYTES = 50 << 20
-"""Bytes of one document, as it is given; a text in UTF-8. Of a PDF or DOCX its text is bounded by the same."""
+"""Bytes of one document as sent (texts in UTF-8), and of the text extracted from a PDF or DOCX."""
 MAX_PAGES = 5_000
 """Pages of one PDF."""
 MAX_UNPACKED = 256 << 20
 """Bytes of one part of a DOCX, unpacked."""
 MAX_FOUND = 50
-"""Chunks that one search gives."""
+"""Hits of one search."""
 CHUNK = 1_200
-"""Characters of a chunk at most, unless its collection says otherwise."""
+"""Default size of a chunk, in characters."""
 OVERLAP = 150
-"""Characters that a chunk repeats of the one before it, where both are of one section."""
+"""Default overlap with the chunk before in the same section, in characters."""
 MIN_SCORE = 0.3
-"""The least score with which a chunk is a source of an answer, unless a question says otherwise."""
+"""Default least score of a chunk that is used as a source of an answer."""
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Collection(msgspec.Struct, frozen=True, kw_only=True):
-    """A collection."""
+    """A collection of documents, embedded by one model."""
 
     key: int
     id: str
@@ -58,15 +58,15 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     chunk: int
     overlap: int
     model: str
-    """The name of the model that makes its vectors; empty before there are any."""
+    """Name of the model that made its vectors; empty while there are none."""
     identity: bytes
     width: int
     metadata: dict[str, str]
     name: str = ""
-    """What it is called beside its id."""
+    """Display name."""
     documents: int = 0
     size: int = 0
-    """Bytes of all documents."""
+    """Size of all documents, in bytes."""
     chunks: int = 0
 
 
@@ -79,72 +79,72 @@ class StoredDocument(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     created: float
     size: int
-    """Bytes of its text."""
+    """Size of its text, in bytes."""
     chunks: int
     metadata: dict[str, Attribute]
 
 
 class NewDocument(NamedTuple):
-    """A document that is to be added."""
+    """A document to add."""
 
     id: str
     name: str
     kind: DocumentKind
     content: str | BinaryIO
-    """A text, or a real file, which is read from where it stands."""
+    """Text, or a file read from its current position."""
     size: int
-    """Bytes of it."""
+    """Size of the content, in bytes."""
     metadata: Mapping[str, Attribute]
     field: str = "text"
-    """What its sender calls the content."""
+    """Name of the content's field in error messages."""
     sizes: tuple[int, int] | None = None
-    """Characters of its chunks, and what they repeat; None: as its collection has them."""
+    """Chunk size and overlap in characters; None for the collection's."""
 
 
 class DocumentChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of a document."""
+    """A stored piece of a document."""
 
     key: int
     document: str
     name: str
-    """The document's."""
+    """The document's name."""
     number: int
-    """Its place in the document, from 0."""
+    """Index in the document, from 0."""
     heading: str
-    """The headings above it, the highest first."""
+    """Headings above it, the highest first."""
     text: str
     metadata: dict[str, Attribute]
-    """The document's."""
+    """The document's metadata."""
 
 
 class Search(msgspec.Struct, frozen=True, kw_only=True):
-    """What is searched for beside the question."""
+    """Options of a search."""
 
     top_k: int = 5
     min_score: float = -1.0
     documents: tuple[str, ...] = ()
-    """Only in these; none named: in all."""
+    """Ids of the documents to search; empty for all."""
     metadata: dict[str, str] = {}
-    """Only in documents of which this is noted."""
+    """Metadata that a document must have."""
     fits: Callable[[Mapping[str, Attribute]], bool] | None = None
-    """Only in documents of which what is noted fits."""
+    """Predicate over a document's metadata."""
     weights: tuple[float, float] = (1.0, 1.0)
-    """How much the list by vectors counts, and that by words."""
+    """Weights of the ranking by vectors and of that by words."""
 
 
 class SearchHit(msgspec.Struct, frozen=True, kw_only=True):
-    """A chunk that was found."""
+    """A chunk found by a search."""
 
     chunk: DocumentChunk
     score: float
-    """The cosine of its vector and the question's."""
+    """Cosine similarity with the question."""
     rank: float
-    """By both lists, that of vectors and that of words: reciprocal rank fusion."""
+    """Reciprocal rank fusion of the rankings by vectors and by words."""
     judged: float | None = None
-    """The score that a model for reranking gives it; None where none was asked."""
+    """The reranker's score; None without one."""
 
     def plain(self) -> dict[str, Any]:
-        """As it is told."""
+        """Return the JSON-ready dict that clients see."""
         one = self.chunk
         judged = {} if self.judged is None else {"rerank_score": round(self.judged, 6)}
         return {
@@ -160,12 +160,12 @@ class SearchHit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kind_of(name: str) -> DocumentKind:
-    """How a document of this name is read."""
+    """Return the format of a document with this file name."""
     return KINDS.get(name.lower().rpartition(".")[2], "txt") if "." in name else "txt"
 
 
 def check_name(id: str, what: str) -> str:
-    """The id. InvalidRequest for what is none."""
+    """Return the id. Raise InvalidRequest, naming it `what`, if it is not valid."""
     if not ID.fullmatch(id):
         raise InvalidRequest(
             f"{what} has 1 to 64 letters, digits, dots, underscores and hyphens, and begins with a letter or digit",

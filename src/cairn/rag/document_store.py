@@ -1,22 +1,22 @@
-"""Collections in one SQLite file: documents, chunks, an index of words, and vectors.
+"""Collections in one SQLite file: documents, chunks, a full-text index, and vectors.
 
-Whatever is erased is overwritten (`secure_delete`), and the index of words is written anew without it. Vectors are
-compared exactly, all of a collection with the question's. Any thread may call.
+Erased data is overwritten (`secure_delete`) and the full-text index rebuilt without it. A search compares the question
+with every vector of the collection; there is no approximate index. Thread-safe.
 """
 
 from __future__ import annotations
 
 import re
 import sqlite3
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cairn.rag.chunking import Piece
-from cairn.rag.database import Database
 from cairn.rag.definition import (
     MAX_CHUNKS,
     MAX_COLLECTIONS,
@@ -29,7 +29,8 @@ from cairn.rag.definition import (
     SearchHit,
     StoredDocument,
 )
-from cairn.types.errors import Conflict, NotFound, Overloaded
+from cairn.rag.reading import Piece
+from cairn.types.errors import Conflict, NotFound, Overloaded, Unavailable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,18 +38,113 @@ if TYPE_CHECKING:
 
     Vector = NDArray[np.float32]
 
-SHARE = 60
-"""Of reciprocal rank fusion: how much the first places count before others."""
+
+TROUBLE_SECONDS = 60.0
+"""How long a disk error is reported, unless a write succeeds before."""
+SLACK = 1 << 20
+"""Free bytes that a file keeps for later writes."""
+STEP = 1024
+"""Pages freed in one transaction, so that others can use the file in between."""
+
+
+class Database:
+    """A SQLite file with migrations. Every method may raise Unavailable if the disk refuses it."""
+
+    def __init__(self, path: Path, migrations: Sequence[str], now: Callable[[], float]) -> None:
+        """Open the file and apply the SQL of `migrations` that it has not had; their number is its version.
+
+        Raise Unavailable if it cannot be opened or a newer Cairn has written it.
+        """
+        self._lock = threading.Lock()
+        self._now, self._failure, self._failed_at = now, "", 0.0
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            path.chmod(0o600)
+            self._db.executescript(
+                "PRAGMA auto_vacuum=INCREMENTAL; PRAGMA journal_mode=TRUNCATE; PRAGMA synchronous=FULL; "
+                "PRAGMA secure_delete=ON;"
+            )
+            (version,) = self._db.execute("PRAGMA user_version").fetchone()
+            if version > len(migrations):
+                raise Unavailable(f"{path}: written by a newer Cairn (format {version})")
+            for number, migration in enumerate(migrations[version:], version + 1):
+                self._db.executescript(f"BEGIN; {migration} PRAGMA user_version={number}; COMMIT;")
+        except (sqlite3.Error, OSError) as error:
+            raise Unavailable(f"{path}: the collections cannot be opened: {error}") from error
+
+    @property
+    def trouble(self) -> str:
+        """The disk error of the last minute as a sentence; empty if there was none."""
+        return self._failure if self._now() - self._failed_at < TROUBLE_SECONDS else ""
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._db.close()
+
+    @contextmanager
+    def change(self) -> Iterator[sqlite3.Connection]:
+        """Run a transaction: on return all of it is durable, on an error none of it."""
+        with self.read() as db:
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                yield db
+                db.execute("COMMIT")
+                self._failure = ""
+            except BaseException:
+                if db.in_transaction:  # a full disk has ended it already
+                    db.execute("ROLLBACK")
+                raise
+
+    def shrink(self) -> None:
+        """Return freed pages to the file system, but for SLACK bytes. Disk errors are ignored: a later call retries."""
+        before = -1
+        with suppress(Unavailable):
+            while (free := self._give_back(before)) != before:
+                before = free
+
+    def _give_back(self, before: int) -> int:
+        """Return some free pages to the file system; return how many are left, `before` if nothing more can be done."""
+        with self.read() as db:
+            free, size, pages, mode = (
+                db.execute(f"PRAGMA {name}").fetchone()[0]
+                for name in ("freelist_count", "page_size", "page_count", "auto_vacuum")
+            )
+            if free * size <= SLACK:
+                return before
+            if mode:
+                db.executescript(f"PRAGMA incremental_vacuum({STEP})")  # `execute` would free a single page
+            elif 2 * free < pages:  # written without auto_vacuum: rewrite it once less than half of it is in use
+                return before
+            else:
+                db.execute("PRAGMA auto_vacuum=INCREMENTAL")
+                db.execute("VACUUM")
+            return int(db.execute("PRAGMA freelist_count").fetchone()[0])
+
+    @contextmanager
+    def read(self) -> Iterator[sqlite3.Connection]:
+        """Hold the connection for this thread alone."""
+        with self._lock:
+            try:
+                yield self._db
+            except sqlite3.Error as error:
+                self._failure, self._failed_at = f"the collections cannot be used: {error}", self._now()
+                raise Unavailable(self._failure, retry_after=10.0) from error
+
+
+RANK_OFFSET = 60
+"""The constant k of reciprocal rank fusion: the smaller, the more the first places count."""
 MAX_HELD = 512 << 20
-"""Bytes of vectors that are held in memory, of the collections that were searched last; at least those of one."""
+"""Bytes of vectors held in memory, those of the last searched collections; at least those of one."""
 CANDIDATES = 100
-"""Chunks that each of the two lists names."""
+"""Chunks taken from each of the two rankings."""
 _WORDS = re.compile(r"\w+")
 MAX_QUESTION = 10_000
-"""Characters of a question in which words are looked for."""
+"""Characters of a question that are searched for words."""
 MAX_WORDS = 64
-"""Words of a question that are looked for."""
-FORMS = (
+"""Words of a question used in the full-text search."""
+MIGRATIONS = (
     """
 CREATE TABLE collections (key INTEGER PRIMARY KEY, tenant TEXT NOT NULL, id TEXT NOT NULL, created REAL NOT NULL,
   chunk INTEGER NOT NULL, overlap INTEGER NOT NULL, model TEXT NOT NULL DEFAULT '', identity BLOB NOT NULL DEFAULT x'',
@@ -77,12 +173,15 @@ UPDATE documents SET kept = length(CAST(name AS BLOB)) + length(metadata) + coal
   sum(2 * length(CAST(heading || text AS BLOB)) + length(vector)) FROM chunks WHERE document = documents.key), 0);
 """,
 )
-"""The forms that the file has had, each made of the one before."""
+"""The schema's history, as `Database` applies it."""
 
 
 def bytes_of(new: NewDocument, pieces: Sequence[Piece], width: int) -> int:
-    """Return about how many bytes a document takes: its name and metadata, a vector of `width` numbers for each chunk,
-    and headings and texts, which the index of words has once more."""
+    """Return about how many bytes a document takes on disk.
+
+    That is its name and metadata, a float32 vector of `width` numbers a chunk, and headings and texts twice: the
+    full-text index has a copy.
+    """
     texts = sum(len((piece.heading + piece.text).encode("utf-8", "replace")) for piece in pieces)
     return (
         len(new.name.encode("utf-8", "replace"))
@@ -93,14 +192,14 @@ def bytes_of(new: NewDocument, pieces: Sequence[Piece], width: int) -> int:
 
 
 class DocumentStore:
-    """One file. Every method may raise Unavailable where the disk refuses it."""
+    """All tenants' collections in one file. Every method may raise Unavailable if the disk refuses it."""
 
     def __init__(self, path: Path, now: Callable[[], float]) -> None:
         self._now = now
-        self.database = Database(path, FORMS, now)
+        self.database = Database(path, MIGRATIONS, now)
         self._change, self._read = self.database.change, self.database.read
         self._matrices: OrderedDict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = OrderedDict()
-        """Keys and vectors of the chunks of a collection, by its key; that which was asked for last is the last."""
+        """Keys and vectors of a collection's chunks, by its key; the most recently used last."""
 
     def close(self) -> None:
         """Close the file."""
@@ -111,12 +210,12 @@ class DocumentStore:
     def create(
         self, tenant: str, id: str, chunk: int, overlap: int, metadata: Mapping[str, str], name: str = ""
     ) -> Collection:
-        """A new collection. Conflict if its id is taken, Overloaded if there are too many."""
+        """Create a collection. Raise Conflict if its id is taken, Overloaded above MAX_COLLECTIONS."""
         with self._change() as db:
             (count,) = db.execute("SELECT count(*) FROM collections WHERE tenant=?", (tenant,)).fetchone()
             if count >= MAX_COLLECTIONS:
                 raise Overloaded(f"there are {MAX_COLLECTIONS} collections, the limit; delete some", retry_after=60.0)
-            # never one that a collection has had: callers hold keys while they embed, and would go on with another's
+            # Keys are never reused: a caller that embeds while a collection is deleted must not write into another.
             (key,) = db.execute("UPDATE last SET key = key + 1 RETURNING key").fetchone()
             try:
                 db.execute(
@@ -129,7 +228,7 @@ class DocumentStore:
             return self._collection(db, tenant, id)
 
     def bytes_of(self, tenant: str) -> int:
-        """Return about how many bytes a tenant's collections take, with their documents and files."""
+        """Return about how many bytes a tenant's collections take, documents and files included."""
         theirs = "(SELECT key FROM collections WHERE tenant=?)"
         with self._read() as db:
             (found,) = db.execute(
@@ -141,12 +240,12 @@ class DocumentStore:
         return int(found)
 
     def collection(self, tenant: str, id: str) -> Collection:
-        """One collection. NotFound for one that is not there or is another tenant's."""
+        """Return one collection. Raise NotFound if there is none or it is another tenant's."""
         with self._read() as db:
             return self._collection(db, tenant, id)
 
     def collections(self, tenant: str) -> list[Collection]:
-        """A tenant's, most recently created first."""
+        """Return a tenant's collections, the newest first."""
         with self._read() as db:
             ids = db.execute(
                 "SELECT id FROM collections WHERE tenant=? ORDER BY created DESC, id", (tenant,)
@@ -171,7 +270,7 @@ class DocumentStore:
         return Collection(**given, metadata=metadata, documents=documents, size=size, chunks=chunks)
 
     def change(self, tenant: str, id: str, name: str | None, metadata: Mapping[str, str] | None) -> Collection:
-        """Give a collection another name or other metadata; None: as it is."""
+        """Replace a collection's name or metadata; None leaves it."""
         with self._change() as db:
             found = self._collection(db, tenant, id)
             name = found.name if name is None else name
@@ -180,7 +279,7 @@ class DocumentStore:
             return self._collection(db, tenant, id)
 
     def delete(self, tenant: str, id: str) -> None:
-        """Erase a collection with all that it holds."""
+        """Erase a collection with its documents and vectors."""
         with self._change() as db:
             found = self._collection(db, tenant, id)
             self._erase_chunks(db, "collection", found.key)
@@ -200,9 +299,9 @@ class DocumentStore:
         made: Sequence[Vector],
         model: tuple[str, bytes, int],
     ) -> StoredDocument:
-        """A document with its chunks and their vectors, which `model` (name, identity, width) has made.
+        """Store a document with its chunks and their vectors, made by `model` (name, identity, width).
 
-        Conflict if its id is taken, or if other documents of the collection have vectors of another model.
+        Raise Conflict if its id is taken, a limit is reached, or the collection has vectors of another model.
         """
         with self._change() as db:
             self._check_room(db, collection, len(pieces), model)
@@ -245,12 +344,12 @@ class DocumentStore:
             raise Conflict(f"the vectors of collection {collection.id} are of the model {row[0]}, not of {model[0]}")
 
     def document(self, collection: Collection, id: str) -> StoredDocument:
-        """One document. NotFound for one that is not there."""
+        """Return one document. Raise NotFound if the collection does not have it."""
         with self._read() as db:
             return self._document(db, collection, id)
 
     def documents(self, collection: Collection) -> list[StoredDocument]:
-        """All documents, in the order in which they were added."""
+        """Return all documents in the order in which they were added."""
         with self._read() as db:
             rows = db.execute(f"{_DOCUMENTS} ORDER BY key", (collection.key,)).fetchall()
             return [_read_document(row) for row in rows]
@@ -262,7 +361,7 @@ class DocumentStore:
         return _read_document(row)
 
     def note(self, collection: Collection, id: str, metadata: Mapping[str, Attribute]) -> None:
-        """Give a document other metadata."""
+        """Replace a document's metadata."""
         with self._change() as db:
             found = self._document(db, collection, id)
             data = msgspec.json.encode(metadata)
@@ -272,7 +371,7 @@ class DocumentStore:
             )
 
     def texts(self, collection: Collection, id: str) -> list[str]:
-        """The chunks of a document, in order."""
+        """Return the texts of a document's chunks, in order."""
         with self._read() as db:
             found = self._document(db, collection, id)
             rows = db.execute("SELECT text FROM chunks WHERE document=? ORDER BY number", (found.key,)).fetchall()
@@ -291,12 +390,12 @@ class DocumentStore:
     def _erase_chunks(self, db: sqlite3.Connection, of: str, key: int) -> None:
         db.execute(f"DELETE FROM words WHERE rowid IN (SELECT key FROM chunks WHERE {of}=?)", (key,))
         db.execute(f"DELETE FROM chunks WHERE {of}=?", (key,))
-        db.execute("INSERT INTO words (words) VALUES ('optimize')")  # what was erased is in the index until then
+        db.execute("INSERT INTO words (words) VALUES ('optimize')")  # until then the erased words stay in the index
 
     # ------------------------------------------------------------------------------------------------------- search
 
     def search(self, collection: Collection, question: str, vector: Vector, wanted: Search) -> list[SearchHit]:
-        """The chunks that fit best; none of a collection that is gone."""
+        """Return the best hits, best first; none if the collection was deleted."""
         with self._read() as db:
             if db.execute("SELECT 1 FROM collections WHERE key=?", (collection.key,)).fetchone() is None:
                 return []
@@ -311,13 +410,13 @@ class DocumentStore:
             ranks: dict[int, float] = {}
             for listed, weight in zip((by_vector, by_words), wanted.weights, strict=True):
                 for place, key in enumerate(listed[:CANDIDATES], 1):
-                    ranks[key] = ranks.get(key, 0.0) + weight / (SHARE + place)
+                    ranks[key] = ranks.get(key, 0.0) + weight / (RANK_OFFSET + place)
             good = [key for key in ranks if score_of[key] >= wanted.min_score]
             best = sorted(good, key=lambda key: (-ranks[key], key))[: wanted.top_k]
             return [SearchHit(chunk=self._chunk(db, key), score=score_of[key], rank=ranks[key]) for key in best]
 
     def _allowed(self, db: sqlite3.Connection, collection: Collection, wanted: Search) -> set[int] | None:
-        """The chunks that the filters let through; None for all."""
+        """Return the keys of chunks that pass the filters; None without filters."""
         if not wanted.documents and not wanted.metadata and wanted.fits is None:
             return None
         found: set[int] = set()
@@ -335,7 +434,7 @@ class DocumentStore:
     def _scores(
         self, db: sqlite3.Connection, collection: Collection, vector: Vector
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The cosine of every chunk with the question."""
+        """Return all chunk keys of a collection and their cosine similarities with the question, both [chunks]."""
         import numpy as np
 
         if collection.key not in self._matrices:
@@ -349,8 +448,8 @@ class DocumentStore:
         keys, matrix = self._matrices[collection.key]
         if not len(keys):
             return keys, np.zeros(0, np.float32)
-        if matrix.shape[1] != len(vector):  # while the question was embedded, its documents were made anew
-            raise Conflict(f"the vectors of collection {collection.id} are of another model meanwhile; ask again")
+        if matrix.shape[1] != len(vector):  # re-embedded by another model while the question was embedded
+            raise Conflict(f"collection {collection.id} was just embedded anew by another model; ask again")
         return keys, matrix @ vector
 
     def _by_words(self, db: sqlite3.Connection, collection: Collection, question: str) -> list[int]:

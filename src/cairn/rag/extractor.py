@@ -1,4 +1,4 @@
-"""The parent's side of `cairn.rag.extraction`: a process for each document, killed when it overruns."""
+"""Parent side of `cairn.rag.extraction`: one helper process a document, killed when it overruns."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ import msgspec
 
 from cairn.rag.definition import MAX_BYTES, DocumentKind
 from cairn.rag.extraction import MEMORY, SECONDS, Extracted
-from cairn.rag.outline import Section
-from cairn.rag.turns import TenantPlaces
+from cairn.rag.fair_semaphore import FairSemaphore
+from cairn.rag.reading import Section
 from cairn.system.helper_process import helper_command, helper_environment
 from cairn.types.errors import InvalidRequest, Unavailable
 
 AT_ONCE = 2
-"""Documents that are read at once: each may take a core and a gigabyte."""
+"""Documents read at once: each may take a core and a gigabyte."""
 STALLED = 4.0 * SECONDS
-"""Seconds after which a process is killed that has not used up its own processor time: the machine is busy, or it
-waits for something."""
+"""Wall-clock seconds after which a helper is killed even if it has processor time left."""
 PAUSES = (0.1, 0.5, 2.0)
-"""Seconds after which a process that the system refused is asked for again."""
+"""Pauses in seconds before starting a helper is tried again."""
 MOST_READ = 2 * MAX_BYTES + (16 << 20)
-"""Bytes that a process may answer: text of the longest document, and headings."""
+"""Bytes read from a helper at most: the longest document's text and its headings."""
 
 
 def aside(data: bytes) -> BinaryIO:
-    """A real file without a name that holds this, at its beginning. Unavailable where the disk refuses it."""
+    """Return an unnamed temporary file that holds `data`, at its start. Raise Unavailable if the disk refuses it."""
     try:
         file = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
         try:
@@ -43,18 +42,18 @@ def aside(data: bytes) -> BinaryIO:
 
 
 class Extractor:
-    """Reads documents, a few at once, one of a tenant."""
+    """Reads documents in helper processes: a few at once, at most one of each tenant."""
 
     def __init__(self) -> None:
-        self._turns = TenantPlaces(AT_ONCE)
+        self._slots = FairSemaphore(AT_ONCE)
 
     async def read(self, tenant: str, kind: DocumentKind, file: BinaryIO, field: str) -> list[Section]:
-        """The sections of a document in a real file, from where it stands.
+        """Return the sections of a document, read from `file`'s current position.
 
-        InvalidRequest naming `field` for what cannot be read, or not within the limits; Unavailable where no process
-        can be started. The process is gone on return, also when the caller was cancelled.
+        Raise InvalidRequest, naming `field`, if the document cannot be read or exceeds a limit, and Unavailable if no
+        helper can be started. The helper has ended on return, also if the caller is cancelled.
         """
-        async with self._turns.place(tenant):
+        async with self._slots.slot(tenant):
             process = await _started(kind, file)
             try:
                 async with asyncio.timeout(STALLED):
@@ -70,7 +69,7 @@ class Extractor:
 
 
 async def _started(kind: DocumentKind, file: BinaryIO) -> asyncio.subprocess.Process:
-    """A process that reads a document. A machine under load refuses one for a moment: it is asked again."""
+    """Start a helper. A machine under load may refuse one for a moment, so this retries."""
     for pause in (*PAUSES, None):
         try:
             return await asyncio.create_subprocess_exec(
@@ -81,7 +80,7 @@ async def _started(kind: DocumentKind, file: BinaryIO) -> asyncio.subprocess.Pro
                 env=helper_environment(),
                 start_new_session=True,  # Ctrl-C in a terminal is for the parent
             )
-        except (OSError, RuntimeError) as error:  # a RuntimeError: of the thread that waits for the process
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread to wait for it
             if pause is None:
                 raise Unavailable(f"the document cannot be read now: {error}", retry_after=5.0) from error
             await asyncio.sleep(pause)

@@ -1,4 +1,4 @@
-"""Files as they were uploaded, in one SQLite file: kept byte by byte until they are deleted, and overwritten then."""
+"""Uploaded files in one SQLite file: kept byte for byte until deleted, then overwritten."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from cairn.rag.database import Database
+from cairn.rag.document_store import Database
 from cairn.types.errors import NotFound, Overloaded
 
 MAX_FILES = 10_000
@@ -17,7 +17,7 @@ MAX_FILES = 10_000
 MAX_KEPT = 10 << 30
 """Bytes of all files of one tenant."""
 _PIECE = 1 << 20
-_FORMS = (
+_MIGRATIONS = (
     """
 CREATE TABLE files (key INTEGER PRIMARY KEY, tenant TEXT NOT NULL, id TEXT NOT NULL, name TEXT NOT NULL,
   purpose TEXT NOT NULL, created REAL NOT NULL, size INTEGER NOT NULL, UNIQUE (tenant, id));
@@ -28,11 +28,11 @@ CREATE TABLE last (key INTEGER NOT NULL);
 INSERT INTO last SELECT coalesce(max(key), 0) FROM files;
 """,
 )
-"""The forms that the file has had, each made of the one before."""
+"""The schema's history, as `Database` applies it."""
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file."""
+    """An uploaded file, without its content."""
 
     key: int
     id: str
@@ -43,10 +43,10 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileStore:
-    """The files of all tenants. Any thread may call; every method may raise Unavailable where the disk refuses it."""
+    """The files of all tenants. Thread-safe; every method may raise Unavailable if the disk refuses it."""
 
     def __init__(self, path: Path, now: Callable[[], float]) -> None:
-        self._now, self.database = now, Database(path, _FORMS, now)
+        self._now, self.database = now, Database(path, _MIGRATIONS, now)
         self.folder = path.parent
 
     def close(self) -> None:
@@ -76,23 +76,23 @@ class FileStore:
             return self._file(db, tenant, id)
 
     def get(self, tenant: str, id: str) -> StoredFile:
-        """One file. NotFound for one that is not there or is another tenant's."""
+        """Return one file. Raise NotFound if there is none or it is another tenant's."""
         with self.database.read() as db:
             return self._file(db, tenant, id)
 
     def list(self, tenant: str) -> list[StoredFile]:
-        """A tenant's, the oldest first."""
+        """Return a tenant's files, the oldest first."""
         with self.database.read() as db:
             ids = db.execute("SELECT id FROM files WHERE tenant=? ORDER BY key", (tenant,)).fetchall()
             return [self._file(db, tenant, id) for (id,) in ids]
 
     def bytes_of(self, tenant: str) -> int:
-        """How many bytes a tenant's files have."""
+        """Return the size of all files of a tenant, in bytes."""
         with self.database.read() as db:
             return int(db.execute("SELECT coalesce(sum(size), 0) FROM files WHERE tenant=?", (tenant,)).fetchone()[0])
 
     def pieces(self, file: StoredFile) -> Iterator[bytes]:
-        """What it holds, a piece at a time. NotFound where it is deleted meanwhile."""
+        """Yield the content in pieces. Raise NotFound if the file is deleted meanwhile."""
         left, number = file.size, 0
         while left:
             with self.database.read() as db:
@@ -103,7 +103,7 @@ class FileStore:
             left, number = left - len(row[0]), number + 1
 
     def copy(self, file: StoredFile, target: BinaryIO) -> None:
-        """Write all of it into another file."""
+        """Write the content to `target`."""
         for piece in self.pieces(file):
             target.write(piece)
 

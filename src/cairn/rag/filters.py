@@ -1,4 +1,4 @@
-"""Filters over what is noted of documents, as OpenAI has them: comparisons, joined by `and` and `or`."""
+"""OpenAI's attribute filters over documents: comparisons joined by `and` and `or`."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ Filter = Callable[[Mapping[str, Attribute]], bool]
 
 MAX_COMPARISONS = 64
 MAX_LISTED = 256
-"""Values that one comparison may list."""
+"""Values of one `in` or `nin` comparison."""
 _DEEPEST = 8
 
 
 def filter_of(given: Any, field: str = "filters") -> Filter:
-    """What a filter lets through. InvalidRequest for what is none."""
+    """Compile a filter to a predicate over a document's attributes. Raise InvalidRequest if it is not valid."""
     return _FilterReader().read(given, field, 1)
 
 
 class _FilterReader:
-    """Reads one filter, and counts what it holds."""
+    """Compiles one filter and counts its comparisons."""
 
     def __init__(self) -> None:
         self._count = 0
 
     def read(self, given: Any, field: str, depth: int) -> Filter:
-        """A filter, or a part of one."""
+        """Compile a filter or a part of one, at this depth of nesting."""
         if not isinstance(given, dict):
             raise InvalidRequest(f"{field} must be an object", field=field)
         if depth > _DEEPEST:
@@ -88,5 +88,5 @@ def _is_value(value: object) -> bool:
 
 
 def _same(one: object, other: object) -> bool:
-    """Equal, where true is no number."""
+    """Return whether two values are equal; true is not 1."""
     return isinstance(one, bool) == isinstance(other, bool) and one == other

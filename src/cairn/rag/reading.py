@@ -1,19 +1,59 @@
-"""The text of a document by its structure: sections, each with the headings above it.
+"""Splits a document's text into sections, each with the headings above it, and sections into overlapping chunks.
 
-Markdown by its headings, outside of blocks of code; HTML by its headings and blocks, without scripts and styles; a
-plain text is one section. Nothing of a document is run or fetched.
+Markdown is split at headings outside code blocks, HTML at headings and block elements with scripts and styles left
+out. A plain text is one section. Nothing in a document is run or fetched.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
+from typing import NamedTuple
 
-from cairn.rag.definition import BINARY, DocumentKind
-from cairn.rag.outline import Outline, Section
+from cairn.rag.definition import BINARY, MAX_CHUNKS, DocumentKind
+
+MAX_TITLE = 200
+"""Characters kept of a title: every section and chunk below it repeats it."""
+DEEPEST = 9
+"""The deepest heading level that is told apart; deeper ones count as this level."""
+
+
+class UnreadableDocument(Exception):
+    """A document cannot be read; the message says why and is sent to the client."""
+
+
+class Section(NamedTuple):
+    """A part of a document with the titles above it, joined by ` > `."""
+
+    heading: str
+    text: str
+
+
+class Outline:
+    """Collects sections below the headings that are open."""
+
+    def __init__(self) -> None:
+        self.sections: list[Section] = []
+        self._open: list[tuple[int, str]] = []
+
+    def head(self, level: int, title: str) -> None:
+        """Open a heading; headings of its level and deeper are closed."""
+        level = min(level, DEEPEST)
+        self._open = [one for one in self._open if one[0] < level]
+        if title := title[:MAX_TITLE].rstrip():
+            self._open.append((level, title))
+
+    def add(self, text: str) -> None:
+        """Add a section below the open headings. Raise UnreadableDocument above MAX_CHUNKS sections."""
+        if text.strip():
+            if len(self.sections) == MAX_CHUNKS:  # each is a chunk at least
+                raise UnreadableDocument(f"the document has more than {MAX_CHUNKS} sections with text, the limit")
+            self.sections.append(Section(" > ".join(title for _, title in self._open), text.strip()))
+
 
 _HEADING = re.compile(r" {0,3}(#{1,6})[ \t](.*)")
-"""What closes a heading is taken off apart: an expression for it as well tries all ways to share out the blanks."""
+# The closing #s are stripped separately: matching them here too would backtrack over every split of the blanks.
 _FENCE = re.compile(r" {0,3}(```+|~~~+)")
 _BLOCKS = frozenset({"p", "div", "section", "article", "main", "header", "footer", "aside", "nav", "ul", "ol", "li"})
 _BLOCKS |= {"table", "tr", "td", "th", "pre", "blockquote", "br", "hr", "dl", "dt", "dd"}
@@ -22,7 +62,7 @@ _LEVELS = {f"h{level}": level for level in range(1, 7)}
 
 
 def sections(text: str, kind: DocumentKind) -> list[Section]:
-    """The sections of a document that hold text, in order."""
+    """Return the sections that hold text, in order."""
     assert kind not in BINARY
     if kind == "md":
         return _markdown(text)
@@ -96,6 +136,50 @@ class _HtmlReader(HTMLParser):
             self._text.append("\n\n")
 
     def end(self) -> None:
-        """The text so far is a section."""
+        """Close the section read so far."""
         self.outline.add(re.sub(r"\n{3,}", "\n\n", "".join(self._text)))
         self._text = []
+
+
+_BREAKS = ("\n\n", "\n", ". ", "? ", "! ", "; ", ", ", " ")
+"""Marks after which a text is cut, the best first."""
+
+
+class Piece(NamedTuple):
+    """A chunk before it is stored."""
+
+    heading: str
+    text: str
+
+
+def chunks(found: Sequence[Section], most: int, overlap: int) -> Iterator[Piece]:
+    """Yield pieces of at most `most` characters.
+
+    Each piece after the first of its section repeats up to `overlap` characters of the one before.
+    """
+    for section in found:
+        start = 0
+        text = section.text
+        while start < len(text):
+            end = len(text) if len(text) - start <= most else _cut(text, start, start + most)
+            if piece := text[start:end].strip():
+                yield Piece(section.heading, piece)
+            if end == len(text):
+                break
+            start = max(_begin(text, end - overlap, end), start + 1)
+
+
+def _cut(text: str, start: int, end: int) -> int:
+    """Return where to end a piece: after the best break in its second half, else at `end`."""
+    middle = start + (end - start) // 2
+    for mark in _BREAKS:
+        at = text.rfind(mark, middle, end)
+        if at >= 0:
+            return at + len(mark)
+    return end
+
+
+def _begin(text: str, start: int, end: int) -> int:
+    """Return where the next piece begins: at the first word after `start`."""
+    at = text.find(" ", start, end)
+    return end if at < 0 else at + 1

@@ -1,4 +1,4 @@
-"""Collections as OpenAI's vector stores: uploaded files are put into them while their callers do something else."""
+"""OpenAI's vector stores over collections: uploaded files are read and embedded in background tasks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from contextlib import AbstractAsyncContextManager
 from cairn.rag.attachments import Attachment, Attachments, WantedFile
 from cairn.rag.collections import Collections, Embedder, Room, endless
 from cairn.rag.definition import Attribute, Collection, NewDocument, kind_of
+from cairn.rag.fair_semaphore import FairSemaphore
 from cairn.rag.file_store import FileStore, StoredFile
-from cairn.rag.turns import TenantPlaces
 from cairn.system.deadline import DEADLINE
 from cairn.system.spans import PRESENT
 from cairn.types.errors import CairnError, NotFound, trace
@@ -21,15 +21,15 @@ from cairn.types.errors import CairnError, NotFound, trace
 log = logging.getLogger("cairn.api")
 
 AT_ONCE = 2
-"""Files that are read and embedded at once, one of a tenant."""
+"""Files read and embedded at once; at most one of each tenant."""
 FIELD = "file"
 
 Embedders = Callable[[], AbstractAsyncContextManager[Embedder]]
-"""What makes vectors for a caller; the model is loaded while it is entered."""
+"""Opens the embedding model for a caller; it stays loaded while entered."""
 
 
 class VectorStores:
-    """The files of collections. Every method runs on the event loop."""
+    """Files attached to collections. Every method runs on the event loop."""
 
     def __init__(
         self, collections: Collections, files: FileStore, attachments: Attachments, room: Room = endless
@@ -37,13 +37,13 @@ class VectorStores:
         self._collections, self._store, self._room = collections, collections.store, room
         self.files, self.attachments = files, attachments
         self._tasks: dict[tuple[int, str], asyncio.Task[None]] = {}
-        """What puts a file in, by its collection's key and its id."""
-        self._turns = TenantPlaces(AT_ONCE)
+        """Running tasks, by collection key and file id."""
+        self._slots = FairSemaphore(AT_ONCE)
 
     async def attach(
         self, tenant: str, id: str, wanted: Sequence[WantedFile], embedders: Embedders, batch: str = ""
     ) -> list[Attachment]:
-        """Begin to put files into a collection; how far they are. NotFound for a file that is not there."""
+        """Start adding files to a collection and return their states. Raise NotFound for an unknown file."""
         collection = await asyncio.to_thread(self._store.collection, tenant, id)
         files = {one.file: await asyncio.to_thread(self.files.get, tenant, one.file) for one in wanted}
         for one in await asyncio.to_thread(self.attachments.begin, collection, wanted, batch):
@@ -60,12 +60,12 @@ class VectorStores:
     async def _put(
         self, tenant: str, collection: Collection, file: StoredFile, one: Attachment, embedders: Embedders
     ) -> None:
-        """Read and embed a file. How it ended is noted; what a cancellation leaves is noted by whoever cancels."""
-        DEADLINE.set(None)  # the call that asked for it is answered long before
+        """Read and embed a file and record how it ended; after a cancellation the canceller records it."""
+        DEADLINE.set(None)  # the request that started it is answered long before
         PRESENT.set(None)
         code = why = ""
         try:
-            async with self._turns.place(tenant):
+            async with self._slots.slot(tenant):
                 with tempfile.TemporaryFile(dir=self.files.folder) as copy:
                     await asyncio.to_thread(self.files.copy, file, copy)
                     copy.seek(0)
@@ -88,7 +88,7 @@ class VectorStores:
             )
 
     async def cancel(self, tenant: str, id: str, batch: str) -> None:
-        """End what is still to be read of the files that were put in together."""
+        """Cancel the files of a batch that are still in progress."""
         collection = await asyncio.to_thread(self._store.collection, tenant, id)
         for one in await asyncio.to_thread(self.attachments.all, collection, batch):
             if one.state == "in_progress":
@@ -102,8 +102,10 @@ class VectorStores:
             await asyncio.wait({task})
 
     async def listed(self, tenant: str, id: str, batch: str = "") -> tuple[Collection, list[Attachment]]:
-        """A collection, and its files however far they are, the oldest first; documents that were added without a file
-        are among them."""
+        """Return a collection and its files in any state, the oldest first.
+
+        Without `batch`, documents that were added without an uploaded file are included as completed.
+        """
         collection = await asyncio.to_thread(self._store.collection, tenant, id)
         found = await asyncio.to_thread(self.attachments.all, collection, batch)
         if not batch:
@@ -128,7 +130,7 @@ class VectorStores:
         return collection, found
 
     async def one(self, tenant: str, id: str, file: str) -> tuple[Collection, Attachment]:
-        """One file of a collection."""
+        """Return a collection and one of its files. Raise NotFound if it has no such file."""
         collection, found = await self.listed(tenant, id)
         for one in found:
             if one.file == file:
@@ -136,14 +138,14 @@ class VectorStores:
         raise NotFound(f"{id[:64]} has no file {file[:64]}", field="file_id")
 
     async def note(self, tenant: str, id: str, file: str, attributes: Mapping[str, Attribute]) -> None:
-        """Other attributes for a file of a collection."""
+        """Replace the attributes of a file in a collection."""
         collection, _ = await self.one(tenant, id, file)
         await asyncio.to_thread(self.attachments.note, collection, file, attributes)
-        with contextlib.suppress(NotFound):  # it is still being read, or could not be
+        with contextlib.suppress(NotFound):  # no document yet, or reading it failed
             await asyncio.to_thread(self._store.note, collection, file, attributes)
 
     async def detach(self, tenant: str, id: str, file: str) -> None:
-        """Take a file out of a collection; the file itself stays."""
+        """Remove a file from a collection; the uploaded file stays."""
         collection, _ = await self.one(tenant, id, file)
         await self._end(collection, file)
         await asyncio.to_thread(self.attachments.remove, collection, file)
@@ -151,7 +153,7 @@ class VectorStores:
             await asyncio.to_thread(self._store.remove, collection, file)
 
     async def delete_file(self, tenant: str, file: str) -> None:
-        """Erase a file, and what collections hold of it."""
+        """Erase a file and its documents in all collections."""
         await asyncio.to_thread(self.files.get, tenant, file)
         for id in await asyncio.to_thread(self.attachments.of_file, tenant, file):
             with contextlib.suppress(NotFound):

@@ -20,8 +20,7 @@ from cairn.frontend.request_table import Used
 from cairn.frontend.service import Service
 from cairn.frontend.watchdog import Patience
 from cairn.router.fit import Fit, free_now, measure
-from cairn.router.model_leases import ModelLeases
-from cairn.router.registry import ModelRegistry
+from cairn.router.registry import ModelLeases, ModelRegistry
 from cairn.router.served_model import LoadedModel, ServedModel, locate
 from cairn.router.services import RequestIds, Services
 from cairn.system.interfaces import Clock

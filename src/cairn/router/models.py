@@ -22,8 +22,7 @@ from cairn.frontend.service import SHUTTING_DOWN, Service
 from cairn.frontend.watchdog import Patience
 from cairn.router.fit import free_now
 from cairn.router.loader import FAILED_SECONDS, ModelLoader
-from cairn.router.model_leases import ModelLeases
-from cairn.router.registry import ModelRegistry
+from cairn.router.registry import ModelLeases, ModelRegistry
 from cairn.router.served_model import LoadedModel, ServedModel, locate, served_models
 from cairn.router.services import Services
 from cairn.router.swap import ModelSwap

@@ -2,13 +2,71 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 
 import msgspec
 
 from cairn.config.config import Config, ModelOptions
 from cairn.router.served_model import LoadedModel, ServedModel, check_names, first_of
 from cairn.types.errors import InvalidRequest, UnknownModel
+
+
+class Lease:
+    """One call has a model. Tasks that the call has begun see when it is over, too."""
+
+    __slots__ = ("model", "over")
+
+    def __init__(self, model: ServedModel) -> None:
+        self.model, self.over = model, False
+
+
+_HELD: ContextVar[tuple[Lease, ...]] = ContextVar("held", default=())
+"""What the call of this task has."""
+
+
+class ModelLeases:
+    """The leases of one server's models. One event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Lease, ...]] = []
+        """What calls have that wait for another model: it does not get free before they have that."""
+
+    @staticmethod
+    def held() -> tuple[Lease, ...]:
+        """What the call of this task has now."""
+        return tuple(lease for lease in _HELD.get() if not lease.over)
+
+    @contextlib.contextmanager
+    def lease(self, model: ServedModel, loaded: LoadedModel) -> Iterator[None]:
+        """The call of this task has a loaded model meanwhile."""
+        loaded.users += 1
+        before, lease = _HELD.get(), Lease(model)
+        _HELD.set((*before, lease))
+        try:
+            yield
+        finally:
+            lease.over = True
+            _HELD.set(before)
+            loaded.users -= 1
+
+    @contextlib.contextmanager
+    def waiting(self, model: ServedModel) -> Iterator[tuple[Lease, ...]]:
+        """The call of this task waits for a model meanwhile; what it has."""
+        held = self.held()
+        model.waiting += 1
+        self._waiting.append(held)
+        try:
+            yield held
+        finally:
+            model.waiting -= 1
+            self._waiting.remove(held)
+
+    def waits(self, model: ServedModel) -> bool:
+        """Whether a call that has this model waits for another one."""
+        return any(lease.model is model and not lease.over for held in self._waiting for lease in held)
+
 
 SHOWN_NAMES = 20
 """How many names a refusal lists."""
@@ -56,6 +114,13 @@ class ModelRegistry:
     def has(self, name: str) -> bool:
         """Whether a model has this name."""
         return name in self._by_name or name.removesuffix(":latest") in self._by_name
+
+    def spelt(self, name: str) -> str:
+        """Return the name of a model that this one differs from in case and in a `:latest` alone; else the name."""
+        if name in self._by_name:
+            return name
+        wanted = {name.casefold(), name.casefold().removesuffix(":latest")}
+        return next((known for known in self._by_name if known.casefold() in wanted), name)
 
     def by_identity(self, identity: bytes) -> ServedModel | None:
         """The model that was loaded with this identity, if any still is in its place."""

@@ -10,7 +10,7 @@ from typing import Protocol
 from cairn.kv.pool.sequence_kv import SequenceKV
 from cairn.scheduler.fairness import AGE_SECONDS
 from cairn.types.errors import ContextTooLong, InvalidRequest
-from cairn.types.outputs import FinishReason, Timing
+from cairn.types.outputs import FinishReason, PromptProgress, Timing
 from cairn.types.request import Request
 from cairn.types.stats import CacheReport, Miss
 from cairn.types.step import Pending, Row
@@ -159,6 +159,11 @@ class Sequence:
     def missing(self) -> int:
         """Tokens to compute before that."""
         return len(self.tokens) - self.unneeded - self.computed  # not by `target`: asked of each row of each step
+
+    def progress(self) -> PromptProgress | None:
+        """How far its prompt is."""
+        cached = 0 if self.report is None else self.report.cached
+        return PromptProgress(cached, min(self.computed, self.prompt_len)) if self.computed > cached else None
 
     def needs(self, block_tokens: int) -> int:
         """Blocks of a full group that it does not hold yet."""

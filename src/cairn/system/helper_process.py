@@ -1,8 +1,7 @@
-"""Helper processes, as the process that starts them sees them: each reads what a stranger wrote, so that a bomb costs
-that helper and nothing else.
+"""Parent side of helper processes, which read untrusted input so that a bomb costs only the helper.
 
-A helper gets no descriptor but its end of a socket, which is its standard input, and no variable of the environment
-but those that Python needs to start. It sets its own limits (`helper_limits`) and talks in frames (`frames`).
+A helper inherits no descriptor but its end of a socket, as standard input, and no environment variable but those that
+Python needs to start. It sets its own limits (`helper_limits`) and talks in frames (`frames`).
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from contextlib import suppress
 from cairn.system.frames import MAX_FRAME, PIECE
 
 KEPT_VARIABLES = ("DYLD_LIBRARY_PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "TZ")
-"""Without the first four this Python, or the package, may not start; chat templates are told the local time by TZ."""
+"""Variables that helpers inherit: Python may not start without the first four, templates read the time by TZ."""
 
 
 def helper_environment() -> dict[str, str]:
-    """Return all variables that a helper gets: no key, no name, no folder of the user."""
+    """Return a helper's environment, which names no key, user or folder."""
     return {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
 
 
 def helper_command(module: str, *arguments: str) -> list[str]:
-    """Return the command line of a helper. -P: nothing is imported from the working folder."""
+    """Return a helper's command line; -P keeps it from importing from the working folder."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 class HelperProcess:
-    """A helper and the parent's end of the socket to it. All but `launch` and `end` runs on one event loop.
+    """A helper and the parent's end of its socket. All but `launch` and `end` runs on one event loop.
 
-    No transport of asyncio is used: that can be closed only as long as its event loop has not ended.
+    It uses no asyncio transport, because those cannot be closed once their event loop has ended.
     """
 
     def __init__(self, popen: subprocess.Popen[bytes], sock: socket.socket) -> None:
@@ -43,7 +42,7 @@ class HelperProcess:
 
     @classmethod
     def launch(cls, module: str) -> HelperProcess:
-        """Start a helper; it imports what it needs meanwhile. Raises OSError."""
+        """Start a helper and return before it has imported its modules. Raise OSError if it cannot be started."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -53,7 +52,7 @@ class HelperProcess:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     env=helper_environment(),
-                    process_group=0,  # Ctrl-C in a terminal is for the parent
+                    process_group=0,  # Ctrl-C in a terminal must reach the parent alone
                 )
         except BaseException:
             ours.close()
@@ -62,21 +61,21 @@ class HelperProcess:
 
     @property
     def pid(self) -> int:
-        """Its number, which is that of its process group too."""
+        """Process id, which is its process group's too."""
         return self.popen.pid
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the helper still runs."""
         return self.popen.poll() is None
 
     async def exchange(self, data: bytes) -> bytes:
-        """Send a frame and return the content of the answer. Raises EOFError or OSError where the helper has ended."""
+        """Send a frame and return the answer's content. Raise EOFError or OSError if the helper has ended."""
         await asyncio.get_running_loop().sock_sendall(self.sock, data)
         return await self.receive()
 
     async def receive(self) -> bytes:
-        """Return the content of the next frame. Raises EOFError or OSError where the helper has ended."""
+        """Return the content of the next frame. Raise EOFError or OSError if the helper has ended."""
         size = int.from_bytes(await self._exactly(4), "little")
         if size > MAX_FRAME:
             raise EOFError
@@ -87,16 +86,16 @@ class HelperProcess:
         return await asyncio.to_thread(self.popen.wait)
 
     def stop(self) -> None:
-        """End it and what it has started; what waits for its answer raises EOFError."""
-        if self.runs:  # else its number may be another's by now
+        """Kill the helper and its children; a pending `receive` raises EOFError."""
+        if self.runs:  # else the process id may belong to another by now
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             self.popen.kill()
 
     def kill(self) -> asyncio.Future[int]:
-        """End it where nothing waits for its answer; the future is done when it is gone."""
+        """Kill the helper while no exchange is pending; return a future that is done when it is gone."""
         loop = asyncio.get_running_loop()
-        # What a cancelled exchange left on the loop goes at its next turn only: another may have the number then.
+        # A cancelled exchange leaves its callbacks until the next loop iteration, when another socket may have the fd.
         loop.remove_reader(self.sock)
         loop.remove_writer(self.sock)
         self.sock.close()
@@ -104,7 +103,7 @@ class HelperProcess:
         return loop.run_in_executor(None, self.popen.wait)
 
     def end(self) -> None:
-        """End it and wait until it is gone."""
+        """Kill the helper and wait until it is gone."""
         self.sock.close()
         self.stop()
         self.popen.wait()

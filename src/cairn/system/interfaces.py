@@ -26,7 +26,7 @@ class Rng(Protocol):
     """Chance."""
 
     def bits64(self) -> int:
-        """An unpredictable number in [0, 2**63)."""
+        """Return an unpredictable integer in [0, 2**63)."""
         ...
 
 
@@ -34,7 +34,7 @@ class Network(Protocol):
     """What other machines see of this one."""
 
     def addresses(self) -> list[str]:
-        """The IP addresses at which they reach it, those of IPv4 first; empty where none is known."""
+        """Return the IP addresses that others reach this machine at, IPv4 first; empty if none is known."""
         ...
 
 
@@ -114,7 +114,7 @@ class FileSystem(Protocol):
         ...
 
     def announce(self, path: Path) -> None:
-        """The file will be read soon: the system may begin to bring it into memory. Waits for nothing, never raises."""
+        """Advise the system that the file will be read soon. Return at once and never raise."""
         ...
 
     def replace(self, source: Path, target: Path) -> None:
@@ -130,7 +130,7 @@ class FileSystem(Protocol):
         ...
 
     def list(self, path: Path) -> list[FolderEntry]:
-        """What the folder holds, in no order. `FileNotFoundError` without it."""
+        """Return the folder's entries in no order. Raise FileNotFoundError if it does not exist."""
         ...
 
     def mode(self, path: Path) -> int:

@@ -144,7 +144,7 @@ class Metrics:
         self._registry.register(self)
 
     def worker_replaced(self) -> None:
-        """The counters of `kv` begin at zero again, and nothing runs."""
+        """Reset what the ended worker held; its counters are added to those of the next."""
         self.running = self.waiting = 0
         self.kv_usage = 0.0
         self._ended = [old + new for old, (_, _, new) in zip(self._ended, self._kv_counts(), strict=True)]
@@ -166,7 +166,7 @@ class Metrics:
     def record_end(
         self, reason: FinishReason, timing: Timing, *, total: float, first: float | None, generated: int, limit: int
     ) -> None:
-        """A request ended: `total` and `first` are seconds from its arrival to its end and to its first token."""
+        """Count an ended request; `total` and `first` are seconds from arrival to its end and first token."""
         self.finished[reason] += 1
         self.end_to_end.observe(total)
         self.queue.observe(timing.queue)
@@ -185,13 +185,13 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Called by prometheus-client for each scrape."""
+        """Yield all metrics; prometheus-client calls this for each scrape."""
         yield from self._plain()
         yield from self._agent_families(self.agents())
         yield from self._histograms()
 
     def of_model(self) -> Iterator[Metric]:
-        """The same without what is counted once for the whole server."""
+        """Yield the same metrics without those of the whole server."""
         yield from self._plain()
         yield from self._histograms()
 
@@ -302,7 +302,7 @@ class Metrics:
             ("kv_load_seconds", "Time that contexts waited for that.", kv.load_seconds),
             ("kv_loads_abandoned", "Loads that ended early.", kv.abandoned),
             ("kv_chunks_dropped", "Chunks given up before they were stored.", kv.dropped),
-            ("kv_chunks_deferred", "Chunks not stored at first touch: the day's bytes were written.", kv.deferred),
+            ("kv_chunks_deferred", "Chunks not stored: the day's bytes were written.", kv.deferred),
             ("kv_disk_written_bytes", "Bytes of KV written to the disk.", disk.written),
             ("kv_disk_read_bytes", "Bytes of KV read from the disk.", disk.read),
             ("kv_disk_evicted_chunks", "Chunks evicted from the disk.", disk.evicted),
@@ -334,8 +334,10 @@ class ServerMetrics:
         models: Callable[[], Sequence[Metrics]],
         more: Callable[[], Iterable[tuple[str, str, str, list[tuple[str, float]]]]],
     ) -> None:
-        """`models` are those that are loaded, the first of which tells of agents, too; `more`: of what belongs to no
-        worker kind, name, help, and pairs of a model's name and a value."""
+        """Collect the metrics of the loaded models; the first also reports agents.
+
+        `more` yields metrics that belong to no worker: kind, name, help, and (model's name, value) pairs.
+        """
         self._prefix, self._models, self._more = prefix, models, more
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -345,7 +347,7 @@ class ServerMetrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Called by prometheus-client for each scrape."""
+        """Yield all metrics; prometheus-client calls this for each scrape."""
         found: dict[str, Metric] = {}
         for number, model in enumerate(self._models()):
             for family in model.collect() if not number else model.of_model():

@@ -24,13 +24,12 @@ from cairn.system.interfaces import LOCK_FILE, FolderEntry
 
 
 def without_secrets() -> dict[str, str]:
-    """The environment for a process that needs none of Cairn's variables and no keys: those come in a frame."""
+    """Return the environment without Cairn's variables and keys, for a process that gets those in a frame."""
     return {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) and name != "HF_TOKEN"}
 
 
 def log_to_stderr(level: str, form: Literal["text", "json"] = "text") -> None:
-    """What a process of the server has to tell, from this level on. Only our own loggers become talkative: libraries
-    might log what passes through them."""
+    """Log to standard error from this level on, Cairn's own loggers only: libraries might log clients' data."""
     handler = _Patient(sys.stderr)
     plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonLines() if form == "json" else plain)
@@ -136,7 +135,7 @@ class SystemNetwork:
 
     @staticmethod
     def _outside() -> list[str]:
-        """The address that a packet to elsewhere would carry; none is sent."""
+        """Return the source address of a packet to the internet; none is sent."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             try:
                 sock.connect(("192.0.2.1", 9))
@@ -205,7 +204,7 @@ class SystemFiles:
         return entries
 
     def mode(self, path: Path) -> int:
-        """The permission bits of the name itself, not of what a link leads to."""
+        """Return the permission bits of the path itself, not of a link's target."""
         return stat.S_IMODE(os.lstat(path).st_mode)
 
     def owned(self, path: Path) -> bool:
@@ -225,7 +224,7 @@ class SystemFiles:
             os.close(handle)
 
     def free(self, path: Path) -> int:
-        """What `statvfs` leaves to an ordinary user."""
+        """Return the bytes that `statvfs` reports as free for an ordinary user."""
         facts = os.statvfs(path)
         return facts.f_bavail * facts.f_frsize
 
@@ -290,7 +289,7 @@ class SystemFile:
         os.ftruncate(self._handle, size)
 
     def size(self) -> int:
-        """The size of the open file, also when its name is gone."""
+        """Return the size of the open file, also after its name is removed."""
         return os.fstat(self._handle).st_size
 
     def disk(self) -> int:
@@ -308,7 +307,7 @@ class SystemFile:
             raise
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Close the file; a second call does nothing."""
         if self._handle >= 0:
             handle, self._handle = self._handle, -1
             os.close(handle)
@@ -336,7 +335,7 @@ class SystemLock:
             return error.errno != errno.ESTALE
 
     def release(self) -> None:
-        """A second call does nothing."""
+        """Release the lock; a second call does nothing."""
         if self._handle >= 0:
             handle, self._handle = self._handle, -1
             # A fork of this process has the file open still, and would keep the lock.

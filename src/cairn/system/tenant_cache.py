@@ -41,8 +41,7 @@ class TenantCache(Generic[V]):
         return sum(self._size(value) for _, value in self._of(tenant))
 
     def make_room(self, tenant: str, size: int) -> bool:
-        """Evict what must go for a value of `size` bytes; False, and nothing is evicted, where what is held leaves no
-        room for it."""
+        """Evict entries to fit `size` bytes; return False, and evict nothing, if entries in use leave no room."""
         goes: list[tuple[str, Hashable]] = []
         for whose, limit in ((tenant, self._most // PARTS), (None, self._most)):
             over = self.bytes(whose) + size - limit

@@ -1,4 +1,4 @@
-"""What a team is: its members, what they share, who speaks when, and how it decides."""
+"""Types of teams - members, documents, topology, voting rule - and their checks and limits."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ MAX_MEMBERS = 32
 MAX_ROUNDS = 1_000
 """Rounds of one team."""
 MAX_TURNS = 64
-"""Turns of one round, where a member decides who speaks."""
+"""Turns of one round in topologies where members decide who speaks."""
 MAX_DOCUMENTS = 64
 MAX_OPTIONS = 32
 MAX_RANKED = 6
-"""Options of a ranked vote: a ballot is one of their orders, 720 of six."""
+"""Options of a ranked vote: a ballot is one of their permutations, 720 for six."""
 MAX_TOOLS = 16
 """Tools of one member."""
 MAX_CALLS = 4
-"""Calls of a member before it speaks."""
+"""Tool calls of a member in one step, before it speaks."""
 MAX_TEXT = 1 << 18
 """Characters of one text: a role, a question, a message."""
 STATEMENT_TOKENS = 400
-"""Tokens that a statement has at most where its member says nothing of it."""
+"""Default `max_tokens` of a statement."""
 TEAM_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,30}")
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
 NOBODY = "nobody"
-"""What a member says who gives the floor to none."""
+"""Answer of a member that gives the floor to nobody."""
 SPEAKS = "none"
-"""What a member says who calls no tool."""
+"""Answer of a member that calls no tool."""
 USER = "user"
-"""Who posts messages, unless another is named."""
+"""Default sender of posted messages."""
 RESERVED = frozenset({NOBODY, USER, "team", "all", "everybody"})
 
 
 class MemberTool(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A tool of a member, which the team's owner runs."""
+    """A tool of a member; the team's owner runs it."""
 
     name: str
     description: str = ""
@@ -52,47 +52,46 @@ class MemberTool(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One member: an agent with a role."""
+    """A member: an agent with a role."""
 
     name: str
     role: str
     weight: float = 1.0
-    """Of its vote, in a weighted vote."""
+    """Weight of its vote under the rule `weighted`."""
     sampling: dict[str, Any] = {}
-    """Its options of `SamplingOptions`."""
+    """Fields of `SamplingOptions`."""
     tools: tuple[MemberTool, ...] = ()
-    """What it may call before it speaks."""
+    """Tools that it may call before it speaks."""
 
 
 class TeamDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """A text that all members know."""
+    """A text in the shared beginning of all members' contexts."""
 
     name: str
     text: str
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Who speaks in a round, and after whom."""
+    """The order of speakers in a round."""
 
     kind: TopologyKind = "round_robin"
     order: tuple[str, ...] = ()
-    """Who speaks, turn by turn; a name may stand there twice."""
+    """Speakers of `turn_by_turn`, in order; a name may be repeated."""
     coordinator: str = ""
-    """Who decides who speaks."""
+    """The member that gives the floor in `coordinator`."""
     first: str = ""
-    """Who speaks first, where a member names the next."""
+    """The first speaker in `free`, where each speaker names the next."""
     sides: tuple[str, ...] = ()
     """The two sides of a debate."""
     judge: str = ""
     turns: int = 0
-    """Turns of a round at most, where members decide; in a debate of each side. 0: as many as there are members, in a
-    debate 1."""
+    """Most turns of a round (of each side in a debate); 0: one a member, in a debate 1."""
     choices: tuple[str, ...] = ()
-    """What a statement may be, where it is one of a few: held to by grammar."""
+    """Allowed statements, enforced by a grammar; empty for free text."""
 
 
 class Team(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A team as it was made."""
+    """A team as it was created."""
 
     id: str
     system: str = ""
@@ -101,15 +100,15 @@ class Team(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     topology: Topology = Topology()
     rule: Rule = "majority"
     coordinator: str = ""
-    """Who decides, by the rule `coordinator`."""
+    """The member that decides under the rule `coordinator`."""
     seed: int = 0
     metadata: dict[str, str] = {}
     origin: str = ""
-    """The team that it was forked from."""
+    """Id of the team it was forked from."""
     origin_round: int = 0
 
     def member(self, name: str) -> Member:
-        """The member of that name. InvalidRequest for none."""
+        """Return the member of that name. Raise InvalidRequest if there is none."""
         for member in self.members:
             if member.name == name:
                 return member
@@ -117,16 +116,16 @@ class Team(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The members' names, in their order."""
+        """Names of the members, in their order."""
         return tuple(member.name for member in self.members)
 
     def agent(self, name: str) -> str:
-        """The id of a member's agent."""
+        """Return the id of a member's agent."""
         return f"{self.id}.{name}"
 
     @property
     def shared_agent(self) -> str:
-        """The id of the agent that every member is a fork of."""
+        """Id of the agent that every member is forked from."""
         return f"{self.id}..shared"
 
 
@@ -135,13 +134,13 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def check_text(text: str, field: str, most: int = MAX_TEXT) -> None:
-    """InvalidRequest for a text that is too long."""
+    """Raise InvalidRequest for a text of more than `most` characters."""
     if len(text) > most:
         raise InvalidRequest(f"{field} has {len(text)} characters; the limit is {most}", field=field)
 
 
 def check_team(team: Team) -> None:
-    """InvalidRequest where the team cannot be; it names the field and the limit."""
+    """Raise InvalidRequest, naming the field and the limit, if the team is not valid."""
     if not TEAM_ID.fullmatch(team.id):
         raise InvalidRequest(
             "a team's id has 1 to 31 letters, digits, dots, underscores and hyphens and begins with a letter or digit",
@@ -194,7 +193,7 @@ def _check_tools(member: Member, field: str) -> None:
     for at, tool in enumerate(member.tools):
         where = f"{field}.tools[{at}].function"
         if names.count(tool.name) > 1 or tool.name == SPEAKS:
-            why = "is what a member says who calls none" if tool.name == SPEAKS else "stands there twice"
+            why = "is the answer of a member that calls no tool" if tool.name == SPEAKS else "occurs twice"
             raise InvalidRequest(f"{where}.name: {tool.name} {why}", field=f"{where}.name")
         check_text(tool.description, f"{where}.description", 1 << 12)
         check_text(tool.parameters, f"{where}.parameters", 1 << 14)
@@ -209,12 +208,12 @@ _USES: dict[str, tuple[str, ...]] = {
     "debate": ("sides", "judge", "turns"),
     "parliamentary": (),
 }
-"""The fields that each kind knows, beside `choices`."""
+"""Fields that each kind uses, besides `choices`."""
 _NEEDS = {"turn_by_turn": ("order",), "coordinator": ("coordinator",), "debate": ("sides", "judge")}
 
 
 def check_topology(team: Team, topology: Topology) -> None:
-    """InvalidRequest where the topology does not fit the team's members, or has a field that it does not know."""
+    """Raise InvalidRequest if the topology does not fit the members or sets a field that its kind does not use."""
     uses, names = _USES[topology.kind], frozenset(team.names)
     if max(len(topology.order), len(topology.sides)) > MAX_TURNS or not 0 <= topology.turns <= MAX_TURNS:
         raise InvalidRequest(f"topology: a round has at most {MAX_TURNS} turns, the limit", field="topology.turns")
@@ -244,7 +243,7 @@ def _check_debate(topology: Topology) -> None:
 
 
 def check_rule(team: Team, rule: Rule, coordinator: str, field: str) -> None:
-    """InvalidRequest where the rule names nobody who could decide, or somebody where nobody does."""
+    """Raise InvalidRequest if the rule needs a coordinator and none is named, or the other way round."""
     if rule == "coordinator" and coordinator not in team.names:
         raise InvalidRequest(f"{field} must name the member who decides; {_listed(team.names)}", field=field)
     if rule != "coordinator" and coordinator:
@@ -252,7 +251,7 @@ def check_rule(team: Team, rule: Rule, coordinator: str, field: str) -> None:
 
 
 def check_options(options: Sequence[str], field: str, most: int) -> None:
-    """InvalidRequest for options that are too few, too many, the same, empty or too long."""
+    """Raise InvalidRequest for options that are fewer than 2, more than `most`, equal, empty or too long."""
     if not 2 <= len(options) <= most:
         raise InvalidRequest(f"{field} holds {len(options)} options; it must be 2 to {most}, the limit", field=field)
     twice = [option for option, count in Counter(option.strip() for option in options).items() if count > 1]
@@ -261,6 +260,6 @@ def check_options(options: Sequence[str], field: str, most: int) -> None:
     for option in options:
         if not option or option != option.strip() or len(option) > 200 or " > " in option or "\n" in option:
             raise InvalidRequest(
-                f"{field}: an option has 1 to 200 characters in one line, none of them a blank at an end, and no ' > '",
+                f"{field}: an option has 1 to 200 characters in one line, no blank at either end, and no ' > '",
                 field=field,
             )

@@ -1,4 +1,4 @@
-"""What a team's journal holds. From these entries alone a round goes on after a crash."""
+"""Entries of a team's journal. A round is replayed from these alone after a crash."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cairn.types.errors import InvalidRequest
 
 class _Item(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     round: int
-    """The round that it belongs to; between rounds the last one."""
+    """The round it belongs to; between rounds the last one."""
 
 
 class Posted(_Item, frozen=True, kw_only=True, tag="message"):
@@ -19,24 +19,24 @@ class Posted(_Item, frozen=True, kw_only=True, tag="message"):
     sender: str
     content: str
     to: tuple[str, ...] = ()
-    """Nobody named: all."""
+    """Receivers; empty for all."""
     step: int = 0
-    """The step of the round that made it; 0 for one that came from outside."""
+    """The step that made it; 0 for a message from outside."""
 
 
 class Poll(msgspec.Struct, frozen=True, kw_only=True):
-    """A question that members vote on."""
+    """A question to vote on."""
 
     question: str
     options: tuple[str, ...]
     rule: Rule = "majority"
     coordinator: str = ""
     voters: tuple[str, ...] = ()
-    """Nobody named: all."""
+    """Members that vote; empty for all."""
 
 
 def check_poll(team: Team, ask: Poll) -> None:
-    """Raise InvalidRequest for a vote that a team cannot hold."""
+    """Raise InvalidRequest for a vote that the team cannot hold."""
     check_text(ask.question, "question")
     check_options(ask.options, "options", MAX_RANKED if ask.rule == "ranked" else MAX_OPTIONS)
     check_rule(team, ask.rule, ask.coordinator, "coordinator")
@@ -47,36 +47,36 @@ def check_poll(team: Team, ask: Poll) -> None:
 
 
 class RoundBegan(_Item, frozen=True, kw_only=True, tag="round.started"):
-    """A round begins."""
+    """The beginning of a round."""
 
     vote: Poll | None = None
-    """The vote that ends it."""
+    """The vote at its end."""
 
 
 class VoteCalled(_Item, frozen=True, kw_only=True, tag="vote.started"):
-    """A vote beside the rounds begins."""
+    """The beginning of a vote outside a round."""
 
     step: int
     vote: Poll
 
 
 class StepOpened(_Item, frozen=True, kw_only=True, tag="step"):
-    """A step begins: what its members were told, so that they are told the same when it is done again."""
+    """The beginning of a step. `told` fixes what its members see, so that a replay shows them the same."""
 
     step: int
     told: int
-    """The number of the last entry that it takes notice of."""
+    """Number of the last entry that its members see."""
 
 
 class ToolCalled(_Item, frozen=True, kw_only=True, tag="tool.call"):
-    """A member has called a tool of its own before it spoke, or has decided to speak."""
+    """A member's call of a tool, or its decision to speak now."""
 
     step: int
     member: str
     number: int
-    """Of its calls in this step, from 0."""
+    """Index among its calls of this step, from 0."""
     tool: str
-    """Empty: it speaks now."""
+    """Name of the tool; empty if the member speaks now."""
     arguments: str
     """JSON."""
     prompt_tokens: int = 0
@@ -84,12 +84,12 @@ class ToolCalled(_Item, frozen=True, kw_only=True, tag="tool.call"):
 
     @property
     def id(self) -> str:
-        """By what its result is given back."""
+        """Id that the tool's result refers to."""
         return f"call-{self.round}-{self.step}-{self.member}-{self.number}"
 
 
 class ToolAnswered(_Item, frozen=True, kw_only=True, tag="tool.result"):
-    """What a tool has returned; the member that called it is told, and nobody else."""
+    """A tool's result, seen only by the member that called it."""
 
     step: int
     member: str
@@ -98,22 +98,22 @@ class ToolAnswered(_Item, frozen=True, kw_only=True, tag="tool.result"):
 
 
 class Stated(_Item, frozen=True, kw_only=True, tag="turn"):
-    """A member has spoken."""
+    """A member's statement."""
 
     step: int
     member: str
     turn: int
-    """The number of its agent's turn."""
+    """Number of its agent's turn."""
     content: str
     finish_reason: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Tokens of the prompt whose KV was there."""
+    """Prompt tokens whose KV was cached."""
     completion_tokens: int = 0
 
 
 class Chose(_Item, frozen=True, kw_only=True, tag="choice"):
-    """A member has answered a question of procedure with one of the answers it was given."""
+    """A member's answer to a question of procedure."""
 
     step: int
     member: str
@@ -125,18 +125,18 @@ class Chose(_Item, frozen=True, kw_only=True, tag="choice"):
 
 
 class Ballot(_Item, frozen=True, kw_only=True, tag="ballot"):
-    """A member has voted."""
+    """A member's vote."""
 
     step: int
     member: str
     ranking: tuple[str, ...]
-    """One option, or all of them from the best to the worst."""
+    """One option, or all from the best to the worst."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
 
 class Voted(_Item, frozen=True, kw_only=True, tag="vote"):
-    """A vote is counted."""
+    """The result of a vote."""
 
     step: int
     question: str
@@ -146,14 +146,14 @@ class Voted(_Item, frozen=True, kw_only=True, tag="vote"):
     decision: str | None
     why: str
     counts: tuple[dict[str, float], ...] = ()
-    """Votes by option; of a ranked vote one a count."""
+    """Votes by option; a ranked vote has one such table for each count."""
 
 
 class RoundDone(_Item, frozen=True, kw_only=True, tag="round.done"):
-    """A round is over."""
+    """The end of a round."""
 
     decision: str | None = None
-    """What its last vote or verdict decided."""
+    """The decision of its last vote or verdict."""
 
 
 Item = (

@@ -1,24 +1,35 @@
-"""What members are told: the shared beginning, their role, and what was said since they last spoke.
+"""Members' prompts and the transcript: the shared beginning, a role, and what was said since a member last spoke.
 
-The beginning is the same for all members and comes first; what differs, a member's name and role, comes after it, in
-the first message. So the prompts of all members begin with the same tokens, which are computed once.
-
-A whisper reaches a member here or nowhere: `visible` is the only way from the journal into a prompt.
+All prompts begin with the same messages; a member's name and role come after them, in its first message. So the shared
+beginning is computed once. `visible` is the only way from the journal into a prompt: it keeps whispers private.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+import msgspec
 
 from cairn.agents.journals import JournalEntry
 from cairn.teams.definition import Member, Team
-from cairn.teams.entries import Ballot, Chose, Posted, Stated, StepOpened, ToolAnswered, ToolCalled, Voted
+from cairn.teams.entries import (
+    Ballot,
+    Chose,
+    Posted,
+    RoundBegan,
+    RoundDone,
+    Stated,
+    StepOpened,
+    ToolAnswered,
+    ToolCalled,
+    Voted,
+)
 
 
 def beginning(team: Team) -> list[dict[str, Any]]:
-    """The messages that every member's context begins with."""
+    """Return the messages that every member's context begins with."""
     names = ", ".join(team.names)
     parts = [team.system] if team.system else []
     parts += [f"# {document.name}\n\n{document.text}" for document in team.documents]
@@ -27,7 +38,7 @@ def beginning(team: Team) -> list[dict[str, Any]]:
 
 
 def introduction(member: Member) -> str:
-    """What a member is told once, before anything else."""
+    """Return the text that tells a member its name, role and tools; sent once."""
     role = f" {member.role.strip()}" if member.role.strip() else ""
     tools = [f"{tool.name}: {tool.description}\n{tool.parameters}".strip() for tool in member.tools]
     told = "\n\nYou have these tools:\n" + "\n".join(tools) if tools else ""
@@ -35,12 +46,12 @@ def introduction(member: Member) -> str:
 
 
 def called(calls: Sequence[tuple[ToolCalled, ToolAnswered]]) -> list[str]:
-    """What a member is told of its calls in a step; others never are."""
+    """Return the lines that tell a member the results of its calls; other members never see them."""
     return [f"You called {call.tool} with {call.arguments}. It returned: {result.content}" for call, result in calls]
 
 
 def visible(entry: JournalEntry, member: str) -> str | None:
-    """An entry as a member is told of it; None for one that it is not told of."""
+    """Return an entry as `member` sees it; None if it does not."""
     match entry.value:
         case Posted(sender=sender, content=content, to=to):
             if sender == member:
@@ -65,7 +76,7 @@ def _outcome(vote: Voted) -> str:
 
 
 def in_order(entries: Iterable[JournalEntry], names: Sequence[str]) -> list[JournalEntry]:
-    """Entries as they were said: of those who speak at once in the order of the members, whoever was done first."""
+    """Sort entries for reading: members that spoke in parallel stand in member order, whoever finished first."""
     opened: dict[tuple[int, int], int] = {}
     found: list[tuple[int, int, JournalEntry]] = []
     for entry in entries:
@@ -81,7 +92,7 @@ def in_order(entries: Iterable[JournalEntry], names: Sequence[str]) -> list[Jour
 
 
 def since(entries: Sequence[JournalEntry], names: Sequence[str], member: str, told: int) -> list[str]:
-    """What a member is to be told up to entry `told`: all that is visible since it was last told."""
+    """Return what `member` has not seen yet, up to entry number `told`."""
     known = _known(entries, member, told)
     first = bisect_right(entries, known, key=_number)
     new = in_order(entries[first : bisect_right(entries, told, key=_number)], names)
@@ -89,7 +100,7 @@ def since(entries: Sequence[JournalEntry], names: Sequence[str], member: str, to
 
 
 def _known(entries: Sequence[JournalEntry], member: str, told: int) -> int:
-    """The last entry that a member was told of when it last spoke: its step says so. 0 before it has spoken."""
+    """Return the number of the last entry that a member saw when it last spoke; 0 if it never spoke."""
     spoken: tuple[int, int] | None = None
     for entry in reversed(entries[: bisect_right(entries, told, key=_number)]):
         match entry.value:
@@ -105,7 +116,7 @@ def _number(entry: JournalEntry) -> int:
 
 
 def has_spoken(entries: Sequence[JournalEntry], member: str, told: int) -> bool:
-    """Whether a member has spoken before, so that it knows who it is."""
+    """Return whether a member has spoken up to entry `told`, so that its context has its introduction."""
     said = reversed(entries[: bisect_right(entries, told, key=_number)])
     return any(isinstance(one.value, Stated) and one.value.member == member for one in said)
 
@@ -113,8 +124,70 @@ def has_spoken(entries: Sequence[JournalEntry], member: str, told: int) -> bool:
 def message(
     team: Team, member: str, entries: Sequence[JournalEntry], told: int, instruction: str, calls: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """The new messages of a member's turn, or of a question to it; `calls`: what it is told of its own."""
+    """Return the new messages of a member's turn or question; `calls` are the lines of `called`."""
     parts = [] if has_spoken(entries, member, told) else [introduction(team.member(member))]
     parts += since(entries, team.names, member, told)
     parts += [*calls, instruction]
     return [{"role": "user", "content": "\n\n".join(parts)}]
+
+
+SHOWN = (Posted, RoundBegan, ToolCalled, ToolAnswered, Stated, Chose, Voted, RoundDone)
+
+
+def listed(team: Team, entries: Iterable[JournalEntry], member: str = "") -> list[dict[str, Any]]:
+    """Return the transcript as JSON-ready dicts; with `member`, without what that member does not see."""
+    return [
+        {"number": entry.number, **msgspec.to_builtins(entry.value)}
+        for entry in in_order(entries, team.names)
+        if _shown(entry.value, member)
+    ]
+
+
+def _hidden(value: Any, member: str) -> bool:
+    if isinstance(value, ToolCalled | ToolAnswered):
+        return member != value.member
+    return isinstance(value, Posted) and bool(value.to) and member not in (*value.to, value.sender)
+
+
+def _shown(value: Any, member: str) -> bool:
+    """Return whether the transcript shows an entry (to `member`, if named)."""
+    silent = isinstance(value, ToolCalled) and not value.tool
+    return isinstance(value, SHOWN) and not silent and not (member and _hidden(value, member))
+
+
+def markdown(team: Team, entries: Iterable[JournalEntry], member: str = "") -> str:
+    """Return the transcript as Markdown. Statements are quoted, so that none can pose as a heading."""
+    lines = [f"# {team.id}", ""]
+    for one in team.members:
+        lines += [f"- **{one.name}**: {' '.join(one.role.split()) or 'no role'}"]
+    lines.append("")
+    for entry in in_order(entries, team.names):
+        if _shown(entry.value, member):
+            lines += _told(entry.value)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _told(value: Any) -> Iterator[str]:
+    match value:
+        case RoundBegan():
+            yield from (f"## Round {value.round}", "")
+        case Posted():
+            to = f" whispers to {' and '.join(value.to)}" if value.to else ""
+            yield from (f"**{value.sender}**{to}", "", *_quoted(value.content), "")
+        case Stated():
+            yield from (f"**{value.member}**", "", *_quoted(value.content), "")
+        case ToolCalled():
+            yield from (f"*{value.member} calls {value.tool}*", "", *_quoted(value.arguments), "")
+        case ToolAnswered():
+            yield from (f"*returned to {value.member}*", "", *_quoted(value.content), "")
+        case Chose():
+            yield from (f"*{value.member} ({value.about}): {value.choice}*", "")
+        case Voted():
+            yield from (f"**Vote** ({value.rule}): {' '.join(value.question.split())}", "")
+            for name, ranking in value.ballots.items():
+                yield f"- {name}: {' > '.join(ranking)}"
+            yield from ("", f"Decision: **{value.decision or 'none'}** ({value.why})", "")
+
+
+def _quoted(text: str) -> list[str]:
+    return [f"> {line}".rstrip() for line in text.splitlines() or [""]]

@@ -1,7 +1,7 @@
-"""A scenario: a team, what it is told, how many rounds it has, and what is expected of it; a YAML file.
+"""Scenarios: YAML files with a team, messages, a number of rounds, and expectations.
 
-It is played against a `Stage`, one round after the other, so it can put in messages between them. Payoffs make a game
-of statements that are one of a few: what all said in a round is looked up in a table, and the points are told to all.
+A scenario is played against a `Stage` round by round, with messages posted in between. Payoffs make it a game: the
+statements of a round are looked up in a table, and the points are posted to all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cairn.teams.entries import Poll, check_poll
 from cairn.types.errors import CairnError, ConfigError, InvalidRequest
 
 MAX_FILE = 1 << 22
-"""Bytes of a text that a scenario names."""
+"""Bytes of a document file that a scenario names."""
 
 
 class _ScenarioForm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,7 +26,7 @@ class _ScenarioForm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ScenarioMessage(_ScenarioForm, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A message, or a whisper, before a round."""
+    """A message or whisper posted before a round."""
 
     content: str
     to: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class ScenarioMessage(_ScenarioForm, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ScenarioVote(_ScenarioForm, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What members vote on; what it does not say the team says."""
+    """A vote; fields that are not set come from the team."""
 
     question: str
     options: tuple[str, ...]
@@ -44,7 +44,7 @@ class ScenarioVote(_ScenarioForm, frozen=True, kw_only=True, forbid_unknown_fiel
     voters: tuple[str, ...] = ()
 
     def poll(self, team: Team) -> Poll:
-        """Return the vote as a server holds it."""
+        """Return the vote with the team's rule and coordinator filled in."""
         rule = self.rule or team.rule
         coordinator = self.coordinator or (team.coordinator if rule == "coordinator" else "")
         return Poll(
@@ -53,70 +53,70 @@ class ScenarioVote(_ScenarioForm, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Payoff(_ScenarioForm, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What members get who say this in one round."""
+    """Points for one combination of statements in a round."""
 
     answers: dict[str, str]
     points: dict[str, float]
 
 
 class Expectation(_ScenarioForm, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is expected; each field that is given is one expectation."""
+    """Expectations of a played scenario; each field that is set is one."""
 
     rounds: int | None = None
-    """So many rounds were done."""
+    """Number of rounds played."""
     speakers: tuple[str, ...] | None = None
-    """Who spoke in `round`, in this order."""
+    """Speakers of `round`, in order."""
     round: int = 1
     decision_in: tuple[str, ...] | None = None
-    """The last decision is one of these."""
+    """Allowed last decisions."""
     choices_in: tuple[str, ...] | None = None
-    """Every statement is one of these."""
+    """Allowed statements."""
     shared_tokens: int | None = None
-    """The contexts of all members who spoke begin with at least so many same tokens."""
+    """Least common prefix of all members that spoke, in tokens."""
     computed_share: float | None = None
-    """At most this part of all prompt tokens was computed."""
+    """Largest part of all prompt tokens that was computed, 0 to 1."""
 
 
 class Scenario(_ScenarioForm, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A scenario."""
+    """A scenario file."""
 
     name: str
     about: str = ""
     team: dict[str, Any]
-    """What POST /v1/teams takes; a document may name a `file` beside the scenario in the place of its `text`."""
+    """Body of POST /v1/teams; a document may name a `file` next to the scenario instead of a `text`."""
     messages: tuple[ScenarioMessage, ...] = ()
     rounds: int = 1
     vote: ScenarioVote | None = None
     """A vote at the end of each round."""
     stop_at: str = ""
-    """The stop rule: no more rounds once one has decided this."""
+    """Decision that ends the scenario early."""
     payoffs: tuple[Payoff, ...] = ()
     results: dict[str, str] = {}
-    """What members' tools return, by their names; one that is not named returns nothing."""
+    """Results of members' tools by tool name; others return "nothing"."""
     expect: tuple[Expectation, ...] = ()
 
 
 class Stage(Protocol):
-    """Where a scenario is played: a server."""
+    """A server that a scenario is played on."""
 
     def make(self, team: Mapping[str, Any]) -> str:
-        """A new team; its id."""
+        """Create a team; return its id."""
         ...
 
     def post(self, id: str, body: Mapping[str, Any]) -> None:
-        """A message."""
+        """Post a message."""
         ...
 
     def round(self, id: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """A round, event by event."""
+        """Run a round; yield its events."""
         ...
 
     def answer(self, id: str, body: Mapping[str, Any]) -> None:
-        """What tools returned."""
+        """Post tool results."""
         ...
 
     def show(self, id: str) -> dict[str, Any]:
-        """The team as it is now."""
+        """Return the team's state."""
         ...
 
     def delete(self, id: str) -> None:
@@ -125,7 +125,7 @@ class Stage(Protocol):
 
 
 class Met(msgspec.Struct, frozen=True):
-    """An expectation, and what became of it."""
+    """An expectation and whether it was met."""
 
     what: str
     met: bool
@@ -133,10 +133,10 @@ class Met(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a scenario."""
+    """The result of a scenario."""
 
     id: str
-    """The team's."""
+    """Id of its team."""
     rounds: int
     decision: str | None
     points: dict[str, float]
@@ -144,7 +144,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def scenario_of(given: Any, file: Path) -> Scenario:
-    """The scenario that a file holds, with the texts of its documents. ConfigError for what is none."""
+    """Read a scenario from parsed YAML, with its documents' files. Raise ConfigError if it is not valid."""
     try:
         scenario = msgspec.convert(given, type=Scenario)
     except msgspec.ValidationError as error:
@@ -158,7 +158,7 @@ def scenario_of(given: Any, file: Path) -> Scenario:
 
 
 def _check(scenario: Scenario, file: Path) -> None:
-    """Raise ConfigError for what a server would refuse only once the team is there."""
+    """Raise ConfigError for mistakes that a server would find only after creating the team."""
     team = _team(scenario.team)
     what = "rounds"
     try:
@@ -183,7 +183,7 @@ def _check(scenario: Scenario, file: Path) -> None:
 
 
 def _team(given: Mapping[str, Any]) -> Team | None:
-    """Return as much of a team as the rest of its scenario is about; None where the server is to say what is wrong."""
+    """Return the team's names and rules; None if they are malformed, which the server reports."""
     try:
         names = [member["name"] for member in given["members"]]
         team = {"members": [{"name": name, "role": ""} for name in names], "id": "scenario"}
@@ -210,7 +210,7 @@ def _with_text(path: Path, document: Mapping[str, Any]) -> dict[str, Any]:
 def play(scenario: Scenario, stage: Stage, show: Callable[[dict[str, Any]], object]) -> Outcome:
     """Play a scenario to its end. `show` gets every event, and `points` after each round of a game.
 
-    Where it fails before anybody has spoken, the team that was made for it is erased again.
+    If it fails before anybody has spoken, its team is erased again.
     """
     id, spoken = stage.make(scenario.team), False
 
@@ -223,7 +223,7 @@ def play(scenario: Scenario, stage: Stage, show: Callable[[dict[str, Any]], obje
         return _play(scenario, stage, id, tell)
     except BaseException:
         if not spoken:
-            with contextlib.suppress(CairnError):  # what went wrong is told, not that this did too
+            with contextlib.suppress(CairnError):  # report the first error, not this one
                 stage.delete(id)
         raise
 
@@ -258,7 +258,7 @@ def _play(scenario: Scenario, stage: Stage, id: str, show: Callable[[dict[str, A
 
 
 def _whole_round(scenario: Scenario, stage: Stage, id: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of a round, each once, however often it waits for what tools return."""
+    """Yield the events of a round once each, however often it stops for tool results and is replayed."""
     told: set[tuple[Any, ...]] = set()
     waits = True
     while waits:
@@ -285,7 +285,7 @@ def _score(
     points: dict[str, float],
     statements: Mapping[str, str],
 ) -> None:
-    """The points of a round, told to all before the next."""
+    """Add the points of a round and post them to all."""
     won = next((one.points for one in scenario.payoffs if one.answers == statements), {})
     for name, number in won.items():
         points[name] = points.get(name, 0) + number
@@ -296,7 +296,7 @@ def _score(
 
 
 def _met(expected: Expectation, team: Mapping[str, Any], said: Sequence[Sequence[tuple[str, str]]]) -> Iterator[Met]:
-    """What of an expectation is met."""
+    """Yield for each field of an expectation whether it was met."""
     if expected.rounds is not None:
         yield Met(f"rounds: {expected.rounds}", len(said) == expected.rounds, str(len(said)))
     if expected.speakers is not None:

@@ -1,7 +1,7 @@
-"""A round as it runs: the floor that its topology stands on.
+"""A running round: the `Floor` of its topology, and the counting of votes.
 
-Every step is in the journal, so a round that was cut off is run again from its beginning: what is in the journal is
-given back, and told again, without asking anybody; what is not is done, with the same seeds and the same messages.
+Every step is written to the journal. After a crash the round runs again from its beginning: completed steps are read
+back from the journal, without asking a model; the rest is generated with the same seeds and messages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import permutations
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -20,7 +20,6 @@ from cairn.agents.at_once import Runner, in_step
 from cairn.agents.journals import Journal, JournalEntry, Journals
 from cairn.frontend.requests import SamplingOptions
 from cairn.teams import prompts
-from cairn.teams.ballots import count
 from cairn.teams.definition import SPEAKS, STATEMENT_TOKENS, Rule, Team
 from cairn.teams.entries import (
     Ballot,
@@ -42,13 +41,75 @@ from cairn.text.grammar.grammar import ANYTHING, Structure, Wanted
 from cairn.types.errors import GenerationFailed
 from cairn.types.outputs import Delta
 
+
+class Counted(NamedTuple):
+    """A counted vote."""
+
+    decision: str | None
+    why: str
+    counts: tuple[dict[str, float], ...]
+
+
+def count(
+    rule: Rule, options: Sequence[str], ballots: Mapping[str, Sequence[str]], weights: Mapping[str, float]
+) -> Counted:
+    """Count ballots (by voter, each one option or a ranking). `weights` by voter matter to the rule `weighted` only."""
+    if rule == "ranked":
+        return instant_runoff(options, list(ballots.values()))
+    weigh = weights if rule == "weighted" else dict.fromkeys(ballots, 1.0)
+    tally = dict.fromkeys(options, 0.0)
+    for voter, ballot in ballots.items():
+        tally[ballot[0]] += weigh[voter]
+    total = sum(weigh[voter] for voter in ballots)
+    best = max(options, key=lambda option: tally[option])
+    if rule == "unanimous":
+        agreed = len(ballots) > 0 and tally[best] == total
+        return Counted(best if agreed else None, "all agree" if agreed else "not all agree", (tally,))
+    if rule == "coordinator":
+        return Counted(best if total else None, "the coordinator decides", (tally,))
+    if 2 * tally[best] > total:
+        return Counted(best, f"{tally[best]:g} of {total:g} votes", (tally,))
+    return Counted(None, f"no option has more than half of {total:g} votes", (tally,))
+
+
+def instant_runoff(options: Sequence[str], rankings: Sequence[Sequence[str]]) -> Counted:
+    """Count rankings by instant-runoff; a ranking need not name every option."""
+    left = list(options)
+    counts: list[dict[str, float]] = []
+    while True:
+        tally = dict.fromkeys(left, 0.0)
+        for ranking in rankings:
+            first = next((option for option in ranking if option in tally), None)
+            if first is not None:
+                tally[first] += 1
+        counts.append(tally)
+        total = sum(tally.values())
+        if not total:
+            return Counted(None, "no ballot counts", tuple(counts))
+        best = max(left, key=lambda option: tally[option])
+        if 2 * tally[best] > total:
+            return Counted(best, f"{tally[best]:g} of {total:g} ballots in count {len(counts)}", tuple(counts))
+        left.remove(_last(left, counts))
+
+
+def _last(left: Sequence[str], counts: Sequence[Mapping[str, float]]) -> str:
+    """Return the option to eliminate: the one with fewest votes, ties broken by earlier counts, then by order."""
+    fewest = list(left)
+    for tally in reversed(counts):
+        least = min(tally[option] for option in fewest)
+        fewest = [option for option in fewest if tally[option] == least]
+        if len(fewest) == 1:
+            break
+    return fewest[-1]
+
+
 Emit = Callable[[dict[str, Any]], object]
 T = TypeVar("T")
 I = TypeVar("I", bound=Stated | Chose | Ballot)  # noqa: E741
 
 
 class TeamRound:
-    """One round, or a vote outside of one. `number` is the round's."""
+    """Round `number` of a team, or a vote outside a round."""
 
     def __init__(
         self, team: Team, journals: Journals, journal: Journal, voice: Voice, caller: Caller, number: int, emit: Emit
@@ -58,7 +119,7 @@ class TeamRound:
         self._steps = itertools.count(1)
 
     async def run(self, vote: Poll | None = None) -> str | None:
-        """The whole round, with a vote at its end; what it decided. One that was cut off has the vote it began with."""
+        """Run the round and the vote at its end; return the decision. A resumed round keeps the vote it began with."""
         began = next(iter(self._known(RoundBegan)), None)
         if began is None:
             await self._journals.append(self._journal, RoundBegan(round=self.number, vote=vote))
@@ -73,7 +134,7 @@ class TeamRound:
         return decision
 
     async def hold_beside(self, ask: Poll) -> Voted:
-        """A vote beside the rounds. The same that was cut off goes on."""
+        """Hold a vote outside a round, or resume the same vote if it was cut off."""
         called = [one for one in self._known(VoteCalled) if one.vote == ask]
         counted = {one.step for one in self._known(Voted)}
         step = next((one.step for one in called if one.step not in counted), 0)
@@ -86,17 +147,17 @@ class TeamRound:
         return next(one for one in self._known(Voted) if one.step == step)
 
     async def hold(self, ask: Poll) -> str | None:
-        """A vote, as it is asked for."""
+        """Hold a vote; return the decision."""
         return await self.vote(ask.question, ask.options, rule=ask.rule, coordinator=ask.coordinator, voters=ask.voters)
 
     # --------------------------------------------------------------------------------------------------- the floor
 
     async def say(self, member: str, instruction: str, choices: Sequence[str] = ()) -> str:
-        """As `Floor.say`."""
+        """Implement `Floor.say`."""
         return (await self.say_all([member], instruction, choices))[member]
 
     async def say_all(self, members: Sequence[str], instruction: str, choices: Sequence[str] = ()) -> Mapping[str, str]:
-        """As `Floor.say_all`."""
+        """Implement `Floor.say_all`."""
         step, told = self._open()
         stated = await in_step([partial(self._state, step, told, name, instruction, choices) for name in members])
         said = [one for one in stated if one is not None]
@@ -105,7 +166,7 @@ class TeamRound:
         return {one.member: one.content for one in said}
 
     async def choose(self, members: Sequence[str], about: str, question: str, options: Sequence[str]) -> Sequence[str]:
-        """As `Floor.choose`."""
+        """Implement `Floor.choose`."""
         step, told = self._open()
 
         async def choose(name: str, runner: Runner) -> Chose:
@@ -128,7 +189,7 @@ class TeamRound:
         coordinator: str = "",
         voters: Sequence[str] = (),
     ) -> str | None:
-        """As `Floor.vote`; `voters`: who votes, all unless some are named."""
+        """Implement `Floor.vote`; `voters` restricts who votes."""
         step, told = self._open()
         names = [coordinator] if rule == "coordinator" else list(voters or self.team.names)
         self._tell("vote.started", step=step, question=question, options=list(options), rule=rule, voters=names)
@@ -167,7 +228,7 @@ class TeamRound:
     async def _state(
         self, step: int, told: int, name: str, instruction: str, choices: Sequence[str], runner: Runner
     ) -> Stated | None:
-        """One member speaks; None where it waits for what a tool of its own returns."""
+        """Let one member speak; return None if it waits for the result of one of its tools."""
         known = self._step(Stated, step, name)
         agent = self.team.agent(name)
         self._tell("turn.started", step=step, member=name, agent=agent)
@@ -202,8 +263,10 @@ class TeamRound:
         return known
 
     async def _calls(self, step: int, told: int, name: str, runner: Runner, over: bool) -> list[str] | None:
-        """What a member is told of the tools that it calls before it speaks; None where it waits for one. `over`: it
-        has spoken already."""
+        """Let a member call tools before it speaks; return the lines about their results, None if it waits for one.
+
+        `over`: it has spoken already, so that the calls are only read back.
+        """
         tools = ToolCalls(self.team.member(name), self._of_round(), step)
         for call, result in tools.known:
             self._tell_call(call)
@@ -217,7 +280,7 @@ class TeamRound:
         return None if tools.waits else prompts.called(tools.answered)
 
     async def _call(self, step: int, told: int, name: str, runner: Runner, tools: ToolCalls) -> ToolCalled:
-        """Which tool a member calls, if any, and with what: both are held to by grammar."""
+        """Ask a member which tool it calls, if any, and with which arguments; grammars enforce both answers."""
         before = prompts.called(tools.answered)
         texts = {option: option for option in tools.options}
         spoken, tool = await self._ask(step, told, name, CALL, texts, runner, before, f"tool {tools.number}")
@@ -260,7 +323,10 @@ class TeamRound:
         calls: Sequence[str] = (),
         more: str = "",
     ) -> tuple[Spoken, T]:
-        """One of the answers that `texts` has, by their text; `more` tells questions of one step apart."""
+        """Ask a member a question; return its answer's value in `texts` (by allowed text).
+
+        `more` seeds questions of the same step differently.
+        """
         allowed = list(texts)
         spoken = await self._voice.ask(
             self._caller,
@@ -274,7 +340,7 @@ class TeamRound:
         return spoken, texts[_held_to(spoken.content, allowed)]
 
     def _open(self) -> tuple[int, int]:
-        """The next step's number, and the last entry that it takes notice of."""
+        """Begin the next step; return its number and the number of the last entry that its members see."""
         step = next(self._steps)
         for one in self._known(StepOpened):
             if one.step == step:
@@ -291,8 +357,10 @@ class TeamRound:
         return prompts.message(self.team, name, self._journal.read(Item), told, instruction, calls)
 
     def _options(self, step: int, name: str, *, held: bool, more: str = "", most: int | None = None) -> SamplingOptions:
-        """What a member's answer is sampled with; one that is `held` to a form ends with that, and not before, or after
-        `most` tokens."""
+        """Return the sampling options of a member's answer, seeded by team, round, step and member.
+
+        A `held` answer follows a grammar: it ends with it, or after `most` tokens, and has no reasoning.
+        """
         given = {"max_tokens": STATEMENT_TOKENS, **self.team.member(name).sampling}
         if held:
             given = {"reasoning_budget": 0, **given, "max_tokens": most}
@@ -301,15 +369,15 @@ class TeamRound:
         return SamplingOptions(**given, seed=seed)
 
     def _before(self, name: str, step: int) -> int:
-        """The number of the member's last turn before a step of this round."""
+        """Return the number of the member's last turn before `step` of this round."""
         return last_turn(self._journal.read(Item), name, before=(self.number, step))
 
     def _known(self, kind: type[T]) -> list[T]:
-        """What the journal has of this round, of one kind."""
+        """Return this round's entries of one kind."""
         return [entry.value for entry in self._of_round() if isinstance(entry.value, kind)]
 
     def _of_round(self) -> list[JournalEntry]:
-        """The round's entries: none stands before the end of the round before it."""
+        """Return this round's entries, in order."""
         found = []
         for entry in reversed(self._journal.read(Item)):
             if isinstance(entry.value, RoundDone) and entry.value.round < self.number:
@@ -332,18 +400,18 @@ class TeamRound:
 
 
 _SHOWN = 32
-"""Choices that are all shown; the orders of a ranked vote are more."""
+"""Most choices listed in a prompt; a ranked vote has more and shows one as an example."""
 
 
 def ballot_papers(options: Sequence[str], *, ranked: bool) -> dict[str, Any]:
-    """Every ballot that can be cast, by the text that casts it."""
+    """Return every possible ballot by the text that casts it."""
     if not ranked:
         return {option: option for option in options}
     return {" > ".join(order): order for order in permutations(options)}
 
 
 def last_turn(entries: Sequence[JournalEntry], name: str, before: tuple[int, int] | None = None) -> int:
-    """The number of a member's last turn in the journal, 0 for none; `before` a step of a round, if one is named."""
+    """Return the number of a member's last turn, before (round, step) `before` if given; 0 for none."""
     for entry in reversed(entries):
         one = entry.value
         if isinstance(one, Stated) and one.member == name and (before is None or (one.round, one.step) < before):
@@ -352,7 +420,7 @@ def last_turn(entries: Sequence[JournalEntry], name: str, before: tuple[int, int
 
 
 def _wanted(choices: Sequence[str]) -> Wanted:
-    """One of these, held to by grammar."""
+    """Return the grammar that allows exactly these texts; anything if there are none."""
     if not choices:
         return ANYTHING
     text = json.dumps(list(choices), ensure_ascii=False)
@@ -360,7 +428,7 @@ def _wanted(choices: Sequence[str]) -> Wanted:
 
 
 def _held_to(content: str, choices: Sequence[str]) -> str:
-    """An answer that is one of `choices`. GenerationFailed where a limit cut it."""
+    """Return the content. Raise GenerationFailed if a token limit cut it before it was one of `choices`."""
     if choices and content not in choices:
         raise GenerationFailed("a member's answer was cut before it was one of its choices")
     return content

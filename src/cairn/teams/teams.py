@@ -1,7 +1,6 @@
-"""All teams of a server. A team is a journal of the token log, its members are agents.
+"""The teams of a server. A team is a journal of the token log; its members are agents.
 
-A round that was cut off - by a crash, a client that went, an interrupt or an error - goes on with the next rounds that
-are asked for.
+A round cut off by a crash, a disconnect, an interrupt or an error is resumed by the next `rounds` request.
 """
 
 from __future__ import annotations
@@ -36,37 +35,37 @@ KIND = "team.member"
 
 
 class TeamState(msgspec.Struct, frozen=True, kw_only=True):
-    """What callers are told of a team."""
+    """A team as clients see it."""
 
     team: Team
     created: float
     model: str
-    """The name of the model that it was made with."""
+    """Name of the model it was created with."""
     rounds: int
-    """Rounds that are done."""
+    """Number of finished rounds."""
     state: str
-    """`running`, `waiting` for what tools return, `interrupted` where a round was cut off, or `idle`."""
+    """`running`, `waiting` (for tool results), `interrupted` (a round was cut off) or `idle`."""
     decision: str | None
-    """What was decided last."""
+    """The last decision."""
     calls: list[dict[str, Any]]
-    """Calls of tools whose results are waited for."""
+    """Tool calls that wait for results."""
     report: dict[str, Any]
-    """Tokens of all prompts, and how many of them were computed."""
+    """Prompt tokens in all, and how many of them were computed and cached."""
 
 
 class Teams:
-    """All teams. Every method runs on the event loop; where a team is named, NotFound for one that is not there."""
+    """The teams of all tenants. Runs on the event loop; methods that name a team raise NotFound if there is none."""
 
     def __init__(self, agents: Agents, voice: Voice | None = None) -> None:
         self._agents, self._journals = agents, agents.journals
         self._voice = voice or AgentVoice(agents)
         self._running: dict[int, asyncio.Task[Any]] = {}
-        """The task of what a team does now, by its journal's key."""
+        """Running tasks by journal key."""
 
     # ------------------------------------------------------------------------------------------------------ to look
 
     def get(self, tenant: str, id: str) -> TeamState:
-        """One team as it is now."""
+        """Return the current state of a team."""
         return self._state(self._find(tenant, id))
 
     def ids(self, tenant: str) -> list[str]:
@@ -74,7 +73,7 @@ class Teams:
         return [journal.id for journal in self._journals.of(ROOM, tenant)]
 
     def entries(self, tenant: str, id: str, member: str = "") -> tuple[Team, Sequence[JournalEntry]]:
-        """A team and what its journal holds. InvalidRequest for a `member` that it has not."""
+        """Return a team and its journal's entries. Raise InvalidRequest if it has no such `member`."""
         journal = self._find(tenant, id)
         team = _team(journal)
         if member:
@@ -82,7 +81,7 @@ class Teams:
         return team, journal.read(Item)
 
     async def shared_tokens(self, tenant: str, id: str) -> int | None:
-        """How many leading tokens the contexts of all members who have spoken share; None before two have."""
+        """Return the length in tokens of the common prefix of all members that have spoken; None for fewer than two."""
         journal = self._find(tenant, id)
         team, contexts = _team(journal), []
         for name in team.names:
@@ -126,12 +125,14 @@ class Teams:
     # ---------------------------------------------------------------------------------------------------- to change
 
     async def create(self, tenant: str, team: Team, model: str = "") -> TeamState:
-        """A new team, which `model` answers unless a call names another. Conflict if its id, or an agent's that it
-        needs, is taken."""
+        """Create a team and its agents. `model` answers unless a call names another.
+
+        Raise Conflict if its id, or the id of an agent it needs, is taken.
+        """
         if not team.id:
             team = msgspec.structs.replace(team, id=f"team-{self._journals.seed():016x}")
         if not team.seed:
-            team = msgspec.structs.replace(team, seed=self._journals.seed() >> 11)  # JSON's numbers hold 53 bits
+            team = msgspec.structs.replace(team, seed=self._journals.seed() >> 11)  # 53 bits, what JSON numbers hold
         check_team(team)
         check(team.metadata, "metadata")
         journal = await self._journals.create(ROOM, tenant, team.id, team, model=model)
@@ -144,7 +145,7 @@ class Teams:
         return self._state(journal)
 
     async def _make_agents(self, tenant: str, team: Team, model: str = "") -> None:
-        """Make those of the team's agents that are not there: the beginning, and a fork of it for each member."""
+        """Create the team's missing agents: the shared beginning, and a fork of it for each member."""
         if not self._there(tenant, team.shared_agent, team):
             metadata = {"object": "team.beginning", "team": team.id}
             messages = prompts.beginning(team)
@@ -167,7 +168,7 @@ class Teams:
                 raise one
 
     def _there(self, tenant: str, agent: str, team: Team) -> bool:
-        """Whether an agent of the team is there. Conflict where another has its id."""
+        """Return whether an agent of the team exists. Raise Conflict if another agent has its id."""
         try:
             owner = self._agents.get(tenant, agent).metadata.get("team")
         except NotFound:
@@ -179,7 +180,7 @@ class Teams:
     async def post(
         self, tenant: str, id: str, content: str, to: Sequence[str] = (), sender: str = USER
     ) -> JournalEntry:
-        """A message to all, or a whisper to those named. It is heard by who speaks next, also in a round that runs."""
+        """Post a message to all, or whisper to `to`. The next speakers see it, also in a running round."""
         journal = self._find(tenant, id)
         team = _team(journal)
         check_text(content, "content")
@@ -192,7 +193,7 @@ class Teams:
         return await self._journals.append(journal, posted)
 
     async def answer_call(self, tenant: str, id: str, call: str, content: str) -> None:
-        """What a tool has returned to a member. NotFound for a call that waits for nothing."""
+        """Record a tool's result. Raise NotFound if no such call waits."""
         journal = self._find(tenant, id)
         check_text(content, "content")
         check(content, "content")
@@ -206,11 +207,11 @@ class Teams:
         raise NotFound(f"team {id} waits for no result of a call {call[:100]}", field="call_id")
 
     def check_vote(self, tenant: str, id: str, ask: Poll) -> None:
-        """InvalidRequest for a vote that cannot be held."""
+        """Raise InvalidRequest for a vote that the team cannot hold."""
         check_poll(_team(self._find(tenant, id)), ask)
 
     async def vote(self, caller: Caller, id: str, ask: Poll, emit: Emit) -> Voted:
-        """A vote beside the rounds. Conflict while a round runs or one was cut off."""
+        """Hold a vote outside a round. Raise Conflict while a round runs or waits to be resumed."""
         self.check_vote(caller.tenant, id, ask)
         journal = self._idle(caller.tenant, id)
         if _cut_off(journal.read(Item)):
@@ -222,7 +223,7 @@ class Teams:
     async def rounds(
         self, caller: Caller, id: str, many: int, emit: Emit, *, vote: Poll | None = None, stop_at: str = ""
     ) -> None:
-        """Rounds, of which one that was cut off is the first; no more once a round has decided `stop_at`."""
+        """Run `many` rounds, a cut-off one first; stop once a round has decided `stop_at`."""
         journal = self._idle(caller.tenant, id)
         self.check_rounds(caller.tenant, id, many)
         async with self._at_work(journal):
@@ -239,11 +240,11 @@ class Teams:
                     break
 
     def check_idle(self, tenant: str, id: str) -> None:
-        """Conflict while the team is at work."""
+        """Raise Conflict while the team is at work."""
         self._idle(tenant, id)
 
     def check_rounds(self, tenant: str, id: str, many: int) -> None:
-        """InvalidRequest where so many rounds are too many."""
+        """Raise InvalidRequest unless the team has `many` rounds left."""
         room = MAX_ROUNDS - _rounds(self._find(tenant, id).read(Item))
         if not 1 <= many <= room:
             raise InvalidRequest(
@@ -254,26 +255,26 @@ class Teams:
         return TeamRound(_team(journal), self._journals, journal, self._voice, caller, number, emit)
 
     def interrupt(self, tenant: str, id: str) -> bool:
-        """End what the team does now; it goes on with the next rounds. Whether it did anything."""
+        """Cancel what the team does now; return whether it was at work."""
         task = self._running.get(self._find(tenant, id).key)
         if task is not None:
             task.cancel()
         return task is not None
 
     async def rollback(self, tenant: str, id: str, to: int) -> TeamState:
-        """Go back behind a round, 0 for the beginning: what came after it is erased."""
+        """Erase everything after round `to` (0: the beginning) and roll the members' agents back."""
         journal = self._idle(tenant, id)
         async with self._at_work(journal):
             await self._journals.cut(journal, _end(journal.read(Item), to))
             team = _team(journal)
             for name in team.names:
-                with contextlib.suppress(CairnError):  # its next turn sees to it otherwise
+                with contextlib.suppress(CairnError):  # if this fails, the member's next turn does it
                     turn = last_turn(journal.read(Item), name)
                     await self._agents.rollback(tenant, team.agent(name), turn=turn)
         return self._state(journal)
 
     async def fork(self, tenant: str, id: str, new_id: str | None, at: int | None) -> TeamState:
-        """A new team that shares this one's history up to a round; the members' contexts are not copied."""
+        """Create a team that shares this one's history up to round `at`; members' contexts are shared, not copied."""
         journal = self._idle(tenant, id)
         entries, old = journal.read(Item), _team(journal)
         at = _rounds(entries) if at is None else at
@@ -296,7 +297,7 @@ class Teams:
         return self._state(made)
 
     async def delete(self, tenant: str, id: str) -> None:
-        """End what runs, and erase the team with its members' agents."""
+        """Cancel what runs and erase the team with its agents."""
         journal = self._find(tenant, id)
         task = self._running.get(journal.key)
         if task is not None:
@@ -314,7 +315,7 @@ class Teams:
                 await self._agents.delete(tenant, agent)
 
     def _ours(self, tenant: str, agent: str, team: Team) -> bool:
-        """Whether the agent of that id is the team's own: a client may have had one before."""
+        """Return whether the agent belongs to the team: a client may own one of that id."""
         try:
             return self._agents.get(tenant, agent).metadata.get("team") == team.id
         except NotFound:
@@ -322,7 +323,7 @@ class Teams:
 
     @contextlib.asynccontextmanager
     async def _at_work(self, journal: Journal) -> AsyncIterator[None]:
-        """While entered, the team does nothing else; `interrupt` cancels the task that entered."""
+        """Mark the team as at work while entered; `interrupt` cancels the task that entered."""
         task = asyncio.current_task()
         assert task is not None
         if journal.key in self._running:
@@ -335,7 +336,7 @@ class Teams:
 
 
 def call_object(call: ToolCalled) -> dict[str, Any]:
-    """A call that waits, as it is told."""
+    """Return a waiting call as clients see it."""
     return {"call_id": call.id, "member": call.member, "tool": call.tool, "arguments": call.arguments}
 
 
@@ -344,20 +345,20 @@ def _team(journal: Journal) -> Team:
 
 
 def _rounds(entries: Sequence[JournalEntry]) -> int:
-    """How many rounds are done."""
+    """Return the number of finished rounds."""
     return sum(isinstance(entry.value, RoundDone) for entry in entries)
 
 
 def _cut_off(entries: Sequence[JournalEntry]) -> bool:
-    """Whether a round began and is not done."""
+    """Return whether a round began and did not finish."""
     return sum(isinstance(entry.value, RoundBegan) for entry in entries) > _rounds(entries)
 
 
 def _end(entries: Sequence[JournalEntry], round: int) -> int:
-    """The number of the entry that ends a round, 0 for the beginning. NotFound for a round that is not done."""
+    """Return the number of the entry that ends a round, 0 for round 0. Raise NotFound for an unfinished round."""
     if round == 0:
         return 0
     for entry in entries:
         if isinstance(entry.value, RoundDone) and entry.value.round == round:
             return entry.number
-    raise NotFound(f"the team has done no round {round}", field="round")
+    raise NotFound(f"the team has finished no round {round}", field="round")

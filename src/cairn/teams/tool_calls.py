@@ -1,8 +1,7 @@
-"""Tools of members. A member is asked before it speaks whether it calls one, and with what; the team's owner runs it
-and gives back what it returns, and the round, which waited, goes on.
+"""Members' tools: before a member speaks it is asked whether it calls a tool, and with which arguments.
 
-Both questions are asked aside and held to by grammar, so any model can call, and no context has them. What a tool
-returned stands in the message to which the member speaks.
+The team's owner runs the tool and posts its result, and the waiting round goes on. Both questions are asked aside under
+a grammar, so that any model can call and neither stays in the context. The result stands in the member's next message.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from cairn.text.grammar.grammar import Structure, Wanted
 CALL = f"Do you call a tool before you speak? Answer {SPEAKS} if you need none."
 WITH = "You call {tool}. Answer with its arguments as JSON, and with nothing else."
 ARGUMENT_TOKENS = 1_024
-"""Tokens of the arguments of a call at most; one that is not whole by then is not made."""
+"""Most tokens of a call's arguments; a call that is incomplete by then is not made."""
 
 
 class ToolsWaitError(Exception):
-    """A round waits for what tools return. It goes on with the next rounds that are asked for."""
+    """A round waits for tool results; the next `rounds` request resumes it."""
 
 
 class ToolCalls:
     """The calls of a member in one step."""
 
     def __init__(self, member: Member, entries: Sequence[JournalEntry], step: int) -> None:
-        """`entries`: of the round."""
+        """Collect the member's calls and results of `step` from a round's entries."""
         self._member = member
         ours = [
             entry.value
@@ -41,27 +40,27 @@ class ToolCalls:
         self._results = {one.number: one for one in ours if isinstance(one, ToolAnswered)}
 
     def add(self, call: ToolCalled) -> None:
-        """Another call, or that there is none."""
+        """Add the next call, or the decision to speak."""
         self._calls.append(call)
 
     @property
     def number(self) -> int:
-        """Of the next call."""
+        """Number of the next call."""
         return len(self._calls)
 
     @property
     def known(self) -> list[tuple[ToolCalled, ToolAnswered | None]]:
-        """The calls so far with their results."""
+        """Calls so far with their results, None for one that waits."""
         return [(call, self._results.get(call.number)) for call in self._calls]
 
     @property
     def answered(self) -> list[tuple[ToolCalled, ToolAnswered]]:
-        """The calls whose results are there."""
+        """Calls that have results, with them."""
         return [(call, result) for call, result in self.known if result is not None]
 
     @property
     def waits(self) -> bool:
-        """Whether a result is not there yet."""
+        """Whether a result is missing."""
         return any(call.tool and result is None for call, result in self.known)
 
     @property
@@ -72,17 +71,17 @@ class ToolCalls:
 
     @property
     def options(self) -> list[str]:
-        """What the member may answer when it is asked for a call."""
+        """Allowed answers to the question which tool to call."""
         return [*(tool.name for tool in self._member.tools), SPEAKS]
 
     def wanted(self, name: str) -> Wanted:
-        """What the arguments of a tool have to be."""
+        """Return the grammar of a tool's arguments."""
         schema = next(tool.parameters for tool in self._member.tools if tool.name == name)
         return Wanted(structure=Structure(kind="json", text=schema, field=f"the parameters of {name}"))
 
 
 def whole_json(text: str) -> str:
-    """Arguments that are an object; empty for what was cut before it was one."""
+    """Return the arguments as JSON if they are an object, else an empty string."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -91,7 +90,7 @@ def whole_json(text: str) -> str:
 
 
 def open_calls(entries: Sequence[JournalEntry]) -> list[ToolCalled]:
-    """The calls whose results are not there."""
+    """Return the calls that wait for results."""
     answered = {
         (one.round, one.step, one.member, one.number)
         for entry in entries

@@ -1,7 +1,7 @@
-"""Who speaks in a round. Each topology is a function over a `Floor`, and knows nothing of models, logs or clients.
+"""The order of speakers in a round: each topology is a function over a `Floor`.
 
-A topology must be a function of the team and of what the floor gave it, nothing else: a round that was cut off is run
-again from its beginning, and the floor gives back what was said before.
+A topology depends on the team and the floor's answers alone. After a crash it runs again from the beginning, and the
+floor returns the answers that were given before.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ CHOOSE = "Answer as {name}, with nothing but one of: {choices}."
 
 
 class Floor(Protocol):
-    """What a round is made of. Each call is a step; those of one call run at once."""
+    """The steps that a round is made of. Each call is one step; the members of one call run in parallel."""
 
     team: Team
     number: int
-    """The round's."""
+    """Number of the round."""
 
     async def say(self, member: str, instruction: str, choices: Sequence[str] = ()) -> str:
-        """One member speaks."""
+        """Let one member speak; return its statement."""
         ...
 
     async def say_all(self, members: Sequence[str], instruction: str, choices: Sequence[str] = ()) -> Mapping[str, str]:
-        """All of them speak at once, and none hears the others before all have spoken."""
+        """Let members speak in parallel, none hearing the others; return the statements by name."""
         ...
 
     async def choose(self, members: Sequence[str], about: str, question: str, options: Sequence[str]) -> Sequence[str]:
-        """Each of them answers a question of procedure, unheard by the others."""
+        """Ask members a question of procedure in parallel; return their answers. No other member sees them."""
         ...
 
     async def vote(
         self, question: str, options: Sequence[str], *, rule: Rule = "majority", coordinator: str = ""
     ) -> str | None:
-        """All members vote, or those whom the rule names; what is decided."""
+        """Hold a vote of all members, or of the one that the rule names; return the decision."""
         ...
 
 
 async def _round_robin(floor: Floor) -> str | None:
-    """Everybody once, and each round begins with the next member."""
+    """Let everybody speak once; each round begins with the next member."""
     names = floor.team.names
     first = (floor.number - 1) % len(names)
     for name in (*names[first:], *names[:first]):
@@ -53,21 +53,21 @@ async def _round_robin(floor: Floor) -> str | None:
 
 
 async def _turn_by_turn(floor: Floor) -> str | None:
-    """In the order that is given, in each round."""
+    """Let members speak in the given order."""
     for name in floor.team.topology.order:
         await _speak(floor, name)
     return None
 
 
 async def _broadcast(floor: Floor) -> str | None:
-    """All at once."""
+    """Let all members speak in parallel."""
     choices = floor.team.topology.choices
     await floor.say_all(floor.team.names, CHOOSE if choices else SPEAK, choices)
     return None
 
 
 async def _coordinator(floor: Floor) -> str | None:
-    """One member gives the floor to one after the other, itself too, until it gives it to nobody."""
+    """Let the coordinator name each next speaker, itself included, until it names nobody."""
     topology, names = floor.team.topology, floor.team.names
     question = f"Who is to speak next? Answer {NOBODY} if this round has said enough."
     for _ in range(topology.turns or len(names)):
@@ -79,7 +79,7 @@ async def _coordinator(floor: Floor) -> str | None:
 
 
 async def _free(floor: Floor) -> str | None:
-    """Who has spoken names the next."""
+    """Let each speaker name the next."""
     topology, names = floor.team.topology, floor.team.names
     name = topology.first or names[0]
     for turn in range(topology.turns or len(names)):
@@ -94,7 +94,7 @@ async def _free(floor: Floor) -> str | None:
 
 
 async def _debate(floor: Floor) -> str | None:
-    """Two sides in turn, then the judge, who says which is ahead."""
+    """Let two sides speak in turn, then the judge, who decides which is ahead."""
     topology = floor.team.topology
     for _ in range(topology.turns or 1):
         for side in topology.sides:
@@ -106,7 +106,7 @@ async def _debate(floor: Floor) -> str | None:
 
 
 async def _parliamentary(floor: Floor) -> str | None:
-    """A motion, amendments, and a vote: the members move in turn, one a round."""
+    """Run a motion, its amendments and a vote. A different member moves in each round."""
     team = floor.team
     mover = team.names[(floor.number - 1) % len(team.names)]
     await floor.say(mover, "Make a motion, as {name}: say what is to be decided, and why.")
@@ -120,7 +120,7 @@ async def _parliamentary(floor: Floor) -> str | None:
     if adopted:
         await floor.say(mover, "Say the motion again, as {name}, with the amendments that were adopted.")
     question = f"Is the motion of {mover} carried?"
-    rule: Rule = "majority" if team.rule == "ranked" else team.rule  # with three answers nothing is to be ranked
+    rule: Rule = "majority" if team.rule == "ranked" else team.rule  # yes, no and abstain cannot be ranked
     return await floor.vote(question, (YES, NO, ABSTAIN), rule=rule, coordinator=team.coordinator)
 
 
@@ -138,4 +138,4 @@ TOPOLOGIES: Mapping[TopologyKind, Callable[[Floor], Awaitable[str | None]]] = {
     "debate": _debate,
     "parliamentary": _parliamentary,
 }
-"""By kind: a round, which gives what it decided."""
+"""The topologies by kind; each runs a round and returns its decision."""

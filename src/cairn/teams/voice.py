@@ -1,7 +1,7 @@
-"""How members speak: the turns of their agents, and questions that they answer aside.
+"""Generation for members: turns of their agents, and questions answered aside.
 
-A turn that a crash cut off is found again: the agent's head is then a turn that the team's journal does not know, with
-the very messages that are to be said. It is taken as it is where it is whole, and resumed where it is not.
+A turn cut off by a crash is found again: the agent's head is then a turn that the team's journal lacks, with the very
+messages that are about to be sent. It is used if it is complete, and resumed otherwise.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from cairn.types.errors import Conflict, GenerationFailed, NotFound, NotLoaded, 
 from cairn.types.outputs import Delta, Done
 
 PATIENCE = 60
-"""How often a turn that found the queue full is tried."""
+"""Tries of a turn whose queue is full."""
 
 T = TypeVar("T")
 Heard = Callable[[Delta], object]
 
 
 class Spoken(msgspec.Struct, frozen=True, kw_only=True):
-    """What a member has said."""
+    """A member's answer and its token counts."""
 
     content: str
     turn: int = 0
@@ -43,17 +43,17 @@ class Spoken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Caller(NamedTuple):
-    """Who asked for what is generated."""
+    """The client that members generate for."""
 
     tenant: str
     share: str = ""
-    """Whose share of the server it takes."""
+    """Key of the fair share that the work counts against."""
     service: Service | None = None
-    """Of the model that answers; None: the first that is loaded."""
+    """The model that answers; None for the first loaded."""
 
 
 class Voice(Protocol):
-    """What lets members speak; tests have one of their own."""
+    """Generates members' answers; tests script one."""
 
     async def speak(
         self,
@@ -66,8 +66,7 @@ class Voice(Protocol):
         gate: Gate,
         heard: Heard,
     ) -> Spoken:
-        """The next turn of an agent, whose last that counts is number `before`. `heard` gets it as it comes; `gate` is
-        waited for before it begins."""
+        """Generate the agent's turn after turn `before`. `gate` is awaited first; `heard` gets the deltas."""
         ...
 
     async def ask(
@@ -80,12 +79,12 @@ class Voice(Protocol):
         wanted: Wanted,
         gate: Gate,
     ) -> Spoken:
-        """The answer to a question that the agent will not remember."""
+        """Generate an answer that does not become part of the agent's context."""
         ...
 
 
 class AgentVoice:
-    """Members speak through the agents of this server."""
+    """A voice over the agents of this server."""
 
     def __init__(self, agents: Agents) -> None:
         self._agents = agents
@@ -101,14 +100,14 @@ class AgentVoice:
         gate: Gate,
         heard: Heard,
     ) -> Spoken:
-        """As `Voice.speak`."""
+        """Implement `Voice.speak`."""
         head = await self._head(caller.tenant, agent, before)
         if head is not None and list(head.messages) == list(messages):
             if head.state == "finished":
                 return _told(head, heard)
             if head.state == "interrupted":
                 await gate()
-                with contextlib.suppress(Conflict):  # another model, or no room: it is said anew
+                with contextlib.suppress(Conflict):  # another model answers now, or no room: generate anew
                     return await self._hear(await self._resume(caller, agent), heard)
         await self._stand_at(caller.tenant, agent, before)
 
@@ -138,7 +137,7 @@ class AgentVoice:
         wanted: Wanted,
         gate: Gate,
     ) -> Spoken:
-        """As `Voice.ask`."""
+        """Implement `Voice.ask`."""
         await self._stand_at(caller.tenant, agent, before)
 
         async def begin() -> Spoken:
@@ -169,12 +168,12 @@ class AgentVoice:
         return caller.service or self._agents.services.first
 
     def _args(self, caller: Caller, options: SamplingOptions) -> Mapping[str, Any] | None:
-        """Where nothing is to be thought of, the template does not ask for it, if it can do without."""
+        """Return template arguments that turn reasoning off if the budget is 0 and the template allows it."""
         without = options.reasoning_budget == 0 and self._service(caller).chat.knows("enable_thinking")
         return {"enable_thinking": False} if without else None
 
     async def _head(self, tenant: str, agent: str, before: int) -> TurnInfo | None:
-        """The turn at the agent's head where that follows number `before`."""
+        """Return the turn at the agent's head if it follows turn `before`."""
         number = self._agents.get(tenant, agent).head
         if number <= before:
             return None
@@ -182,14 +181,14 @@ class AgentVoice:
         return head if head.parent == before else None
 
     async def _stand_at(self, tenant: str, agent: str, before: int) -> None:
-        """Let the agent stand behind its last turn that counts. Conflict where it has that turn no more."""
+        """Roll the agent back to turn `before`. Raise Conflict if that turn is gone."""
         if self._agents.get(tenant, agent).head == before:
             return
         try:
             await self._agents.rollback(tenant, agent, turn=before)
         except NotFound:
             raise Conflict(
-                f"agent {agent} has no turn {before} any more, where its team stands; roll the team back to round 0"
+                f"agent {agent} has lost turn {before}, which its team needs; roll the team back to round 0"
             ) from None
 
     async def _resume(self, caller: Caller, agent: str) -> RunningTurn:
@@ -226,7 +225,7 @@ def _spoken(said: MessageBuilder, done: Done | None) -> Spoken:
 
 
 def _told(turn: TurnInfo, heard: Heard) -> Spoken:
-    """What a whole turn said."""
+    """Return a finished turn as an answer and send its content to `heard`."""
     content = (turn.answer or {}).get("content") or ""
     heard(Delta(text=content))
     return Spoken(
@@ -240,7 +239,7 @@ def _told(turn: TurnInfo, heard: Heard) -> Spoken:
 
 
 async def _patiently(begin: Callable[[], Awaitable[T]]) -> T:
-    """Try again while the queue is full, since a team may be larger than it, and while its model is loaded."""
+    """Retry while the queue is full - a team may be larger than it - or the model is being loaded."""
     for _ in range(PATIENCE - 1):
         try:
             return await begin()

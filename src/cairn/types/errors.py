@@ -54,13 +54,13 @@ class CairnError(Exception):
         self.retry_after = retry_after
 
     def named(self, message: str, field: str | None) -> Self:
-        """The same error in the words of a route that calls the field otherwise."""
+        """Return this error with the message and field name of a route that calls the field otherwise."""
         self.args, self.field = (message,), field
         return self
 
 
 def by_code(code: str, message: str, field: str | None = None) -> CairnError:
-    """The error that another process named by its code; a plain CairnError where no class has it."""
+    """Return the error that another process sent by its code; a plain CairnError if no class has it."""
     kinds: list[type[CairnError]] = [CairnError]
     for kind in kinds:
         if kind.code == code:
@@ -70,7 +70,7 @@ def by_code(code: str, message: str, field: str | None = None) -> CairnError:
 
 
 def trace(error: BaseException) -> str:
-    """An unforeseen error for the log: its type and places. Its message may quote a prompt or an answer, and is not."""
+    """Format an unexpected error for the log: type and stack, without its message, which may quote a prompt."""
     return f"{type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import msgspec
 
@@ -45,6 +46,15 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     decode: float = 0.0
 
 
+class PromptProgress(msgspec.Struct, frozen=True):
+    """How far a prompt is, in tokens."""
+
+    cached: int
+    """Found in the cache."""
+    processed: int
+    """There by now, those among them."""
+
+
 class Output(msgspec.Struct, frozen=True, kw_only=True):
     """What one step did to one request: the worker's side of an event.
 
@@ -66,8 +76,20 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     """Set on the first output after the prompt was computed."""
     timing: Timing | None = None
     """Set with `finish`."""
+    progress: PromptProgress | None = None
+    """Set while the prompt is computed, of a request that wants to know."""
     vector: bytes = b""
     """float32 in the machine's order: what a request that wants a hidden state has asked for, with `finish`."""
+
+
+class TokenKind(enum.IntEnum):
+    """What a token of an answer is a part of."""
+
+    HIDDEN = 0
+    """A call, a tag, a control token, or what a stop string has cut off."""
+    CONTENT = 1
+    REASONING = 2
+    REASONING_TAG = 3
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +101,21 @@ class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
     arguments: str = ""
 
 
+def joined_calls(pieces: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """Return pieces of calls, those of each call that came one behind the other made one."""
+    found: list[ToolCallDelta] = []
+    arguments: list[list[str]] = []
+    for piece in pieces:
+        if piece.id or not found:
+            found.append(piece)
+            arguments.append([])
+        arguments[-1].append(piece.arguments)
+    return tuple(
+        one if len(texts) == 1 else msgspec.structs.replace(one, arguments="".join(texts))
+        for one, texts in zip(found, arguments, strict=True)
+    )
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """New output of one choice. Any field may be empty; pieces of `text` join to exactly the decoded whole."""
 
@@ -86,8 +123,21 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     tokens: tuple[int, ...] = ()
+    kinds: bytes = b""
+    """A `TokenKind` for each token whose kind became certain, in the order of the answer. They come with the text of
+    these tokens, and so later than `tokens`. Told where log-probabilities or reasoning are wanted."""
     logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the tokens of `kinds`; of content, where there are no kinds."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    progress: tuple[PromptProgress, ...] = ()
+    """How far the prompt was after each step, of a request that wants to know."""
+
+
+def logprobs_of(kind: TokenKind, kinds: bytes | bytearray, logprobs: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
+    """Return the log-probabilities of one kind of tokens; where no kinds are known, all are of content."""
+    if not kinds:
+        return logprobs if kind is TokenKind.CONTENT else ()
+    return [one for one, found in zip(logprobs, kinds, strict=False) if found == kind]
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +150,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     vector: bytes = b""
     """float32, of a request that wants a hidden state."""
     unread_call: bool = False
-    """Something in the text began as a call of a tool does and could not be read as one."""
+    """Something in the text began as a call of a tool does and could not be read as one, or as a whole one."""
 
 
 Event = Delta | Done

@@ -15,6 +15,8 @@ class OfferedTool(msgspec.Struct, frozen=True):
     name: str
     values: tuple[str, ...] = ()
     """Parameters whose schema wants something else than a text: a call in XML tags writes them as JSON."""
+    shape: str = ""
+    """Its schema without what only describes (`text.argument_fit`), as JSON; "" where any arguments fit."""
 
 
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +38,12 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     """So do calls in a further form, as `text.call_formats` names it."""
     offered: tuple[OfferedTool, ...] = ()
     """The tools there are: an answer that is nothing but the JSON object of a call to one of them is that call."""
+    held: bool = False
+    """Calls are held to a grammar, so they are read as their form has them. Else those are read too whose marks or
+    closing tags are missing, and those in reasoning that nothing follows."""
+    calls_only: bool = False
+    """The answer is held to calls and nothing else: what is left over of them is no content, and a call that comes a
+    second time ends the answer."""
     continues: bool = False
     """The answer goes on the prompt's own text: it is no text of its own, whose first space a decoder may drop."""
 
@@ -89,11 +97,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     """Higher runs earlier than others of the same share; waiting raises it, so nobody starves."""
     durable: bool = False
-    """Keep this context's KV beyond the pool at first touch: an agent's, or one with an answer in it. Others are kept
-    when they are long, or when they come a second time."""
+    """Store this context's KV before that of others, and evict it after them: it is an agent's or a session's, or has
+    an answer in it. Others are stored last, but for long ones, until they come a second time."""
     stored: bool = True
     """Whether its KV may be kept beyond the pool at all. Chunks hold the token ids, so a text that must not be stored
     must not come there either."""
+    progress: bool = False
+    """Whether each step of its prompt is told."""
     want: Want = "token"
     """`hidden`: nothing is generated; the last output has the text's `vector`."""
     second: int = 0

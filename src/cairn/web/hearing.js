@@ -99,19 +99,21 @@ export class Hearing {
     return false;
   }
 
-  /** The prompt is being read. How fast that goes is known from the answers before. */
-  prefill({ total, cache, processed }) {
-    if (processed) return;
+  /** So much of the prompt is read. How fast that goes is known from what was read before. */
+  prefill({ total, cache, processed, time_ms }) {
     const { answer } = this;
-    const began = performance.now();
+    const told = performance.now();
+    if (processed > cache && time_ms) speed = (1000 * (processed - cache)) / time_ms;
     const text = `Reading ${count(total)} tokens`;
-    answer.progress(text);
     this.stopTimer();
-    this.timer = setInterval(() => {
-      const passed = (performance.now() - began) / 1000;
-      const part = speed ? Math.min(0.97, (cache + passed * speed) / total) : undefined;
-      answer.progress(`${text}, ${passed.toFixed(0)} s`, part);
-    }, 500);
+    if (processed === total) return;
+    const show = () => {
+      const since = (performance.now() - told) / 1000;
+      const part = Math.min(0.97, (processed + since * (speed || 0)) / total);
+      answer.progress(`${text}, ${(time_ms / 1000 + since).toFixed(0)} s`, part);
+    };
+    show();
+    this.timer = setInterval(show, 500);
   }
 
   stopTimer() {

@@ -1,4 +1,4 @@
-"""Who answers a node's prompt: the model of this server; tests have one of their own."""
+"""Generation of nodes' answers by a model of this server; tests script another `Answerer`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from cairn.types.errors import GenerationFailed, Overloaded
 from cairn.types.outputs import Delta, Done
 
 PATIENCE = 60
-"""How often a node that found the queue full is tried."""
+"""Tries of an answer whose queue is full."""
 
 Heard = Callable[[Delta], object]
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer."""
+    """An answer and its token counts."""
 
     text: str
     finish_reason: str = "stop"
@@ -34,18 +34,18 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Asker(NamedTuple):
-    """Who asked for the run."""
+    """The client that a run generates for."""
 
     tenant: str
     salt: bytes = b""
     share: str = ""
-    """Whose share of the server it takes."""
+    """Key of the fair share that the work counts against."""
     service: Service | None = None
-    """Of the model that answers."""
+    """The model that answers."""
 
 
 class Answerer(Protocol):
-    """What answers prompts."""
+    """Answers prompts."""
 
     async def answer(
         self,
@@ -55,12 +55,12 @@ class Answerer(Protocol):
         wanted: Wanted,
         heard: Heard,
     ) -> Answered:
-        """The answer to a chat. `heard` gets it as it comes."""
+        """Return the answer to a chat; `heard` gets its deltas."""
         ...
 
 
 class ServiceAnswerer:
-    """The asker's model. Nothing of a node's chat is kept but its answer, in the run's journal."""
+    """Answers with the asker's model. Only the answer is kept, in the run's journal."""
 
     async def answer(
         self,
@@ -70,7 +70,7 @@ class ServiceAnswerer:
         wanted: Wanted,
         heard: Heard,
     ) -> Answered:
-        """As `Answerer.answer`; it waits while the queue is full."""
+        """Implement `Answerer.answer`; wait while the queue is full."""
         for tried in range(PATIENCE):
             try:
                 return await self._answer(asker, messages, options, wanted, heard)

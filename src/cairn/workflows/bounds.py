@@ -1,4 +1,4 @@
-"""Bounds on what a workflow holds, checked before anything else, so that the rest of its check takes bounded time."""
+"""Limits of a workflow's sizes, checked first so that the other checks take bounded time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from cairn.workflows.definition import MAX_NAME, MAX_NAMES, MAX_NODES, MAX_TEXT,
 MAX_TITLE = 1_000
 """Characters of a workflow's name."""
 _TOLD = 8
-"""Names that a sentence lists."""
+"""Names listed in an error message."""
 
 
 def check_bounds(workflow: Workflow) -> None:
-    """Raise InvalidRequest for the first thing of which there is too much; it names the limit."""
+    """Raise InvalidRequest, naming the limit, for the first size above one."""
     _check_characters(workflow.name, "name", MAX_TITLE)
     _check_characters(workflow.system, "system", MAX_TEXT)
     _check_names(workflow.roles, "roles")
@@ -67,7 +67,7 @@ def _check_characters(text: str, field: str, most: int) -> None:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names as a sentence lists them, the first of many."""
+    """Return names joined for an error message, shortened if there are many."""
     ordered = sorted(names)
     more = f" and {len(ordered) - _TOLD} more" if len(ordered) > _TOLD else ""
     return (", ".join(ordered[:_TOLD]) or "none") + more

@@ -1,5 +1,6 @@
-"""What is wrong with a workflow, found before anything runs: dependencies that are not there, cycles, outputs that no
-contract has, contracts that do not fit what reads them, nodes that can never run, and limits.
+"""Checks of a workflow before it runs: missing dependencies, cycles, unknown outputs, contracts that do not fit.
+
+Also nodes that can never run, and limits.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _INTEGER: Mapping[str, Any] = {"type": "integer"}
 
 
 class Graph(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes in the order in which they can run, each with those that it waits for."""
+    """Nodes in topological order, with the nodes that each depends on."""
 
     nodes: tuple[Node, ...]
     needs: dict[str, frozenset[str]]
@@ -40,9 +41,9 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_workflow(workflow: Workflow) -> Graph:
-    """Return the graph of a workflow that can run. It takes time, up to a second for a workflow at all limits.
+    """Return the graph of a valid workflow. Slow: up to a second for a workflow at all limits.
 
-    Raise InvalidRequest for what is wrong first; it names the node and the limit.
+    Raise InvalidRequest for the first mistake, naming the node and the limit.
     """
     check_bounds(workflow)
     _check_ids(workflow)
@@ -56,7 +57,7 @@ def check_workflow(workflow: Workflow) -> Graph:
 
 
 def every_node(nodes: Iterable[Node]) -> Iterator[Node]:
-    """Yield all nodes, those of loops too."""
+    """Yield all nodes, loops' nodes included."""
     waiting = list(nodes)[::-1]
     while waiting:
         node = waiting.pop()
@@ -69,7 +70,7 @@ def _check_ids(workflow: Workflow) -> None:
     seen: set[str] = set()
     for node in every_node(workflow.nodes):
         if node.id in RESERVED or node.id in seen:
-            why = "is a word of templates" if node.id in RESERVED else "names two nodes"
+            why = "is reserved for templates" if node.id in RESERVED else "names two nodes"
             raise InvalidRequest(f"nodes: {node.id} {why}", field=f"nodes.{node.id}")
         seen.add(node.id)
         _check_node(node)
@@ -116,7 +117,7 @@ def _check_loop(loop: Loop, where: str) -> None:
 
 
 class _Scope:
-    """Nodes that know of each other: those of the workflow, or those of a loop, which know the outer ones too."""
+    """Nodes that can refer to each other: the workflow's, or a loop's, which can refer to outer nodes too."""
 
     def __init__(
         self, nodes: Sequence[Node], inputs: frozenset[str], outer: Mapping[str, Mapping[str, Any]], *, loop: bool
@@ -126,7 +127,7 @@ class _Scope:
         self._values = ValueChecker()
 
     def graph(self, where: str) -> Graph:
-        """The nodes in order."""
+        """Check all nodes; return them in topological order."""
         needs = {node.id: frozenset(self._needs(node)) for node in self._nodes}
         ordered = _ordered(self._nodes, needs, where)
         known = {**self._outer, **self.contracts}
@@ -142,13 +143,13 @@ class _Scope:
         return Graph(nodes=tuple(ordered), needs=needs, bodies=bodies)
 
     def check_until(self, node: Node) -> None:
-        """The condition that ends a loop looks at its nodes, or at what was there before."""
+        """Check that the end condition of a loop reads its nodes or outer ones."""
         assert node.loop is not None and node.loop.until is not None
         for path in paths_of(node.loop.until):
             self._find(check_path(path, f"{node.id}.loop.until"), f"{node.id}.loop.until", node)
 
     def _needs(self, node: Node) -> Iterator[str]:
-        """What a node waits for, in its scope."""
+        """Yield the nodes of this scope that a node depends on, checking each path that it reads."""
         for paths, field in _reads(node):
             for index, path in enumerate(paths):
                 root = path.partition(".")[0]
@@ -189,7 +190,7 @@ class _Scope:
             )
 
     def _find(self, path: str, field: str, node: Node) -> tuple[Mapping[str, Any] | None, bool]:
-        """The contract of what stands at a path, None where none is known, and whether it may be missing."""
+        """Return the contract of the value at a path (None if unknown) and whether the value may be missing."""
         root, *rest = path.split(".")
         if root == INPUTS:
             if not rest or rest[0] not in self._inputs:
@@ -210,7 +211,7 @@ class _Scope:
         return self._of(root, rest, path, field)
 
     def _item(self, path: str, field: str, node: Node) -> Mapping[str, Any] | None:
-        """The contract of the items over which a node fans out."""
+        """Return the contract of the items that a node fans out over."""
         assert node.each is not None
         schema, _ = self._find(check_path(node.each.items, f"{node.id}.each.in"), f"{node.id}.each.in", node)
         if schema is None or "items" not in schema:
@@ -237,7 +238,7 @@ class _Scope:
         )
 
     def _check_reachable(self, node: Node, known: Mapping[str, Mapping[str, Any]]) -> None:
-        """InvalidRequest for a node whose condition no contract lets hold."""
+        """Raise InvalidRequest if no value that fits the contracts can satisfy the node's condition."""
         if node.when is not None and not _can_hold(node.when, known, self._values):
             raise InvalidRequest(
                 f"unreachable node: {node.id} never runs, for by the contracts its condition never holds",
@@ -258,7 +259,7 @@ def _reads(node: Node) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def contract_of(node: Node) -> Mapping[str, Any]:
-    """What a node's output fits: of a fan-out a list, of a loop the outputs of its last run by node."""
+    """Return the contract of a node's output: a list for a fan-out, its nodes' last outputs for a loop."""
     if node.loop is not None:
         properties = {one.id: contract_of(one) for one in node.loop.nodes}
         always = [one.id for one in node.loop.nodes if one.when is None]
@@ -269,7 +270,7 @@ def contract_of(node: Node) -> Mapping[str, Any]:
 
 
 def _may_miss(schema: Mapping[str, Any], rest: Sequence[str]) -> bool:
-    """Whether what stands at a path may be missing although the value fits."""
+    """Return whether the value at a path may be missing in a value that fits."""
     for part in rest:
         if part in schema.get("properties", {}):
             if part not in schema.get("required", ()):
@@ -305,7 +306,7 @@ def _may_be_number(schema: Mapping[str, Any]) -> bool:
 
 
 def _ordered(nodes: Sequence[Node], needs: Mapping[str, frozenset[str]], where: str) -> list[Node]:
-    """The nodes, each behind what it needs, else as they are listed. InvalidRequest names a cycle in full."""
+    """Sort nodes topologically, otherwise in the given order. Raise InvalidRequest that names a cycle in full."""
     done: dict[str, Node] = {}
     left = list(nodes)
     while left:
@@ -319,7 +320,7 @@ def _ordered(nodes: Sequence[Node], needs: Mapping[str, frozenset[str]], where: 
 
 
 def _cycle(start: str, needs: Mapping[str, frozenset[str]], done: Iterable[str]) -> list[str]:
-    """A cycle among nodes each of which waits for another, from the name that is first in the alphabet."""
+    """Return a cycle among nodes that all wait for others, starting at its alphabetically first name."""
     gone, path = set(done), [start]
     while path[-1] not in path[:-1]:
         path.append(min(needs[path[-1]] - gone))

@@ -52,11 +52,11 @@ TEXT: Mapping[str, Any] = {"type": "string"}
 
 
 class Breach(Exception):
-    """An answer that breaks its contract; the sentence says where and how."""
+    """An answer breaks its contract; the message says where and how."""
 
 
 def check_contract(schema: Any, field: str, depth: int = 0) -> None:
-    """Raise InvalidRequest, naming the field, for what is no contract."""
+    """Raise InvalidRequest, naming the field, if the schema is not a valid contract."""
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         raise InvalidRequest(f"{field} must be a JSON schema, an object, at most {MAX_DEPTH} deep", field=field)
     unknown = sorted(str(name)[:64] for name in schema.keys() - KEYWORDS)
@@ -80,7 +80,7 @@ def check_contract(schema: Any, field: str, depth: int = 0) -> None:
 
 
 def _check_shapes(schema: Mapping[str, Any], field: str) -> None:
-    """Raise InvalidRequest for a keyword whose value is not of its kind."""
+    """Raise InvalidRequest for a keyword with a value of the wrong type."""
     for keyword, (fits, what) in _SHAPES.items():
         if keyword in schema and not fits(schema[keyword]):
             raise InvalidRequest(f"{field}.{keyword} must be {what}", field=f"{field}.{keyword}")
@@ -128,11 +128,11 @@ _SHAPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "minimum": _NUMBER,
     "maximum": _NUMBER,
 }
-"""What the value of a keyword must be; `const` and `default` may be anything, and `items` is a contract itself."""
+"""Check and description of each keyword's value; `const` and `default` may be anything, `items` is a contract."""
 
 
 def at(schema: Mapping[str, Any], parts: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return the contract of what stands at a path within a value; None where the contract has nothing there."""
+    """Return the contract of the value at a path; None if the contract has nothing there."""
     for part in parts:
         if part in schema.get("properties", {}):
             schema = schema["properties"][part]
@@ -144,7 +144,7 @@ def at(schema: Mapping[str, Any], parts: Sequence[str]) -> Mapping[str, Any] | N
 
 
 def kind_of(schema: Mapping[str, Any]) -> str:
-    """The type that a contract says, or that its only values have."""
+    """Return the type that a contract names, or that its `const` or first `enum` value has."""
     if "type" in schema:
         return str(schema["type"])
     value = schema["const"] if "const" in schema else schema["enum"][0]
@@ -152,7 +152,7 @@ def kind_of(schema: Mapping[str, Any]) -> str:
 
 
 def grammar_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema that an answer is held to: what the contract leaves open is closed, so that an answer ends."""
+    """Return the schema that the grammar enforces: objects are closed, so that every answer ends."""
     found = {name: value for name, value in schema.items() if name not in ("title", "default")}
     if "properties" in found:
         found["properties"] = {name: grammar_schema(inner) for name, inner in found["properties"].items()}
@@ -163,7 +163,7 @@ def grammar_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_answer(schema: Mapping[str, Any] | None, text: str, finish_reason: str) -> Any:
-    """The value of an answer. Breach where it does not fit the contract; without a contract it is the text."""
+    """Return the value of an answer, its text if there is no contract. Raise Breach if it does not fit."""
     if schema is None:
         return text.strip()
     try:
@@ -176,16 +176,16 @@ def read_answer(schema: Mapping[str, Any] | None, text: str, finish_reason: str)
 
 
 def check_value(schema: Mapping[str, Any], value: Any, where: str) -> None:
-    """Raise Breach where a value does not fit."""
+    """Raise Breach if a value does not fit; `where` names it in the message."""
     ValueChecker().check(schema, value, where)
 
 
 class ValueChecker:
-    """Holds values against contracts. The values of each `enum` are made ready once, so many can be looked up in it."""
+    """Checks values against contracts; each `enum` is hashed once, so that many values can be looked up in it."""
 
     def __init__(self) -> None:
         self._listed: dict[int, frozenset[Hashable]] = {}
-        """The keys of an `enum`'s values, by the id of the list, which the contract holds on to."""
+        """Hashed `enum` values by the id of the list, which the contract keeps alive."""
 
     def fits(self, schema: Mapping[str, Any], value: Any) -> bool:
         """Return whether a value fits."""
@@ -196,7 +196,7 @@ class ValueChecker:
         return True
 
     def check(self, schema: Mapping[str, Any], value: Any, where: str) -> None:
-        """Raise Breach where a value does not fit; `where` is what the sentence calls it."""
+        """Raise Breach if a value does not fit; `where` names it in the message."""
         kind = schema.get("type")
         if kind is not None and not TYPES[kind](value):
             raise Breach(f"{where} must be of type {kind}")
@@ -233,7 +233,7 @@ class ValueChecker:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as JSON, of a long one the beginning: the sentence goes into the next prompt."""
+    """Return a value as JSON, cut at MAX_SHOWN: the message goes into the next prompt."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + " ..."
 

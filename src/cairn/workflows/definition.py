@@ -1,4 +1,4 @@
-"""What a workflow is, as a file or a request says it. Nothing here is checked beyond its shape: see `checks`."""
+"""Types of a workflow as files and requests spell it. Only shapes are checked here; `checks` does the rest."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cairn.types.errors import InvalidRequest
 MAX_NODES = 256
 """Nodes of one workflow, those of loops included."""
 MAX_ITEMS = 256
-"""Items over which a node fans out."""
+"""Items of one fan-out."""
 MAX_LOOP = 32
-"""Times that a loop runs."""
+"""Iterations of a loop."""
 MAX_RETRIES = 8
 NODE_TOKENS = 1_024
-"""Tokens of an answer at most where its node says nothing of it."""
+"""Default `max_tokens` of a node's answer."""
 MAX_TEXT = 1 << 18
 """Characters of a prompt, the system text and the text of a role, each."""
 MAX_FILLED = 1 << 20
@@ -51,7 +51,7 @@ SAMPLING = frozenset(
         "reasoning_budget",
     }
 )
-"""What a node may say of how its answer is sampled."""
+"""Sampling options that a node may set."""
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}\Z")]
 
@@ -61,7 +61,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
 
 
 class Condition(_Form, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What holds of an output: exactly one of the comparisons. Several conditions are said by `all` and `any`."""
+    """A condition on an output: exactly one comparison, or `all` or `any` of several conditions."""
 
     output: str = ""
     """The path of a value: a node, then names of fields and numbers of items."""
@@ -76,7 +76,7 @@ class Condition(_Form, frozen=True, kw_only=True, omit_defaults=True, forbid_unk
 
 
 class Each(_Form, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The node runs once for each item of a list, all at once."""
+    """A fan-out: the node runs once for each item of a list, in parallel."""
 
     items: str = msgspec.field(name="in")
     """The path of the list."""
@@ -85,39 +85,39 @@ class Each(_Form, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_
 
 
 class Loop(_Form, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Nodes that run again until a condition holds, and a number of times at most."""
+    """Nodes that are repeated until a condition holds, at most `limit` times."""
 
     nodes: tuple[Node, ...]
     limit: int
     until: Condition | None = None
-    """Looked at after every run of the nodes."""
+    """Evaluated after every iteration."""
 
 
 class Node(_Form, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One piece of work: a prompt and what its answer has to be, or a loop of such nodes."""
+    """A prompt and the contract of its answer, or a loop of nodes."""
 
     id: Name
     role: str = ""
-    """Who does it: a name of `roles`, or any other."""
+    """Its role: a name in `roles`, or any other."""
     prompt: str = ""
     """A template: `{{ plan.steps }}` stands for a value, `{{ fix.code or code.code }}` for the first that is there."""
     needs: tuple[str, ...] = ()
-    """Nodes that have to be done before, beside those that the prompt and the conditions name."""
+    """Nodes to wait for, besides those that the prompt and the conditions read."""
     output: dict[str, Any] | None = None
     """The contract: a JSON schema that the answer fits. Without one the answer is a text."""
     takes: dict[str, str] = {}
-    """What it relies on of others: a path, and the type that stands there."""
+    """Types it expects at paths of other nodes' outputs."""
     when: Condition | None = None
-    """It is skipped unless this holds."""
+    """The node is skipped unless this holds."""
     each: Each | None = None
     loop: Loop | None = None
     retries: int = 2
-    """How often an answer that breaks the contract is asked for again."""
+    """Number of retries after an answer that breaks the contract."""
     sampling: dict[str, Any] = {}
 
 
 class Merge(_Form, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The result of the run: the fields of what these nodes put out, the first of them first where they differ."""
+    """Merges these nodes' output fields into the run's result; where they differ the earlier node wins."""
 
     precedence: tuple[str, ...]
 
@@ -127,23 +127,23 @@ class Workflow(_Form, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
 
     name: str = ""
     system: str = ""
-    """What every node is told first, whatever its role."""
+    """System text shared by all nodes."""
     roles: dict[str, str] = {}
-    """What a role is told."""
+    """System text of each role."""
     inputs: dict[str, Any] = {}
-    """What a run is given: names, and the default of each; null where there is none."""
+    """Names of inputs and their defaults; null for an input without one."""
     nodes: tuple[Node, ...]
     merge: Merge | None = None
     at_once: int = 16
-    """Nodes, and items of a fan-out, that run at once."""
+    """Nodes and fan-out items that run in parallel."""
 
 
 def workflow_of(given: Any) -> Workflow:
-    """Return the workflow of plain values. Raise InvalidRequest where they have another shape."""
+    """Convert plain values to a workflow. Raise InvalidRequest, naming the field, if their shape is wrong."""
     try:
         return msgspec.convert(given, type=Workflow)
     except msgspec.ValidationError as error:
-        said, _, where = str(error).rpartition(" - at ")  # a name that the client chose may hold these words too
+        said, _, where = str(error).rpartition(" - at ")  # names chosen by clients may contain " - at "
         said, where = (said, where) if said else (where, "")
         field = where.strip("`").removeprefix("$").lstrip(".")[:200] or None
         raise InvalidRequest(f"workflow{'.' + field if field else ''}: {said[:300]}", field=field) from None

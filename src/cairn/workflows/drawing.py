@@ -1,5 +1,4 @@
-"""A workflow as a picture: Mermaid text, an SVG in columns, and a PNG of that. With a run's state its nodes have its
-colours."""
+"""Drawings of a workflow: Mermaid, SVG and PNG, with nodes coloured by a run's state."""
 
 from __future__ import annotations
 
@@ -10,16 +9,16 @@ from typing import NamedTuple
 from cairn.types.errors import Unsupported
 from cairn.workflows.checks import Graph, check_workflow
 from cairn.workflows.definition import Node, Workflow
-from cairn.workflows.records import NodeEnded
+from cairn.workflows.runner import NodeEnded
 
 COLOURS = {"done": "#b7e1c0", "skipped": "#e4e4e4", "failed": "#f3b8b8", "running": "#cfe2ff", "waiting": "#ffffff"}
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _PAD = 168, 48, 56, 20, 16
 
 
 _FONTS = "Helvetica, Arial, DejaVu Sans, Liberation Sans, Noto Sans, sans-serif"
-"""A browser knows what sans-serif is; what makes a PNG knows names alone."""
+"""Named fonts come first: resvg does not resolve the generic sans-serif."""
 _ZOOM = 2.0
-"""Pixels of a PNG for each unit of the SVG, so that it is sharp on any screen."""
+"""Pixels of the PNG for one unit of the SVG; 2 is sharp on any screen."""
 
 
 class _Box(NamedTuple):
@@ -31,7 +30,7 @@ class _Box(NamedTuple):
 
 
 def states_of(workflow: Workflow, ended: Mapping[str, NodeEnded], *, running: bool = False) -> dict[str, str]:
-    """How far each node is, by its id: of a loop's nodes the last run counts."""
+    """Return each node's state by its id; for a loop's nodes that of the last iteration."""
     found: dict[str, str] = {}
     for key, one in ended.items():
         name = key.rpartition("/")[2].partition(".")[0]
@@ -45,7 +44,7 @@ def states_of(workflow: Workflow, ended: Mapping[str, NodeEnded], *, running: bo
 
 
 def mermaid(workflow: Workflow, states: Mapping[str, str] | None = None) -> str:
-    """The graph as Mermaid's flowchart."""
+    """Return the graph as a Mermaid flowchart."""
     graph = check_workflow(workflow)
     lines = ["flowchart LR"]
     lines += list(_mermaid_nodes(graph, "  "))
@@ -70,7 +69,7 @@ def _mermaid_nodes(graph: Graph, indent: str) -> Iterator[str]:
 
 
 def _id(name: str) -> str:
-    """A name that is no word of Mermaid's, such as `end`."""
+    """Return an id that is not a Mermaid keyword such as `end`."""
     return "n_" + name.replace("-", "_h")
 
 
@@ -81,7 +80,7 @@ def _label(node: Node) -> str:
 
 
 def svg(workflow: Workflow, states: Mapping[str, str] | None = None) -> str:
-    """The graph as an SVG, a column for all nodes that could run at once."""
+    """Return the graph as SVG; nodes that can run in parallel share a column."""
     graph, states = check_workflow(workflow), states or {}
     boxes = {box.node.id: box for box in _boxes(graph)}
     columns = 1 + max(box.column for box in boxes.values())
@@ -102,7 +101,7 @@ def svg(workflow: Workflow, states: Mapping[str, str] | None = None) -> str:
 
 
 def png(workflow: Workflow, states: Mapping[str, str] | None = None) -> bytes:
-    """The SVG as pixels. Unsupported, which names the package, where what draws it is not installed."""
+    """Return the SVG rendered as PNG. Raise Unsupported, naming the package, if resvg is not installed."""
     try:
         from resvg_py import svg_to_bytes
     except ImportError:
@@ -115,7 +114,7 @@ def png(workflow: Workflow, states: Mapping[str, str] | None = None) -> bytes:
 
 
 def _boxes(graph: Graph, first: int = 0, top: int = 0, loop: str = "") -> list[_Box]:
-    """Where every node stands: behind all that it needs, those of a loop below it."""
+    """Return the grid place of every node: right of all its dependencies; a loop's nodes below the loop."""
     column: dict[str, int] = {}
     filled: dict[int, int] = {}
     found = []

@@ -1,8 +1,8 @@
-"""Values by their path, and conditions over them.
+"""Paths into values, and conditions over them.
 
     path        NODE{.FIELD | .NUMBER}          inputs.task   plan.steps.0   previous.fix.code   item
 
-Nothing is computed: a path only looks up.
+A path only looks up a value; there are no expressions.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from cairn.types.errors import InvalidRequest
 from cairn.workflows.definition import MAX_CONDITIONS, MAX_PATH, MAX_VALUES, Condition
 
 MISSING = msgspec.UNSET
-"""What stands where there is nothing."""
+"""Result of looking up a path that has no value."""
 _PATH = re.compile(r"[A-Za-z][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_-]+)*")
 _DIGITS = 9
-"""Digits of the number of an item: no list is as long."""
+"""Most digits of an item's index: no list is that long."""
 ITEM = "item"
-"""In a fan-out the item, and `index` its number."""
+"""Root of the current item in a fan-out; `index` is its number."""
 INDEX = "index"
 PREVIOUS = "previous"
-"""In a loop the outputs of its run before."""
+"""Root of the outputs of a loop's previous iteration."""
 INPUTS = "inputs"
 
 
 def check_path(path: str, field: str) -> str:
-    """Return the path. Raise InvalidRequest for what is none."""
+    """Return the path. Raise InvalidRequest if it is malformed."""
     if len(path) > MAX_PATH:
         raise InvalidRequest(f"{field}: a path has {len(path)} characters; the limit is {MAX_PATH}", field=field)
     if not _PATH.fullmatch(path):
@@ -41,7 +41,7 @@ def check_path(path: str, field: str) -> str:
 
 
 def lookup(values: Mapping[str, Any], path: str) -> Any:
-    """Return the value of a path; MISSING where there is none."""
+    """Return the value at a path; MISSING if there is none."""
     found: Any = values
     for part in path.split("."):
         if isinstance(found, Mapping) and part in found:
@@ -54,17 +54,17 @@ def lookup(values: Mapping[str, Any], path: str) -> Any:
 
 
 def index_of(part: str) -> int | None:
-    """Return the number of an item that a part of a path is; None where it is none."""
+    """Return a path part as an item's index; None if it is not a number."""
     return int(part) if len(part) <= _DIGITS and part.isascii() and part.isdigit() else None
 
 
 def first(values: Mapping[str, Any], paths: tuple[str, ...]) -> Any:
-    """The first of these values that is there."""
+    """Return the first of these paths' values that exists, else MISSING."""
     return next((found for path in paths if (found := lookup(values, path)) is not MISSING), MISSING)
 
 
 def paths_of(condition: Condition) -> Iterator[str]:
-    """Every path that a condition looks at."""
+    """Yield every path that a condition reads."""
     if condition.output:
         yield condition.output
     for several in (condition.every, condition.some):
@@ -73,7 +73,7 @@ def paths_of(condition: Condition) -> Iterator[str]:
 
 
 def check_condition(condition: Condition, field: str) -> None:
-    """Raise InvalidRequest unless each condition says exactly one thing, and all of them are within the limits."""
+    """Raise InvalidRequest unless each condition has exactly one comparison and all limits hold."""
     count, waiting = 0, [condition]
     while waiting:
         one = waiting.pop()
@@ -112,7 +112,7 @@ def _check_one(condition: Condition, field: str) -> None:
 
 
 def holds(condition: Condition, values: Mapping[str, Any]) -> bool:
-    """Whether a condition holds. What is not there is equal to nothing."""
+    """Return whether a condition holds. A missing value satisfies no comparison."""
     if condition.every is not MISSING:
         return all(holds(one, values) for one in condition.every or ())
     if condition.some is not MISSING:
@@ -137,7 +137,7 @@ def _compare(condition: Condition, found: Any) -> bool:
 
 
 _BOOLEANS: Mapping[bool, Hashable] = {False: object(), True: object()}
-"""What stands for false and true in a key: to Python they are equal to 0 and 1."""
+"""Keys of false and true, which Python holds equal to 0 and 1."""
 
 
 def same(one: Any, other: Any) -> bool:
@@ -146,7 +146,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def key_of(value: Any) -> Hashable:
-    """Return what is equal for the same JSON alone, and can be looked up in a set."""
+    """Return a hashable key that is equal for equal JSON values only."""
     if isinstance(value, Mapping):
         return frozenset((name, key_of(item)) for name, item in value.items())
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
-"""A run of a workflow: nodes that wait for nothing run at once, each as soon as what it needs is done.
+"""Runs a workflow: each node starts as soon as its dependencies are done.
 
-What a node is asked depends on the outputs that it reads and on the run's seed, so neither the order in which nodes end
-nor a restart in between changes an answer. What is done is in the journal, and not done again.
+A node's prompt depends on the outputs it reads and on the run's seed, so neither the order in which nodes finish nor a
+restart changes an answer. Finished nodes are in the journal and are not run again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -26,21 +26,109 @@ from cairn.types.outputs import Delta
 from cairn.workflows.answerer import Answered, Answerer, Asker
 from cairn.workflows.checks import Graph
 from cairn.workflows.contracts import Breach, grammar_schema, read_answer
-from cairn.workflows.definition import NODE_TOKENS, Node
-from cairn.workflows.merging import merge
-from cairn.workflows.paths import INDEX, INPUTS, ITEM, MISSING, PREVIOUS, holds, lookup
-from cairn.workflows.records import NodeEnded, Run, RunEnded, RunItem
+from cairn.workflows.definition import NODE_TOKENS, Node, Workflow
+from cairn.workflows.paths import INDEX, INPUTS, ITEM, MISSING, PREVIOUS, holds, lookup, same
 from cairn.workflows.templates import Absent, TooLong, filling
 from cairn.workflows.text_room import TextRoom
+
+RunStatus = Literal["running", "interrupted", "finished", "failed"]
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A run as it was requested."""
+
+    id: str
+    workflow: Workflow
+    inputs: dict[str, Any] = {}
+    seed: int = 0
+
+
+class NodeEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="node"):
+    """The end of a node, of one item of a fan-out, or of a node in one iteration of a loop."""
+
+    key: str
+    """`plan`; `code.3` for an item; `repair#2/fix` in a loop's second iteration."""
+    state: Literal["done", "skipped", "failed"]
+    output: Any = None
+    why: str = ""
+    """Why it was skipped or failed."""
+    lost: bool = False
+    """Whether it was skipped because a dependency failed."""
+    attempts: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class RunEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="run"):
+    """The end of a run."""
+
+    state: Literal["finished", "failed"]
+    result: Any = None
+    sources: dict[str, str] = {}
+    """The node that each field of a merged result comes from."""
+    conflicts: tuple[dict[str, Any], ...] = ()
+    why: str = ""
+
+
+RunItem = NodeEnded | RunEnded
+
+
+class FieldConflict(NamedTuple):
+    """Two nodes' differing values of one field."""
+
+    field: str
+    won: str
+    """The node whose value is used, with the item's number in a fan-out."""
+    value: Any
+    lost: str
+    other: Any
+    why: str
+
+
+class Merged(NamedTuple):
+    """A merged result."""
+
+    values: dict[str, Any]
+    sources: dict[str, str]
+    """The node that each field comes from."""
+    conflicts: list[FieldConflict]
+
+
+def merge(precedence: Sequence[str], outputs: Mapping[str, Any]) -> Merged:
+    """Merge the fields of these nodes' outputs; skipped nodes have none."""
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    conflicts = []
+    for name in precedence:
+        output = outputs.get(name)
+        listed = isinstance(output, list)
+        for index, one in enumerate(output if isinstance(output, list) else [output]):
+            source = f"{name}.{index}" if listed else name
+            for field, value in sorted(one.items()) if isinstance(one, Mapping) else ():
+                if field not in values:
+                    values[field], sources[field] = value, source
+                elif not same(values[field], value):
+                    why = _why(sources[field], source)
+                    conflicts.append(FieldConflict(field, sources[field], values[field], source, value, why))
+    return Merged(values, sources, conflicts)
+
+
+def _why(won: str, lost: str) -> str:
+    one, other = won.partition(".")[0], lost.partition(".")[0]
+    if one == other:
+        return f"an earlier item of {one} comes before a later one"
+    return f"{one} comes before {other} in merge.precedence"
+
 
 T = TypeVar("T")
 Emit = Callable[[dict[str, Any]], object]
 PASSING = (Unavailable, Cancelled)
-"""What says nothing of a node: the run is cut off, and goes on another time."""
+"""Errors that are not a node's fault: the run is interrupted and can be resumed."""
 
 
 class WorkflowRun:
-    """One run, from wherever its journal says it is."""
+    """One run, continued from its journal."""
 
     def __init__(
         self,
@@ -53,7 +141,7 @@ class WorkflowRun:
         room: TextRoom,
         emit: Emit,
     ) -> None:
-        """`graph`: what `check_workflow` made of the run's workflow; `room`: for the prompts of all runs."""
+        """Prepare a run. `graph` is `check_workflow`'s; `room` bounds the prompts of all runs together."""
         self._run, self._workflow, self._graph, self._room = run, run.workflow, graph, room
         self._journals, self._journal, self._answerer, self._asker = journals, journal, answerer, asker
         self._emit = emit
@@ -61,7 +149,7 @@ class WorkflowRun:
         self._known = {one.value.key: one.value for one in journal.read(RunItem) if isinstance(one.value, NodeEnded)}
 
     async def work(self) -> RunEnded:
-        """The run to its end."""
+        """Run all nodes that are not done; return how the run ended."""
         self._emit({"type": "run.started", "run": self._run.id, "resumed": bool(self._known)})
         values: dict[str, Any] = {INPUTS: self._run.inputs}
         ended = await self._nodes(self._graph, values, "")
@@ -83,7 +171,7 @@ class WorkflowRun:
         return RunEnded(state="finished", result=last)
 
     async def _nodes(self, graph: Graph, values: dict[str, Any], prefix: str) -> dict[str, NodeEnded]:
-        """Run nodes, whose outputs go into `values`; how each ended, in the graph's order."""
+        """Run nodes and put their outputs into `values`; return how each ended, in the graph's order."""
         ended: dict[str, NodeEnded] = {}
         over = {node.id: asyncio.Event() for node in graph.nodes}
 
@@ -104,7 +192,7 @@ class WorkflowRun:
     async def _node(
         self, graph: Graph, node: Node, values: Mapping[str, Any], prefix: str, lost: Sequence[str]
     ) -> NodeEnded:
-        """One node with all its items, or its loop."""
+        """Run one node with all its items, or its loop."""
         key = prefix + node.id
         if (known := self._known.get(key)) is not None:
             self._tell_end(known, node)
@@ -124,7 +212,7 @@ class WorkflowRun:
             return await self._ask(node, values, key)
 
     async def _loop(self, graph: Graph, node: Node, values: Mapping[str, Any], key: str) -> NodeEnded:
-        """The nodes of a loop, again and again; its output is what they said last."""
+        """Iterate a loop; its output is the last output of each of its nodes."""
         assert node.loop is not None
         latest: dict[str, Any] = {}
         done = node.loop.until is None
@@ -143,7 +231,7 @@ class WorkflowRun:
         return await self._end(NodeEnded(key=key, state="done", output={**latest, "runs": runs, "done": done}), node)
 
     async def _fan_out(self, node: Node, values: Mapping[str, Any], key: str) -> NodeEnded:
-        """The node once for each item; its output is the list of theirs, in the items' order."""
+        """Run a node for each item; its output is the list of theirs, in the items' order."""
         assert node.each is not None
         items = lookup(values, node.each.items)
         if not isinstance(items, list):
@@ -171,7 +259,7 @@ class WorkflowRun:
         return await self._end(NodeEnded(key=key, state="done", output=[one.output for one in ended]), node)
 
     async def _ask(self, node: Node, values: Mapping[str, Any], key: str) -> NodeEnded:
-        """Ask, and ask again while the answer breaks the contract. The caller has a place for it."""
+        """Ask until the answer fits the contract or retries are used up. The caller holds a slot."""
         return await self._end(await self._asked(node, values, key), node)
 
     async def _asked(self, node: Node, values: Mapping[str, Any], key: str) -> NodeEnded:
@@ -189,7 +277,7 @@ class WorkflowRun:
                 return await self._attempts(node, await _apart(found.parts, found.text), key)
             except PASSING:
                 raise
-            except CairnError as error:  # a prompt that is too long, an answer that cannot be held to its contract
+            except CairnError as error:  # such as a prompt that is too long, or a contract that no grammar can enforce
                 return NodeEnded(key=key, state="failed", why=str(error))
 
     async def _attempts(self, node: Node, prompt: str, key: str) -> NodeEnded:
@@ -221,7 +309,7 @@ class WorkflowRun:
         return NodeEnded(key=key, state="failed", why=f"{why}, {len(answers)} times", **_figures(answers))
 
     def _told(self, node: Node) -> list[dict[str, Any]]:
-        """What is the same for every node comes first, so that nodes share the beginning of their prompts."""
+        """Return the system message: the workflow's text before the role's, so that nodes share a prefix."""
         role = self._workflow.roles.get(node.role, f"You are the {node.role}." if node.role else "")
         told = "\n\n".join(text for text in (self._workflow.system, role) if text)
         return [{"role": "system", "content": told}] if told else []
@@ -249,7 +337,7 @@ class WorkflowRun:
 
 
 async def _apart(parts: Sequence[Any], work: Callable[..., T], *given: Any) -> T:
-    """Do what takes time that grows with the parts of a prompt, where they are long beside the event loop."""
+    """Run work that is linear in a prompt's parts, on another thread if they are long."""
     return await asyncio.to_thread(work, *given) if length(parts) > INLINE else work(*given)
 
 

@@ -1,4 +1,4 @@
-"""All runs of workflows of a server. A run is a journal of the token log, and goes on node by node after a crash."""
+"""The workflow runs of a server. A run is a journal of the token log; after a crash it goes on node by node."""
 
 from __future__ import annotations
 
@@ -16,37 +16,36 @@ from cairn.workflows.answerer import Answerer, Asker
 from cairn.workflows.bounds import listed
 from cairn.workflows.checks import check_workflow
 from cairn.workflows.definition import Workflow
-from cairn.workflows.records import NodeEnded, Run, RunEnded, RunItem, RunStatus
-from cairn.workflows.runner import Emit, WorkflowRun
+from cairn.workflows.runner import Emit, NodeEnded, Run, RunEnded, RunItem, RunStatus, WorkflowRun
 from cairn.workflows.text_room import TextRoom
 
 ROOM = "run"
 MAX_RUN = 4 << 20
-"""Bytes of a workflow and its inputs: they are held in memory as long as the run is kept."""
+"""Bytes of a workflow and its inputs, which stay in memory as long as the run is kept."""
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """What callers are told of a run."""
+    """A run as clients see it."""
 
     run: Run
     created: float
     model: str
-    """The name of the model that it was begun with."""
+    """Name of the model it was created with."""
     state: RunStatus
     nodes: dict[str, NodeEnded]
-    """What is over, by key."""
+    """Finished nodes by key."""
     ended: RunEnded | None
     report: dict[str, int]
-    """Tokens of all prompts, and how many of them were computed."""
+    """Prompt tokens in all, and how many of them were computed and cached."""
 
 
 class Runs:
-    """All runs. Where one is named, NotFound for one that is not there or is another tenant's."""
+    """The runs of all tenants. Methods that name a run raise NotFound if the tenant has no such run."""
 
     def __init__(self, journals: Journals, answerer: Answerer) -> None:
         self._journals, self._answerer, self._room = journals, answerer, TextRoom()
         self._running: dict[int, asyncio.Task[Any]] = {}
-        """The task of what a run does now, by its journal's key."""
+        """Running tasks by journal key."""
 
     async def create(
         self,
@@ -58,18 +57,18 @@ class Runs:
         seed: int | None = None,
         model: str = "",
     ) -> RunState:
-        """A run that has not begun; InvalidRequest where the workflow cannot run, or an input is missing."""
+        """Create a run without starting it. Raise InvalidRequest if the workflow is wrong or an input is missing."""
         await asyncio.to_thread(check_workflow, workflow)
         given = _inputs(workflow, inputs)
         if seed is None:
-            seed = self._journals.seed() >> 11  # JSON's numbers hold 53 bits
+            seed = self._journals.seed() >> 11  # 53 bits, what JSON numbers hold
         id = f"run-{self._journals.seed():016x}" if id is None else id
         run = Run(id=id, workflow=workflow, inputs=given, seed=seed)
         await asyncio.to_thread(_check_size, run)
         return self._state(await self._journals.create(ROOM, tenant, id, run, model=model))
 
     def get(self, tenant: str, id: str) -> RunState:
-        """One run as it is now."""
+        """Return the current state of a run."""
         return self._state(self._find(tenant, id))
 
     def ids(self, tenant: str) -> list[str]:
@@ -77,13 +76,13 @@ class Runs:
         return [journal.id for journal in self._journals.of(ROOM, tenant)]
 
     def check_open(self, tenant: str, id: str) -> None:
-        """Conflict for a run that is at work, or over."""
+        """Raise Conflict if a run is at work or finished."""
         state = self.get(tenant, id).state
         if state in ("running", "finished"):
             raise Conflict(f"run {id} is {state}")
 
     async def work(self, asker: Asker, id: str, emit: Emit) -> RunEnded:
-        """Run to the end what is not over. A run that failed tries what failed once more."""
+        """Run everything that is not done. A failed run tries its failed nodes once more."""
         self.check_open(asker.tenant, id)
         journal = self._find(asker.tenant, id)
         async with self._at_work(journal):
@@ -94,21 +93,21 @@ class Runs:
             return await WorkflowRun(run, graph, self._journals, journal, answerer, asker, room, emit).work()
 
     async def _forget_failures(self, journal: Journal) -> None:
-        """What failed, what was skipped for it and the end of the run count no more."""
+        """Drop the failures, the nodes skipped for them and the end of the run from the journal."""
         entries = journal.read(RunItem)
         if any(isinstance(entry.value, RunEnded) for entry in entries):
             lost = [entry for entry in entries if _is_lost(entry.value)]
             await self._journals.drop(journal, lost)
 
     def interrupt(self, tenant: str, id: str) -> bool:
-        """Cut a run off; it goes on another time. Whether it was running."""
+        """Interrupt a run, which can be resumed; return whether it was running."""
         task = self._running.get(self._find(tenant, id).key)
         if task is not None:
             task.cancel()
         return task is not None
 
     async def delete(self, tenant: str, id: str) -> None:
-        """End a run, and erase all that it holds."""
+        """Cancel a run and erase it."""
         journal = self._find(tenant, id)
         task = self._running.get(journal.key)
         if task is not None:
@@ -139,7 +138,7 @@ class Runs:
 
     @contextlib.asynccontextmanager
     async def _at_work(self, journal: Journal) -> AsyncIterator[None]:
-        """While entered, the run is at work; `interrupt` cancels the task that entered."""
+        """Mark the run as at work while entered; `interrupt` cancels the task that entered."""
         task = asyncio.current_task()
         assert task is not None
         self._running[journal.key] = task
@@ -150,7 +149,7 @@ class Runs:
 
 
 def _check_size(run: Run) -> None:
-    """Raise InvalidRequest for a run that takes more than MAX_RUN bytes, or that no record can hold."""
+    """Raise InvalidRequest for a run of more than MAX_RUN bytes, or one that no record can hold."""
     check(msgspec.to_builtins(run), ROOM)
     size = len(msgspec.msgpack.encode(run))
     if size > MAX_RUN:
@@ -164,7 +163,7 @@ def _is_lost(value: NodeEnded | RunEnded) -> bool:
 
 
 def _inputs(workflow: Workflow, given: dict[str, Any]) -> dict[str, Any]:
-    """What a run is given, defaults included."""
+    """Return a run's inputs with defaults filled in. Raise InvalidRequest for unknown and missing ones."""
     unknown = sorted(given.keys() - workflow.inputs.keys())
     if unknown:
         raise InvalidRequest(

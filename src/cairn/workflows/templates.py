@@ -1,7 +1,7 @@
-"""Prompts with slots: `{{ plan.steps }}` stands for a value, `{{ fix.code or code.code }}` for the first that is there.
+"""Prompt templates: `{{ plan.steps }}` is a slot for a value, `{{ fix.code or code.code }}` for the first that exists.
 
-Anything else is text. Nothing is computed; a value that is no text is put in as JSON. A template is read in one pass,
-and what it makes is measured before it is joined.
+Everything else is text; there are no expressions. Values that are not text are inserted as JSON. A template is read in
+one pass, and its result measured before it is joined.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from cairn.workflows.definition import MAX_ALTERNATIVES, MAX_FILLED, MAX_SLOTS, 
 from cairn.workflows.paths import MISSING, check_path, first, paths_of
 
 Slot = tuple[str, ...]
-"""Paths, of which the first counts that is there."""
+"""Alternative paths; the first that has a value is used."""
 _MARKS = re.compile(r"(\{\{|\}\})")
 _OR = re.compile(r"\bor\b")
 _JSON = json.JSONEncoder(ensure_ascii=False, indent=1)
 
 
 class Absent(Exception):
-    """A slot has no value; the text is its path."""
+    """A slot has no value; the message is its path."""
 
 
 class TooLong(Exception):
-    """What a template makes has too many characters; the text says so."""
+    """A filled template exceeds MAX_FILLED characters; the message says so."""
 
 
 class Filling(NamedTuple):
-    """A template with the value of each slot, not joined yet."""
+    """A template's texts and slot values, not yet joined."""
 
     parts: list[Any]
-    """Texts as they are, and values that are put in as JSON."""
+    """Texts, and values to insert as JSON."""
 
     def size(self, field: str) -> int:
-        """Return the characters of the whole text, of which nothing is made. Raise TooLong beyond MAX_FILLED."""
+        """Return the length of the joined text without building it. Raise TooLong beyond MAX_FILLED."""
         measured: dict[int, int] = {}
         size = 0
         for part in self.parts:
@@ -49,12 +49,12 @@ class Filling(NamedTuple):
         return size
 
     def text(self) -> str:
-        """Return the whole text."""
+        """Return the joined text."""
         return "".join(part if isinstance(part, str) else _JSON.encode(part) for part in self.parts)
 
 
 def _size(value: Any, most: int) -> int:
-    """Return the characters of a value's JSON; of one with more than `most` some number above it."""
+    """Return the length of a value's JSON; some number above `most` if it exceeds that."""
     size = 0
     for piece in _JSON.iterencode(value):
         size += len(piece)
@@ -64,12 +64,12 @@ def _size(value: Any, most: int) -> int:
 
 
 def slots(template: str, field: str) -> list[Slot]:
-    """Return the paths of each slot of a template. Raise InvalidRequest for a bad slot, and for too many."""
+    """Return the slots of a template. Raise InvalidRequest for a malformed slot or more than MAX_SLOTS."""
     return [part for part in _parts(template, field) if isinstance(part, tuple)]
 
 
 def filling(template: str, values: Mapping[str, Any]) -> Filling:
-    """Look up the values of a template's slots. Raise Absent for one that is not there."""
+    """Look up the values of a template's slots. Raise Absent for a slot without a value."""
     parts: list[Any] = []
     for part in _parts(template, "prompt"):
         if isinstance(part, str):
@@ -83,7 +83,7 @@ def filling(template: str, values: Mapping[str, Any]) -> Filling:
 
 
 def _parts(template: str, field: str) -> Iterator[str | Slot]:
-    """Yield texts and slots in their order."""
+    """Yield texts and slots in order."""
     count = template.count("{{")
     if count > MAX_SLOTS:
         raise InvalidRequest(f"{field} has {count} slots; the limit is {MAX_SLOTS}", field=field)
@@ -109,7 +109,7 @@ def _slot(text: str, field: str) -> Slot:
 
 
 def read(node: Node) -> Iterator[tuple[Slot, str]]:
-    """Yield what a node reads: alternative paths, and the field that says so."""
+    """Yield the paths that a node reads, each with the field that names them."""
     for one in slots(node.prompt, f"{node.id}.prompt"):
         yield one, f"{node.id}.prompt"
     if node.when is not None:

@@ -1,4 +1,4 @@
-"""Room for filled prompts: how many characters of them the runs of one tenant hold at once."""
+"""A bound on the characters of filled prompts that one tenant's runs hold at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from cairn.workflows.definition import MAX_FILLED
 
 MAX_HELD = 16 * MAX_FILLED
-"""Characters that one tenant's runs hold at once."""
+"""Characters of filled prompts that one tenant's runs hold at once."""
 
 
 class _TenantRoom:
@@ -19,7 +19,7 @@ class _TenantRoom:
         self.waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     def give(self, size: int) -> None:
-        """Count `size` characters less, and let in who waited for them, in the order of arrival."""
+        """Release `size` characters and admit waiters in the order of arrival."""
         self.held -= size
         while self.waiting and self.held + self.waiting[0][0] <= MAX_HELD:
             more, ready = self.waiting.popleft()
@@ -29,14 +29,14 @@ class _TenantRoom:
 
 
 class TextRoom:
-    """The room of each tenant. A prompt is held from before it is joined until it is answered."""
+    """A weighted semaphore for each tenant, held from before a prompt is joined until it is answered."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, _TenantRoom] = {}
 
     @contextlib.asynccontextmanager
     async def hold(self, tenant: str, size: int) -> AsyncIterator[None]:
-        """Hold `size` characters, at most MAX_FILLED, once there is room for them."""
+        """Hold `size` characters (at most MAX_FILLED) while entered; wait until there is room."""
         room = self._tenants.setdefault(tenant, _TenantRoom())
         await _take(room, size)
         try:
@@ -56,6 +56,6 @@ async def _take(room: _TenantRoom, size: int) -> None:
     try:
         await ready
     except asyncio.CancelledError:
-        if not ready.cancelled():  # it was let in, and is cancelled all the same
+        if not ready.cancelled():  # admitted and cancelled at the same time
             room.give(size)
         raise

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cairn.rag import database
+from cairn.rag import document_store
 from tests.agents.house import talking_model
 from tests.api.homes import home
 from tests.files import Fault
@@ -72,7 +72,7 @@ async def test_health_is_degraded_while_the_disk_refuses_documents(
         assert (await http.post("/v1/files", **form)).status_code == 503
         assert len((await http.get("/v1/files")).json()["data"]) == 1
         assert "disk is full" in await trouble(http)
-        monkeypatch.setattr(database, "TROUBLE_SECONDS", 0.0)  # nobody has tried for a minute
+        monkeypatch.setattr(document_store, "TROUBLE_SECONDS", 0.0)  # nobody has tried for a minute
         assert (await http.get("/health")).json() == WELL
         monkeypatch.undo()
         with files.database.read() as db:

@@ -18,7 +18,7 @@ from cairn.api.http.body_budget import BodyBudget
 from cairn.api.http.call import HTTPCall
 from cairn.config.config import Config, Secret
 from cairn.types.errors import CairnError, ContextTooLong, GenerationFailed, Overloaded
-from cairn.types.outputs import Delta, Done, FinishReason, ToolCallDelta, Usage
+from cairn.types.outputs import Delta, Done, FinishReason, TokenKind, ToolCallDelta, Usage
 from cairn.types.request import OutputFormat
 from cairn.types.stats import CacheReport
 from tests.api.scripted import ScriptedService, done
@@ -59,8 +59,8 @@ def events(text: str) -> list[tuple[str, Any]]:
 async def test_message_object() -> None:
     service = ScriptedService(
         lambda request: [
-            Delta(reasoning="hm", tokens=(1, 2)),
-            Delta(text="Hel", tokens=(3,)),
+            Delta(reasoning="hm", tokens=(1, 2), kinds=bytes([TokenKind.REASONING, TokenKind.REASONING_TAG])),
+            Delta(text="Hel", tokens=(3,), kinds=bytes([TokenKind.CONTENT])),
             Delta(text="lo", tokens=(4,)),
             Delta(tool_calls=(CALL,), tokens=(5,)),
             done(FinishReason.TOOL_CALLS, prompt=2, completion=5),
@@ -180,6 +180,24 @@ async def test_the_parts_of_usage_sum_to_the_prompt() -> None:
         assert one["input_tokens"] == 4 and one["cache_creation"]["ephemeral_5m_input_tokens"] == 48
 
 
+@pytest.mark.parametrize("size", range(14, 35))
+@pytest.mark.parametrize("cached", [0, 16])
+async def test_something_of_a_prompt_is_always_input(size: int, cached: int) -> None:
+    """Clients take 0 for a prompt that was not counted: a prompt of whole blocks has one that is not written."""
+    cached = min(cached, (size - 1) // 16 * 16)
+    usage = Usage(prompt_tokens=size, completion_tokens=2, cached_tokens=cached)
+    end = Done(reason=FinishReason.STOP, usage=usage, cache=CacheReport(computed=size - cached, pool=cached))
+    service = ScriptedService(lambda request: [Delta(text="x", tokens=(1,)), end])
+    asked = [{"role": "user", "content": "x" * size}]
+    async with site(service) as at:
+        found = (await post(at, body(messages=asked))).json()["usage"]
+        response = (await post(at, {"input": "x" * size, "store": False}, "/v1/responses")).json()["usage"]
+    assert 1 <= found["input_tokens"] <= 16 and found["cache_read_input_tokens"] == cached
+    parts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    assert sum(found[part] for part in parts) == size
+    assert response["input_tokens_details"]["cache_write_tokens"] == found["cache_creation_input_tokens"]
+
+
 async def test_a_message_of_no_tokens_warms_the_cache(tmp_path: Path) -> None:
     text = [{"role": "user", "content": "What is asked later. " * 10}]
     async with serving(make_model(tmp_path / "tiny")) as service, site(service) as at:
@@ -263,6 +281,15 @@ def test_the_line_that_changes_with_every_session_is_left_out(version: str) -> N
     assert "messages" in want and line not in json.dumps(read(body(system=line)))
     inside = read(body(system=f"{text}\n{line}"))["messages"][0]["content"]
     assert line in inside, "only at the beginning"
+
+
+def test_the_older_name_of_a_format() -> None:
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "string"}}}}
+    wanted = read(body(output_config={"format": form}))
+    assert wanted["response_format"]["json_schema"]["schema"] == form["schema"]
+    assert read(body(output_format=form)) == read(body(output_format=form, output_config={"format": form})) == wanted
+    with pytest.raises(CairnError, match=r"output_config\.format and output_format differ"):
+        read(body(output_format=form, output_config={"format": {"type": "json_schema", "schema": {}}}))
 
 
 def test_a_tool_turn() -> None:

@@ -23,12 +23,13 @@ from cairn.api.chat.wire import (
     error_event,
     usage_object,
 )
+from cairn.text.chat.messages import texts_in
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import InvalidRequest, Overloaded, Unauthorized
 from cairn.types.outputs import Delta, TokenLogprob, ToolCallDelta
 from cairn.types.stats import CacheReport, Differs, Miss
-from tests.api.scripted import Bytes, done
-from tests.api.sockets import events
+from tests.api.scripted import Bytes, ScriptedService, done
+from tests.api.sockets import events, site
 from tests.text import text_models
 
 HEAD = {"id": 'a"b', "object": "chat.completion", "created": 1, "model": "m\u2028\n\n", "system_fingerprint": None}
@@ -53,6 +54,32 @@ def test_any_text_survives_the_chat_chunks(text: str, reasoning: str, arguments:
     assert functions == [{"name": text, "arguments": arguments}]
 
 
+LINES = "a\u2028b\u2029c\u0085d\u00e9e\x0bf\x0cg\x1ch"
+"""Everything that Python takes for the end of a line, but \\n and \\r."""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}),
+        ("/v1/responses", {"input": "hi", "store": False}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/api/generate", {"prompt": "hi"}),
+        ("/completion", {"prompt": "hi"}),
+    ],
+)
+async def test_a_line_is_one_whatever_its_reader_takes_for_an_end(path: str, body: dict[str, Any]) -> None:
+    """httpx's `iter_lines`, and clients that read lines by `splitlines`, cut JSON in the middle of a text."""
+    service = ScriptedService(lambda request: [Delta(text=LINES, tokens=(1,)), done()])
+    async with site(service) as at, at.http() as http:
+        text = (await http.post(path, json=body | {"stream": True})).text
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.removeprefix("data: ").startswith("{")]
+    assert all(isinstance(json.loads(line), dict) for line in lines)
+    assert json.dumps(LINES) in [json.dumps(value) for line in lines for value in texts_in(json.loads(line))]
+
+
 @given(TEXTS, st.integers(0, 3))
 def test_any_text_survives_the_text_chunks(text: str, index: int) -> None:
     chunks = TextChunks(HEAD | {"object": "text_completion"}, 4, False)
@@ -71,7 +98,7 @@ def test_a_delta_that_says_nothing_is_no_chunk() -> None:
 @given(st.lists(st.tuples(st.integers(0, 299), st.floats(max_value=0)), max_size=5))
 def test_logprobs_are_finite_json(pairs: list[tuple[int, float]]) -> None:
     entries = [TokenLogprob(token, value, tuple(pairs)) for token, value in pairs]
-    found = json.loads(json.dumps(chat_logprobs(entries, Bytes()), allow_nan=False))
+    found = json.loads(json.dumps(chat_logprobs(entries, (), Bytes()), allow_nan=False))
     assert len(found["content"]) == len(pairs)
     for entry, (token, _) in zip(found["content"], pairs, strict=True):
         assert bytes(entry["bytes"]) == Bytes().token_bytes(token) and len(entry["top_logprobs"]) == len(pairs)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -73,7 +76,8 @@ async def test_every_route_needs_a_key(headers: dict[str, str]) -> None:
 
 
 async def test_only_health_and_the_files_of_the_page_are_open() -> None:
-    assert {"/", "/docs", "/v1/health", "/health", "/health/live", "/health/ready", "/health/startup"} == OPEN
+    probes = {"/health/live", "/health/ready", "/health/startup", "/livez", "/readyz"}
+    assert {"/", "/docs", "/v1/health", "/health"} | probes == OPEN
     async with site(ScriptedService(), ONE) as at:
         for path in OPEN:
             assert (await call(at, path)).status_code == 200
@@ -93,6 +97,8 @@ async def test_bearer_and_x_api_key() -> None:
         assert (await call(at, "/v1/models", authorization="Bearer alpha")).status_code == 200
         assert (await call(at, "/v1/models", authorization="bearer  alpha")).status_code == 200
         assert (await call(at, "/v1/models", x_api_key="alpha")).status_code == 200
+        assert (await call(at, "/v1/models", api_key="alpha")).status_code == 200, "as Azure's clients send it"
+        assert (await call(at, "/v1/models", api_key="beta")).status_code == 401
         assert (await call(at, "/v1/chat/completions", "POST", CHAT, x_api_key="alpha")).status_code == 200
 
 
@@ -181,16 +187,41 @@ async def test_requests_of_another_tenant_do_not_exist() -> None:
         assert (await call(at, path + "/cancel", "POST", authorization="Bearer beta")).status_code == 404
 
 
-@pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1", "127.0.0.1:1", "[::1]:80", "LOCALHOST"])
-async def test_hosts_of_this_machine(host: str) -> None:
-    async with site(ScriptedService()) as at:
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("localhost", "localhost:8000", "127.0.0.1", "127.0.0.1:1", "[::1]:80", "LOCALHOST", "127.8.8.8"),
+        *("app.localhost:3000", "a.b.localhost", "host.docker.internal:8000", "Host.Docker.Internal"),
+        *("10.0.0.7:8000", "172.16.0.1", "172.31.255.255", "192.168.1.20:80", "169.254.1.1"),
+        *("[fd00::5]:8000", "[fe80::1]", "[::ffff:192.168.1.20]"),
+    ],
+)
+async def test_hosts_that_cannot_be_rebound(host: str) -> None:
+    """Nobody can make one of them another machine's: the check of the page's origin is the same with each."""
+    async with site(ScriptedService()) as at, at.http() as http:
         assert (await call(at, "/v1/models", host=host)).status_code == 200
+        for origin, status in ((f"http://{host}", 200), ("https://evil.example", 403), ("null", 403)):
+            headers = {"host": host, "origin": origin, "content-type": "text/plain"}
+            answer = await http.post("/api/chat", content=b"{}", headers=headers)
+            assert answer.status_code == status, (origin, answer.text)
+        assert not any(name.startswith("access-control") for name in answer.headers)
 
 
 @pytest.mark.parametrize(
     "host",
     [
         "evil.example",
+        "docker.internal",
+        "host.docker.internal.evil.example",
+        "notlocalhost",
+        "8.8.8.8",
+        "172.32.0.1:8000",
+        "192.169.0.1",
+        "[2001:db8::1]",
+        "[::ffff:8.8.8.8]",
+        "127.1",
+        "2130706433",
+        "10.0.0.7.evil.example",
         "localhost.evil.example",
         "127.0.0.1.evil.example:8000",
         "",
@@ -280,7 +311,6 @@ async def test_cors_is_off_and_never_reflected() -> None:
     ("entry", "wrong"),
     [
         ("app.example", "no scheme"),
-        ("localhost", "no scheme"),
         ("localhost:3000", "no scheme"),
         ("https://app.example/", "a path"),
         ("https://app.example/page", "a path"),
@@ -318,6 +348,15 @@ def test_an_origin_that_no_page_has_is_refused(entry: str, wrong: str, monkeypat
         ("https://app.example", ["https://app.example"], ["https://app.example:8443", "https://app.example.org"]),
         ("vscode-webview://abc", ["vscode-webview://abc"], ["vscode-webview://abd", ""]),
         ("null", ["null"], ["", "http://localhost"]),
+        (
+            "localhost",
+            [
+                *("http://localhost", "http://localhost:5173", "https://localhost:8443", "http://127.0.0.1:3000"),
+                *("https://127.0.0.1", "http://[::1]", "http://[::1]:3000"),
+            ],
+            ["http://localhost.evil.example", "http://127.0.0.2", "http://[::2]", "ftp://localhost", "null", ""],
+        ),
+        ("127.0.0.1", ["http://localhost:3000"], ["http://192.168.0.1"]),
         ("*", ["null", "http://anything:1"], [""]),
     ],
 )
@@ -331,7 +370,7 @@ async def test_cors_for_configured_origins_only() -> None:
     config = Config(cors_origins=("https://app.example",), api_key=(Secret("alpha"),))
     async with site(ScriptedService(), config) as at:
         asked = await preflight(at, "https://app.example")
-        assert asked.status_code == 204
+        assert asked.status_code == 200 and asked.content == b""
         assert asked.headers["access-control-allow-origin"] == "https://app.example"
         response = await call(at, "/v1/models", origin="https://app.example", x_api_key="alpha")
         assert response.headers["access-control-allow-origin"] == "https://app.example"
@@ -351,6 +390,29 @@ async def test_a_page_may_send_what_its_client_adds() -> None:
             assert response.headers["access-control-allow-headers"] == allowed
 
 
+ALLOWED = {
+    "access-control-allow-origin": lambda page, any: "*" if any else page,
+    "access-control-allow-credentials": lambda page, any: None if any else "true",
+    "access-control-allow-methods": lambda page, any: "GET, POST, DELETE",
+    "access-control-allow-headers": lambda page, any: "Authorization",
+    "access-control-max-age": lambda page, any: "600",
+}
+
+
+@pytest.mark.parametrize("header", ALLOWED)
+@pytest.mark.parametrize(
+    ("entry", "page"),
+    [("localhost", "http://localhost:5173"), ("https://web.example", "https://web.example"), ("*", "null")],
+)
+async def test_a_preflight_is_answered_as_browsers_need_it(entry: str, page: str, header: str) -> None:
+    """A key is a header, so no page needs cookies; some ask with credentials all the same."""
+    config = Config(cors_origins=(entry,), api_key=(Secret("alpha"),))
+    async with site(ScriptedService(), config) as at:
+        asked = await preflight(at, page, access_control_request_headers="Authorization")
+        assert asked.status_code == 200
+        assert asked.headers.get(header) == ALLOWED[header](page, entry == "*")
+
+
 async def test_a_page_cannot_post_without_a_preflight() -> None:
     """A form or a plain fetch cannot send application/json, and nothing else is read."""
     async with site(ScriptedService()) as at, at.http() as http:
@@ -358,9 +420,62 @@ async def test_a_page_cannot_post_without_a_preflight() -> None:
             response = await http.post("/v1/chat/completions", content=b"{}", headers={"content-type": kind})
             assert response.status_code == 415
             assert response.json()["error"]["code"] == "unsupported_media_type"
-        for coding in ("gzip", "br", "deflate"):
+        for coding in ("zstd", "br", "deflate", "gzip, gzip"):
             headers = {"content-type": "application/json", "content-encoding": coding}
             assert (await http.post("/v1/chat/completions", content=b"{}", headers=headers)).status_code == 415
+
+
+@pytest.mark.parametrize("coding", ["gzip", "GZIP", "x-gzip"])
+async def test_a_body_may_be_compressed_with_gzip(coding: str) -> None:
+    headers = {"content-type": "application/json", "content-encoding": coding}
+    long = CHAT | {"user": "x" * 100_000}
+    async with site(ScriptedService()) as at, at.http() as http:
+        for body in (CHAT, long):
+            packed = gzip.compress(json.dumps(body).encode())
+            answer = await http.post("/v1/chat/completions", content=packed, headers=headers)
+            assert answer.status_code == 200, answer.text
+        for packed, said in (
+            (b"{}", "gzip"),
+            (gzip.compress(b"{}")[:-4], "one whole gzip stream"),
+            (gzip.compress(b"{}") * 2, "one whole gzip stream"),
+        ):
+            answer = await http.post("/v1/chat/completions", content=packed, headers=headers)
+            assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+        assert not at.app.bodies.held
+
+
+async def test_a_small_body_does_not_become_a_large_one() -> None:
+    """What gzip unpacks is held to the limit of bodies and counts as held."""
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    bomb = gzip.compress(b" " * (8 << 20))
+    assert len(bomb) < 10_000
+    async with site(ScriptedService(), Config(max_body_mib=1)) as at, at.http() as http:
+        tracemalloc.start()
+        answer = await http.post("/v1/chat/completions", content=bomb, headers=headers)
+        assert answer.status_code == 413 and "1048576 bytes" in answer.json()["error"]["message"]
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+        tracemalloc.stop()
+        assert not at.app.bodies.held
+
+
+@pytest.mark.parametrize("path", ["/v1/models/", "/models/", "/health/", "/v1/models/scripted/", "/docs/", "/livez/"])
+async def test_a_slash_at_the_end_means_nothing(path: str) -> None:
+    async with site(ScriptedService()) as at:
+        found, plain = await call(at, path), await call(at, path.rstrip("/"))
+        assert found.status_code == plain.status_code == 200 and found.text == plain.text
+        assert (await call(at, "/v1/chat/completions/", "POST", CHAT)).status_code == 200
+        assert (await call(at, "/v1/models//")).status_code == 404
+    async with site(ScriptedService(), ONE) as at:
+        assert (await call(at, "/metrics/", x_api_key="alpha")).status_code == 401, "an admin's route stays one"
+
+
+async def test_probes_by_the_names_of_kubernetes() -> None:
+    async with site(None) as at:
+        assert (await call(at, "/livez")).status_code == 200
+        assert (await call(at, "/readyz")).status_code == 503
+    async with site(ScriptedService(), ONE) as at:
+        assert (await call(at, "/livez")).json() == {"status": "live"}
+        assert (await call(at, "/readyz")).json()["status"] == "ready"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com"])

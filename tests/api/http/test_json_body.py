@@ -51,9 +51,7 @@ def test_numbers_that_are_not_finite_are_refused(number: str) -> None:
         b'{"a":\xff}',
         b"\xef\xbb\xbf",
         b'{\xef\xbb\xbf"a":1}',
-        b'{"a":"\\ud800"}',
-        b'{"\\udc00":1}',
-        b'{"a":["\\ud800x"]}',
+        b'{"\\udc00":1,"\\ud800":1}',
         b'{"a":01}',
         b'{"a":' + b"9" * 5000 + b"}",
         b'{"a":"\n"}',
@@ -71,6 +69,20 @@ def test_a_mark_before_the_object_is_passed_over() -> None:
 
 def test_whole_characters_pass() -> None:
     assert parse_json(b'{"a":"\\ud83d\\ude00"}', max_depth=2) == {"a": "\N{GRINNING FACE}"}
+
+
+@pytest.mark.parametrize(
+    ("body", "want"),
+    [
+        (b'{"a":"\\ud800"}', {"a": "\ufffd"}),
+        (b'{"\\udc00":1,"b":2}', {"\ufffd": 1, "b": 2}),
+        (b'{"a":["\\ud800x",{"b":"\\ude00\\ud83d"}]}', {"a": ["\ufffdx", {"b": "\ufffd\ufffd"}]}),
+    ],
+)
+def test_half_a_surrogate_pair_is_replaced_and_told(body: bytes, want: object) -> None:
+    heard: list[str] = []
+    assert parse_json(body, max_depth=64, warn=heard.append) == want
+    assert len(heard) == 1 and "surrogate" in heard[0]
 
 
 def test_messages_do_not_quote_the_body() -> None:

@@ -201,6 +201,7 @@ KEEP_NOTHING = frozenset(
         "/completion",
         "/detokenize",
         "/embed",
+        "/embedding",
         "/infill",
         "/tokenize",
         "/v1/admin/drain",

@@ -409,8 +409,11 @@ async def test_the_ollama_client(tmp_path: Path) -> None:
         (loaded,) = (await client.ps()).models
         assert loaded.context_length == served.info.context and loaded.expires_at.year == 9999
         assert (await client.pull("mine")).status == "success"
+        assert (await client.show("other")).template == template, "as a chat with it is answered"
+        served.strict = True
         with pytest.raises(ollama.ResponseError, match="not found"):
             await client.show("other")
+        served.strict = False
         with pytest.raises(ollama.ResponseError, match="must be from"):
             await client.chat(model="mine", messages=HI, options={"temperature": 11})
 

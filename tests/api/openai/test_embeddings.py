@@ -89,6 +89,75 @@ def test_every_form_of_input_gives_the_same_vector(server: Served, folder: Path)
     assert np.frombuffer(base64.b64decode(packed), "<f4").tolist() == found[0][0]["embedding"]
 
 
+def test_ids_of_another_tokenizer_are_refused_where_they_can_be_told(server: Served, folder: Path) -> None:
+    """LangChain sends batches of ids through OpenAI's client, and says nothing of the encoding."""
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("hello there").ids
+    http = httpx.Client(trust_env=False, verify=False, timeout=60)
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, http_client=http) as api:
+        with pytest.raises(openai.BadRequestError, match="check_embedding_ctx_length=False"):
+            api.embeddings.create(model="any", input=[ids, ids])
+        own = api.embeddings.with_raw_response.create(model="any", input=[ids], encoding_format="float")
+        assert "own tokenizer" in own.headers["x-cairn-warning"]
+        text = api.embeddings.with_raw_response.create(model="any", input=["hello there"])
+        assert "x-cairn-warning" not in text.headers
+        assert np.allclose(own.parse().data[0].embedding, text.parse().data[0].embedding, atol=1e-6)
+    assert "own tokenizer" in post(server, "/v1/embeddings", input=[ids]).headers["x-cairn-warning"]
+
+
+PIECES = [5, 6, "hello", 7]
+OBJECT = {"prompt_string": "hello there"}
+PARTS = {"content": [{"type": "text", "text": "hello "}, {"type": "text", "text": "there"}]}
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [
+        ("", 1),
+        ("hello there", 1),
+        ([5, 6, 7], 1),
+        (PIECES, 1),
+        (["one", "two"], 2),
+        (["one", [5, 6, 7]], 2),
+        ([[5, 6], [5, 6, 7]], 2),
+        ([[5, 6, 7], PIECES], 2),
+        (OBJECT, 1),
+        (PARTS, 1),
+        (["one", OBJECT, PARTS], 3),
+    ],
+)
+def test_every_form_of_llamas_input(given: Any, count: int, server: Served) -> None:
+    """Texts, ids and both in one list, alone and together, at both routes: the same vectors."""
+    data = post(server, "/v1/embeddings", input=given).json()["data"]
+    assert len(data) == count and all(abs(np.linalg.norm(one["embedding"]) - 1) < 1e-5 for one in data)
+    assert [one["index"] for one in data] == list(range(count))
+    for name in ("input", "content"):
+        found = post(server, "/embedding", **{name: given}).json()
+        assert found == [{"index": one["index"], "embedding": [one["embedding"]]} for one in data]
+
+
+def test_what_stands_in_an_object_is_its_text(server: Served, folder: Path) -> None:
+    plain = post(server, "/v1/embeddings", input="hello there").json()
+    for one in (OBJECT, PARTS):
+        assert post(server, "/v1/embeddings", input=one).json() == plain
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("hello", add_special_tokens=False).ids
+    mixed = post(server, "/v1/embeddings", input=PIECES).json()
+    assert mixed == post(server, "/v1/embeddings", input=[5, 6, *ids, 7]).json()
+    assert mixed["usage"]["prompt_tokens"] == 3 + len(ids)
+
+
+def test_llamas_route_has_vectors_as_the_model_makes_them_too(server: Served) -> None:
+    plain = post(server, "/embed", inputs="some text", normalize=False).json()
+    assert post(server, "/embedding", content="some text", embd_normalize=-1).json()[0]["embedding"] == plain
+    assert "embd_normalize must be" in message(server, "/embedding", content="x", embd_normalize=0)
+    assert "too large" in message(server, "/embedding", content=words(POSITIONS))
+    many = post(server, "/v1/embeddings", input=["the same"] * 5).json()
+    assert all(one["embedding"] == many["data"][0]["embedding"] for one in many["data"])
+    assert (
+        many["usage"]["prompt_tokens"]
+        == 5 * post(server, "/v1/embeddings", input="the same").json()["usage"]["total_tokens"]
+    )
+
+
 def test_dimensions_are_cut_and_normalised_again(server: Served) -> None:
     whole = np.array(post(server, "/embed", inputs="some text", normalize=False).json()[0])
     cut = np.array(post(server, "/v1/embeddings", input="some text", dimensions=8).json()["data"][0]["embedding"])
@@ -110,14 +179,19 @@ def test_a_text_that_is_too_long_is_refused_with_figures_or_cut(server: Served) 
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"input": ""}, "input is empty"),
         ({"input": []}, "input"),
-        ({"input": ["a", ""]}, "input[1] is empty"),
         ({"input": [[]]}, "input is empty"),
+        ({"input": ["a", 5, None]}, "input must be a text"),
+        ({"input": [["a", "b"]]}, "input must be a text"),
+        ({"input": [[True]]}, "input must be a text"),
+        ({"input": {"content": "x"}}, "a content that is a list of parts"),
+        ({"input": {"content": [{"type": "input_audio", "input_audio": {}}]}}, "must be a text part"),
+        ({"input": ["a", {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "input[1].content[0]"),
+        ({"input": {"prompt_string": "x", "multimodal_data": ["x"]}}, "input must hold a prompt_string"),
         ({"input": [5, 500]}, "token id 500"),
         ({"input": [-1]}, "token id -1"),
         ({"input": ["x"] * 2049}, "2049 texts; the limit is 2048"),
-        ({"input": {"text": "x"}}, "input must be a text"),
+        ({"input": {"text": "x"}}, "input must hold a prompt_string"),
         ({"input": "x", "encoding_format": "hex"}, "encoding_format"),
         ({"input": "x", "dimension": 3}, "dimension"),
         ({}, "input"),
@@ -207,6 +281,7 @@ def test_tokenize_shows_what_an_encoder_reads(server: Served, folder: Path) -> N
 
 
 def test_a_decoder_serves_chats_and_embeddings(chat: Served) -> None:
+    assert "its tokenizer makes nothing of it" in message(chat, "/v1/embeddings", input="")
     found = post(chat, "/v1/embeddings", input=["one text", "another", "one text"]).json()["data"]
     assert found[0]["embedding"] == found[2]["embedding"] != found[1]["embedding"]
     said = post(chat, "/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], max_tokens=2)

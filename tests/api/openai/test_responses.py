@@ -28,7 +28,7 @@ from cairn.config.config import Config
 from cairn.engine.fake import FakeEngine
 from cairn.system.posix import SystemClock, SystemFiles, SystemRng
 from cairn.types.errors import CairnError, ContextTooLong, GenerationFailed, Overloaded
-from cairn.types.outputs import Delta, FinishReason, ToolCallDelta
+from cairn.types.outputs import Delta, FinishReason, TokenKind, ToolCallDelta
 from tests.api.process import Served, served
 from tests.api.scripted import ScriptedService, done
 from tests.api.sockets import Site, site
@@ -38,8 +38,8 @@ from tests.service.tiny import TEMPLATE, make_model, serving
 TOOL = {"type": "function", "name": "weather", "description": "of a place", "parameters": {"type": "object"}}
 CALL = ToolCallDelta(index=0, id="call_1", name="weather", arguments='{"place": "Oslo"}')
 STEPS = [
-    Delta(reasoning="h", tokens=(1,)),
-    Delta(reasoning="m", tokens=(2,)),
+    Delta(reasoning="h", tokens=(1,), kinds=bytes([TokenKind.REASONING])),
+    Delta(reasoning="m", tokens=(2,), kinds=bytes([TokenKind.REASONING])),
     Delta(text="Hel", tokens=(3,)),
     Delta(text="lo", tokens=(4,)),
     Delta(tool_calls=(CALL,), tokens=(5,)),
@@ -317,8 +317,8 @@ async def test_what_is_too_long_fails_in_the_stream_where_clients_look_for_it(tm
         ({"input": 5}, "input must be"),
         ({"input": [5]}, "input[0]"),
         ({"input": [{"role": "judge", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "send the item itself"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"type": "item_reference", "id": 5}]}, "input[0].id must be a text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0] is an image"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"input": []}, "input is empty"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
@@ -415,7 +415,8 @@ async def test_a_response_goes_on_from_another_and_is_found_in_the_cache(tmp_pat
             before = one["usage"]["total_tokens"]
             assert found["usage"]["input_tokens_details"]["cached_tokens"] >= before - 16 - 1
         items = (await http.get(f"/v1/responses/{two['id']}/input_items")).json()
-        assert [item["content"][0]["text"] for item in items["data"]] == ["more"]
+        texts = [item["content"][0]["text"] for item in items["data"]]
+        assert texts == ["more", one["output"][0]["content"][0]["text"], "hi"], "all that it was made from, last first"
         changed = (await post(at, kept(instructions="Other rules.", input="x", previous_response_id=two["id"]))).json()
         count = {"instructions": "Other rules.", "input": "x", "previous_response_id": two["id"]}
         counted = (await post(at, count, "/v1/responses/input_tokens")).json()
@@ -715,7 +716,7 @@ async def test_the_openai_client(tmp_path: Path) -> None:
         assert again.usage is not None and again.usage.input_tokens_details.cached_tokens >= 16
         assert (await client.responses.retrieve(again.id)).output_text == again.output_text
         items = await client.responses.input_items.list(again.id)
-        assert [item.type async for item in items] == ["message"]
+        assert [item.type async for item in items] == ["message", "message", "reasoning", "message"]
         count = await client.responses.input_tokens.count(model="any", input="hi")
         assert count.input_tokens == whole.usage.input_tokens if whole.usage else 0
         await client.responses.delete(again.id)
@@ -724,3 +725,56 @@ async def test_the_openai_client(tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             await client.responses.create(model="any", input="x", previous_response_id=again.id)
         await client.close()
+
+
+async def test_fields_of_open_responses_are_told_and_sampling_is_taken(tmp_path: Path) -> None:
+    """Five fields that every response has to have; and four that chats have had for long."""
+    service = ScriptedService()
+    sampling = {"presence_penalty": 0.5, "frequency_penalty": -0.25, "seed": 7, "stop": ["END"]}
+    async with site(service) as at:
+        asked = body(max_tool_calls=3, safety_identifier="me", service_tier="flex", **sampling)
+        found = (await post(at, asked)).json()
+        plain = (await post(at, body(stop=""))).json()
+        wrong = await post(at, body(presence_penalty=9))
+    params = service.streams[0].request.sampling
+    assert (params.presence_penalty, params.frequency_penalty, params.seed) == (0.5, -0.25, 7)
+    assert service.streams[0].request.stop == ("END",) and not service.streams[1].request.stop
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "presence_penalty"
+    five = ("presence_penalty", "frequency_penalty", "max_tool_calls", "safety_identifier", "service_tier")
+    assert [found[name] for name in five] == [0.5, -0.25, 3, "me", "default"]
+    assert [plain[name] for name in five] == [0.0, 0.0, None, None, "default"]
+    async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at, at.http() as http:
+        made = (await post(at, kept(max_tool_calls=3, presence_penalty=0.5))).json()
+        shown = (await http.get(f"/v1/responses/{made['id']}")).json()
+        assert [shown[name] for name in five] == [made[name] for name in five] == [0.5, 0.0, 3, None, "default"]
+
+
+async def test_only_a_response_that_runs_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at, at.http() as http:
+        for more, status in (
+            ({}, "incomplete"),
+            ({"prompt_cache_options": None, "max_output_tokens": 2000}, "completed"),
+        ):
+            made = (await post(at, kept(**more))).json()
+            assert made["status"] in (status, "incomplete")
+            again = await http.post(f"/v1/responses/{made['id']}/cancel")
+            assert again.status_code == 400 and f"is {made['status']}" in again.json()["error"]["message"]
+        slowly(monkeypatch)
+        running = (await post(at, kept(background=True, max_output_tokens=1500))).json()["id"]
+        answers = [(await http.post(f"/v1/responses/{running}/cancel")) for _ in range(2)]
+        assert [answer.json()["status"] for answer in answers] == ["cancelled"] * 2, "twice is as once"
+        assert (await http.post("/v1/responses/resp_00000000000000ff/cancel")).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/completions", "/v1/chat/completions"])
+async def test_a_negative_number_of_tokens_is_refused_by_its_name(path: str) -> None:
+    name = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    asked = (
+        {"input": "hi", "store": False} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "x"}]}
+    )
+    asked = {"prompt": "hi"} if path == "/v1/completions" else asked
+    async with site(ScriptedService()) as at:
+        for most in (-1, -5, -1.0):
+            answer = await post(at, asked | {name: most}, path)
+            assert answer.status_code == 400 and f"{name} must be from 1" in answer.text, answer.text
+        assert (await post(at, asked | {name: 5}, path)).status_code == 200

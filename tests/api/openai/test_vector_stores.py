@@ -162,7 +162,7 @@ async def test_files_go_in_together_and_each_says_how_it_ended(folder: Path, tmp
         assert [ended[one.id].status for one in files] == ["completed", "completed", "failed", "failed"]
         broken, binary = ended[files[2].id].last_error, ended[files[3].id].last_error
         assert broken is not None and broken.code == "invalid_file" and "cannot be read" in broken.message
-        assert binary is not None and "no text in UTF-8" in binary.message
+        assert binary is not None and "not UTF-8 text" in binary.message
         strategy: Any = ended[files[0].id].chunking_strategy
         assert (strategy.static.max_chunk_size_tokens, strategy.static.chunk_overlap_tokens) == (100, 20)
         failed = [one.id async for one in ai.vector_stores.files.list(store.id, filter="failed", order="asc")]
@@ -317,15 +317,15 @@ def test_what_a_server_did_not_finish_is_told_after_its_restart(tmp_path: Path) 
 def test_a_file_of_the_first_form_is_brought_to_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cairn.rag import document_store
 
-    forms = document_store.FORMS
-    monkeypatch.setattr(document_store, "FORMS", forms[:1])
+    forms = document_store.MIGRATIONS
+    monkeypatch.setattr(document_store, "MIGRATIONS", forms[:1])
     old = DocumentStore(tmp_path / "c.sqlite", lambda: 1.0)
     with old.database.change() as db:
         db.execute(
             "INSERT INTO collections (tenant, id, created, chunk, overlap, metadata) VALUES ('me','c',1,9,1,'{}')"
         )
     old.close()
-    monkeypatch.setattr(document_store, "FORMS", forms)
+    monkeypatch.setattr(document_store, "MIGRATIONS", forms)
     new = DocumentStore(tmp_path / "c.sqlite", lambda: 1.0)
     found = new.collection("me", "c")
     assert (found.name, found.documents) == ("", 0)

@@ -20,12 +20,13 @@ from cairn.text.chat.prompt import Chat
 from cairn.text.chat.templates import load_templates
 from cairn.text.output.json_scan import MAX_DEPTH
 from cairn.text.output.stream import TextStream
+from cairn.text.output.tool_parser import offered_tools
 from cairn.text.render.fair_time import LongTexts
 from cairn.text.tokens import length
 from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import ConfigError, ContextTooLong, InvalidRequest, ModelFileError, Overloaded, Unsupported
 from cairn.types.outputs import FinishReason
-from cairn.types.request import OfferedTool, OutputFormat, Request
+from cairn.types.request import OutputFormat, Request
 from cairn.types.sampling_params import SamplingParams
 from tests.text import text_models
 
@@ -123,7 +124,7 @@ async def test_ids_are_those_of_transformers_for_a_qwen_like_model(
         assert (decoded(chat, prompt.tokens), list(prompt.tokens)) == reference(
             tmp_path / "model0", messages, tools=tools
         )
-        offered = () if tools is None else (OfferedTool("get_weather"),)
+        offered = offered_tools(tools or (), xml=False)
         assert prompt.output == OutputFormat(reasoning=True, tools=tools is not None, offered=offered)
 
 
@@ -708,7 +709,8 @@ async def test_calls_are_read_as_the_template_teaches_them(start: Start) -> None
     talk = Talk(chat)
     talk.messages = [{"role": "user", "content": "q"}]
     prompt = await chat.prompt(talk.messages, [tool])
-    assert prompt.output.xml and prompt.output.offered == (OfferedTool("f", ("n", "ids", "size", "x")),)
+    (known,) = prompt.output.offered
+    assert prompt.output.xml and (known.name, known.values) == ("f", ("n", "ids", "size", "x"))
     talk.tokens, talk.output = prompt.tokens, prompt.output
     said = "<function=f>\n<parameter=city>\n1\n</parameter>\n<parameter=n>\n1\n</parameter>\n</function>"
     talk.answer(odd(chat, f"<tool_call>\n{said}\n</tool_call>"))
@@ -987,7 +989,7 @@ async def test_the_bundled_models_ids_are_those_of_transformers(demo: Chat, mess
     for tools in (None, TOOLS):
         prompt = await demo.prompt(messages, tools)
         assert (decoded(demo, prompt.tokens), list(prompt.tokens)) == reference(DEMO, messages, tools=tools)
-        offered = () if tools is None else (OfferedTool("get_weather"),)
+        offered = offered_tools(tools or (), xml=False)
         assert prompt.output == OutputFormat(tools=tools is not None, offered=offered)
 
 

@@ -5,14 +5,16 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from cairn.text.chat.sampled import opener, visible_ids
+from cairn.text.chat.replay import answer_of, arguments_meant
+from cairn.text.chat.sampled import offered_by, opener, visible_ids
 from cairn.text.output.reasoning_formats import THINK
 from cairn.text.output.stream import TextStream
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.outputs import FinishReason
-from cairn.types.request import OutputFormat, Request
+from cairn.types.request import OfferedTool, OutputFormat, Request
 from cairn.types.sampling_params import SamplingParams
 from tests.text import text_models
 
@@ -34,13 +36,13 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def seen(
-    tokenizer: Tokenizer, tokens: list[int], output: OutputFormat, stop: tuple[str, ...] = ()
+    tokenizer: Tokenizer, tokens: list[int], output: OutputFormat, stop: tuple[str, ...] = (), ended: bool = False
 ) -> tuple[Any, list[int]]:
     """The message a client gets for `tokens`, and the ids that counted."""
     request = Request(id=1, prompt=(1,), sampling=SamplingParams(max_tokens=99), stop=stop, output=output)
     stream = TextStream(tokenizer, request)
     deltas = [delta for token in tokens for delta in stream.push((token,))]
-    deltas += stream.finish(FinishReason.LENGTH)[0]
+    deltas += stream.finish(FinishReason.STOP if ended else FinishReason.LENGTH)[0]
     message: dict[str, Any] = {"role": "assistant", "content": "".join(delta.text for delta in deltas)}
     message["reasoning_content"] = "".join(delta.reasoning for delta in deltas)
     calls: list[dict[str, Any]] = []
@@ -72,6 +74,39 @@ def test_reasoning_and_calls_keep_their_very_ids(qwen: Tokenizer) -> None:
     del message["tool_calls"][0]["id"]
     message["tool_calls"][0]["function"]["arguments"] = {"x": 1}
     assert visible_ids(qwen, tokens, message, BOTH) == ids
+
+
+LONG = "line\\n" * 500
+XML = f"<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n<parameter=text>\n{LONG}\n</parameter>"
+
+
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        (CALL.replace("1", f'"{LONG}"'), True),
+        (CALL.replace("1}", f'"{LONG}", "n": 12'), True),
+        (CALL.replace("1}", f'"{LONG}" oops}}'), False),
+        (CALL[: CALL.index("1")] + f'"{LONG}', False),
+        (f"{XML}\n</function>\n</tool_call>", True),
+        (XML + "\n<parameter=n>\n4\n</parameter>\n</function>\n</tool_call>", False),
+        (XML[:-20], False),
+    ],
+)
+def test_a_call_keeps_its_ids_broken_or_cut_or_in_many_pieces(
+    qwen: Tokenizer, text: str, whole: bool, ended: bool
+) -> None:
+    """A context that was computed once is found again: what was seen of a call is what is read of its ids."""
+    values = ("n",) if text.startswith(XML[:20]) else ()
+    output = msgspec.structs.replace(BOTH, xml=bool(values), offered=(OfferedTool("f", values), OfferedTool("g")))
+    ids = qwen.encode(text, special=True)
+    message, tokens = seen(qwen, [*ids, *([qwen.eos_id or 0] if ended else [])], output, ended=ended)
+    ((call,), arguments) = message["tool_calls"], message["tool_calls"][0]["function"]["arguments"]
+    assert message["content"] == "" and call["function"]["name"] == "f" and len(arguments) > 2000
+    assert isinstance(arguments_meant(arguments), dict) == whole or (not ended and not whole)
+    again = msgspec.structs.replace(output, offered=offered_by(message))
+    assert visible_ids(qwen, tokens, message, again) == ids
+    assert answer_of(message) is not None
 
 
 @pytest.mark.parametrize("tail", [1, 64])
@@ -163,3 +198,33 @@ def test_no_opener_without_the_token(tmp_path: Path) -> None:
         text_models.write_model(tmp_path, text_models.byte_level("llama3"), text_models.LLAMA3_CONFIG)
     )
     assert opener(made, made.encode("<think>\n"), THINK) == 0
+
+
+REQUIRED = OutputFormat(tools=True, calls_only=True)
+AGAIN = CALL.replace("   1", "1")
+
+
+def test_a_call_that_comes_again_where_calls_were_asked_for_is_dropped(qwen: Tokenizer) -> None:
+    """The answer ends there, and what the next prompt holds of it is the first call alone."""
+    whole = f"{CALL}\n{AGAIN}\n"
+    message, tokens = seen(qwen, split_ids(qwen, whole), REQUIRED)
+    assert len(message["tool_calls"]) == 1 and not message["content"]
+    assert len(tokens) < len(split_ids(qwen, whole)), "nothing more is generated"
+    ids = visible_ids(qwen, tokens, message, REQUIRED)
+    assert ids is not None and qwen.decode(ids, skip_special=False) == CALL
+    other, _ = seen(qwen, split_ids(qwen, f"{CALL}\n{CALL.replace('1', '2')}"), REQUIRED)
+    assert len(other["tool_calls"]) == 2, "another call is no repetition"
+    free, _ = seen(qwen, split_ids(qwen, whole), BOTH)
+    assert len(free["tool_calls"]) == 2, "a model that was not made to call may call twice"
+
+
+@pytest.mark.parametrize("cut", [3, 8, len("<tool_call>"), len("<tool_call>") + 9, len(CALL) - 20])
+def test_what_a_limit_leaves_of_a_call_is_no_content_where_calls_alone_may_come(cut: int, qwen: Tokenizer) -> None:
+    message, tokens = seen(qwen, split_ids(qwen, f"{CALL}\n{CALL.replace('1', '2')[:cut]}"), REQUIRED)
+    assert len(message["tool_calls"]) == 1 and not message["content"]
+    ids = visible_ids(qwen, tokens, message, REQUIRED)
+    assert ids is not None and qwen.decode(ids, skip_special=False).strip() == CALL
+    message, tokens = seen(qwen, split_ids(qwen, CALL[:cut]), REQUIRED)
+    assert not message["tool_calls"] and not message["content"]
+    free, _ = seen(qwen, split_ids(qwen, f"{CALL}\n{CALL[:cut]}"), BOTH)
+    assert free["content"] == CALL[:cut], "where text may stand too it may be text"

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from cairn.text.grammar.grammar import MAX_OPTIONAL, GrammarError, Kind, Shape, Structure, grammar_text
+from cairn.text.grammar.grammar import GrammarError, Kind, Shape, Structure, grammar_text
+from cairn.text.grammar.json_schema import MAX_OPTIONAL
 from cairn.text.output.call_formats import BY_NAME
 from cairn.text.output.call_grammar import Offered, lark_of_calls
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from typing import Any
 
@@ -15,6 +14,7 @@ from cairn.text.output.derived_call_format import known_form, sound
 from cairn.text.output.output_parser import splitter
 from cairn.types.outputs import ToolCallDelta
 from cairn.types.request import OfferedTool, OutputFormat
+from tests.text.output.call_pieces import read_calls
 
 FUNCTION = {"type": "function", "function": "{content}"}
 NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -113,7 +113,7 @@ def read(form: CallFormat, text: str, seed: int) -> list[tuple[str, Any]]:
         at += size
     pieces += reader.finish(by_model=True)
     assert "".join(one[1] for one in pieces if not isinstance(one, ToolCallDelta)) == "Well."
-    return [(one.name, json.loads(one.arguments)) for one in pieces if isinstance(one, ToolCallDelta)]
+    return read_calls(pieces)
 
 
 @pytest.mark.parametrize("name", DECLARED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from cairn.text.output.written_calls import CHECKS
 from cairn.types.outputs import ToolCallDelta
 from cairn.types.request import OutputFormat
 from tests.text.call_templates import EACH, FURTHER, NOT_TOLD, TABLE, derived, template, written
+from tests.text.output.call_pieces import read_calls
 from tests.text.output.test_declared_call_format import DECLARED
 from tests.text.text_models import QWEN_CONFIG, byte_level, write_model
 from tests.text.walks import checked, walk
@@ -40,7 +40,7 @@ def read(text: str, name: str, rng: random.Random) -> tuple[str, list[tuple[str,
         pieces += reader.push(text[at : at + size])
         at += size
     pieces += reader.finish(by_model=True)
-    calls = [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, ToolCallDelta)]
+    calls = read_calls(pieces)
     return "".join(piece[1] for piece in pieces if not isinstance(piece, ToolCallDelta)), calls
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from typing import Any
 
@@ -15,12 +14,14 @@ from cairn.text.output.output_parser import splitter
 from cairn.text.output.tool_parser import offered_tools
 from cairn.types.outputs import ToolCallDelta
 from cairn.types.request import OutputFormat
+from tests.text.output.call_pieces import read_calls
 from tests.text.walks import accepts, checked
 
 F = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}]
 OUTPUT = OutputFormat(
     reasoning=True, thoughts="harmony", tools=True, calls="harmony", offered=offered_tools(F, xml=False)
 )
+
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
 CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
@@ -36,13 +37,10 @@ def read(text: str, output: OutputFormat = OUTPUT, seed: int | None = None, *, b
         at += size
     pieces += reader.finish(by_model=by_model)
     said = {"reasoning": "", "text": ""}
-    calls = []
     for piece in pieces:
-        if isinstance(piece, ToolCallDelta):
-            calls.append((piece.name, json.loads(piece.arguments)))
-        else:
+        if not isinstance(piece, ToolCallDelta):
             said[piece[0]] += piece[1]
-    return said["reasoning"], said["text"], calls
+    return said["reasoning"], said["text"], read_calls(pieces)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +58,13 @@ def read(text: str, output: OutputFormat = OUTPUT, seed: int | None = None, *, b
         (f"{CALL}<|end|><|start|>assistant{CALL}", ("", "", [("f", {"a": 1})] * 2)),
         ("Hello, no header", ("", "Hello, no header", [])),
         ("", ("", "", [])),
-        (CALL.replace("1}", "1"), ("", CALL.replace("1}", "1"), [])),
+        (CALL.replace("1}", "1"), ("", "", [("f", {"a": 1})])),
+        (CALL.replace("1}", "1 2}") + "<|call|>", ("", "", [("f", '{"a": 1 2}')])),
+        (CALL + " Done.<|end|>", ("", " Done.", [("f", {"a": 1})])),
+        (
+            CALL.replace("functions.f", "functions.g").replace("1}", "1 2}"),
+            ("", CALL.replace("functions.f", "functions.g").replace("1}", "1 2}"), []),
+        ),
         (CALL.replace("functions.f", "browser"), ("", CALL.replace("functions.f", "browser"), [])),
         ("<|channel|>" + "x" * 300, ("", "<|channel|>" + "x" * 300, [])),
     ],
@@ -71,8 +75,10 @@ def test_answers_of_gpt_oss(text: str, wanted: Any) -> None:
         assert read(text, seed=seed) == wanted, "how a text is cut decides what it is"
 
 
-def test_a_call_that_was_cut_is_content_and_one_that_is_not_offered_is_none() -> None:
-    assert read(THOUGHT + CALL[:-1], by_model=False) == ("Hm.", CALL[:-1], [])
+def test_a_call_that_was_cut_stays_cut_and_one_that_is_not_offered_is_content() -> None:
+    assert read(THOUGHT + CALL[:-1], by_model=False) == ("Hm.", "", [("f", '{"a": ')])
+    other = CALL[:-1].replace("functions.f", "functions.g")
+    assert read(THOUGHT + other, by_model=False) == ("Hm.", other, [])
     without = OutputFormat(reasoning=True, thoughts="harmony")
     assert read(CALL, without) == ("", CALL, [])
 

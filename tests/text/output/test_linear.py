@@ -13,6 +13,7 @@ from cairn.text.output.call_formats import BY_NAME, FORMATS
 from cairn.text.output.output_parser import splitter
 from cairn.text.output.python_calls import python_calls
 from cairn.text.output.stream import TextStream
+from cairn.text.output.tool_parser import ParsedCall
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.request import OfferedTool, OutputFormat, Request
 from cairn.types.sampling_params import SamplingParams
@@ -43,6 +44,8 @@ def seconds(output: OutputFormat, text: str, step: int) -> float:
     began = time.process_time()
     for start in range(0, len(text), step):
         reader.push(text[start : start + step])
+        if start % 4096 == 0 and time.process_time() - began > SECONDS:
+            break
     reader.finish(by_model=True)
     return time.process_time() - began
 
@@ -95,6 +98,47 @@ def test_eight_times_the_text_takes_about_eight_times_as_long(name: str) -> None
     assert large < 14 * small
 
 
+MARK = '<|"|>'
+XML = "<function=f>\n<parameter=x>"
+COSTLY: dict[str, tuple[str, str, str, str]] = {
+    "the ticks of a fence": ("gemma", "", "`", ""),
+    "blanks behind a bracket": ("lfm2", "f(", " ", ""),
+    "line breaks behind a brace": ("gemma", "call:f{", "\n", ""),
+    "blanks behind a name": ("lfm2", "f(x", " ", ""),
+    "blanks behind a mark": ("gemma", f"call:f{{x:{MARK}{'abc' * 9_000}{MARK}", " ", ""),
+    "quotes between marks": ("gemma", f"call:f{{x:{MARK}", "'\"", ""),
+    "blanks behind a call in brackets": ("lfm2", "f()", " ", ""),
+    "escapes": ("lfm2", "f(x='", "\\", ""),
+    "blanks behind a parameter": ("qwen_xml", f"<tool_call>\n{XML}a</parameter>", " ", ""),
+    "blanks behind a parameter without marks": ("qwen_xml", f"{XML}a</parameter>", " ", ""),
+    "line breaks behind a value": ("glm", "<tool_call>f\n<arg_key>x</arg_key><arg_value>a</arg_value>", "\n", ""),
+    "blanks in a tag": ("qwen_xml", f"<tool_call>\n{XML}a", "\n<parameter=" + " " * 1_000, ""),
+    "blanks behind a call that was thought of": ("hermes", '<think>\n<tool_call>{"name": "f"}</tool_call>', " ", ""),
+    "sections within a text that is none": (
+        "lfm2", "f(x='", "<|tool_call_start|>[f()]<|tool_call_end|>", "') is what they say",
+    ),
+    "sections within a thought": (
+        "minimax", f"<think>{MINIMAX}", "<minimax:tool_call></minimax:tool_call>", "</parameter></invoke>x</think>x",
+    ),
+}  # fmt: skip
+"""A form, what an answer begins with, what is repeated, and how it ends."""
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_text_that_may_be_a_call_is_read_in_one_pass_token_by_token(name: str, prove: bool) -> None:
+    kind, before, unit, behind = COSTLY[name]
+    text = before + unit * ((1_000_000 if prove else 240_000) // len(unit)) + behind
+    assert seconds(form(kind), text, 4) < SECONDS
+
+
+@pytest.mark.parametrize("name", ["qwen_xml", "seed", "minimax"])
+def test_a_call_of_many_arguments_is_read_in_one_pass(name: str) -> None:
+    own = BY_NAME[name]
+    before, behind = own.begin + own.open.replace("{name}", "f"), own.close + own.end
+    said = [f"{own.key[0]}a{at}{own.key[1]}1{own.value_end}" for at in range(10_000)]
+    assert seconds(form(name), before + "".join(said) + behind, 4) < SECONDS
+
+
 PARTS = [
     *"{}[]\"\\ \na1,:'()=<",
     '{"name": "f", "arguments": {',
@@ -130,9 +174,9 @@ def test_calls_in_python_are_as_they_were() -> None:
     assert python_calls("[f(x=1]") is None
     assert python_calls("f(x=1") is None
     assert python_calls('[f(x="a", y=[1, {"b": null}], z=True)]') == [
-        ("f", '{"x": "a", "y": [1, {"b": null}], "z": true}')
+        ParsedCall("f", '{"x": "a", "y": [1, {"b": null}], "z": true}')
     ]
-    assert python_calls("f(x='a')") == [("f", '{"x": "a"}')]
+    assert python_calls("f(x='a')") == [ParsedCall("f", '{"x": "a"}')]
 
 
 # ------------------------------------------------------------------------------------------- control tokens as stops
@@ -152,8 +196,8 @@ def stream(tokenizer: Tokenizer, *stop: str) -> TextStream:
 
 def test_a_control_token_within_a_long_call_costs_no_copy_of_it(tokenizer: Tokenizer) -> None:
     """A stop that ends with a control token is looked for at each of them: only where it may be complete what was held
-    back of a call is read to its end."""
-    begun = tokenizer.encode('<tool_call>{"name": "f", "arguments": {"x": "', special=True)
+    back of a call is read to its end. One that has begun is passed on, and no stop counts within it."""
+    begun = tokenizer.encode('<tool_call>{"name": "of no tool", "arguments": {"x": "', special=True)
     mark = tokenizer.encode("<|im_start|>", special=True)
     text: Sequence[int] = tokenizer.encode("abc abd ", special=True)
     reader = stream(tokenizer, "zzz<|im_start|>", "<|im_start|>yyy")
@@ -165,3 +209,7 @@ def test_a_control_token_within_a_long_call_costs_no_copy_of_it(tokenizer: Token
     assert not reader.stopped
     reader.push([*tokenizer.encode("zzz"), *mark])
     assert reader.stopped
+    reader = stream(tokenizer, "zzz<|im_start|>")
+    reader.push(tokenizer.encode('<tool_call>{"name": "f", "arguments": {"x": "', special=True))
+    reader.push([*tokenizer.encode("zzz"), *mark])
+    assert not reader.stopped

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from cairn.text.output.tool_parser import CLOSE, OPEN, CallReader, ParsedCall, call_id
+from cairn.text.output.call_reader import CallReader
+from cairn.text.output.tool_parser import CLOSE, OPEN, ParsedCall, call_id
 from cairn.types.request import OutputFormat
 
 GOOD = [

@@ -62,6 +62,8 @@ def routes() -> dict[str, Answering]:
         "/health/live": live,
         "/health/ready": ready,
         "/health/startup": startup,
+        "/livez": live,
+        "/readyz": ready,
         "/version": version,
     }
 
@@ -94,12 +96,12 @@ async def health(call: HTTPCall, state: ServerHealth) -> None:
 
 
 async def live(call: HTTPCall, state: ServerHealth) -> None:
-    """GET /health/live: the process answers."""
+    """GET /health/live, /livez: the process answers."""
     await call.json({"status": "live"})
 
 
 async def ready(call: HTTPCall, state: ServerHealth) -> None:
-    """GET /health/ready: 200, or 503 with the reasons; `troubles` fail no requests."""
+    """GET /health/ready, /readyz: 200, or 503 with the reasons; `troubles` fail no requests."""
     body = {"status": "not ready" if state.reasons else "ready", "reasons": state.reasons, "troubles": state.troubles}
     await (_unavailable(call, body) if state.reasons else call.json(body))
 

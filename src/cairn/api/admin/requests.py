@@ -32,6 +32,8 @@ from cairn.types.stats import Swept
 
 ANTHROPIC = b"anthropic-version"
 """Header of Anthropic's clients, which want another shape."""
+MODALITIES = ["text"]
+"""What models here read."""
 Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 
 
@@ -126,6 +128,7 @@ class Admin:
                 "lifecycle": "active",
                 "max_input_tokens": context,
                 "max_tokens": context,
+                "input_modalities": MODALITIES,
             }
         longest = model.spec.longest_text if model.spec is not None else None
         return {
@@ -134,6 +137,7 @@ class Admin:
             "created": self._started,
             "owned_by": "cairn",
             "max_model_len": None if context is None else min(context, longest or context),
+            "input_modalities": MODALITIES,
             "kind": model.kind or None,
             "state": model.state,
             "status": {"value": _STATUS[model.state]},

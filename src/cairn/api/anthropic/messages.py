@@ -2,7 +2,8 @@
 
 Events: docs.anthropic.com/en/docs/build-with-claude/streaming, as anthropic-python's `types.RawMessageStreamEvent`
 states them. `input_tokens` are those that neither came from the cache nor went to it; the three together are the
-prompt. What is computed of a prompt stays in whole blocks, so that is what was written to the cache.
+prompt. What is computed of a prompt stays in whole blocks, so that is what was written to the cache. The last token
+is never among them: an answer is always computed from it, so `input_tokens` is at least 1.
 """
 
 from __future__ import annotations
@@ -15,18 +16,16 @@ from cairn.api.anthropic.schemas import NAMES, MessagesBody, chat_of
 from cairn.api.chat.cache_diagnosis import RecentPrompts, message_diagnostics
 from cairn.api.chat.exchange import ChoiceStream, Exchanges, spelled
 from cairn.api.chat.generation import chat_exchange, chat_prompt
-from cairn.api.chat.parse import parse
+from cairn.api.chat.parse import parse, read
 from cairn.api.chat.reasoning_text import pack
 from cairn.api.chat.schemas import ChatBody
 from cairn.api.chat.sessions import AgentAttribution
-from cairn.api.chat.wire import cache_object
+from cairn.api.chat.wire import cache_object, written_of
 from cairn.api.http.call import HTTPCall, encode
-from cairn.api.http.json_body import read_json
 from cairn.api.http.not_found import anthropic_error
 from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.text.chat.message_builder import arguments_of
-from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.errors import CairnError
 from cairn.types.outputs import Delta, Done, FinishReason, ToolCallDelta
 
@@ -77,7 +76,7 @@ class Anthropic:
         await call.json({"input_tokens": len(prompt.tokens)})
 
     async def _read(self, call: HTTPCall, service: Service) -> tuple[MessagesBody, ChatBody]:
-        body = parse(MessagesBody, await read_json(call, self._config), self._config, call)
+        body = await read(MessagesBody, call, self._config)
         with spelled(NAMES):
             return body, parse(ChatBody, chat_of(body, call, service.chat.knows), self._config)
 
@@ -145,17 +144,21 @@ class MessageAnswer:
         """The message in one piece."""
         said, done = self._choice.said, self._choice.done
         assert done is not None
-        content: list[dict[str, Any]] = []
-        if said.reasoning and self._body.thinks:
-            shown = "" if self._body.omits else said.reasoning
-            content.append({"type": "thinking", "thinking": shown, "signature": self._signature(said.reasoning)})
-        if said.text:
-            content.append({"type": "text", "text": said.text})
-        content += [
-            {"type": "tool_use", "id": id, "name": name, "input": arguments_of(text)} for id, name, text in said.calls
-        ]
+        content = [block for part in said.parts() for block in self._blocks(part)]
         stop, sequence = self._stop()
         return self._message(content, self._usage(done)) | {"stop_reason": stop, "stop_sequence": sequence}
+
+    def _blocks(self, part: Delta) -> list[dict[str, Any]]:
+        """The block of a part of the answer; none of thinking that nobody asked for."""
+        if part.tool_calls:
+            (call,) = part.tool_calls
+            return [{"type": "tool_use", "id": call.id, "name": call.name, "input": arguments_of(call.arguments)}]
+        if part.text:
+            return [{"type": "text", "text": part.text}]
+        if not self._body.thinks:
+            return []
+        shown = "" if self._body.omits else part.reasoning
+        return [{"type": "thinking", "thinking": shown, "signature": self._signature(part.reasoning)}]
 
     def _start(self) -> bytes:
         """The event that begins the message, once."""
@@ -229,7 +232,7 @@ class MessageAnswer:
             return "tool_use", None
         if done.reason is FinishReason.LENGTH:
             asked = self._body.max_tokens
-            cut = asked is None or asked < 0 or choice.request.sampling.max_tokens < asked
+            cut = asked is None or choice.request.sampling.max_tokens < asked
             return ("model_context_window_exceeded" if cut else "max_tokens"), None
         if (text := choice.stop_text(self._service.tokenizer.decode)) is not None:
             return "stop_sequence", text
@@ -243,7 +246,7 @@ class MessageAnswer:
 
     def _counts(self, cached: int) -> dict[str, Any]:
         prompt = len(self._choice.request.prompt)
-        written = max(prompt // BLOCK_TOKENS * BLOCK_TOKENS - cached, 0)
+        written = written_of(prompt, cached)
         return {
             "input_tokens": prompt - cached - written,
             "cache_creation_input_tokens": written,

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
+from cairn.api.chat.client_tools import of_anthropic
 from cairn.api.chat.reasoning_text import unpack
 from cairn.api.http.body import Body, Count, Number, Several
 from cairn.api.http.call import HTTPCall
@@ -37,6 +38,7 @@ class MessagesBody(Body):
     """POST /v1/messages, and /v1/messages/count_tokens without what is of the answer."""
 
     place = "messages"
+    attached = "messages"
     lenient: ClassVar[bool] = True
 
     model: str | None = None
@@ -47,6 +49,8 @@ class MessagesBody(Body):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+    """An older name for `output_config.format`."""
     stop_sequences: Several[str] | None = None
     stream: bool | None = None
     temperature: Number = None
@@ -101,9 +105,13 @@ def chat_of(body: MessagesBody, call: HTTPCall, knows: Callable[[str], bool]) ->
         chat["tool_choice"] = _choice(body.tool_choice)
         if body.tool_choice.get("disable_parallel_tool_use"):
             chat["parallel_tool_calls"] = False
-    if (form := (body.output_config or {}).get("format")) is not None:
+    form = (body.output_config or {}).get("format")
+    if body.output_format is not None and form not in (None, body.output_format):
+        raise InvalidRequest("output_config.format and output_format differ; give one of them", field="output_format")
+    form = body.output_format if form is None else form
+    if form is not None:
         schema = form.get("schema") if isinstance(form, dict) else None
-        wanted = {"name": "output", "schema": schema, "strict": True}
+        wanted = {"name": "output", "schema": schema}
         chat["response_format"] = {"type": "json_schema", "json_schema": wanted}
     return {name: value for name, value in chat.items() if value is not None}
 
@@ -153,11 +161,12 @@ def _choice(given: Mapping[str, Any]) -> Any:
 
 def _tools(tools: list[dict[str, Any]] | None, call: HTTPCall) -> list[dict[str, Any]] | None:
     found = []
+    named = [tool.get("name") for tool in tools or () if tool.get("type") in (None, "custom")]
     for index, tool in enumerate(tools or ()):
         where = f"tools[{index}]"
         kind = tool.get("type")
         if kind not in (None, "custom"):
-            call.warn(f"{where} is passed over: a tool of type {kind!s:.40} runs on a server, and none runs here")
+            found += _client_tool(tool, where, named, call)
             continue
         name, schema = tool.get("name"), tool.get("input_schema", {})
         if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -169,6 +178,24 @@ def _tools(tools: list[dict[str, Any]] | None, call: HTTPCall) -> list[dict[str,
         function = {"name": name, "description": tool.get("description"), "parameters": schema}
         found.append({"type": "function", "function": function | _strict(tool)})
     return found or None
+
+
+def _client_tool(tool: Mapping[str, Any], where: str, named: Collection[Any], call: HTTPCall) -> list[dict[str, Any]]:
+    """A tool that has a type, as a function where clients run it. Those that run on a server are passed over."""
+    kind = tool.get("type")
+    if isinstance(kind, str) and kind.startswith("computer_"):
+        raise Unsupported(f"{where}: {kind:.40} shows the model a screen, and models here read text", field=where)
+    known = of_anthropic(kind)
+    if known is None:
+        call.warn(f"{where} is passed over: a tool of type {kind!s:.40} runs on a server, and none runs here")
+        return []
+    name = tool.get("name") or known.name
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidRequest(f"{where}.name must be 1 to 128 letters, digits, '_', '-' and '.'", field=f"{where}.name")
+    if name in named:
+        call.warn(f"{where} is passed over: a function of the name {name} is offered")
+        return []
+    return [{"type": "function", "function": known.function(name) | _strict(tool)}]
 
 
 def _strict(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,12 +285,14 @@ def _text(block: Mapping[str, Any], where: str) -> str:
     source = block.get("source")
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
         return _field(source, "data", f"{where}.source")
+    if kind == "document" and isinstance(source, dict) and source.get("type") == "content":
+        return "\n".join(_texts(source.get("content"), f"{where}.source.content"))
+    if kind == "search_result":
+        head = [_field(block, name, where) for name in ("title", "source")]
+        return "\n".join([*head, *_texts(block.get("content"), f"{where}.content")])
     if kind == "tool_reference":
         return _field(block, "tool_name", where)
-    raise Unsupported(
-        f"{where}.type can only be text here, not {kind!s:.40}: images, files and search results are not read",
-        field=f"{where}.type",
-    )
+    raise Unsupported(f"{where}.type can only be text here, not {kind!s:.40}", field=f"{where}.type")
 
 
 def _blocks(content: Any, where: str) -> list[Mapping[str, Any]]:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
+import msgspec
+
 from cairn.api.chat.exchange import ChoiceStream
+from cairn.api.chat.free_text_tools import free_text
 from cairn.api.chat.timings import AnswerTimes
+from cairn.api.chat.whole_calls import WholeCalls
 from cairn.api.chat.wire import (
     DONE,
     HEARTBEAT,
@@ -18,14 +23,12 @@ from cairn.api.chat.wire import (
     error_event,
     prompt_scores,
     usage_object,
-    with_field,
+    with_fields,
 )
 from cairn.api.http.call import HTTPCall
 from cairn.frontend.service import Service
 from cairn.types.errors import CairnError
-from cairn.types.outputs import Delta, Done, TokenLogprob
-
-_PROGRESS = "prompt_progress"
+from cairn.types.outputs import Delta, Done, TokenKind, TokenLogprob, ToolCallDelta, logprobs_of
 
 
 class ChatAnswer:
@@ -44,10 +47,18 @@ class ChatAnswer:
         *,
         top: int | None = None,
         scored: int | None = None,
+        hides: bool = False,
+        free: Collection[str] = (),
     ) -> None:
         """`top`: how many of the likeliest tokens are told beside each of the answer's (None: all that are known), and
-        `scored` beside each of the prompt's, where these are told."""
-        self._pace, self._top, self._scored = pace, top, scored
+        `scored` beside each of the prompt's, where these are told. `hides`: reasoning is left out.
+        `free`: the names of custom tools."""
+        self._pace, self._top, self._scored, self._hides = pace, top, scored, hides
+        self._free = frozenset(free)
+        self._input: dict[int, WholeCalls] = {}
+        """By choice: calls of custom tools, whose input is told once it is whole."""
+        self._writing: dict[int, bool] = {}
+        """By choice: whether the call that is being written is one of them."""
         self._service = service
         self._choices = choices
         self._head = head(call, service, self.prefix, self.kind)
@@ -58,19 +69,48 @@ class ChatAnswer:
     def begin(self) -> bytes:
         """The first bytes of a stream: every choice names its role."""
         self._chunks = ChatChunks(self._head, len(self._choices), self._include_usage, self._service.tokenizer)
-        data = b"".join(self._chunks.first(index) for index in range(len(self._choices)))
-        return data + _begun(self._pace, [self._chunks.nothing(index) for index in range(len(self._choices))])
+        return b"".join(self._chunks.first(index) for index in range(len(self._choices)))
 
     def delta(self, index: int, delta: Delta) -> bytes:
         """A piece of a stream."""
         assert self._chunks is not None
-        before = _heard(self._pace, index, self._chunks.nothing)
+        if self._hides and (delta.reasoning or delta.logprobs):
+            shown = tuple(logprobs_of(TokenKind.CONTENT, delta.kinds, delta.logprobs))
+            delta = msgspec.structs.replace(delta, reasoning="", logprobs=shown, kinds=b"")
+        before = _heard(self._pace, index, delta, self._chunks.nothing)
+        if self._free and (delta.tool_calls or index in self._input):
+            return before + _timed(self._pace, index, self._with_free_calls(index, delta))
         return before + _timed(self._pace, index, self._chunks.delta(index, delta))
+
+    def _with_free_calls(self, index: int, delta: Delta) -> bytes:
+        """The chunks of a piece with calls, of which some may be those of custom tools: these are told once whole."""
+        assert self._chunks is not None
+        free = self._input.setdefault(index, WholeCalls())
+        data = b"".join(
+            map(partial(self._free_call, index), free.push(Delta(text=delta.text, reasoning=delta.reasoning))[0])
+        )
+        data += self._chunks.delta(index, msgspec.structs.replace(delta, tool_calls=()))
+        for call in delta.tool_calls:
+            if call.id:
+                data += b"".join(map(partial(self._free_call, index), free.finish()))
+                self._writing[index] = call.name in self._free
+            if self._writing.get(index):
+                free.push(Delta(tool_calls=(call,)))
+            else:
+                data += self._chunks.delta(index, Delta(tool_calls=(call,)))
+        return data
+
+    def _free_call(self, index: int, call: ToolCallDelta) -> bytes:
+        """The chunk of a custom tool's call."""
+        assert self._chunks is not None
+        return self._chunks.call(index, {"index": call.index} | _free_shape(call.id, call.name, call.arguments))
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
         """The end of a choice in a stream."""
         assert self._chunks is not None
-        return _ended(self._pace, index, done, self._chunks.finish(index, done, reason, self._warnings))
+        last = self._chunks.finish(index, done, reason, self._warnings)
+        free = self._input.get(index, WholeCalls()).finish()
+        return b"".join(map(partial(self._free_call, index), free)) + _ended(self._pace, index, done, last)
 
     def end(self) -> bytes:
         """The chunk that carries the usage where one is wanted, and the mark of the end."""
@@ -91,14 +131,30 @@ class ChatAnswer:
         for index, choice in enumerate(self._choices):
             logprobs = None
             if choice.request.sampling.logprobs:
-                logprobs = chat_logprobs(_cut(choice.logprobs, self._top), self._service.tokenizer)
+                content = _cut(choice.scores(TokenKind.CONTENT), self._top)
+                thought = () if self._hides else _cut(choice.scores(TokenKind.REASONING), self._top)
+                logprobs = chat_logprobs(content, thought, self._service.tokenizer)
             message = choice.said.message() | {"refusal": None}
+            if self._hides:
+                message.pop("reasoning_content", None)
+            if self._free and "tool_calls" in message:
+                message["tool_calls"] = [self._shape(call) for call in message["tool_calls"]]
             found.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.reason})
         whole = self._head | {"choices": found, "usage": usage_of(self._choices)}
         if self._scored is not None:
             entries = _cut(self._choices[0].prompt_logprobs, self._scored)
             whole["prompt_logprobs"] = prompt_scores(entries, self._service.tokenizer)
         return whole | timings_of(self._pace, self._choices)
+
+    def _shape(self, call: dict[str, Any]) -> dict[str, Any]:
+        """A call as its tool's kind has it."""
+        function = call["function"]
+        free = function["name"] in self._free
+        return _free_shape(call["id"], function["name"], function["arguments"]) if free else call
+
+
+def _free_shape(id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": id, "type": "custom", "custom": {"name": name, "input": free_text(arguments)}}
 
 
 class TextAnswer:
@@ -127,29 +183,41 @@ class TextAnswer:
         self._warnings = call.warnings
         self._logprobs = None if top is None else [self._scores(choice, service, top) for choice in choices]
         self._echoed = [echoes is None] * len(choices)
+        self._last: dict[int, str] = {}
+        """By choice, where log-probabilities are told: its last text, which comes with its end."""
 
     def begin(self) -> bytes:
-        """Text completions have no opening chunk, but for the progress of the prompts."""
+        """Text completions have no opening chunk."""
         self._chunks = TextChunks(self._head, len(self._choices), self._include_usage)
-        return _begun(self._pace, [self._chunks.text(index, "") for index in range(len(self._choices))])
+        return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
         """A piece of a stream, after the echoed prompt."""
         chunks = self._chunks
         assert chunks is not None
-        if not (delta.tokens or delta.text or delta.logprobs):
+        if not (delta.tokens or delta.text or delta.logprobs or delta.progress):
             return b""
-        before = _heard(self._pace, index, lambda index: chunks.text(index, "")) + self._echo(index)
+        before = _heard(self._pace, index, delta, lambda index: chunks.text(index, ""))
+        if delta.progress and not (delta.tokens or delta.text):
+            return before
+        before += self._echo(index)
         if self._logprobs is None:
             return before + _timed(self._pace, index, chunks.text(index, delta.text) if delta.text else b"")
         for entry in delta.logprobs:
             self._logprobs[index].add(entry.token, entry)
+        if self._choices[index].ending:
+            self._last[index] = self._last.get(index, "") + delta.text
+            return before
+        if not delta.text and not delta.logprobs:
+            return before
         return before + _timed(self._pace, index, chunks.text(index, delta.text, self._logprobs[index].take()))
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
-        """The end of a choice in a stream."""
+        """The end of a choice in a stream, with the log-probabilities of its last tokens."""
         assert self._chunks is not None
-        last = self._chunks.finish(index, done, reason, self._warnings)
+        scores = None if self._logprobs is None else self._logprobs[index].take()
+        scores = scores if scores is not None and scores["tokens"] else None
+        last = self._chunks.finish(index, done, reason, self._warnings, self._last.get(index, ""), scores)
         return self._echo(index) + _ended(self._pace, index, done, last)
 
     def end(self) -> bytes:
@@ -216,25 +284,17 @@ def timings_of(pace: AnswerTimes, choices: Sequence[ChoiceStream]) -> dict[str, 
     return {"timings": pace.whole(0, done)} if pace.timings and done is not None else {}
 
 
-def _begun(pace: AnswerTimes, chunks: Sequence[bytes]) -> bytes:
-    """An empty chunk of each choice, as the progress of its prompt where that is wanted."""
-    if not pace.progress:
-        return b""
-    return b"".join(with_field(chunk, _PROGRESS, pace.begun(index)) for index, chunk in enumerate(chunks))
-
-
-def _heard(pace: AnswerTimes, index: int, nothing: Callable[[int], bytes]) -> bytes:
-    """The chunk before the first of a choice: its prompt is computed."""
-    told = pace.heard(index)
-    return b"" if told is None else with_field(nothing(index), _PROGRESS, told)
+def _heard(pace: AnswerTimes, index: int, delta: Delta, nothing: Callable[[int], bytes]) -> bytes:
+    """The chunks before a piece of a choice that say how far its prompt is."""
+    return b"".join(with_fields(nothing(index), told) for told in pace.heard(index, delta))
 
 
 def _timed(pace: AnswerTimes, index: int, chunks: bytes) -> bytes:
-    return with_field(chunks, "timings", pace.so_far(index)) if pace.timings and chunks else chunks
+    return with_fields(chunks, {"timings": pace.so_far(index)}) if pace.timings and chunks else chunks
 
 
 def _ended(pace: AnswerTimes, index: int, done: Done, chunk: bytes) -> bytes:
-    return with_field(chunk, "timings", pace.whole(index, done)) if pace.timings else chunk
+    return with_fields(chunk, {"timings": pace.whole(index, done)}) if pace.timings else chunk
 
 
 def usage_of(choices: Sequence[ChoiceStream]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cairn.api.chat.message_schemas import ChatMessage
-from cairn.api.chat.schemas import ChatBody, ChatGeneration
+from cairn.api.chat.schemas import ChatBody, ChatGeneration, Generation
 from cairn.api.http.call import shown
 from cairn.api.http.json_body import has_more
 from cairn.config.config import Config
@@ -21,6 +21,12 @@ def check_chat(body: ChatBody, config: Config) -> None:
     check_generation(body, config)
 
 
+def check_stream(body: Generation) -> None:
+    """InvalidRequest for options of a stream where there is none."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options goes with stream: true", field="stream_options")
+
+
 def choice_of(body: ChatBody) -> Any:
     """Whether the model may call the tools: `none`, or anything else. Some clients send an object."""
     choice = body.tool_choice
@@ -31,9 +37,13 @@ def choice_of(body: ChatBody) -> Any:
 
 def check_generation(body: ChatGeneration, config: Config) -> None:
     """What holds for a chat and for a turn."""
+    check_stream(body)
     check_messages(body.messages, config)
-    if body.reasoning_effort is not None and len(body.reasoning_effort) > MAX_EFFORT:
-        raise InvalidRequest(f"reasoning_effort is longer than {MAX_EFFORT} characters", field="reasoning_effort")
+    name = "reasoning.effort" if body.reasoning_effort is None else "reasoning_effort"
+    if body.effort is not None and len(body.effort) > MAX_EFFORT:
+        raise InvalidRequest(f"{name} is longer than {MAX_EFFORT} characters", field=name)
+    if body.reasoning is not None and body.reasoning.effort not in (None, body.effort):
+        raise InvalidRequest("reasoning_effort and reasoning.effort differ; give one of them", field="reasoning.effort")
     both = body.max_tokens is not None and body.max_completion_tokens is not None
     if both and body.max_tokens != body.max_completion_tokens:
         raise InvalidRequest(

@@ -7,6 +7,7 @@ source ──batches of events──> `chunks`, the loop ──bytes──> the 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from cairn.config.config import Config
 from cairn.frontend.miss_explainer import PromptOrigin
 from cairn.frontend.service import Service
 from cairn.frontend.stream import RequestStream, merge
-from cairn.text.chat.message_builder import MessageBuilder, ReasoningCount
+from cairn.text.chat.message_builder import MessageBuilder, reasoning_tokens
 from cairn.types.errors import (
     CairnError,
     Cancelled,
@@ -31,17 +32,39 @@ from cairn.types.errors import (
     InvalidRequest,
     Overloaded,
 )
-from cairn.types.outputs import Delta, Done, Event, FinishReason, TokenLogprob
+from cairn.types.outputs import Delta, Done, Event, FinishReason, TokenKind, TokenLogprob, logprobs_of
 from cairn.types.request import Request
 
 Batches = AsyncGenerator[Sequence[tuple[int, Event]], None]
 """(choice, event) as they come: first an empty batch, once the requests were let in."""
-Source = Callable[[float | None], Batches]
-"""What generates. With a number an empty batch says that nothing came for so many seconds."""
+Source = Callable[["Silence | None"], Batches]
+"""What generates. With a `Silence` empty batches come too, the latest when that should be broken."""
 UNREAD = (
-    "the answer has something that begins as a call of a tool does and cannot be read as one, so it stands in the "
-    "content as it was written"
+    "the answer has something that begins as a call of a tool does and cannot be read as one: it stands as it was "
+    "written, in the content or as the arguments of the call"
 )
+
+
+class Silence:
+    """How long a stream has sent nothing: what is generated and not shown (reasoning that is hidden, a call that is
+    held back) breaks no silence, and clients end streams that are silent for minutes."""
+
+    __slots__ = ("_loop", "_since", "most")
+
+    def __init__(self, most: float) -> None:
+        """`most` seconds of it are borne."""
+        self.most = most
+        self._loop = asyncio.get_running_loop()
+        self._since = self._loop.time()
+
+    @property
+    def left(self) -> float:
+        """Seconds until it has lasted too long."""
+        return max(0.0, self._since + self.most - self._loop.time())
+
+    def broken(self) -> None:
+        """Something is sent."""
+        self._since = self._loop.time()
 
 
 class Adapter(Protocol):
@@ -85,9 +108,11 @@ class ChoiceStream:
 
     __slots__ = (
         "done",
+        "ending",
+        "kinds",
         "logprobs",
         "prompt_logprobs",
-        "reasoning",
+        "reasoning_tokens",
         "request",
         "said",
         "stream",
@@ -99,16 +124,16 @@ class ChoiceStream:
         self.said = MessageBuilder()
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        self.kinds = bytearray()
+        """What the tokens of `logprobs` are a part of."""
         self.prompt_logprobs: list[TokenLogprob] = []
         self.done: Done | None = None
         self.stream: RequestStream | None = None
         """Where it comes from, once it was started."""
-        self.reasoning = ReasoningCount(request.output)
-
-    @property
-    def reasoning_tokens(self) -> int:
+        self.reasoning_tokens = 0
         """How many of the tokens are of reasoning, its tags among them."""
-        return self.reasoning.tokens
+        self.ending = False
+        """The pieces that are being taken are its last ones."""
 
     @property
     def computed(self) -> Sequence[int]:
@@ -120,6 +145,10 @@ class ChoiceStream:
         """The finish_reason, once it has ended."""
         assert self.done is not None
         return self.done.reason.value
+
+    def scores(self, kind: TokenKind) -> Sequence[TokenLogprob]:
+        """The log-probabilities of its content, or of its reasoning."""
+        return logprobs_of(kind, self.kinds, self.logprobs)
 
     def stop_text(self, decode: Callable[[Sequence[int]], str]) -> str | None:
         """Which of the request's stop texts has ended it, if one did."""
@@ -135,9 +164,10 @@ class ChoiceStream:
         """Take a piece. Log-probabilities are large: a stream sends them at once and does not keep them."""
         if keep_logprobs:
             self.logprobs += delta.logprobs
+            self.kinds += delta.kinds
         self.said.add(delta)
         self.tokens += delta.tokens
-        self.reasoning.add(delta)
+        self.reasoning_tokens += reasoning_tokens(delta)
         self.prompt_logprobs += delta.prompt_logprobs
 
     def end(self, done: Done) -> str:
@@ -175,6 +205,8 @@ class Exchange:
     """It goes on when its connection closes, for the time of grace, whether anybody asked for that or not."""
     unattended: bool = False
     """It goes on to its end, read or not."""
+    warnings: Sequence[str] = ()
+    """What was wanted of the answer and it is not held to: sentences that begin with the name of a field."""
     warn: Callable[[str], None] = lambda sentence: None
     """Tells the sender something beside the answer."""
 
@@ -187,14 +219,20 @@ class Exchange:
         in any case.
         """
         say = stream or log
+        silence = None if heartbeat is None else Silence(heartbeat)
         with spelled(self.names), self._attributed():
-            async with contextlib.aclosing(self.source(heartbeat)) as found:
+            async with contextlib.aclosing(self.source(silence)) as found:
                 await anext(found)
                 yield b""
                 data = self.adapter.begin() if say else b""
                 try:
                     async for batch in found:
-                        data += self._say(batch, say, keep_logprobs=not stream) if batch else self.adapter.heartbeat()
+                        said = self._say(batch, say, keep_logprobs=not stream)
+                        if say and not said and not self.over and silence is not None and not silence.left:
+                            said = self.adapter.heartbeat()
+                        data += said
+                        if data and silence is not None:
+                            silence.broken()
                         if self.over and self.attribution is not None:
                             await self.attribution.kept()
                         if say and self.over:
@@ -210,6 +248,8 @@ class Exchange:
     def _say(self, batch: Sequence[tuple[int, Event]], say: bool, *, keep_logprobs: bool) -> bytes:
         """Take what came together; its events where they are wanted."""
         data = b""
+        for index, event in batch:
+            self.choices[index].ending |= isinstance(event, Done)
         for index, event in batch:
             choice = self.choices[index]
             if isinstance(event, Done):
@@ -264,6 +304,7 @@ class Exchanges:
     async def run(self, call: HTTPCall, exchange: Exchange, *, stream: bool) -> None:
         """Answer a call, as a stream of events or in one piece."""
         exchange.warn = call.warn
+        _tell(call, exchange)
         logged = exchange.outlives or is_resumable(call, stream)
         if logged and exchange.media is not EVENT_STREAM:
             raise InvalidRequest(
@@ -289,6 +330,7 @@ class Exchanges:
 
     def begin(self, call: HTTPCall, exchange: Exchange) -> None:
         """Generate onto an event log that the connection does not read."""
+        _tell(call, exchange)
         self._calls.open(call.number, [one.request.id for one in exchange.choices], name=call.name, salt=call.salt)
         self._log(call, exchange, stream=False).leave()
 
@@ -360,8 +402,9 @@ def generating(service: Service, choices: Sequence[ChoiceStream], told: PromptOr
         of[request.id].stream = stream = service.generate(request, told)
         return stream
 
-    def batches(heartbeat: float | None) -> Batches:
-        return merge(start, [choice.request for choice in choices], heartbeat=heartbeat, announce=True)
+    def batches(silence: Silence | None) -> Batches:
+        left = None if silence is None else lambda: silence.left
+        return merge(start, [choice.request for choice in choices], heartbeat=left, announce=True)
 
     return batches
 
@@ -373,12 +416,24 @@ def spelled(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        known, rest = error.field or "", ""
-        while known not in names and "." in known:
-            known, _, inner = known.rpartition(".")
-            rest = f".{inner}{rest}"
-        if known not in names:
+        name = spelled_name(error.field or "", names)
+        if name is None:
             raise
-        name = names[known] + rest
         text = str(error) if error.field == "prompt" else str(error).replace(str(error.field), name)
         raise error.named(text, name) from None
+
+
+def spelled_name(field: str, names: Mapping[str, str]) -> str | None:
+    """What a route calls a field, by the longest of `names` that it begins with; None where it has no other name."""
+    known, rest = field, ""
+    while known not in names and "." in known:
+        known, _, inner = known.rpartition(".")
+        rest = f".{inner}{rest}"
+    return names[known] + rest if known in names else None
+
+
+def _tell(call: HTTPCall, exchange: Exchange) -> None:
+    """Tell what the answer is not held to, by the names that the client knows."""
+    for sentence in exchange.warnings:
+        field, sign, said = sentence.partition(":")
+        call.warn(f"{spelled_name(field, exchange.names) or field}{sign}{said}")

@@ -85,13 +85,14 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
         ),
         "Ollama": (
             FieldRow("keep_alive", "a model stays loaded"),
-            FieldRow("format", "answers cannot be held to JSON or to a schema yet", ("",)),
+            FieldRow("format", "say response_format, which holds answers to JSON or to a schema", ("",)),
             FieldRow("options", "options stand beside the messages", ({},)),
         ),
         "OpenRouter, LiteLLM, Open WebUI": (
             FieldRow("session_id chat_id conversation_id", _IDS),
             FieldRow("provider route transforms usage", "asks a router, and there is none"),
             FieldRow("plugins models", "asks a router, and there is none", ([],)),
+            FieldRow("top_a", _SAMPLER, (0,)),
         ),
     },
     "messages": {
@@ -106,11 +107,10 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
     },
     "responses": {
         "OpenAI": (
-            FieldRow("user safety_identifier", "who asks; nobody here judges them"),
-            FieldRow("service_tier access_programs", "all requests are served alike"),
+            FieldRow("user", "who asks; nobody here judges them"),
+            FieldRow("access_programs", "all requests are served alike"),
             FieldRow("prompt_cache_retention", _CACHED),
             FieldRow("truncation", "nothing is cut; what is too long is refused with `context_length_exceeded`"),
-            FieldRow("max_tool_calls", "of tools that run on a server; `file_search` alone does, once"),
             FieldRow("context_management", "nothing is compacted unasked; the client may"),
             FieldRow("stream_options", "padding against eavesdroppers, which TLS in front may do"),
             FieldRow("client_metadata", _IDS),

@@ -10,10 +10,13 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cairn.api.chat.checks import check_chat, choice_of
+import msgspec
+
+from cairn.api.chat.checks import check_chat, check_stream, choice_of
 from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, generating, spelled
+from cairn.api.chat.free_text_tools import warning
 from cairn.api.chat.message_schemas import contents, plain_messages, plain_tools
-from cairn.api.chat.schemas import ChatBody, Generation
+from cairn.api.chat.schemas import ChatBody, Generation, Templated
 from cairn.api.chat.sessions import AgentAttribution, Attribution
 from cairn.api.http.call import HTTPCall, shown
 from cairn.config.config import Config
@@ -24,7 +27,7 @@ from cairn.frontend.service import Service
 from cairn.text.chat.prompt import Prompt
 from cairn.text.tokens import length
 from cairn.types.errors import InvalidRequest, UnknownModel
-from cairn.types.request import OutputFormat
+from cairn.types.request import OutputFormat, Request
 
 
 async def chat_exchange(
@@ -61,17 +64,19 @@ async def chat_exchange(
             allow_empty=allow_empty,
         )
         check_together(made, config, service.info.max_rows)
-    choices = [ChoiceStream(request) for request in made]
     tied = await attribution.tie(call, body, store=store)
+    asked = _durable(made, tied)
+    choices = [ChoiceStream(request) for request in asked]
     told = told_of(plain_messages(body.messages), store=store)
     return Exchange(
         choices=choices,
         adapter=adapter(choices),
         source=generating(service, choices, told),
-        cancel=lambda: [service.abort(request.id) for request in made],
+        cancel=lambda: [service.abort(request.id) for request in asked],
         keep=chat_keeper(service, call.tenant, tied),
         attribution=tied,
         names=names,
+        warnings=prompt.warnings,
     )
 
 
@@ -89,12 +94,13 @@ async def text_exchange(
     allow_empty: bool = False,
 ) -> Exchange:
     """The exchange of raw prompts. `names` as of a chat; `allow_empty`: prompts that are only scored."""
+    check_stream(body)
     draw, store, output = ids(call, service), is_stored(body.store, config), OutputFormat(continues=True)
-    choices: list[ChoiceStream] = []
+    asked: list[Request] = []
     with spelled(names):
-        grammar = await service.chat.grammar(body.wanted().structure, output, share=call.share)
+        held = await service.chat.grammar(body.wanted().structure, output, share=call.share)
         for prompt in prompts:
-            made = service.make_requests(
+            asked += service.make_requests(
                 prompt,
                 options,
                 ids=draw,
@@ -102,14 +108,14 @@ async def text_exchange(
                 salt=call.salt,
                 share=call.share,
                 output=output,
-                grammar=grammar,
+                grammar=held.grammar,
                 allow_empty=allow_empty,
                 stored=store,
             )
-            choices += [ChoiceStream(request) for request in made]
-        asked = [choice.request for choice in choices]
         check_together(asked, config, service.info.max_rows)
     tied = await attribution.tie(call, body, store=store)
+    asked = _durable(asked, tied)
+    choices = [ChoiceStream(request) for request in asked]
     return Exchange(
         choices=choices,
         adapter=adapter(choices),
@@ -118,7 +124,15 @@ async def text_exchange(
         keep=cost_keeper(tied),
         attribution=tied,
         names=names,
+        warnings=held.warnings,
     )
+
+
+def _durable(requests: Sequence[Request], tied: Attribution | None) -> list[Request]:
+    """The same, to be stored before others where they name an agent or a session."""
+    if tied is None or not tied.named:
+        return list(requests)
+    return [msgspec.structs.replace(request, durable=True) for request in requests]
 
 
 async def chat_prompt(call: HTTPCall, service: Service, config: Config, body: ChatBody) -> Prompt:
@@ -128,6 +142,10 @@ async def chat_prompt(call: HTTPCall, service: Service, config: Config, body: Ch
     service.check_generates()
     tools = shown_tools(body)
     warn_of_tools(call, service, tools)
+    for index, tool in enumerate(body.tools or ()):
+        if why_not := tool.why_not_held():
+            call.warn(warning(f"tools[{index}]", why_not))
+    warn_of_thinking(call, service, body)
     await check_length(call, service, contents(body.messages, tools), "messages")
     return await service.chat.prompt(
         plain_messages(body.messages),
@@ -151,6 +169,13 @@ def warn_of_tools(call: HTTPCall, service: Service, tools: Sequence[Any] | None)
             "the model's chat template shows no tools: it is told of them in its first message, and how well it calls "
             "them depends on the model"
         )
+
+
+def warn_of_thinking(call: HTTPCall, service: Service, body: Templated) -> None:
+    """Tell where reasoning is not wanted and the model's template cannot turn it off."""
+    switches = ("enable_thinking", "reasoning_effort")
+    if body.thinks() is False and service.chat.thinks and not any(map(service.chat.knows, switches)):
+        call.warn("the model reasons all the same: its chat template has no switch for it")
 
 
 def chat_keeper(service: Service, tenant: str, tied: Attribution | None) -> Callable[[ChoiceStream], None]:

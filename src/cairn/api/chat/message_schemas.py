@@ -6,12 +6,17 @@ Shapes follow the OpenAI API reference (platform.openai.com/docs/api-reference, 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
+from cairn.api.chat.free_text_tools import function_of, packed
 from cairn.api.http.body import Body, Several, text_or_list
+from cairn.types.errors import InvalidRequest
+
+_NAME = re.compile("[a-zA-Z0-9_.-]{1,128}")
 
 
 def _as_text(value: Any) -> Any:
@@ -19,12 +24,22 @@ def _as_text(value: Any) -> Any:
 
 
 class TextPart(Body):
-    """`{"type": "text", "text": ...}`."""
+    """`{"type": "text", "text": ...}`; the types of a text in OpenAI's other API mean the same."""
 
     place = "part"
 
     type: Literal["text"]
     text: str
+
+    @classmethod
+    def usual(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Return the part as a text, if it is one by another name."""
+        if value.get("type") in ("input_text", "output_text"):
+            return value | {"type": "text"}
+        if value.get("type") == "refusal" and "text" not in value:
+            rest = {name: item for name, item in value.items() if name != "refusal"}
+            return rest | {"type": "text", "text": value.get("refusal")}
+        return value
 
 
 Content = Annotated[
@@ -53,9 +68,21 @@ class ToolCallBody(Body):
     within: ClassVar = {"function": CalledFunction}
 
     id: str = ""
-    type: Literal["function"] = "function"
+    type: Literal["function", "custom"] = "function"
     function: CalledFunction
     index: int | None = None
+
+    @classmethod
+    def usual(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Return the call as that of a function, where it is one of a custom tool."""
+        inner = value.get("custom")
+        if value.get("type") != "custom" or not isinstance(inner, dict):
+            return value
+        text = inner.get("input")
+        if not isinstance(text, str):
+            raise InvalidRequest("custom.input must be a text", field="custom.input")
+        rest = {name: item for name, item in value.items() if name != "custom"}
+        return rest | {"function": {"name": inner.get("name"), "arguments": packed(text)}}
 
 
 class ChatMessage(Body):
@@ -73,26 +100,60 @@ class ChatMessage(Body):
     reasoning: str | None = None
     """Another name for `reasoning_content`, which some servers use."""
 
+    @classmethod
+    def usual(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Return the message with `tool_call_id`, for which some clients say `id`."""
+        if value.get("role") == "tool" and value.get("tool_call_id") is None:
+            return value | {"tool_call_id": value.get("id")}
+        return value
+
 
 class FunctionTool(Body):
     """A function that the model may call."""
 
     place = "function"
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    name: Annotated[str, Field(pattern=rf"^{_NAME.pattern}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
 class Tool(Body):
-    """`{"type": "function", "function": {...}}`."""
+    """`{"type": "function", "function": {...}}`, or `{"type": "custom", "custom": {...}}`, whose input is one text."""
 
     place = "tool"
     within: ClassVar[dict[str, type[Body]]] = {"function": FunctionTool}
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     function: FunctionTool
+    """What the model is told, of a custom tool too."""
+    custom: dict[str, Any] | None = None
+
+    @classmethod
+    def usual(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Return the tool with the function that a custom one becomes. InvalidRequest names the field."""
+        if value.get("type") != "custom":
+            return value
+        inner = value.get("custom")
+        if not isinstance(inner, dict):
+            raise InvalidRequest("custom must be an object", field="custom")
+        if value.get("function") is not None:
+            raise InvalidRequest("function belongs to a tool of type function", field="function")
+        name, description = inner.get("name"), inner.get("description")
+        for field, given in (("name", name), ("description", description)):
+            if not isinstance(given, str | None) or (field == "name" and given is None):
+                raise InvalidRequest(f"custom.{field} must be a text", field=f"custom.{field}")
+        if not _NAME.fullmatch(str(name)):
+            raise InvalidRequest("custom.name must be 1 to 128 letters, digits, '_', '-' and '.'", field="custom.name")
+        made = function_of(str(name), description, inner.get("format"), "custom.format")
+        return value | {"function": made.function}
+
+    def why_not_held(self) -> str:
+        """Return why the input of a custom tool is not held to its grammar; empty for all others."""
+        if self.custom is None:
+            return ""
+        return function_of(self.function.name, None, self.custom.get("format"), "custom.format").why_not
 
 
 Messages = Annotated[Several[ChatMessage], Field(min_length=1)]

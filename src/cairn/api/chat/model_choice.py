@@ -10,6 +10,7 @@ import codecs
 import contextlib
 import math
 import re
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from cairn.types.errors import InvalidRequest
 KINDS = {
     "/v1/embeddings": "embed",
     "/embed": "embed",
+    "/embedding": "embed",
     "/api/embed": "embed",
     "/api/embeddings": "embed",
     "/v1/rerank": "rerank",
@@ -51,8 +53,22 @@ REQUESTS = re.compile(r"/v1/(?:requests|responses)/(?!(?:input_tokens|compact)$)
 """A request or a stored response, by its id."""
 READ_OF_MODEL = ("/props", "/slots")
 """Routes for GET that describe a model. All others for GET use none: some, as /v1/events, are followed for hours."""
-DURATION = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)(ns|us|ms|s|m|h)?")
-UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+OLLAMA = "/api/"
+"""What the paths of Ollama's API begin with. Its names have no case."""
+DURATION = re.compile(r"([-+]?)((?:[0-9.]{1,36}(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h)){1,8}|[0-9.]{1,18})")
+"""A duration as Go writes one, such as 1h30m0s, or a number of seconds."""
+PART = re.compile(r"([0-9.]+)([a-z\u00b5\u03bc]*)")
+UNITS = {
+    "ns": 1e-9,
+    "us": 1e-6,
+    "\u00b5s": 1e-6,
+    "\u03bcs": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "m": 60.0,
+    "h": 3600.0,
+    "": 1.0,
+}
 
 
 class _Named(msgspec.Struct):
@@ -83,7 +99,9 @@ class ModelRouter:
             yield service
             return
         model, keep = (await self._choose(call)) if self._models.several else (self._models.models[0], None)
+        began, there = time.monotonic(), model.loaded is not None
         async with self._models.using(model) as service:
+            call.load_seconds = 0.0 if there else time.monotonic() - began
             call.identity, call.model = service.spec.identity, service.name
             try:
                 yield service
@@ -101,8 +119,11 @@ class ModelRouter:
             return self._of_agent(call, turn[1], named), None
         if (work := WORK.fullmatch(path)) is not None:
             return self._of_work(call, work[1], work[2], named), None
-        model = self._models.find(_text(named.model), KINDS.get(path, "chat"))
-        keep = seconds_of(named.keep_alive) if path.startswith("/api/") and named.keep_alive is not None else None
+        name = _text(named.model)
+        if name is not None and path.startswith(OLLAMA):
+            name = self._models.spelt(name)
+        model = self._models.find(name, KINDS.get(path, "chat"))
+        keep = seconds_of(named.keep_alive) if path.startswith(OLLAMA) and named.keep_alive is not None else None
         return model, keep
 
     def _of_agent(self, call: HTTPCall, id: str, named: _Named) -> ServedModel:
@@ -152,15 +173,22 @@ def uses_model(path: str, method: str) -> bool:
 
 
 def seconds_of(given: Any) -> float:
-    """What Ollama's keep_alive says: a number of seconds, or a text such as "10m"; infinite where it is negative.
-    InvalidRequest for anything else."""
-    if isinstance(given, str) and (match := DURATION.fullmatch(given)) is not None:
-        seconds = float(match[1]) * UNITS[match[2] or "s"]
-    elif isinstance(given, int | float) and not isinstance(given, bool):
-        seconds = float(given)
-    else:
-        raise InvalidRequest('keep_alive must be a number of seconds, or a text such as "10m"', field="keep_alive")
-    return seconds if seconds >= 0 else math.inf
+    """Return the seconds that Ollama's keep_alive says: a number of them, or a duration of Go's such as "1h30m".
+
+    Infinite where it is negative. InvalidRequest for anything else.
+    """
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return float(given) if given >= 0 else math.inf
+    try:
+        found = DURATION.fullmatch(given) if isinstance(given, str) else None
+        if found is None:
+            raise ValueError
+        seconds = sum(float(part[1]) * UNITS[part[2]] for part in PART.finditer(found[2]))
+    except ValueError:
+        raise InvalidRequest(
+            'keep_alive must be a number of seconds, or a duration such as "10m" or "1h30m0s"', field="keep_alive"
+        ) from None
+    return math.inf if found[1] == "-" and seconds else seconds
 
 
 def _text(name: Any) -> str | None:

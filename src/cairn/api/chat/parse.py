@@ -4,18 +4,19 @@ meaning is not built, what is too long to be looked at, and the sentence for wha
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from cairn.api.chat.attachments import leave_out
 from cairn.api.chat.fields import ROWS, FieldRow, asks_for_nothing
-from cairn.api.chat.message_schemas import ChatMessage
 from cairn.api.http.body import Body
 from cairn.api.http.call import HTTPCall, shown
+from cairn.api.http.json_body import read_json
 from cairn.config.config import Config
-from cairn.config.option import closest
+from cairn.config.option import MAX_WORD, closest, slip_of
 from cairn.frontend.sampling_extras import MAX_BIAS
 from cairn.types.errors import InvalidRequest, Unsupported
 
@@ -29,6 +30,8 @@ MAX_RESULTS = 128
 """How many results of tools one call may give to a team: of all members as many as they can call."""
 SPARE_FIELDS = 16
 """Unknown fields of an object that are told by name."""
+MAX_UNKNOWN = 64
+"""Different unknown fields of a body: each is compared with all known ones."""
 _UNIONS = frozenset({"content", "prompt", "stop", "samplers", "logit_bias", "input", "inputs", "text_1", "text_2"})
 """Fields of several shapes. Behind one's name stands the tag of the shape, which is no part of a field's name."""
 _HIDDEN = "~"
@@ -37,35 +40,45 @@ _HIDDEN = "~"
 B = TypeVar("B", bound=Body)
 
 
+async def read(
+    kind: type[B],
+    call: HTTPCall,
+    config: Config,
+    body: Callable[[HTTPCall, Config], Awaitable[dict[str, Any]]] = read_json,
+) -> B:
+    """Read the body of a call whose messages may hold images and files, which are left out (`attachments`)."""
+    value = await body(call, config)
+    await leave_out(call, kind, value, config)
+    return parse(kind, value, config, call)
+
+
 def parse(kind: type[B], value: dict[str, Any], config: Config, call: HTTPCall | None = None) -> B:
     """The body as a model; InvalidRequest or Unsupported names the field and what was expected.
 
     All of it is read on the event loop, so what is too long is refused unread, and of what is wrong the first is told.
-    `call` may ask for unknown fields to be passed over, and is then told of them with its answer.
+    Unknown fields of chats are passed over, and `call` is told of them, unless they look like a slip of a known one or
+    the server's options refuse them; `call` may ask for slips to be passed over as well.
     """
     _check_lengths(value, config)
-    reader = _Reader(call, lenient=config.lenient or (call is not None and call.header(LENIENT) in (b"1", b"true")))
+    lenient = config.lenient or (call is not None and call.header(LENIENT) in (b"1", b"true"))
+    reader = _Reader(call, lenient=lenient, strict=config.strict_fields)
     try:
         return kind.model_validate(reader.known(kind, value, ""))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise _explain(first, reader.told) from None
+        raise _explain(first, reader.unknown) from None
 
 
 class _Reader:
     """Leaves of an object what a body knows."""
 
-    def __init__(self, call: HTTPCall | None, *, lenient: bool) -> None:
-        self._call, self._lenient = call, lenient
-        self._unknown: dict[str, tuple[type[Body], str, str]] = {}
-        """Unknown fields by where they stand: the body that lacks each, the place of that, and the field's name. They
-        are refused after all that is wrong of the known ones."""
-
-    def told(self, field: str) -> str:
-        """Return what is to be said of a field that is refused."""
-        if field not in self._unknown:
-            return f"{field} is not a known field"
-        return _unknown_field(field, *self._unknown[field])
+    def __init__(self, call: HTTPCall | None, *, lenient: bool, strict: bool) -> None:
+        self._call, self._lenient, self._strict = call, lenient, strict
+        self._met: dict[tuple[type[Body], str], tuple[bool, str]] = {}
+        """What `_judge` said of unknown fields, by where they belong: each is told once."""
+        self.unknown: dict[str, str] = {}
+        """What is to be said of unknown fields, by where they stand: they are refused after all that is wrong of the
+        known ones."""
 
     def known(self, kind: type[Body], value: dict[str, Any], where: str) -> dict[str, Any]:
         """The fields that the body has, and those that are to be refused."""
@@ -75,7 +88,11 @@ class _Reader:
             whole = where.rstrip(".") or "the request body"
             raise InvalidRequest(f"{whole} holds {len(value)} fields; the limit is {most}", field=where.rstrip("."))
         kept: dict[str, Any] = {}
-        for name, item in _renamed(kind, value).items():
+        try:
+            renamed = _renamed(kind, value)
+        except InvalidRequest as error:
+            raise error.named(f"{where}{error}", f"{where}{error.field}") from None
+        for name, item in renamed.items():
             if name in fields:
                 if item is not None or fields[name].is_required():
                     inner = kind.within.get(name)
@@ -100,25 +117,34 @@ class _Reader:
 
     def _pass_over(self, kind: type[Body], name: str, where: str) -> bool:
         """Whether an unknown field is let through, which its sender is told."""
-        field = where + shown(name)
-        lenient = self._lenient or kind.lenient
-        if not lenient:  # one of them is told of at most, so the near word is looked for then
-            self._unknown[field] = kind, where, name
-        elif self._call is not None and self._call.hears:
-            self._call.warn(_unknown_field(field, kind, where, name, " and has no effect"))
-        return lenient
+        field, met = where + shown(name), (kind, name) in self._met
+        what = "this route" if not where else "this object" if kind.place == "other" else f"a {kind.place}"
+        passed, near = self._met[kind, name] if met else self._judge(kind, name)
+        if not passed:
+            self.unknown[field] = f"{field} is not a field of {what}{near}"
+        elif not met and self._call is not None:
+            self._call.warn(f"{field} is not a field of {what} and has no effect{near}")
+        return passed
 
+    def _judge(self, kind: type[Body], name: str) -> tuple[bool, str]:
+        """Whether a field that was not met before is passed over, and which known one is like it, as words."""
+        if len(self._met) == MAX_UNKNOWN:
+            raise InvalidRequest(f"the request body holds more than {MAX_UNKNOWN} different unknown fields, the limit")
+        known = [*kind.model_fields, *kind.synonyms] if len(name) <= MAX_WORD else []
+        passed = self._lenient or kind.lenient or self._is_unheard_of(kind, name, known)
+        self._met[kind, name] = passed, closest(name, known)
+        return self._met[kind, name]
 
-def _unknown_field(field: str, kind: type[Body], where: str, name: str, more: str = "") -> str:
-    near = closest(name, [*kind.model_fields, *kind.synonyms])
-    what = "this route" if not where else "this object" if kind.place == "other" else f"a {kind.place}"
-    return f"{field} is not a field of {what}{more}{near}"
+    def _is_unheard_of(self, kind: type[Body], name: str, known: Sequence[str]) -> bool:
+        """Whether a field of another maker's API means nothing here, as far as can be told."""
+        if self._strict or kind.place == "other":
+            return False
+        return not known or slip_of(name, [*known, *ROWS.get(kind.place, {})]) is None
 
 
 def _renamed(kind: type[Body], value: dict[str, Any]) -> Mapping[str, Any]:
     """The object with every field under its own name."""
-    if kind is ChatMessage and value.get("role") == "tool" and value.get("tool_call_id") is None:
-        value = value | {"tool_call_id": value.get("id")}
+    value = kind.usual(value)
     for name in value.keys() & kind.synonyms.keys():
         own = kind.synonyms[name]
         given = value[name] if value.get(own) is None else value[own]
@@ -158,8 +184,8 @@ def _check_row(row: FieldRow, field: str, value: Any) -> None:
 
 
 _ONLY: Mapping[str, str] = {
-    "content": "images, sound and files are not read here",
-    "tools": "custom tools, and those that run on a server, are not built",
+    "content": "other parts are not read here",
+    "tools": "tools that run on a server are not built",
     "tool_calls": "calls of other tools are not built",
 }
 """Why the objects in a list have one type, by the list's name."""
@@ -178,7 +204,7 @@ _SHAPES: Mapping[str, str] = {
 """What was expected, by the kind of an error."""
 
 
-def _explain(error: Any, unknown: Callable[[str], str]) -> InvalidRequest:
+def _explain(error: Any, unknown: Mapping[str, str]) -> InvalidRequest:
     """The sentence for an error of the validator. It says nothing of the value but what kind it is."""
     kind, loc, field = error["type"], error["loc"], ""
     for before, part in pairwise(("", *loc)):
@@ -189,7 +215,7 @@ def _explain(error: Any, unknown: Callable[[str], str]) -> InvalidRequest:
     if kind == "missing":
         return InvalidRequest(f"{field} is missing", field=field)
     if kind == "extra_forbidden":
-        return InvalidRequest(unknown(field), field=field)
+        return InvalidRequest(unknown.get(field, f"{field} is not a known field"), field=field)
     if kind == "too_short":
         return InvalidRequest(f"{field} is empty; it must hold at least one", field=field)
     if kind == "literal_error":

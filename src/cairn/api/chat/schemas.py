@@ -8,7 +8,7 @@ Numbers are only typed here; their ranges are checked in `frontend/requests.py`,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import Discriminator, Tag
@@ -125,6 +125,22 @@ class Generation(Body):
     prompt_cache_key: str | None = None
     """The same."""
 
+    @classmethod
+    def usual(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Return the body without an empty `stop`.
+
+        InvalidRequest for a negative number of tokens by OpenAI's names: -1, for as many as there is room for, is
+        llama-server's, which calls them `n_predict`.
+        """
+        for name in ("max_tokens", "max_completion_tokens"):
+            given = value.get(name)
+            if isinstance(given, int | float) and not isinstance(given, bool) and given < 0:
+                raise InvalidRequest(
+                    f"{name} must be from 1, and it is negative; leave it out for as many as there is room for",
+                    field=name,
+                )
+        return {key: item for key, item in value.items() if key != "stop"} if value.get("stop") == "" else value
+
     def options(self, **more: Any) -> SamplingOptions:
         """The sampling options as the service wants them; `more` adds or replaces some."""
         given: dict[str, Any] = {
@@ -149,6 +165,7 @@ class Generation(Body):
             "priority": self.priority,
             "timeout": self.timeout,
             "first_token_timeout": self.first_token_timeout,
+            "progress": bool(self.return_progress),
         }
         return SamplingOptions(**(given | more))
 
@@ -162,31 +179,82 @@ class Generation(Body):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
+class Thinking(Body):
+    """`thinking` of a chat, as Anthropic's API has it, and DeepSeek's, GLM's and Kimi's after it."""
+
+    lenient: ClassVar[bool] = True
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Count = None
+
+
+class Reasoning(Body):
+    """`reasoning` of a chat, as OpenRouter has it, and OpenAI's Responses."""
+
+    lenient: ClassVar[bool] = True
+
+    effort: str | None = None
+    max_tokens: Count = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+    """Reasoning is left out of the answer."""
+    summary: str | None = None
+    """Reasoning is told whole in any case."""
+
+
 class Templated(Body):
     """What is rendered by the chat template."""
+
+    within: ClassVar[dict[str, type[Body]]] = {"thinking": Thinking, "reasoning": Reasoning}
 
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     """Short for that argument of the template."""
     reasoning_effort: str | None = None
     """`none` and `minimal` turn reasoning off where the template can; otherwise an argument of the template."""
+    thinking: Thinking | None = None
+    reasoning: Reasoning | None = None
+    """Two other ways to say the same, with a budget."""
+
+    def thinks(self) -> bool | None:
+        """Return whether reasoning is wanted; None where nothing is said of it."""
+        said = [
+            self.enable_thinking,
+            None if self.thinking is None else self.thinking.type != "disabled",
+            None if self.reasoning is None else self.reasoning.enabled,
+            False if self.effort in ("none", "minimal") else None,
+        ]
+        return next((one for one in said if one is not None), None)
+
+    @property
+    def effort(self) -> str | None:
+        """How much reasoning is wanted."""
+        inner = None if self.reasoning is None else self.reasoning.effort
+        return inner if self.reasoning_effort is None else self.reasoning_effort
+
+    def budget(self) -> int | None:
+        """Return the tokens of reasoning that `thinking` or `reasoning` allow; None where they say nothing."""
+        of_thinking = None if self.thinking is None else self.thinking.budget_tokens
+        of_reasoning = None if self.reasoning is None else self.reasoning.max_tokens
+        return of_reasoning if of_thinking is None else of_thinking
 
     def template_args(self, knows: Callable[[str], bool]) -> dict[str, Any]:
-        """The arguments of the template; `knows` tells whether it looks at one of that name."""
+        """Return the arguments of the template; `knows` tells whether it looks at one of that name."""
         found: dict[str, Any] = {}
-        if self.enable_thinking is not None:
-            found["enable_thinking"] = self.enable_thinking
-        if self.reasoning_effort in ("none", "minimal") and knows("enable_thinking"):
-            found.setdefault("enable_thinking", False)
-        elif self.reasoning_effort is not None and knows("reasoning_effort"):
-            found["reasoning_effort"] = self.reasoning_effort
+        wanted, effort = self.thinks(), self.effort
+        if self.enable_thinking is not None or (wanted is not None and knows("enable_thinking")):
+            found["enable_thinking"] = wanted
+        off = effort in ("none", "minimal") and knows("enable_thinking")
+        if effort is not None and not off and knows("reasoning_effort"):
+            found["reasoning_effort"] = effort
         return found | (self.chat_template_kwargs or {})
 
 
 class ChatGeneration(Generation, Templated):
     """What a chat and an agent's turn share."""
 
-    within: ClassVar[dict[str, type[Body]]] = Generation.within | {"messages": ChatMessage}
+    within: ClassVar[dict[str, type[Body]]] = Generation.within | Templated.within | {"messages": ChatMessage}
+    attached = "messages"
 
     messages: Messages
     max_completion_tokens: Count = None
@@ -203,6 +271,7 @@ class ChatGeneration(Generation, Templated):
             logprobs=bool(self.logprobs),
             top_logprobs=self.top_logprobs,
             parallel_tool_calls=self.parallel_tool_calls is not False,
+            reasoning_budget=self.budget() if self.reasoning_budget is None else self.reasoning_budget,
         )
 
     def wanted(self) -> Wanted:
@@ -266,7 +335,8 @@ class TokenizeBody(Templated):
     """POST /tokenize: a completion prompt, a text by itself, or messages as the chat template renders them."""
 
     place = "tokenize"
-    within: ClassVar[dict[str, type[Body]]] = {"messages": ChatMessage, "tools": Tool}
+    within: ClassVar[dict[str, type[Body]]] = Templated.within | {"messages": ChatMessage, "tools": Tool}
+    attached = "messages"
 
     model: str | None = None
     prompt: str | None = None

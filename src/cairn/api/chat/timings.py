@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cairn.api.chat.exchange import ChoiceStream
-from cairn.types.outputs import Done
+from cairn.types.outputs import Delta, Done
 from cairn.types.stats import CacheReport
 
 
@@ -36,23 +36,32 @@ class AnswerTimes:
         self._began = time.monotonic()
         self._first: dict[int, float] = {}
         """When each choice said its first."""
+        self._told: dict[int, int] = {}
+        """How far each choice's prompt was when that was told last."""
 
-    def begun(self, index: int) -> dict[str, Any]:
-        """The progress of a prompt of which nothing is computed yet."""
-        return self._told(index, 0, 0)
+    def heard(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        """Note a piece of a choice; what is to be told of its prompt before it, where that is wanted.
 
-    def heard(self, index: int) -> dict[str, Any] | None:
-        """Note a piece of a choice. With the first, the progress of its prompt, where that is wanted."""
-        if index in self._first:
-            return None
-        self._first[index] = time.monotonic()
+        The first that is told is what was cached, the last the whole prompt, each in `prompt_progress` and `timings`.
+        """
+        places = [place for one in delta.progress for place in (one.cached, one.processed)]
+        cached = delta.progress[0].cached if delta.progress else 0
+        if index not in self._first and (delta.tokens or delta.text or delta.reasoning):
+            self._first[index] = time.monotonic()
+            cached = self._cached(index)
+            places += [cached, len(self._choices[index].request.prompt)]
         if not self.progress:
-            return None
-        return self._told(index, self._cached(index), len(self._choices[index].request.prompt))
+            return []
+        told = []
+        for at in places:
+            if at > self._told.get(index, -1):
+                self._told[index] = at
+                told.append(self._progress(index, cached, at))
+        return told
 
     def so_far(self, index: int) -> dict[str, Any]:
         """The timings of a choice that was heard and goes on."""
-        choice, first, cached = self._choices[index], self._first[index], self._cached(index)
+        choice, first, cached = self._choices[index], self._first.get(index, self._began), self._cached(index)
         said = time.monotonic() - first
         return timings(cached, len(choice.request.prompt) - cached, first - self._began, len(choice.tokens), said)
 
@@ -66,10 +75,11 @@ class AnswerTimes:
         report = self._cache(self._choices[index])
         return 0 if report is None else report.cached
 
-    def _told(self, index: int, cached: int, processed: int) -> dict[str, Any]:
-        passed = int(1000 * (time.monotonic() - self._began))
+    def _progress(self, index: int, cached: int, processed: int) -> dict[str, Any]:
+        passed = time.monotonic() - self._began
         total = len(self._choices[index].request.prompt)
-        return {"total": total, "cache": cached, "processed": processed, "time_ms": passed}
+        progress = {"total": total, "cache": cached, "processed": processed, "time_ms": int(1000 * passed)}
+        return {"prompt_progress": progress, "timings": timings(cached, processed - cached, passed, 0, 0.0)}
 
 
 def timings(cached: int, computed: int, prompt: float, said: int, saying: float) -> dict[str, Any]:

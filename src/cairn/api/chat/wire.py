@@ -9,14 +9,15 @@ is encoded once a stream.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from cairn.api.http.call import encode, error_body
+from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.errors import CairnError
-from cairn.types.outputs import Delta, Done, TokenLogprob, ToolCallDelta
+from cairn.types.outputs import Delta, Done, TokenKind, TokenLogprob, ToolCallDelta, logprobs_of
 from cairn.types.stats import CacheReport, Miss
 
 DONE = b"data: [DONE]\n\n"
@@ -60,9 +61,9 @@ def error_event(error: CairnError) -> bytes:
     return b"data: " + encode(error_body(error)) + b"\n\n"
 
 
-def with_field(events: bytes, name: str, value: Any) -> bytes:
-    """Events of a stream, with one more field in the last one's object."""
-    return events[: -len(_CLOSE)] + b"," + encode(name) + b":" + encode(value) + _CLOSE
+def with_fields(events: bytes, fields: Mapping[str, Any]) -> bytes:
+    """Events of a stream, with more fields in the last one's object."""
+    return events[: -len(_CLOSE)] + b"," + encode(fields)[1:-1] + _CLOSE
 
 
 def cache_object(report: CacheReport) -> dict[str, Any]:
@@ -77,6 +78,12 @@ def cache_object(report: CacheReport) -> dict[str, Any]:
         "load_seconds": round(report.load, 6),
         "miss": [] if miss is None else [miss_object(miss)],
     }
+
+
+def written_of(prompt: int, cached: int) -> int:
+    """Return how many tokens of a prompt went to the cache: whole blocks of all but its last token, from which the
+    answer is always computed anew."""
+    return max((prompt - 1) // BLOCK_TOKENS * BLOCK_TOKENS - cached, 0)
 
 
 def miss_object(miss: Miss) -> dict[str, Any]:
@@ -118,18 +125,25 @@ def _sum(one: CacheReport, other: CacheReport) -> CacheReport:
     )
 
 
-def chat_logprobs(logprobs: Sequence[TokenLogprob], vocabulary: TokenBytes) -> dict[str, Any]:
-    """The `logprobs` object of a chat choice."""
+def token_scores(logprobs: Sequence[TokenLogprob], vocabulary: TokenBytes) -> list[dict[str, Any]]:
+    """Return the log-probabilities of tokens as OpenAI's chats have them."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         raw = vocabulary.token_bytes(token)
         return {"token": _readable(token, vocabulary), "logprob": _finite(logprob), "bytes": list(raw)}
 
-    content = [
+    return [
         one(entry.token, entry.logprob) | {"top_logprobs": [one(token, value) for token, value in entry.top]}
         for entry in logprobs
     ]
-    return {"content": content, "refusal": None}
+
+
+def chat_logprobs(
+    content: Sequence[TokenLogprob], reasoning: Sequence[TokenLogprob], vocabulary: TokenBytes
+) -> dict[str, Any]:
+    """Return the `logprobs` object of a chat choice. `reasoning_content` is there where there is reasoning."""
+    found: dict[str, Any] = {"content": token_scores(content, vocabulary), "refusal": None}
+    return found | ({"reasoning_content": token_scores(reasoning, vocabulary)} if reasoning else {})
 
 
 def prompt_scores(logprobs: Sequence[TokenLogprob], vocabulary: TokenBytes) -> list[dict[str, Any] | None]:
@@ -237,21 +251,36 @@ class ChatChunks:
         return self._heads[index] + b"{" + self._plain
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """The chunks of one delta; empty where it says nothing that a client sees."""
+        """The chunks of one delta; empty where it says nothing that a client sees. Log-probabilities go with their
+        text."""
         if delta.text and not (delta.logprobs or delta.reasoning or delta.tool_calls):
             return self._heads[index] + b'{"content":' + encode(delta.text) + self._plain
+        if delta.logprobs:
+            return self._scored(index, delta)
         pieces: list[dict[str, Any]] = []
         if delta.reasoning:
             pieces.append({"reasoning_content": delta.reasoning})
         if delta.text:
             pieces.append({"content": delta.text})
         pieces += [{"tool_calls": [tool_call(call)]} for call in delta.tool_calls]
-        if not delta.logprobs:
-            return b"".join(self._heads[index] + encode(piece)[:-1] + self._plain for piece in pieces)
-        logprobs = encode(chat_logprobs(delta.logprobs, self._vocabulary))
-        found = [self._chunk(index, encode(pieces[0] if pieces else {"content": ""}), logprobs, b"null")]
-        found += [self._chunk(index, encode(piece), b"null", b"null") for piece in pieces[1:]]
-        return b"".join(found)
+        return b"".join(self._heads[index] + encode(piece)[:-1] + self._plain for piece in pieces)
+
+    def _scored(self, index: int, delta: Delta) -> bytes:
+        content = logprobs_of(TokenKind.CONTENT, delta.kinds, delta.logprobs)
+        thought = logprobs_of(TokenKind.REASONING, delta.kinds, delta.logprobs)
+        data = b""
+        for name, text, scores in (
+            ("reasoning_content", delta.reasoning, chat_logprobs((), thought, self._vocabulary)),
+            ("content", delta.text, chat_logprobs(content, (), self._vocabulary)),
+        ):
+            if text or scores["content"] or "reasoning_content" in scores:
+                data += self._chunk(index, encode({name: text}), encode(scores), b"null")
+        calls = [{"tool_calls": [tool_call(call)]} for call in delta.tool_calls]
+        return data + b"".join(self._heads[index] + encode(call)[:-1] + self._plain for call in calls)
+
+    def call(self, index: int, call: dict[str, Any]) -> bytes:
+        """The chunk of one whole call."""
+        return self._heads[index] + encode({"tool_calls": [call]})[:-1] + self._plain
 
     def finish(self, index: int, done: Done, reason: str, warnings: Sequence[str] = ()) -> bytes:
         """The last chunk of a choice. Where no usage follows, it says where the prompt's KV came from."""
@@ -284,11 +313,20 @@ class TextChunks:
         tail = b',"logprobs":' + encode(logprobs) + b',"finish_reason":null}]' + self._usage_null + b"}\n\n"
         return self._heads[index] + encode(text) + tail
 
-    def finish(self, index: int, done: Done, reason: str, warnings: Sequence[str] = ()) -> bytes:
-        """The last chunk of a choice. Where no usage follows, it says where the prompt's KV came from."""
+    def finish(
+        self,
+        index: int,
+        done: Done,
+        reason: str,
+        warnings: Sequence[str] = (),
+        text: str = "",
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
+        """The last chunk of a choice, perhaps with its last text. Where no usage follows, it says where the prompt's KV
+        came from."""
         more = _told(warnings) + (self._usage_null or _cairn(done))
-        tail = b'"","logprobs":null,"finish_reason":' + encode(reason) + b"}]" + more + b"}\n\n"
-        return self._heads[index] + tail
+        tail = b',"logprobs":' + encode(logprobs) + b',"finish_reason":' + encode(reason) + b"}]" + more + b"}\n\n"
+        return self._heads[index] + encode(text) + tail
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The chunk without choices that carries the usage."""

@@ -2,7 +2,8 @@
 
 Without configured keys everything is open to whoever can reach the address, which is this machine unless
 `unsafe_no_auth` was given. With keys, only the health routes are open. The Host header is checked always, so that
-a web page cannot reach a local server through a name it controls (DNS rebinding).
+a web page cannot reach a local server through a name it controls (DNS rebinding). Names that nobody can register and
+literal addresses of this machine or of a private network cannot be rebound, so they pass.
 """
 
 from __future__ import annotations
@@ -18,13 +19,30 @@ from cairn.api.http.origins import Origins
 from cairn.config.config import Config, Secret
 from cairn.types.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
 
-OPEN = frozenset({"/", "/docs", "/v1/health", "/health", "/health/live", "/health/ready", "/health/startup"})
+OPEN = frozenset(
+    {
+        *("/", "/docs", "/v1/health", "/health", "/health/live", "/health/ready", "/health/startup"),
+        *("/livez", "/readyz"),
+    }
+)
 """Routes that need no key."""
 OPEN_FILES = "/web/"
 """Below it lie the files of the page, the same everywhere: what it shows needs the key."""
 ADMIN = ("/metrics", "/v1/admin", "/v1/cache", "/v1/models/load", "/v1/models/unload", "/api/pull", "/api/delete")
 """Routes that need the admin key on a server with keys, with all below them."""
 AGENT = b"x-cairn-agent"
+KEYS = (b"x-api-key", b"api-key")
+"""Headers with a key, of clients of Anthropic and of Azure, beside Authorization."""
+NAMES = frozenset({"localhost", "host.docker.internal"})
+"""Names of this machine that no resolver of the internet answers."""
+PRIVATE = tuple(
+    ipaddress.ip_network(one)
+    for one in (
+        *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16"),
+        *("::1/128", "fc00::/7", "fe80::/10"),
+    )
+)
+"""Addresses of this machine and of private networks (RFC 1918, 3927, 4193, 4291)."""
 ADMIN_KEY = b"x-cairn-admin-key"
 """Header for the admin key beside that of a tenant."""
 KEY_LABEL = b"cairn tenant salt 1\0"
@@ -58,7 +76,7 @@ class Access:
         self._origins = origins
         self._tenants = [(_digest(key), tenant) for key, tenant in tenants]
         self._admin = _digest(_bytes(config.admin_key)) if config.admin_key else None
-        self._hosts = {"localhost", "127.0.0.1", "::1", _bare(config.host)}
+        self._hosts = {*NAMES, _bare(config.host)}
         if config.admin_port is not None:
             self._hosts.add(_bare(config.admin_host))
         self._hosts |= {_bare(_without_port(host)) for host in config.allowed_hosts}
@@ -106,8 +124,10 @@ class Access:
         origin = (call.header(b"origin") or b"").decode("latin-1")
         if self._origins.allow(origin):
             allowed = b"*" if self._origins.any else origin.encode("latin-1")
+            named = [] if self._origins.any else [(b"access-control-allow-credentials", b"true")]
             call.headers += [
                 (b"access-control-allow-origin", allowed),
+                *named,
                 (
                     b"access-control-expose-headers",
                     b"x-request-id, x-cairn-request-id, retry-after, x-cairn-agent, x-cairn-turn, x-cairn-warning",
@@ -145,7 +165,9 @@ class Access:
                 )
 
     def _is_ours(self, host: str, server: tuple[str, int] | None) -> bool:
-        return host in self._hosts or (server is not None and _same_address(host, server[0]))
+        if host in self._hosts or host.endswith(".localhost") or _is_private(host):
+            return True
+        return server is not None and _same_address(host, server[0])
 
 
 def preflight(call: HTTPCall) -> Headers:
@@ -232,7 +254,7 @@ def _credential(call: HTTPCall) -> bytes:
     if value is not None:
         scheme, _, key = value.partition(b" ")
         return key.strip() if scheme.lower() == b"bearer" else b""
-    return (call.header(b"x-api-key") or b"").strip()
+    return next((value.strip() for name in KEYS if (value := call.header(name)) is not None), b"")
 
 
 def _bytes(key: Secret) -> bytes:
@@ -275,7 +297,7 @@ def _of_key(key: bytes) -> Tenant:
 
 
 def _unauthorized(why: str) -> Unauthorized:
-    return Unauthorized(f"{why}; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
+    return Unauthorized(f"{why}; send it as 'Authorization: Bearer KEY', 'x-api-key: KEY' or 'api-key: KEY'")
 
 
 def _bare(host: str) -> str:
@@ -294,6 +316,15 @@ def _without_port(value: str) -> str:
     elif value.count(":") == 1:
         host, _, port = value.partition(":")
     return host if host and (not port or _PORT.fullmatch(port)) else value
+
+
+def _is_private(host: str) -> bool:
+    """Whether a host is the literal address of this machine or of a private network."""
+    try:
+        address = _ip(host)
+    except ValueError:
+        return False
+    return any(address in network for network in PRIVATE)
 
 
 def _same_address(host: str, address: str) -> bool:

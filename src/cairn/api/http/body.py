@@ -42,6 +42,13 @@ class Body(BaseModel):
     """Unknown fields are passed over, which the sender is told in a header."""
     synonyms: ClassVar[Mapping[str, str]] = {}
     """Other names of fields, which count where the field's own is absent."""
+    attached: ClassVar[str] = ""
+    """The field whose messages or items may hold images and files."""
+
+    @classmethod
+    def usual(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Return the object in its usual form, where clients write it in others too."""
+        return value
 
 
 def _whole(value: Any) -> Any:

@@ -10,13 +10,14 @@ import asyncio
 import errno
 import math
 import re
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
 import msgspec
 
 from cairn.api.http.body_budget import BodyBudget
-from cairn.types.errors import CairnError, ContextTooLong, RequestTimeout, TooLarge, Unavailable
+from cairn.types.errors import CairnError, ContextTooLong, InvalidRequest, RequestTimeout, TooLarge, Unavailable
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -39,11 +40,23 @@ AUTHORITY = "cairn.authority"
 """Holds, in the scope of a call whose request line names a host, that host as it stands there."""
 _NAME = re.compile(rb"[!-.0-~]{1,128}")
 """What a client may call a request: visible characters, and no slash, since it stands in a path."""
-encode = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder().encode
+_BREAKS = tuple((char.encode(), b"\\u%04x" % ord(char)) for char in "\u2028\u2029\u0085")
+"""Line breaks that JSON lets stand in a text, and how it may write them."""
 USED_UP = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
 NO_THREAD = "can't start new thread"
 USED_RETRY = 5.0
 """Seconds until who found a machine without memory, threads or files may try again."""
+
+
+def encode(value: Any) -> bytes:
+    """Return a value as JSON in one line, whatever a reader takes for the end of one: Python's `splitlines`, and what
+    is built on it, ends lines at three more characters than those that JSON escapes."""
+    data = _encode(value)
+    if not data.isascii():
+        for char, escaped in _BREAKS:
+            data = data.replace(char, escaped)
+    return data
 
 
 class Disconnected(Exception):
@@ -70,6 +83,10 @@ def retry_after(error: CairnError) -> Headers:
 
 
 MAX_WARNINGS = 16
+GZIP = (b"gzip", b"x-gzip")
+"""Names of the only compression of bodies that is read."""
+_UNPACKED_AT_ONCE = 1 << 12
+"""Most bytes that are unpacked on the event loop. What comes of so few is bounded by the limit of bodies."""
 
 
 def shown(text: str) -> str:
@@ -101,6 +118,7 @@ class HTTPCall:
     __slots__ = (
         "_budget",
         "_held",
+        "_limit",
         "_peeked",
         "_receive",
         "_send",
@@ -110,6 +128,7 @@ class HTTPCall:
         "headers",
         "id",
         "identity",
+        "load_seconds",
         "model",
         "name",
         "number",
@@ -126,7 +145,10 @@ class HTTPCall:
         "warnings",
     )
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, number: int, budget: BodyBudget) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, number: int, budget: BodyBudget, limit: int = 1 << 24
+    ) -> None:
+        """`limit`: most bytes of a body that comes compressed, once it is not."""
         self.scope = scope
         self.path: str = scope["path"]
         self.number = number
@@ -150,6 +172,8 @@ class HTTPCall:
         self.identity = b""
         self.model = ""
         """Identity and name of the model that answers, once it was chosen."""
+        self.load_seconds = 0.0
+        """How long it waited for that model to be loaded."""
         self.started = False
         self.status = 0
         """The status of the answer, once it has begun."""
@@ -161,7 +185,7 @@ class HTTPCall:
         self.name = given.decode() if given is not None and _NAME.fullmatch(given) else None
         self._receive = receive
         self._send = send
-        self._budget = budget
+        self._budget, self._limit = budget, limit
         self._held = 0
         self._peeked: bytes | None = None
 
@@ -177,9 +201,10 @@ class HTTPCall:
         return self.path.removeprefix(prefix + "/").split("/")[number]
 
     async def body(self) -> bytes:
-        """The whole request body, whose size the guard bounds; Disconnected if the client left.
+        """Return the whole request body, whose size the guard bounds; Disconnected if the client left.
 
-        It counts as held until `release`. Overloaded or Unavailable where too many bytes are held already.
+        One that is compressed with gzip is unpacked. It counts as held until `release`. Overloaded or Unavailable where
+        too many bytes are held already, TooLarge or InvalidRequest for what unpacks to too much or to nothing.
         """
         if self._peeked is not None:
             peeked, self._peeked = self._peeked, None
@@ -189,7 +214,22 @@ class HTTPCall:
             self._budget.take(self.payer, len(part))
             self._held += len(part)
             parts.append(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        return await self._unpacked(body) if self.coding in GZIP else body
+
+    @property
+    def coding(self) -> bytes:
+        """How the body is compressed, as the request says."""
+        return (self.header(b"content-encoding") or b"identity").strip().lower()
+
+    async def _unpacked(self, body: bytes) -> bytes:
+        if len(body) <= _UNPACKED_AT_ONCE:
+            found = _unpack(body, self._limit)
+        else:
+            found = await asyncio.to_thread(_unpack, body, self._limit)
+        self._budget.take(self.share, len(found))
+        self._held += len(found)
+        return found
 
     async def peek(self) -> bytes:
         """The body, which `body` gives once more. Raises what that does."""
@@ -274,6 +314,20 @@ class HTTPCall:
     async def write(self, data: bytes, more: bool = True) -> None:
         """A piece of the body; waits while the client reads too slowly."""
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _unpack(body: bytes, limit: int) -> bytes:
+    """Return what gzip has packed, at most `limit` bytes of it: a small body may stand for a very large one."""
+    unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+    try:
+        found = unpacker.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise InvalidRequest(f"the body is not valid gzip: {error}", field="Content-Encoding") from None
+    if len(found) > limit:
+        raise too_large(limit)
+    if not unpacker.eof or unpacker.unused_data:
+        raise InvalidRequest("the body is not one whole gzip stream", field="Content-Encoding")
+    return found
 
 
 def too_large(limit: int) -> TooLarge:

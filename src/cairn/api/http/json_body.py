@@ -7,11 +7,12 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from cairn.api.http.call import HTTPCall, shown
+from cairn.api.http.call import GZIP, HTTPCall, shown
 from cairn.config.config import Config
+from cairn.text.tokens.tokenizer import valid_text
 from cairn.types.errors import Forbidden, InvalidRequest, UnsupportedMedia
 
 
@@ -22,13 +23,13 @@ async def read_nothing(call: HTTPCall, config: Config) -> dict[str, Any]:
         check_origin(call)
         return {}
     _check_headers(call)
-    return _parsed(body, config)
+    return _parsed(call, body, config)
 
 
 async def read_json(call: HTTPCall, config: Config) -> dict[str, Any]:
     """The body of a request that must be a JSON object."""
     _check_headers(call)
-    return _parsed(await call.body(), config)
+    return _parsed(call, await call.body(), config)
 
 
 async def read_plain(call: HTTPCall, config: Config) -> dict[str, Any]:
@@ -39,7 +40,7 @@ async def read_plain(call: HTTPCall, config: Config) -> dict[str, Any]:
     if (call.header(b"content-type") or b"").partition(b";")[0].strip().lower() != b"application/json":
         check_origin(call)
     _check_coding(call)
-    return _parsed(await call.body(), config)
+    return _parsed(call, await call.body(), config)
 
 
 def check_origin(call: HTTPCall) -> None:
@@ -55,8 +56,8 @@ def check_origin(call: HTTPCall) -> None:
         )
 
 
-def _parsed(body: bytes, config: Config) -> dict[str, Any]:
-    return parse_json(body, max_depth=config.max_json_depth, max_values=config.max_json_values)
+def _parsed(call: HTTPCall, body: bytes, config: Config) -> dict[str, Any]:
+    return parse_json(body, max_depth=config.max_json_depth, max_values=config.max_json_values, warn=call.warn)
 
 
 def _check_headers(call: HTTPCall) -> None:
@@ -67,19 +68,28 @@ def _check_headers(call: HTTPCall) -> None:
 
 
 def _check_coding(call: HTTPCall) -> None:
-    coding = call.header(b"content-encoding") or b"identity"
-    if coding.strip().lower() != b"identity":
-        raise UnsupportedMedia("the body must not be compressed", field="Content-Encoding")
+    if call.coding not in (b"identity", *GZIP):
+        raise UnsupportedMedia(
+            "the body must not be compressed, or with gzip: other codings are not read", field="Content-Encoding"
+        )
 
 
-def parse_json(body: bytes, *, max_depth: int, max_values: int = 1 << 18) -> dict[str, Any]:
-    """The object that a request body holds.
+def _unheard(sentence: str) -> None:
+    """Nobody is told."""
+
+
+def parse_json(
+    body: bytes, *, max_depth: int, max_values: int = 1 << 18, warn: Callable[[str], None] = _unheard
+) -> dict[str, Any]:
+    """Return the object that a request body holds.
 
     Refused with InvalidRequest: anything but an object; invalid UTF-8 or JSON (RFC 8259: no NaN or Infinity); a key
     given twice; nesting deeper than `max_depth` (the outermost object is 1); more than `max_values` objects, lists and
     members, or more than an eighth as many objects, which would take 20 times the body's memory and hold up everybody
-    while they are read; a number beyond a 64-bit float or of thousands of digits; half a surrogate pair, which no UTF-8
-    text can hold.
+    while they are read; a number beyond a 64-bit float or of thousands of digits.
+
+    Half a surrogate pair, which no UTF-8 text can hold, becomes U+FFFD, and `warn` is told: clients that cut texts at
+    a number of UTF-16 units send it with every turn from then on.
     """
     body = body.removeprefix(codecs.BOM_UTF8)
     if has_more([body], max_values):
@@ -103,7 +113,8 @@ def parse_json(body: bytes, *, max_depth: int, max_values: int = 1 << 18) -> dic
         raise InvalidRequest(f"the request body is not valid JSON: {_reason(error)}") from None
     if not isinstance(value, dict):
         raise InvalidRequest("the request body must be a JSON object")
-    _check(value, max_depth)
+    if _mend(value, max_depth):
+        warn("the body holds half a surrogate pair, which is not a character: U+FFFD stands in its place")
     return value
 
 
@@ -160,10 +171,11 @@ def _constant(name: str) -> None:
 _decoder: Callable[[str], Any] = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant).decode
 
 
-def _check(value: Any, max_depth: int) -> None:
-    """Depth, finite numbers and whole characters, without recursion."""
+def _mend(value: Any, max_depth: int) -> bool:
+    """Check depth and finite numbers and make characters whole, without recursion; whether one was not."""
     level = [value]
     depth = 0
+    mended = False
     while level:
         depth += 1
         if depth > max_depth:
@@ -171,29 +183,46 @@ def _check(value: Any, max_depth: int) -> None:
         below = []
         for container in level:
             if isinstance(container, dict):
-                for key in container:
-                    _whole(key)
-                items = container.values()
+                if not all(map(_is_whole, container)):
+                    mended = True
+                    _mend_keys(container)
+                items: Iterable[tuple[Any, Any]] = container.items()
             else:
-                items = container
-            for item in items:
+                items = enumerate(container)
+            halves = []
+            for place, item in items:
                 kind = type(item)
                 if kind is str:
-                    _whole(item)
+                    if not _is_whole(item):
+                        halves.append(place)
                 elif kind is dict or kind is list:
                     below.append(item)
                 elif kind is float and not math.isfinite(item):
                     raise InvalidRequest("the request body holds a number beyond the range of a 64-bit float")
+            for place in halves:
+                mended = True
+                container[place] = valid_text(container[place])
         level = below
+    return mended
 
 
-def _whole(text: str) -> None:
+def _mend_keys(container: dict[str, Any]) -> None:
+    items = [(valid_text(key), item) for key, item in container.items()]
+    container.clear()
+    for key, item in items:
+        if key in container:
+            raise InvalidRequest(f"the request body gives the key {_short(key)} twice in one object")
+        container[key] = item
+
+
+def _is_whole(text: str) -> bool:
     if text.isascii():
-        return
+        return True
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise InvalidRequest("the request body holds half a surrogate pair, which is not a character") from None
+        return False
+    return True
 
 
 def _reason(error: ValueError) -> str:

@@ -26,7 +26,7 @@ _RANKING = "POST {base}/rerank and {base}/score say how well texts go together"
 _ELSEWHERE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), said)
     for pattern, said in (
-        (r"(?:/v1)?/embedding|/embed_all|/embed_sparse", _EMBEDDINGS),
+        (r"/embed_all|/embed_sparse", _EMBEDDINGS),
         (r"/api/(?:push|create|blobs/.*)", "models are neither made nor uploaded here: cairn serve takes their files"),
         (r"/api(?:/.*)?", _OLLAMA_USE),
         (
@@ -60,7 +60,9 @@ _ELSEWHERE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 
 def canonical(path: str) -> str:
-    """The path of a route that is also served without /v1, with it."""
+    """Return the path of a route as it is known: without a slash at its end, and with the /v1 that may be left out."""
+    if path.endswith("/") and not path.endswith("//"):
+        path = path[:-1] or "/"
     return "/v1" + path if _BARE.fullmatch(path) else path
 
 

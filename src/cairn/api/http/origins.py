@@ -1,7 +1,8 @@
 """Which web pages may call the API: the origins of `--cors-origins`, as browsers write them.
 
 An origin is a scheme, a host and a port that is not the scheme's own (html.spec.whatwg.org, 7.1.1; RFC 6454, 6.2). What
-is written otherwise could never match, so it is refused when the server starts.
+is written otherwise could never match, so it is refused when the server starts. The exception is a bare `localhost`:
+it stands for pages of this machine, by whichever of its names.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ class Origins:
     """The origins of one server. Raises ConfigError for one that no page can have."""
 
     def __init__(self, config: Config) -> None:
-        written = [_read(one) for one in config.cors_origins if one not in (ANY, "null")]
+        local = any(one.lower() in LOCAL for one in config.cors_origins)
+        given = [one for one in config.cors_origins if one not in (ANY, "null") and one.lower() not in LOCAL]
+        given += [f"{scheme}://{host}" for scheme in _USUAL for host in LOCAL if local]
+        written = [_read(one) for one in given]
         self.any = ANY in config.cors_origins
         self._exact = {_spelt(*one) for one in written} | ({"null"} & set(config.cors_origins))
         self._ports = {(scheme, host) for scheme, host, port in written if host in LOCAL and port is None}

@@ -11,11 +11,11 @@ from typing import Any
 
 from cairn.api.chat.exchange import ChoiceStream, Exchanges
 from cairn.api.chat.generation import chat_prompt, check_length, check_model, text_exchange
-from cairn.api.chat.parse import parse
+from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.chat.timings import AnswerTimes
-from cairn.api.chat.wire import HEARTBEAT, cache_object, chat_logprobs, error_event
+from cairn.api.chat.wire import HEARTBEAT, cache_object, error_event, token_scores
 from cairn.api.http.call import HTTPCall, encode
 from cairn.api.http.json_body import read_json
 from cairn.api.llamacpp.schemas import InfillBody, LlamaBody, LlamaCompletionBody, plain, prompts_of
@@ -120,7 +120,7 @@ class Llama:
         await call.json({"object": "response.input_tokens", "input_tokens": len(prompt)})
 
     async def _prompt(self, call: HTTPCall, service: Service) -> Sequence[int]:
-        body = parse(ChatBody, await read_json(call, self._config), self._config, call)
+        body = await read(ChatBody, call, self._config)
         return (await chat_prompt(call, service, self._config, body)).tokens
 
     async def slots(self, call: HTTPCall, service: Service) -> None:
@@ -146,15 +146,13 @@ class LlamaAnswer:
         self._pace = AnswerTimes(choices, timings=body.timings_per_token, progress=body.return_progress)
 
     def begin(self) -> bytes:
-        """Nothing is computed yet, where anybody wants to know."""
-        if not self._pace.progress:
-            return b""
-        return b"".join(self._progress(index, self._pace.begun(index)) for index in range(len(self._choices)))
+        """Nothing."""
+        return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
         """A piece of a stream."""
-        choice, told = self._choices[index], self._pace.heard(index)
-        data = b"" if told is None else self._progress(index, told)
+        choice = self._choices[index]
+        data = b"".join(self._progress(index, told) for told in self._pace.heard(index, delta))
         if not (delta.text or delta.tokens):
             return data
         piece = self._piece(index) | {"content": delta.text, "tokens": list(delta.tokens)}
@@ -190,12 +188,12 @@ class LlamaAnswer:
         return {"index": index, "stop": False, "id_slot": -1}
 
     def _progress(self, index: int, told: dict[str, Any]) -> bytes:
-        return _event(self._piece(index) | {"content": "", "tokens": [], "prompt_progress": told})
+        return _event(self._piece(index) | {"content": "", "tokens": []} | told)
 
     def _probabilities(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
         if not found:
             return {}
-        shown = chat_logprobs(found, self._service.tokenizer)["content"]
+        shown = token_scores(found, self._service.tokenizer)
         for entry, one in zip(found, shown, strict=True):
             one["id"] = entry.token
             for (token, _), other in zip(entry.top, one["top_logprobs"], strict=True):

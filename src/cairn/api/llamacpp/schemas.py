@@ -30,6 +30,11 @@ class LlamaBody(Generation):
     return_tokens: bool | None = None
     response_fields: Several[str] | None = Field(default=None, max_length=MAX_FIELDS)
 
+    @classmethod
+    def usual(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Return the body as it is: -1 tokens are as many as there is room for, by any name."""
+        return value
+
 
 class LlamaCompletionBody(LlamaBody):
     """POST /completion."""

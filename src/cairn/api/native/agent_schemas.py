@@ -30,6 +30,7 @@ class CreateBody(Body):
     """POST /v1/agents."""
 
     within: ClassVar[dict[str, type[Body]]] = {"messages": ChatMessage, "tools": Tool}
+    attached = "messages"
 
     id: str | None = None
     model: str | None = None

@@ -29,7 +29,7 @@ from cairn.agents.types import AgentInfo
 from cairn.api.chat.exchange import Exchanges
 from cairn.api.chat.generation import check_length, check_model, warn_of_tools
 from cairn.api.chat.message_schemas import contents, plain_messages, plain_tools
-from cairn.api.chat.parse import parse
+from cairn.api.chat.parse import parse, read
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.http.body_budget import RETRY, spool
 from cairn.api.http.call import HTTPCall, shown
@@ -53,7 +53,7 @@ from cairn.api.native.turns import TurnRoutes
 from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.text.grammar.grammar import ToolChoice, Wanted
-from cairn.types.errors import Damaged, InvalidRequest, Overloaded, Unavailable, UnsupportedMedia
+from cairn.types.errors import Damaged, InvalidRequest, Overloaded, Unavailable, Unsupported, UnsupportedMedia
 from cairn.types.stats import TakenIn
 
 Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
@@ -106,9 +106,15 @@ class AgentRoutes:
     async def create(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/agents."""
         agents = self._open()
-        body = parse(CreateBody, await read_nothing(call, self._config), self._config, call)
+        body = await read(CreateBody, call, self._config, read_nothing)
         check_model(body.model, service)
         messages = beginning(body, self._config)
+        for index, tool in enumerate(body.tools or ()):
+            if tool.type == "custom":
+                raise Unsupported(
+                    f"tools[{index}].type can only be 'function': custom tools go with chats",
+                    field=f"tools[{index}].type",
+                )
         tools = plain_tools(body.tools) or []
         warn_of_tools(call, service, tools)
         strict = tuple(tool.function.name for tool in body.tools or () if tool.function.strict)

@@ -41,8 +41,8 @@ from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.teams.definition import check_team
 from cairn.teams.entries import Voted
+from cairn.teams.prompts import listed, markdown
 from cairn.teams.teams import Teams, TeamState
-from cairn.teams.transcript import listed, markdown
 from cairn.teams.voice import Caller
 from cairn.types.errors import InvalidRequest
 from cairn.types.request import OutputFormat

@@ -5,7 +5,6 @@ Every turn is generated onto an event log, so it runs on for a time of grace aft
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,19 +15,20 @@ import msgspec
 from cairn.agents.running_turn import RunningTurn
 from cairn.agents.types import TurnInfo
 from cairn.api.chat.answers import ChatAnswer
-from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Exchanges, spelled
+from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Exchanges, Silence, spelled
 from cairn.api.chat.generation import check_length, check_model
 from cairn.api.chat.message_schemas import contents, plain_messages
-from cairn.api.chat.parse import parse
+from cairn.api.chat.parse import parse, read
 from cairn.api.chat.sessions import HEADER, AgentAttribution
 from cairn.api.chat.timings import AnswerTimes
 from cairn.api.chat.wire import cache_object
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_json, read_nothing
+from cairn.api.http.json_body import read_nothing
 from cairn.api.native.agent_schemas import PATH, ResumeBody, TurnBody, check_account, check_own, check_turn, page_of
 from cairn.api.openai.chat import names_of
 from cairn.config.config import Config
 from cairn.frontend.service import Service
+from cairn.text.chat.message_builder import plain
 from cairn.types.errors import InvalidRequest
 
 
@@ -57,7 +57,7 @@ class TurnRoutes:
     async def turn(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/agents/{id}/turns: new messages in, the answer out as of /v1/chat/completions."""
         agents, id = self._attribution.open(), call.path_part(PATH)
-        body = parse(TurnBody, await read_json(call, self._config), self._config, call)
+        body = await read(TurnBody, call, self._config)
         check_own(agents.get(call.tenant, id))
         check_turn(body, self._config)
         header = call.header(HEADER)
@@ -146,22 +146,21 @@ def turn_exchange(
         cancel=running.cancel,
         keep=keep,
         outlives=True,
+        warnings=running.warnings,
     )
 
 
-async def _batches(running: RunningTurn, heartbeat: float | None) -> Batches:
+async def _batches(running: RunningTurn, silence: Silence | None) -> Batches:
     yield []  # the turn has begun
-    loop = asyncio.get_running_loop()
-    last = loop.time()
-    async with contextlib.aclosing(running.batches(beats=heartbeat is not None)) as found:
+    async with contextlib.aclosing(running.batches(beats=silence is not None)) as found:
         async for events in found:
-            if events or (heartbeat is not None and loop.time() - last >= heartbeat):
-                last = loop.time()
-                yield [(0, event) for event in events]
+            yield [(0, event) for event in events]
 
 
 def turn_object(turn: TurnInfo) -> dict[str, Any]:
     """A turn on the wire; `cairn` as in the usage of an answer."""
     found: dict[str, Any] = msgspec.to_builtins(turn)
     del found["cache"]
+    if turn.answer is not None:
+        found["answer"] = plain(turn.answer)
     return {"object": "agent.turn", **found, "cairn": cache_object(turn.cache)}

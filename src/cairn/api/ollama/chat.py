@@ -14,10 +14,11 @@ from typing import Any
 
 from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, Exchanges, spelled
 from cairn.api.chat.generation import chat_exchange, text_exchange
-from cairn.api.chat.parse import parse
+from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody, Generation
 from cairn.api.chat.sessions import AgentAttribution
-from cairn.api.chat.wire import cache_object, chat_logprobs
+from cairn.api.chat.whole_calls import WholeCalls
+from cairn.api.chat.wire import cache_object, token_scores
 from cairn.api.http.call import Headers, HTTPCall, encode
 from cairn.api.http.json_body import read_plain
 from cairn.api.ollama.schemas import (
@@ -35,8 +36,9 @@ from cairn.api.openai.chat import check_suffix, encode_text
 from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.text.chat.message_builder import arguments_of
+from cairn.text.chat.replay import arguments_meant
 from cairn.types.errors import CairnError, InvalidRequest
-from cairn.types.outputs import Delta, Done, TokenLogprob
+from cairn.types.outputs import Delta, Done, FinishReason, TokenKind, TokenLogprob, ToolCallDelta, logprobs_of
 
 LINES: Headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-cache")]
 LATEST = ":latest"
@@ -53,22 +55,22 @@ class Ollama:
 
     async def chat(self, call: HTTPCall, service: Service) -> None:
         """POST /api/chat. Without messages it asks for the model to be loaded, which it is."""
-        body = parse(OllamaChatBody, await read_plain(call, self._config), self._config, call)
+        body = await read(OllamaChatBody, call, self._config, read_plain)
         self._greet(call, service, body)
         if not body.messages:
-            await call.json(_loaded(service, {"message": {"role": "assistant", "content": ""}}))
+            await call.json(_loaded(call, service, {"message": {"role": "assistant", "content": ""}}))
             return
         with spelled(NAMES):
             chat = chat_of(body, service.chat.knows, thinks=service.chat.thinks)
             asked = parse(ChatBody, chat, self._config, call)
-        await self._run(call, body, await self._chat(call, service, asked, Talk(service, body), NAMES))
+        await self._run(call, body, await self._chat(call, service, asked, Talk(call, service, body), NAMES))
 
     async def generate(self, call: HTTPCall, service: Service) -> None:
         """POST /api/generate. Without a prompt it asks for the model to be loaded, which it is."""
-        body = parse(OllamaGenerateBody, await read_plain(call, self._config), self._config, call)
+        body = await read(OllamaGenerateBody, call, self._config, read_plain)
         self._greet(call, service, body)
         if not body.prompt and not body.suffix:
-            await call.json(_loaded(service, {"response": ""}))
+            await call.json(_loaded(call, service, {"response": ""}))
             return
         if body.raw or body.suffix or not service.chat.template:
             await self._run(call, body, await self._complete(call, service, body))
@@ -77,11 +79,11 @@ class Ollama:
             chat = prompt_chat(body, service.chat.knows, thinks=service.chat.thinks)
             asked = parse(ChatBody, chat, self._config, call)
         before = self._before(body, service)
-        exchange = await self._chat(call, service, asked, Text(service, body), TEXT_NAMES, before)
+        exchange = await self._chat(call, service, asked, Text(call, service, body), TEXT_NAMES, before)
         await self._run(call, body, exchange)
 
     def _greet(self, call: HTTPCall, service: Service, body: OllamaBody) -> None:
-        if body.model is not None and body.model.removesuffix(LATEST) in service.names:
+        if body.model is not None and is_called(service, body.model):
             body.model = None
         warn_of_context(body.options, service.info.context, call)
 
@@ -110,7 +112,7 @@ class Ollama:
             top_logprobs=body.top_logprobs,
         )
         prompts = [[*self._before(body, service), *tokens]]
-        adapter = Text(service, body)
+        adapter = Text(call, service, body)
         return await text_exchange(
             call, service, self._config, self._attribution, asked, prompts, options, adapter.of, TEXT_NAMES
         )
@@ -131,10 +133,12 @@ class Ollama:
 class LineFormat(ABC):
     """How an answer looks: `piece` is what is said in one line of it."""
 
-    def __init__(self, service: Service, body: OllamaBody) -> None:
+    def __init__(self, call: HTTPCall, service: Service, body: OllamaBody) -> None:
         self._service = service
+        self._load = int(call.load_seconds * 1e9)
         self._hides = body.hides
         self._began = time.monotonic_ns()
+        self._whole = WholeCalls()
         self._choice: ChoiceStream
 
     def of(self, choices: Sequence[ChoiceStream]) -> Adapter:
@@ -143,7 +147,7 @@ class LineFormat(ABC):
         return self
 
     @abstractmethod
-    def piece(self, text: str, thought: str, calls: Sequence[tuple[str, str, str]] = ()) -> dict[str, Any]:
+    def piece(self, text: str, thought: str, calls: Sequence[ToolCallDelta] = ()) -> dict[str, Any]:
         """What a line says."""
 
     def begin(self) -> bytes:
@@ -151,17 +155,23 @@ class LineFormat(ABC):
         return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """A line of what is new. Calls come whole, at the end."""
+        """Lines of what is new. A call comes whole, before what follows it."""
         thought = "" if self._hides else delta.reasoning
-        if not (delta.text or thought or delta.logprobs):
-            return b""
-        return self._line(self.piece(delta.text, thought) | self._logprobs(delta.logprobs) | {"done": False})
+        before, within = self._whole.push(delta)
+        data = self._called(before)
+        content = logprobs_of(TokenKind.CONTENT, delta.kinds, delta.logprobs)
+        scores = self._logprobs(content, logprobs_of(TokenKind.REASONING, delta.kinds, delta.logprobs))
+        if delta.text or thought or scores:
+            data += self._line(self.piece(delta.text, thought) | scores | {"done": False})
+        return data + self._called(within)
+
+    def _called(self, calls: Sequence[ToolCallDelta]) -> bytes:
+        """A line of whole calls; nothing where there are none."""
+        return self._line(self.piece("", "", calls) | {"done": False}) if calls else b""
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
-        """A line of the calls, and the last one."""
-        calls = self._choice.said.calls
-        data = self._line(self.piece("", "", calls) | {"done": False}) if calls else b""
-        return data + self._line(self.piece("", "") | self._end(done))
+        """A line of the last call, if there is one, and the last line."""
+        return self._called(_uncut(self._whole.finish(), done)) + self._line(self.piece("", "") | self._end(done))
 
     def end(self) -> bytes:
         """Nothing: the last line was the end."""
@@ -179,23 +189,27 @@ class LineFormat(ABC):
         """The answer in one piece."""
         said, done = self._choice.said, self._choice.done
         assert done is not None
-        piece = self.piece(said.text, "" if self._hides else said.reasoning, said.calls)
-        return _head(self._service) | piece | self._logprobs(self._choice.logprobs) | self._end(done)
+        calls = [call for part in said.parts() for call in part.tool_calls]
+        calls = _uncut(calls, done)
+        piece = self.piece(said.text, "" if self._hides else said.reasoning, calls)
+        scores = self._logprobs(self._choice.scores(TokenKind.CONTENT), self._choice.scores(TokenKind.REASONING))
+        return _head(self._service) | piece | scores | self._end(done)
 
     def _line(self, more: dict[str, Any]) -> bytes:
         return encode(_head(self._service) | more) + b"\n"
 
-    def _logprobs(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
-        return {"logprobs": chat_logprobs(found, self._service.tokenizer)["content"]} if found else {}
+    def _logprobs(self, content: Sequence[TokenLogprob], thought: Sequence[TokenLogprob]) -> dict[str, Any]:
+        told = {"logprobs": content, "thinking_logprobs": () if self._hides else thought}
+        return {name: token_scores(one, self._service.tokenizer) for name, one in told.items() if one}
 
     def _end(self, done: Done) -> dict[str, Any]:
-        """What it cost. A load is none: the model was there."""
+        """What it cost, a load of the model with it."""
         timing = done.timing
         return {
             "done": True,
             "done_reason": "length" if self._choice.reason == "length" else "stop",
-            "total_duration": time.monotonic_ns() - self._began,
-            "load_duration": 0,
+            "total_duration": self._load + time.monotonic_ns() - self._began,
+            "load_duration": self._load,
             "prompt_eval_count": done.usage.prompt_tokens,
             "prompt_eval_duration": int(timing.prefill * 1e9),
             "eval_count": done.usage.completion_tokens,
@@ -207,15 +221,18 @@ class LineFormat(ABC):
 class Talk(LineFormat):
     """How an answer to /api/chat looks."""
 
-    def piece(self, text: str, thought: str, calls: Sequence[tuple[str, str, str]] = ()) -> dict[str, Any]:
+    def piece(self, text: str, thought: str, calls: Sequence[ToolCallDelta] = ()) -> dict[str, Any]:
         """A piece of a message."""
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if thought:
             message["thinking"] = thought
         if calls:
             message["tool_calls"] = [
-                {"id": id, "function": {"index": index, "name": name, "arguments": arguments_of(text)}}
-                for index, (id, name, text) in enumerate(calls)
+                {
+                    "id": call.id,
+                    "function": {"index": call.index, "name": call.name, "arguments": arguments_of(call.arguments)},
+                }
+                for call in calls
             ]
         return {"message": message}
 
@@ -223,7 +240,7 @@ class Talk(LineFormat):
 class Text(LineFormat):
     """How an answer to /api/generate looks."""
 
-    def piece(self, text: str, thought: str, calls: Sequence[tuple[str, str, str]] = ()) -> dict[str, Any]:
+    def piece(self, text: str, thought: str, calls: Sequence[ToolCallDelta] = ()) -> dict[str, Any]:
         """A piece of a text."""
         return {"response": text} | ({"thinking": thought} if thought else {})
 
@@ -231,9 +248,23 @@ class Text(LineFormat):
         return super()._end(done) | {"context": [*self._choice.request.prompt, *self._choice.tokens]}
 
 
+def _uncut(calls: list[ToolCallDelta], done: Done) -> list[ToolCallDelta]:
+    """Return calls without one that the end has cut: its arguments have to be an object here."""
+    cut = done.reason is FinishReason.LENGTH and calls and not isinstance(arguments_meant(calls[-1].arguments), dict)
+    return calls[:-1] if cut else calls
+
+
 def _head(service: Service) -> dict[str, Any]:
     return {"model": service.name, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
 
 
-def _loaded(service: Service, piece: dict[str, Any]) -> dict[str, Any]:
-    return _head(service) | piece | {"done": True, "done_reason": "load"}
+def _loaded(call: HTTPCall, service: Service, piece: dict[str, Any]) -> dict[str, Any]:
+    load = int(call.load_seconds * 1e9)
+    durations = {"total_duration": load, "load_duration": load}
+    return _head(service) | piece | {"done": True, "done_reason": "load"} | durations
+
+
+def is_called(service: Service, name: str) -> bool:
+    """Whether a name is one of a model's to Ollama's clients: without case, and with or without its tag."""
+    wanted = name.casefold()
+    return bool({wanted, wanted.removesuffix(LATEST)} & {known.casefold() for known in service.names})

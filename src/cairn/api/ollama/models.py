@@ -15,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from cairn import __version__
+from cairn.api.admin.requests import MODALITIES
 from cairn.api.chat.parse import parse
 from cairn.api.http.auth import has_keys, is_local
 from cairn.api.http.call import HTTPCall, Watch, encode, internal, shown
@@ -122,9 +123,10 @@ class OllamaModels:
     async def show(self, call: HTTPCall, service: Service) -> None:
         """POST /api/show. The context length is the served one, since clients fill what they are told of."""
         body = parse(NameBody, await read_plain(call, self._config), self._config, call)
-        if not self._is_served(body.model):
+        name = self.registry.spelt(body.model)
+        if not self._is_served(name) and (self.registry.several or service.strict):
             raise self._unknown(body.model)
-        model = self.registry.find(body.model)
+        model = self.registry.find(name)
         facts = await self._known(model)
         if model.loaded is None or facts is None:
             await call.json(_show_of_files(model, facts))
@@ -139,7 +141,8 @@ class OllamaModels:
                 "template": service.chat.template,
                 "details": facts.details,
                 "model_info": _info(service.spec, service.name, service.info.context, facts),
-                "capabilities": _capabilities(service),
+                "capabilities": _capabilities(model),
+                "input_modalities": MODALITIES,
                 "modified_at": facts.modified,
             }
         )
@@ -218,7 +221,7 @@ class OllamaModels:
             raise Forbidden("downloads are changed over HTTP only by the admin key, or on this machine alone")
 
     def _is_served(self, name: str) -> bool:
-        return self.registry.has(name)
+        return self.registry.has(self.registry.spelt(name))
 
     def _unknown(self, name: str) -> UnknownModel:
         error = self.registry.unknown(name)
@@ -354,6 +357,8 @@ def _model(model: ServedModel, facts: _Facts) -> dict[str, Any]:
         "size": facts.size,
         "digest": identity.hex(),
         "details": facts.details,
+        "capabilities": _capabilities(model),
+        "input_modalities": MODALITIES,
     }
 
 
@@ -361,7 +366,6 @@ def _show_of_files(model: ServedModel, facts: _Facts | None) -> dict[str, Any]:
     """What is known of a model that is not loaded."""
     spec = model.spec
     context = min(spec.context, model.config.context or spec.context) if spec is not None else 0
-    kinds = {"chat": ["completion"], "embed": ["embedding"]}
     return {
         "license": "",
         "modelfile": f"FROM {model.name}\n",
@@ -369,7 +373,8 @@ def _show_of_files(model: ServedModel, facts: _Facts | None) -> dict[str, Any]:
         "template": "",
         "details": facts.details if facts is not None else {},
         "model_info": _info(spec, model.name, context, facts) if spec is not None and facts is not None else {},
-        "capabilities": kinds.get(model.kind, []),
+        "capabilities": _capabilities(model),
+        "input_modalities": MODALITIES,
         "modified_at": facts.modified if facts is not None else "",
     }
 
@@ -394,7 +399,11 @@ def _info(spec: ModelSpec, name: str, context: int, facts: _Facts) -> dict[str, 
     }
 
 
-def _capabilities(service: Service) -> list[str]:
+def _capabilities(model: ServedModel) -> list[str]:
+    """What a model can do, as far as that is known of one that is not loaded."""
+    if model.loaded is None:
+        return {"chat": ["completion"], "embed": ["embedding"]}.get(model.kind, [])
+    service = model.loaded.service
     chat = service.chat
     if service.spec.encoder is not None:
         return ["embedding"] if service.spec.kind == "embed" else []

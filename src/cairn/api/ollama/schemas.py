@@ -60,7 +60,7 @@ class Options(Body):
         """By the names of a `ChatBody`."""
         most = self.num_predict
         return {
-            "max_tokens": -1 if most is not None and most <= 0 else most,
+            "n_predict": -1 if most is not None and most <= 0 else most,
             "temperature": self.temperature,
             "top_k": self.top_k,
             "top_p": self.top_p,
@@ -132,6 +132,8 @@ class OllamaBody(Body):
 class OllamaChatBody(OllamaBody):
     """POST /api/chat."""
 
+    attached = "messages"
+
     messages: Several[dict[str, Any]] | None = None
     tools: Several[dict[str, Any]] | None = None
 
@@ -139,14 +141,14 @@ class OllamaChatBody(OllamaBody):
 class OllamaGenerateBody(OllamaBody):
     """POST /api/generate."""
 
+    attached = "prompt"
+
     prompt: str | None = None
     suffix: str | None = None
     system: str | None = None
-    template: str | None = None
     raw: bool | None = None
     context: Several[int] | None = None
     """Tokens that an earlier answer has given back: what comes before."""
-    images: Several[str] | None = None
 
 
 class OllamaEmbedBody(Body):
@@ -157,7 +159,8 @@ class OllamaEmbedBody(Body):
     lenient: ClassVar[bool] = True
 
     model: str | None = None
-    input: Stop
+    input: Stop | None = None
+    """Empty: the model is to be loaded."""
     truncate: bool | None = None
     """False: a text that is too long is refused; by default it is cut."""
     dimensions: Count = None
@@ -172,7 +175,8 @@ class OllamaEmbeddingsBody(Body):
     lenient: ClassVar[bool] = True
 
     model: str | None = None
-    prompt: str
+    prompt: str | None = None
+    """The same."""
     options: Options | None = None
 
 
@@ -185,6 +189,11 @@ class NameBody(Body):
 
     model: str
     stream: bool | None = None
+
+    @classmethod
+    def usual(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Return the object without a name that is empty: Ollama's own client sends both, one of them so."""
+        return {key: item for key, item in value.items() if item != "" or key not in ("name", "model")}
 
 
 class CopyBody(Body):
@@ -223,7 +232,8 @@ def raw_text(body: OllamaGenerateBody, knows: Callable[[str], bool], *, thinks: 
         if getattr(body, name):
             raise Unsupported(f"{name} needs a chat template, and this prompt is completed as it stands", field=name)
     chat = body.common(knows, thinks=thinks)
-    return _given({name: value for name, value in chat.items() if name in Generation.model_fields or "format" in name})
+    known = {*Generation.model_fields, *Generation.synonyms, "response_format"}
+    return _given({name: value for name, value in chat.items() if name in known})
 
 
 def _given(chat: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,7 +245,7 @@ def _form(given: Any) -> dict[str, Any]:
     if given == "json":
         return {"type": "json_object"}
     if isinstance(given, dict):
-        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given, "strict": True}}
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given}}
     raise InvalidRequest('format must be "json" or a JSON schema', field="format")
 
 
@@ -280,8 +290,6 @@ def _message(message: Mapping[str, Any], where: str, calls: _OpenCalls) -> dict[
         raise InvalidRequest(f"{where}.role must be system, user, assistant or tool", field=f"{where}.role")
     if not isinstance(content, str | None):
         raise InvalidRequest(f"{where}.content must be a text", field=f"{where}.content")
-    if message.get("images"):
-        raise Unsupported(f"{where}.images: this model reads texts alone", field=f"{where}.images")
     found: dict[str, Any] = {"role": role, "content": content or ""}
     if role == "assistant":
         if message.get("thinking"):

@@ -9,7 +9,7 @@ from typing import cast
 from cairn.api.chat.answers import ChatAnswer, TextAnswer
 from cairn.api.chat.exchange import ChoiceStream, Exchanges
 from cairn.api.chat.generation import chat_exchange, check_length, check_model, text_exchange
-from cairn.api.chat.parse import parse
+from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody, CompletionBody, Generation, with_prompt_logprobs
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.chat.timings import AnswerTimes
@@ -34,7 +34,7 @@ class OpenAI:
 
     async def chat(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/chat/completions."""
-        body = parse(ChatBody, await read_json(call, self._config), self._config, call)
+        body = await read(ChatBody, call, self._config)
         exchange = await chat_exchange(
             call,
             service,
@@ -49,6 +49,8 @@ class OpenAI:
                 pace_of(body, choices),
                 top=body.top_logprobs or 0,
                 scored=body.prompt_logprobs,
+                free=[tool.function.name for tool in body.tools or () if tool.type == "custom"],
+                hides=body.reasoning is not None and bool(body.reasoning.exclude),
             ),
             names_of(body.max_tokens),
         )

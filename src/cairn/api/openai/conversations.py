@@ -21,13 +21,14 @@ from cairn.agents.agents import Agents
 from cairn.agents.types import AgentInfo
 from cairn.api.chat.message_schemas import plain_messages
 from cairn.api.chat.paging import page, page_of_items
-from cairn.api.chat.parse import parse
+from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.http.body import Body, Several
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_json, read_nothing
+from cairn.api.http.json_body import read_nothing
 from cairn.api.native.agent_schemas import MAX_OWN_METADATA, check_metadata
+from cairn.api.openai.item_references import ItemReferences
 from cairn.api.openai.responses_items import items_of, messages_of
 from cairn.api.openai.stored_responses import TTL, StoredResponses, find_kept
 from cairn.config.config import Config
@@ -44,6 +45,7 @@ class ConversationBody(Body):
     """POST /v1/conversations, and /v1/conversations/{id} without items."""
 
     lenient: ClassVar[bool] = True
+    attached = "items"
 
     items: Several[dict[str, Any]] | None = None
     metadata: dict[str, str] | None = None
@@ -53,6 +55,7 @@ class ItemsBody(Body):
     """POST /v1/conversations/{id}/items."""
 
     lenient: ClassVar[bool] = True
+    attached = "items"
 
     items: Several[dict[str, Any]]
 
@@ -86,6 +89,8 @@ class Conversations:
         self._config = config
         self._attribution = attribution
         self._stored = stored
+        self.references = ItemReferences(config, stored, self._items)
+        """Resolves references to items of these, and of responses."""
         self._locked: set[tuple[str, str]] = set()
 
     def routes(self, path: str) -> dict[str, Endpoint] | None:
@@ -139,9 +144,9 @@ class Conversations:
     async def create(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/conversations."""
         agents = self._attribution.open()
-        body = parse(ConversationBody, await read_nothing(call, self._config), self._config, call)
+        body = await read(ConversationBody, call, self._config, read_nothing)
         check_metadata(body.metadata)
-        state = ConversationState("", self._messages(body.items or [], call))
+        state = ConversationState("", await self._messages(body.items or [], call, service))
         metadata = {"object": KIND, "state": _packed(state), "before": _packed(state)}
         metadata["metadata"] = json.dumps(body.metadata or {})
         info = await agents.create(call.tenant, id=PREFIX + call.id, metadata=metadata, ttl=TTL)
@@ -154,7 +159,7 @@ class Conversations:
     async def update(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/conversations/{id}: other metadata."""
         agents, id = self._attribution.open(), call.path_part(PATH)
-        body = parse(ConversationBody, await read_json(call, self._config), self._config, call)
+        body = await read(ConversationBody, call, self._config)
         if body.items is not None:
             raise InvalidRequest("items are added at /v1/conversations/{id}/items", field="items")
         check_metadata(body.metadata)
@@ -175,12 +180,13 @@ class Conversations:
 
     async def add(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/conversations/{id}/items."""
-        body = parse(ItemsBody, await read_json(call, self._config), self._config, call)
+        body = await read(ItemsBody, call, self._config)
         agents, id = self._attribution.open(), call.path_part(PATH)
         with self.locked(call.tenant, id):
             state = await self.state(call.tenant, id)
             before = len(await self._listed(call.tenant, id, state))
-            after = ConversationState(state.head, [*state.more, *self._messages(body.items, call)])
+            more = await self._messages(body.items, call, service)
+            after = ConversationState(state.head, [*state.more, *more])
             await self._write(agents, call.tenant, self._find(agents, call.tenant, id), after, after)
         added = (await self._items(call.tenant, id))[before:]
         await call.json(page(added, len(added), None))
@@ -203,9 +209,9 @@ class Conversations:
 
     # -------------------------------------------------------------------------------------------------------- within
 
-    def _messages(self, items: list[dict[str, Any]], call: HTTPCall) -> list[dict[str, Any]]:
-        """Items as messages that a chat may hold."""
-        found = messages_of(items, call)
+    async def _messages(self, items: list[dict[str, Any]], call: HTTPCall, service: Service) -> list[dict[str, Any]]:
+        """Return items as messages that a chat may hold."""
+        found = messages_of(await self.references.resolved(call, service, items, "items"), call)
         return plain_messages(parse(ChatBody, {"messages": found}, self._config).messages) if found else []
 
     async def _items(self, tenant: str, id: str) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ of /rerank, which is told by `texts`; Cohere's and Jina's /rerank; vLLM's /score
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +15,15 @@ from cairn.api.chat.generation import check_model
 from cairn.api.chat.parse import parse
 from cairn.api.http.call import Disconnected, HTTPCall, Watch
 from cairn.api.http.json_body import read_json
-from cairn.api.openai.embedding_schemas import Document, EmbeddingBody, RerankBody, ScoreBody, TextsBody
+from cairn.api.openai.embedding_schemas import (
+    Document,
+    EmbeddingBody,
+    LlamaEmbeddingBody,
+    RerankBody,
+    ScoreBody,
+    TextsBody,
+    texts_of,
+)
 from cairn.config.config import Config
 from cairn.frontend.embeddings import (
     AT_ONCE,
@@ -49,6 +58,7 @@ class Embeddings:
         return {
             "/v1/embeddings": {"POST": self.embeddings},
             "/embed": {"POST": self.embed},
+            "/embedding": {"POST": self.embedding},
             **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/v1/reranking"), rerank),
             "/v1/score": {"POST": self.score},
         }
@@ -58,7 +68,9 @@ class Embeddings:
         body = parse(EmbeddingBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
         asking = self.asking(call, body.truncate, "input", body.prompt_name)
-        made, tokens = await self.made(call, service, body.input, asking, body.dimensions, body.normalize)
+        texts = texts_of(body.input, "input")
+        _check_ids(call, body, texts)
+        made, tokens = await self.made(call, service, texts, asking, body.dimensions, body.normalize)
         shown = _base64 if body.encoding_format == "base64" else floats
         data = [{"object": "embedding", "index": at, "embedding": shown(one)} for at, one in enumerate(made)]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
@@ -71,6 +83,20 @@ class Embeddings:
         asking = self.asking(call, body.truncate, "inputs", body.prompt_name)
         made, _ = await self.made(call, service, body.inputs, asking, body.dimensions, body.normalize)
         await call.json([floats(one) for one in made])
+
+    async def embedding(self, call: HTTPCall, service: Service) -> None:
+        """POST /embedding: llama-server's own form, a list of objects each with one vector in a list."""
+        body = parse(LlamaEmbeddingBody, await read_json(call, self._config), self._config, call)
+        check_model(body.model, service)
+        if body.embd_normalize not in (None, -1, 2):
+            raise InvalidRequest(
+                f"embd_normalize must be -1 (as the model makes them) or 2 (of length 1); it is {body.embd_normalize}",
+                field="embd_normalize",
+            )
+        asking = self.asking(call, None, "input")
+        texts = texts_of(body.input, "input")
+        made, _ = await self.made(call, service, texts, asking, None, body.embd_normalize != -1)
+        await call.json([{"index": at, "embedding": [floats(one)]} for at, one in enumerate(made)])
 
     async def rerank(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/rerank: the texts that fit a query best, first."""
@@ -180,6 +206,27 @@ def _texts(given: object) -> list[Text]:
         return [given]
     listed = cast("list[Any]", given)
     return [listed] if listed and isinstance(listed[0], int) else listed
+
+
+def _check_ids(call: HTTPCall, body: EmbeddingBody, texts: Sequence[Text]) -> None:
+    """Refuse token ids of another model's tokenizer, whose vectors would mean nothing.
+
+    LangChain's OpenAIEmbeddings cuts texts into the tokens of OpenAI's models unasked. It sends batches of ids through
+    OpenAI's client for Python, which adds base64 where its caller says nothing. Whoever has ids of this model's own
+    says what encoding is wanted, and is only reminded.
+    """
+    if all(isinstance(one, str) for one in texts):
+        return
+    agent = call.header(b"user-agent") or b""
+    several = isinstance(body.input, list) and all(isinstance(one, list) for one in body.input)
+    if several and body.encoding_format == "base64" and re.match(rb"(?:Async)?OpenAI/Python", agent):
+        raise InvalidRequest(
+            "input holds token ids of another model's tokenizer, as LangChain's OpenAIEmbeddings sends them: create it "
+            "with check_embedding_ctx_length=False, and it sends texts. Ids of this model's own tokenizer are read "
+            'with encoding_format "float"',
+            field="input",
+        )
+    call.warn("input holds token ids: they must be those of this model's own tokenizer, as /tokenize gives them")
 
 
 def _listed(given: str | list[str]) -> list[str]:

@@ -7,22 +7,26 @@ them. Each is one server-sent event with a `sequence_number` from 0, so on an ev
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
+
+import msgspec
 
 from cairn.api.chat.cache_diagnosis import Parting, response_diagnostics
 from cairn.api.chat.exchange import ChoiceStream
+from cairn.api.chat.free_text_tools import free_text
 from cairn.api.chat.reasoning_text import pack
-from cairn.api.chat.wire import TokenBytes, cache_object, chat_logprobs
+from cairn.api.chat.timings import AnswerTimes, cache_of
+from cairn.api.chat.wire import TokenBytes, cache_object, token_scores, written_of
 from cairn.api.http.call import encode
 from cairn.api.openai.file_search import CitedText, Searched
-from cairn.api.openai.responses_items import Called, call_item, free_text
+from cairn.api.openai.responses_items import MARKS, Called, call_item
 from cairn.api.openai.responses_schemas import ResponseBody
 from cairn.text.chat.message_builder import MessageBuilder
-from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.errors import CairnError, ContextTooLong
-from cairn.types.outputs import Delta, Done, FinishReason, TokenLogprob, ToolCallDelta, Usage
+from cairn.types.outputs import Delta, Done, FinishReason, TokenKind, TokenLogprob, ToolCallDelta, Usage, logprobs_of
+from cairn.types.stats import CacheReport
 
 CODES = {"overloaded": "rate_limit_exceeded", "unavailable": "server_is_overloaded"}
 """What clients of OpenAI know our codes as, where theirs are others."""
@@ -41,14 +45,19 @@ def head_of(body: ResponseBody, id: str, model: str, *, stored: bool) -> dict[st
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
+        "frequency_penalty": body.frequency_penalty or 0.0,
         "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "model": model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "presence_penalty": body.presence_penalty or 0.0,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": None, "summary": None} | (body.reasoning or {}),
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
         "store": stored,
         "temperature": body.temperature,
         "text": {"format": {"type": "text"}} | (body.text or {}),
@@ -92,9 +101,10 @@ class ResponseAnswer:
         encrypted: bool = False,
         logprobs: bool = False,
         searched: Searched | None = None,
+        progress: bool = False,
     ) -> None:
         """`head` says what was asked; `encrypted`, `logprobs`: items have these too. `searched`: the search that the
-        answer is made from."""
+        answer is made from; `progress`: events say how far the prompt is."""
         self._head = head
         self._called = called
         self._vocabulary = vocabulary
@@ -102,6 +112,7 @@ class ResponseAnswer:
         self._encrypted = encrypted
         self._logprobs = logprobs
         self._choice: ChoiceStream | None = None
+        self._progress, self._pace = progress, AnswerTimes((), timings=False, progress=False)
         self._compared = False
         self._parting: Parting | None = None
         self._sequence = 0
@@ -118,9 +129,12 @@ class ResponseAnswer:
         self._searched, self._output = searched, [searched.item]
         self._first = len(self._output)
 
-    def of(self, choices: Sequence[ChoiceStream]) -> ResponseAnswer:
-        """The same, of what is generated."""
+    def of(
+        self, choices: Sequence[ChoiceStream], cache: Callable[[ChoiceStream], CacheReport | None] = cache_of
+    ) -> Self:
+        """The same, of what is generated. `cache`: where the KV of its prompt came from."""
         (self._choice,) = choices
+        self._pace = AnswerTimes(choices, timings=False, progress=self._progress, cache=cache)
         return self
 
     def compare(self, parting: Parting | None) -> None:
@@ -152,19 +166,23 @@ class ResponseAnswer:
         return self._event("response.in_progress", response=self._head)
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """Pieces of items."""
+        """Pieces of items; before the first how far the prompt is, in events that clients know."""
         data = b""
+        for told in self._pace.heard(index, delta) if self._progress else ():
+            data += self._event("response.in_progress", response=self._head, **told)
         if delta.reasoning:
             data += self._enter("reasoning") + self._reasoning(delta.reasoning)
         if delta.text:
-            data += self._enter("message") + self._text(delta.text, delta.logprobs)
+            data += self._enter("message") + self._text(
+                delta.text, logprobs_of(TokenKind.CONTENT, delta.kinds, delta.logprobs)
+            )
         for call in delta.tool_calls:
             data += self._call(call)
         return data
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
         """The end of the last item."""
-        return self._leave()
+        return self._leave(cut=_is_cut(done, self._choice))
 
     def end(self) -> bytes:
         """The whole response."""
@@ -173,15 +191,15 @@ class ResponseAnswer:
 
     def error(self, error: CairnError) -> bytes:
         """The response failed."""
-        return self._leave() + self._event("response.failed", response=failed(self._head, error, self._output))
+        return self._leave(cut=True) + self._event("response.failed", response=failed(self._head, error, self._output))
 
     def whole(self) -> dict[str, Any]:
         """The response in one piece."""
         choice = self._choice
         assert choice is not None and choice.done is not None
         done = choice.done
-        output = self.items(choice.said, choice.logprobs)
-        cut = done.reason is FinishReason.LENGTH and choice.request.sampling.max_tokens > 0
+        cut = _is_cut(done, choice)
+        output = self.items(choice.said, choice.scores(TokenKind.CONTENT), cut=cut)
         found = completed(self._head, output, done.usage, choice.reasoning_tokens, cut=cut)
         found["usage"]["cairn"] = cache_object(done.cache)
         if self._compared:
@@ -189,16 +207,15 @@ class ResponseAnswer:
             found["prompt_cache_diagnostics"] = response_diagnostics(self._parting, prompt, cached)
         return found | {"temperature": choice.request.sampling.temperature, "top_p": choice.request.sampling.top_p}
 
-    def items(self, said: MessageBuilder, logprobs: Sequence[TokenLogprob] = ()) -> list[dict[str, Any]]:
-        """All that was said, as items: those that were streamed, or all at once."""
+    def items(self, said: MessageBuilder, logprobs: Sequence[TokenLogprob] = (), *, cut: bool) -> list[dict[str, Any]]:
+        """Return all that was said as items: those that were streamed, or all at once. `cut`: the last is not whole."""
         if len(self._output) == self._first and self._open is None and said:
-            calls = [
-                ToolCallDelta(index=index, id=id, name=name, arguments=arguments)
-                for index, (id, name, arguments) in enumerate(said.calls)
-            ]
-            self.delta(0, Delta(reasoning=said.reasoning))
-            self.delta(0, Delta(text=said.text, logprobs=tuple(logprobs), tool_calls=tuple(calls)))
-        self._leave()
+            scores = tuple(logprobs)
+            for part in said.parts():
+                if part.text:
+                    part, scores = msgspec.structs.replace(part, logprobs=scores), ()
+                self.delta(0, part)
+        self._leave(cut=cut)
         return self._output
 
     # --------------------------------------------------------------------------------------------------------- within
@@ -216,9 +233,8 @@ class ResponseAnswer:
         if self._open is not None and self._open.kind == kind and not call_id:
             return b""
         data = self._leave()
-        mark = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}[kind]
         number = str(self._head["id"]).removeprefix("resp_")
-        item = self._open = _ItemInProgress(kind, f"{mark}_{number}_{len(self._output)}", name, call_id)
+        item = self._open = _ItemInProgress(kind, f"{MARKS[kind]}_{number}_{len(self._output)}", name, call_id)
         shown = self._shown(item, "in_progress")
         data += self._event("response.output_item.added", output_index=len(self._output), item=shown)
         if kind == "message":
@@ -244,7 +260,7 @@ class ResponseAnswer:
     def _text(self, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
         item = self._open
         assert item is not None
-        scores = chat_logprobs(logprobs, self._vocabulary)["content"] if self._logprobs else []
+        scores = token_scores(logprobs, self._vocabulary) if self._logprobs else []
         item.logprobs += scores
         if item.cites is None:
             return self._told(item, text, scores)
@@ -267,8 +283,9 @@ class ResponseAnswer:
     def _call(self, call: ToolCallDelta) -> bytes:
         data = b""
         if call.id:
-            custom = call.name in self._called and self._called[call.name].custom
-            data += self._enter("custom_tool_call" if custom else "function_call", call.name, call.id)
+            tool = self._called.get(call.name, Called(call.name))
+            kind = "custom_tool_call" if tool.custom else f"{tool.kind or 'function'}_call"
+            data += self._enter(kind, call.name, call.id)
         item = self._open
         assert item is not None
         item.text.append(call.arguments)
@@ -276,8 +293,8 @@ class ResponseAnswer:
             data += self._event("response.function_call_arguments.delta", **self._at(item), delta=call.arguments)
         return data
 
-    def _leave(self) -> bytes:
-        """End the item that is open."""
+    def _leave(self, *, cut: bool = False) -> bytes:
+        """End the item that is open, in the midst of it where the answer was `cut`."""
         item, self._open = self._open, None
         if item is None:
             return b""
@@ -304,10 +321,10 @@ class ResponseAnswer:
             given = free_text(text)
             data += self._event("response.custom_tool_call_input.delta", **at, delta=given)
             data += self._event("response.custom_tool_call_input.done", **at, input=given)
-        else:
+        elif item.kind == "function_call":
             name = item.name
             data += self._event("response.function_call_arguments.done", **at, arguments=text, name=name)
-        shown = self._shown(item, "completed")
+        shown = self._shown(item, "incomplete" if cut else "completed")
         data += self._event("response.output_item.done", output_index=len(self._output), item=shown)
         self._output.append(shown)
         return data
@@ -317,12 +334,12 @@ class ResponseAnswer:
         text = "".join(item.text)
         head: dict[str, Any] = {"id": item.id, "status": status}
         if item.kind == "message":
-            content = [_part(text, item.logprobs, item.annotations)] if status == "completed" else []
+            content = [_part(text, item.logprobs, item.annotations)] if status != "in_progress" else []
             return head | {"type": "message", "role": "assistant", "content": content}
         if item.kind == "reasoning":
-            return head | self._reasoned(text if status == "completed" else None)
+            return head | self._reasoned(text if status != "in_progress" else None)
         found = head | call_item(item.call_id, item.name, text, self._called)
-        return found | {"input": ""} if status != "completed" and "input" in found else found
+        return found | {"input": ""} if status == "in_progress" and "input" in found else found
 
     def _reasoned(self, text: str | None) -> dict[str, Any]:
         found: dict[str, Any] = {"type": "reasoning", "summary": []}
@@ -333,6 +350,11 @@ class ResponseAnswer:
         if self._encrypted:
             found["encrypted_content"] = None if text is None else pack(text)
         return found
+
+
+def _is_cut(done: Done, choice: ChoiceStream | None) -> bool:
+    """Whether an answer has ended for want of room; not where none was wanted."""
+    return done.reason is FinishReason.LENGTH and choice is not None and choice.request.sampling.max_tokens > 0
 
 
 def _part(text: str, logprobs: list[Any], annotations: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
@@ -350,7 +372,7 @@ def completed(
 ) -> dict[str, Any]:
     """A response that has ended well, or is `cut` after the last token it might have. `at`: when; None: now."""
     prompt, cached = usage.prompt_tokens, usage.cached_tokens
-    written = max(prompt // BLOCK_TOKENS * BLOCK_TOKENS - cached, 0)
+    written = written_of(prompt, cached)
     return {
         **head,
         "status": "incomplete" if cut else "completed",

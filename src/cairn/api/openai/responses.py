@@ -18,12 +18,12 @@ from cairn.api.chat.cache_diagnosis import RecentPrompts
 from cairn.api.chat.exchange import ChoiceStream, Exchange, Exchanges, spelled
 from cairn.api.chat.generation import chat_exchange, chat_prompt
 from cairn.api.chat.paging import page_of_items, parameters
-from cairn.api.chat.parse import parse
+from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.chat.wire import EVENT_STREAM
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_json, read_nothing
+from cairn.api.http.json_body import read_nothing
 from cairn.api.http.resumable import EventLogs
 from cairn.api.native.agent_schemas import NoBody, check_metadata
 from cairn.api.native.library import Library
@@ -84,9 +84,15 @@ class Responses:
         }
         return known.get(rest) if rest or not path.endswith("/") else None
 
+    async def _read(self, call: HTTPCall, service: Service) -> ResponseBody:
+        """The body of a call, with items in the place of references to them."""
+        body = await read(ResponseBody, call, self._config)
+        body.input = await self._conversations.references.resolved(call, service, body.input)
+        return body
+
     async def create(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/responses."""
-        body = parse(ResponseBody, await read_json(call, self._config), self._config, call)
+        body = await self._read(call, service)
         check_metadata(body.metadata)
         tools = Tools(body.tools, call)
         kept = body.store is not False and self._stored.open and not body.prewarms
@@ -104,6 +110,7 @@ class Responses:
             service.tokenizer,
             encrypted=body.includes(ENCRYPTED),
             logprobs=body.includes(LOGPROBS),
+            progress=bool(body.return_progress and body.stream),
         )
         try:
             with spelled(NAMES):
@@ -143,7 +150,7 @@ class Responses:
             running = await self._begin(call, service, body, tools, answer, head)
             choices = [ChoiceStream(running.request)]
             keep = self._stored.keeper(call, service, running)
-            exchange = turn_exchange(running, choices, answer.of(choices), keep)
+            exchange = turn_exchange(running, choices, answer.of(choices, lambda _: running.cache), keep)
             exchange.names, exchange.unattended = NAMES, bool(body.background)
         exchange.numbered = True
         prompt, parts = exchange.choices[0].request.prompt, {"model_changed": service.name} | body.parts
@@ -216,7 +223,7 @@ class Responses:
 
     async def input_tokens(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/responses/input_tokens."""
-        body = parse(ResponseBody, await read_json(call, self._config), self._config, call)
+        body = await self._read(call, service)
         tools = Tools(body.tools, call)
         if tools.searches:
             call.warn("tools: files are not searched to count tokens, so what a search would find is not counted")
@@ -226,7 +233,7 @@ class Responses:
 
     async def compact(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/responses/compact."""
-        body = parse(ResponseBody, await read_json(call, self._config), self._config, call)
+        body = await self._read(call, service)
         with spelled(NAMES):
             chat = await self._history(call, body, Tools(body.tools, call))
             wanted = parse(ChatBody, compacting(chat), self._config)
@@ -268,6 +275,8 @@ class Responses:
         parse(NoBody, await read_nothing(call, self._config), self._config)
         self._stored.check(call.tenant, id)
         found = await self._stored.show(call.tenant, id, service)
+        if found["status"] in ("completed", "incomplete", "failed"):
+            raise InvalidRequest(f"response {id} is {found['status']}: only one that runs can be cancelled", field="id")
         if found["status"] == "in_progress":
             service.abort(_number_of(id))
             end = asyncio.get_running_loop().time() + CANCEL_SECONDS

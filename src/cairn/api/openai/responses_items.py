@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from cairn.api.chat.client_tools import OPENAI
+from cairn.api.chat.free_text_tools import free_text, packed
 from cairn.api.chat.reasoning_text import unpack
 from cairn.api.http.call import HTTPCall
 from cairn.types.errors import InvalidRequest, Unsupported
@@ -13,6 +15,18 @@ from cairn.types.errors import InvalidRequest, Unsupported
 SEARCHED = "Sources, found by a search of the files for what follows.\n\n"
 """How the first part of a message begins that a search has put there; it is none of the client's."""
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+
+
+MARKS: Mapping[str, str] = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "shell_call": "sh",
+    "local_shell_call": "lsh",
+    "apply_patch_call": "apc",
+}
+"""What the ids of items begin with, by their type."""
 
 
 class Called(NamedTuple):
@@ -26,7 +40,10 @@ class Called(NamedTuple):
     description: str | None = None
     """What the client says of a tool of free text; the model is told its grammar too."""
     format: dict[str, Any] | None = None
-    """The grammar of its input, as the client sent it."""
+    """The grammar of its input, as the client sent it; of a client's own tool all that it sent."""
+    kind: str = ""
+    """The type of a tool that the client names by it alone, such as `shell`: its calls are items of a kind of their
+    own."""
 
 
 def messages_of(given: Any, call: HTTPCall) -> list[dict[str, Any]]:
@@ -64,6 +81,9 @@ class _Items:
             "custom_tool_call": self._custom_call,
             "function_call_output": self._output,
             "custom_tool_call_output": self._output,
+            **dict.fromkeys(("shell_call", "local_shell_call", "apply_patch_call"), self._client_call),
+            **dict.fromkeys(("shell_call_output", "local_shell_call_output"), self._shell_output),
+            "apply_patch_call_output": self._shell_output,
             "compaction": self._compaction,
             "file_search_call": lambda item, where: None,  # what it found stood in a message, and the answer follows
         }
@@ -91,8 +111,6 @@ class _Items:
         read = self._kinds.get(kind) if isinstance(kind, str) else None
         if read is not None:
             read(item, where)
-        elif kind == "item_reference":
-            raise Unsupported(f"{where}: items are not kept one by one; send the item itself", field=where)
         elif not isinstance(kind, str):
             raise InvalidRequest(f"{where}.type must be a text", field=f"{where}.type")
         else:
@@ -126,8 +144,28 @@ class _Items:
         self._add_call(item, name, _text(item, "arguments", where), where)
 
     def _custom_call(self, item: Mapping[str, Any], where: str) -> None:
-        arguments = json.dumps({"input": _text(item, "input", where)}, ensure_ascii=False)
-        self._add_call(item, _text(item, "name", where), arguments, where)
+        self._add_call(item, _text(item, "name", where), packed(_text(item, "input", where)), where)
+
+    def _client_call(self, item: Mapping[str, Any], where: str) -> None:
+        kind = str(item["type"]).removesuffix("_call")
+        name = "operation" if kind == "apply_patch" else "action"
+        given = item.get(name)
+        if not isinstance(given, dict):
+            raise InvalidRequest(f"{where}.{name} must be an object", field=f"{where}.{name}")
+        known = OPENAI[kind].parameters["properties"]
+        made = {key: value for key, value in given.items() if key in known and value not in (None, {})}
+        if kind == "apply_patch":
+            made.setdefault("diff", "")
+        self._add_call(item, kind, json.dumps(made, ensure_ascii=False), where)
+
+    def _shell_output(self, item: Mapping[str, Any], where: str) -> None:
+        output = item.get("output")
+        if isinstance(output, list):
+            text = "\n".join(_shown_output(one, f"{where}.output[{at}]") for at, one in enumerate(output))
+        else:
+            text = output if isinstance(output, str) else str(item.get("status") or "")
+        id = item if "call_id" in item else {"call_id": item.get("id")}
+        self.messages.append({"role": "tool", "tool_call_id": _text(id, "call_id", where), "content": text})
 
     def _add_call(self, item: Mapping[str, Any], name: str, arguments: str, where: str) -> None:
         function = {"name": name, "arguments": arguments}
@@ -153,6 +191,18 @@ class _Items:
         if not self.messages or self.messages[-1]["role"] != "assistant" or not goes_on(self.messages[-1]):
             self._put({"role": "assistant", "content": None})
         return self.messages[-1]
+
+
+def _shown_output(output: Any, where: str) -> str:
+    """What one of a shell's commands has written, and how it ended."""
+    if not isinstance(output, dict):
+        raise InvalidRequest(f"{where} must be an object", field=where)
+    outcome = output.get("outcome")
+    outcome = outcome if isinstance(outcome, dict) else {}
+    code = outcome.get("exit_code")
+    ended = "[timed out]" if outcome.get("type") == "timeout" else f"[exit code {code}]" if code else ""
+    texts = [str(output.get("stdout") or ""), str(output.get("stderr") or ""), ended]
+    return "\n".join(text.rstrip("\n") for text in texts if text)
 
 
 def _texts(content: Any, where: str) -> list[str]:
@@ -211,9 +261,8 @@ def items_of(messages: Sequence[Mapping[str, Any]], called: Mapping[str, Called]
         for call in message.get("tool_calls") or ():
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             items.append(call_item(call.get("id", ""), name, arguments, called))
-    marks = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
     return [
-        {"id": f"{marks.get(item['type'], 'fco')}_{prefix}_{n}", "status": "completed"} | item
+        {"id": f"{MARKS.get(item['type'], 'fco')}_{prefix}_{n}", "status": "completed"} | item
         for n, item in enumerate(items)
     ]
 
@@ -221,16 +270,26 @@ def items_of(messages: Sequence[Mapping[str, Any]], called: Mapping[str, Called]
 def call_item(id: str, name: str, arguments: str, called: Mapping[str, Called]) -> dict[str, Any]:
     """A call as an item."""
     tool = called.get(name, Called(name))
+    if tool.kind:
+        return {"type": f"{tool.kind}_call", "call_id": id} | _client_item(tool.kind, arguments)
     more = {} if tool.namespace is None else {"namespace": tool.namespace}
     if tool.custom:
         return {"type": "custom_tool_call", "call_id": id, "name": tool.name, "input": free_text(arguments)} | more
     return {"type": "function_call", "call_id": id, "name": tool.name, "arguments": arguments} | more
 
 
-def free_text(arguments: str) -> str:
-    """The input of a tool of free text; what a model made otherwise stands as it is."""
+def _client_item(kind: str, arguments: str) -> dict[str, Any]:
+    """What the item of a call says of a client's own tool; of a call that is not whole as much as there is."""
     try:
-        found = json.loads(arguments)["input"]
-    except (ValueError, RecursionError, KeyError, TypeError):
-        return arguments
-    return found if isinstance(found, str) else arguments
+        given = json.loads(arguments)
+    except (ValueError, RecursionError):
+        given = {}
+    given = given if isinstance(given, dict) else {}
+    if kind == "apply_patch":
+        operation = {"type": "update_file", "path": "", "diff": ""} | given
+        if operation["type"] == "delete_file":
+            del operation["diff"]
+        return {"operation": operation}
+    if kind == "local_shell":
+        return {"action": {"type": "exec", "command": [], "env": {}} | given}
+    return {"action": {"commands": [], "timeout_ms": None, "max_output_length": None} | given}

@@ -10,11 +10,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from cairn.api.http.body import Body, Count, Number, Several
+from cairn.api.chat.client_tools import OPENAI
+from cairn.api.chat.free_text_tools import function_of, warning
+from cairn.api.http.body import Body, Count, Number, Several, Stop
 from cairn.api.http.call import HTTPCall
 from cairn.api.openai.responses_items import Called, messages_of
-from cairn.text.grammar.lark_pattern import NotRegular, pattern_of
-from cairn.types.errors import InvalidRequest
+from cairn.types.errors import InvalidRequest, Unsupported
 
 NAMES = {
     "prompt": "input",
@@ -36,6 +37,7 @@ class ResponseBody(Body):
     """POST /v1/responses, and /v1/responses/input_tokens without what is of the answer."""
 
     place = "responses"
+    attached = "input"
     lenient: ClassVar[bool] = True
 
     model: str | None = None
@@ -53,12 +55,23 @@ class ResponseBody(Body):
     store: bool | None = None
     temperature: Number = None
     top_p: Number = None
+    presence_penalty: Number = None
+    frequency_penalty: Number = None
+    seed: Count = None
+    stop: Stop | None = None
     top_logprobs: Count = None
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     background: bool | None = None
     conversation: Any = None
+    return_progress: bool | None = None
+    """As of a chat."""
+    max_tool_calls: Count = None
+    """Of tools that run on a server: `file_search` alone does, once."""
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    """All requests are served alike."""
 
     @property
     def compares(self) -> str | None:
@@ -103,6 +116,7 @@ class Tools:
         """By the name that the model uses."""
         self.searches: list[tuple[str, dict[str, Any]]] = []
         """Tools that search files, and where they stand in the body."""
+        self._named = [tool.get("name") for tool in tools or () if tool.get("type") in ("function", "custom")]
         for index, tool in enumerate(tools or ()):
             self._add(tool, f"tools[{index}]", call, None)
 
@@ -118,8 +132,20 @@ class Tools:
             self._add_function(tool, where, call, namespace)
         elif kind == "file_search" and namespace is None:
             self.searches.append((where, dict(tool)))
+        elif isinstance(kind, str) and kind in OPENAI and namespace is None:
+            self._add_client_tool(tool, kind, where, call)
+        elif isinstance(kind, str) and kind.startswith("computer"):
+            raise Unsupported(f"{where}: {kind:.40} shows the model a screen, and models here read text", field=where)
         else:
             call.warn(f"{where} is passed over: a tool of type {kind!s:.40} runs on a server, and it is not built")
+
+    def _add_client_tool(self, tool: Mapping[str, Any], kind: str, where: str, call: HTTPCall) -> None:
+        """A tool that the client runs, as a function that is held to its schema: its calls are items of their own."""
+        if kind in self._named:
+            call.warn(f"{where} is passed over: a function of the name {kind} is offered")
+            return
+        self.functions.append({"type": "function", "function": OPENAI[kind].function() | {"strict": True}})
+        self.called[kind] = Called(kind, format=dict(tool), kind=kind)
 
     def _add_function(self, tool: Mapping[str, Any], where: str, call: HTTPCall, namespace: str | None) -> None:
         name, custom = _name(tool, where), tool.get("type") == "custom"
@@ -127,22 +153,18 @@ class Tools:
         description = tool.get("description")
         if not isinstance(description, str | None):
             raise InvalidRequest(f"{where}.description must be a text", field=f"{where}.description")
-        parameters, strict = tool.get("parameters"), tool.get("strict") is True
         if custom:
-            text = {"type": "string", "description": "the whole input, as it is"}
-            grammar, pattern, why = _grammar(tool.get("format"), f"{where}.format")
-            strict = bool(pattern)
-            if strict:
-                text["pattern"] = f"^(?:{pattern})$"
-            elif grammar:
-                call.warn(f"{where}: the model is told of this grammar and not held to it: it {why}")
-            description = "\n".join(filter(None, [description, grammar and f"Its input has this grammar:\n{grammar}"]))
-            parameters = {"type": "object", "properties": {"input": text}, "required": ["input"]}
-        if parameters is not None and not isinstance(parameters, dict):
-            raise InvalidRequest(f"{where}.parameters must be an object", field=f"{where}.parameters")
-        function: dict[str, Any] = {"name": told, "description": description or None, "parameters": parameters}
-        if strict:
-            function["strict"] = True
+            made = function_of(told, description, tool.get("format"), f"{where}.format")
+            function = made.function
+            if made.why_not:
+                call.warn(warning(where, made.why_not))
+        else:
+            parameters = tool.get("parameters")
+            if parameters is not None and not isinstance(parameters, dict):
+                raise InvalidRequest(f"{where}.parameters must be an object", field=f"{where}.parameters")
+            function = {"name": told, "description": description or None, "parameters": parameters}
+            if tool.get("strict") is True:
+                function["strict"] = True
         self.functions.append({"type": "function", "function": function})
         if custom:
             given = tool.get("format")
@@ -157,8 +179,10 @@ def tools_of(functions: Sequence[Mapping[str, Any]], called: Mapping[str, Called
     spaces: dict[str, list[dict[str, Any]]] = {}
     for function in functions:
         how = called.get(str(function["name"]), Called(str(function["name"])))
-        if how.custom:
-            tool: dict[str, Any] = {"type": "custom", "name": how.name}
+        if how.kind:
+            tool: dict[str, Any] = dict(how.format or {"type": how.kind})
+        elif how.custom:
+            tool = {"type": "custom", "name": how.name}
             tool |= {name: value for name in ("description", "format") if (value := getattr(how, name)) is not None}
         else:
             tool = {"type": "function", "strict": False} | dict(function) | {"name": how.name}
@@ -184,11 +208,16 @@ def chat_of(body: ResponseBody, tools: Tools, call: HTTPCall) -> dict[str, Any]:
         "max_completion_tokens": 0 if body.prewarms else body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "seed": body.seed,
+        "stop": body.stop,
         "tools": tools.functions or None,
         "tool_choice": _choice_of(body, tools),
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": None if effort is None else EFFORTS.get(effort, effort),
         "response_format": _format(text.get("format")),
+        "return_progress": body.return_progress,
         "store": body.store,
         "metadata": body.metadata,
         "prompt_cache_key": body.prompt_cache_key,
@@ -201,25 +230,6 @@ def chat_of(body: ResponseBody, tools: Tools, call: HTTPCall) -> dict[str, Any]:
 def instructed(instructions: str | None) -> list[dict[str, Any]]:
     """The message of instructions."""
     return [{"role": "system", "content": instructions}] if instructions else []
-
-
-def _grammar(form: Any, where: str) -> tuple[str, str, str]:
-    """The grammar of a tool's input, the pattern of it, and why there is none; empty where any text will do."""
-    if form is None or (isinstance(form, dict) and form.get("type") == "text"):
-        return "", "", ""
-    if not isinstance(form, dict) or form.get("type") != "grammar":
-        raise InvalidRequest(f"{where}.type must be text or grammar", field=f"{where}.type")
-    syntax, definition = form.get("syntax"), form.get("definition")
-    if syntax not in ("lark", "regex"):
-        raise InvalidRequest(f"{where}.syntax must be lark or regex", field=f"{where}.syntax")
-    if not isinstance(definition, str) or not definition:
-        raise InvalidRequest(f"{where}.definition must be a text", field=f"{where}.definition")
-    if syntax == "regex":
-        return definition, definition, ""
-    try:
-        return definition, pattern_of(definition), ""
-    except NotRegular as error:
-        return definition, "", str(error)
 
 
 def _format(given: Any) -> Any:
@@ -246,6 +256,8 @@ def _choice(given: Any) -> Any:
     if not isinstance(given, dict):
         return given
     kind = given.get("type")
+    if isinstance(kind, str) and kind in OPENAI:
+        return {"type": "function", "function": {"name": kind}}
     if kind in ("function", "custom"):
         name = given.get("name")
         namespace = given.get("namespace")

@@ -35,15 +35,21 @@ from cairn.api.openai.responses_items import Called, items_of
 from cairn.api.openai.responses_schemas import instructed, tools_of
 from cairn.config.config import Config
 from cairn.frontend.service import Service
-from cairn.text.chat.message_builder import MessageBuilder
+from cairn.text.chat.message_builder import plain, said_of
 from cairn.types.errors import Conflict, InvalidRequest, NotFound, Overloaded, UnknownResponse
-from cairn.types.outputs import Delta, ToolCallDelta, Usage
+from cairn.types.outputs import Usage
 
 PREFIX = "resp_"
 TTL = 30 * 86_400.0
 """Seconds after its last use for which a response is kept, as with OpenAI."""
 KIND = "response"
 """`object` in the metadata of an agent that is a response."""
+ADDED: Mapping[str, Any] = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), 0.0),
+    **dict.fromkeys(("max_tool_calls", "safety_identifier")),
+    "service_tier": "default",
+}
+"""What responses that were kept by earlier versions do not say of themselves."""
 _APART = ("tools", "instructions", "output")
 """Fields of a response's object that stand elsewhere: the agent begins with the first two."""
 
@@ -202,13 +208,18 @@ class StoredResponses:
     def _find(self, agents: Agents, tenant: str, id: str) -> AgentInfo:
         return find_kept(agents, tenant, id, PREFIX, KIND, _is_response)
 
-    async def _said(self, agents: Agents, tenant: str, info: AgentInfo) -> list[dict[str, Any]]:
+    async def _said(
+        self, agents: Agents, tenant: str, info: AgentInfo, *, answered: bool = True
+    ) -> list[dict[str, Any]]:
+        """Return all messages but the instructions; the last answer where `answered`."""
         first, _ = await agents.beginning(tenant, info.id)
         count = len(instructed(await self._instructions(agents, tenant, info)))
         found = [dict(message) for message in first[count:]]
-        for turn in await agents.turns(tenant, info.id):
-            if turn.current:
-                found += [*turn.messages, *([turn.answer] if turn.answer is not None else [])]
+        turns = [turn for turn in await agents.turns(tenant, info.id) if turn.current]
+        for turn in turns:
+            found += turn.messages
+            if turn.answer is not None and (answered or turn is not turns[-1]):
+                found.append(plain(turn.answer))
         return found
 
     async def _instructions(self, agents: Agents, tenant: str, info: AgentInfo) -> str | None:
@@ -220,14 +231,15 @@ class StoredResponses:
     # ---------------------------------------------------------------------------------------------------- to look at
 
     async def show(self, tenant: str, id: str, service: Service) -> dict[str, Any]:
-        """A response as it is now."""
+        """Return a response as it is now."""
         agents = self._attribution.open()
         info = self._find(agents, tenant, id)
         turn, content = await self._turn(agents, tenant, info), await agents.last(tenant, id)
-        head: dict[str, Any] = json.loads(info.metadata["head"])
+        head: dict[str, Any] = ADDED | json.loads(info.metadata["head"])
         del head["instructed"]
         head["id"] = id  # it may have been imported under another
         _, tools = await agents.beginning(tenant, id)
+        answer = self._answer(info, head, service)
         searched = _searched(info)
         head |= {
             "tools": [
@@ -237,11 +249,8 @@ class StoredResponses:
             "instructions": await self._instructions(agents, tenant, info),
             "output": [],
         }
-        answer = ResponseAnswer(
-            head, _called(info), service.tokenizer, encrypted=bool(info.metadata["include"]), searched=searched
-        )
-        said = _said_of(turn.answer)
-        output = answer.items(said)
+        cut = turn.state != "finished" or turn.finish_reason == "length"
+        output = answer.items(said_of(turn.answer), cut=cut)
         if turn.state == "running":
             return {**head, "status": "in_progress"}
         if (sampling := content.began.sampling) is not None:
@@ -259,17 +268,39 @@ class StoredResponses:
             completion_tokens=turn.completion_tokens,
             cached_tokens=turn.cached_tokens,
         )
-        cut = turn.finish_reason == "length"
         found = completed(head, output, usage, end.reasoning, cut=cut, at=end.ended)
         found["usage"]["cairn"] = cache_object(end.cache)
         return found
 
+    async def output(self, tenant: str, id: str, service: Service) -> list[dict[str, Any]] | None:
+        """Return what a response has said, as items; None where there is no such response."""
+        agents = self._attribution.open()
+        try:
+            info = self._find(agents, tenant, id)
+        except NotFound:
+            return None
+        turn = await self._turn(agents, tenant, info)
+        cut = turn.state != "finished" or turn.finish_reason == "length"
+        answer = self._answer(info, json.loads(info.metadata["head"]) | {"id": id}, service)
+        return answer.items(said_of(turn.answer), cut=cut)
+
+    @staticmethod
+    def _answer(info: AgentInfo, head: dict[str, Any], service: Service) -> ResponseAnswer:
+        """What makes items of a response's answer, as they were when it was given."""
+        return ResponseAnswer(
+            head,
+            _called(info),
+            service.tokenizer,
+            encrypted=bool(info.metadata["include"]),
+            searched=_searched(info),
+        )
+
     async def input_items(self, tenant: str, id: str) -> list[dict[str, Any]]:
-        """What a response was told, as items."""
+        """Return all that a response was made from, as items: what was said before it, and what it was told."""
         agents = self._attribution.open()
         info = self._find(agents, tenant, id)
-        turn = await self._turn(agents, tenant, info)
-        return items_of(turn.messages, _called(info), id.removeprefix(PREFIX) + "_in")
+        said = await self._said(agents, tenant, info, answered=False)
+        return items_of(said, _called(info), id.removeprefix(PREFIX) + "_in")
 
     async def _turn(self, agents: Agents, tenant: str, info: AgentInfo) -> TurnInfo:
         """The turn of a response, the last of its agent."""
@@ -319,16 +350,3 @@ def _searched(info: AgentInfo) -> Searched | None:
 
 def _called(info: AgentInfo) -> dict[str, Called]:
     return {name: Called(*parts) for name, parts in json.loads(info.metadata["called"]).items()}
-
-
-def _said_of(message: Mapping[str, Any] | None) -> MessageBuilder:
-    """An answer's message as what was said."""
-    said = MessageBuilder()
-    if message is not None:
-        calls = [
-            ToolCallDelta(index=n, id=one["id"], name=one["function"]["name"], arguments=one["function"]["arguments"])
-            for n, one in enumerate(message.get("tool_calls") or ())
-        ]
-        reasoning = message.get("reasoning_content") or ""
-        said.add(Delta(text=message.get("content") or "", reasoning=reasoning, tool_calls=tuple(calls)))
-    return said

@@ -11,7 +11,7 @@ from typing import Any
 from cairn.api.chat.checks import check_messages, check_template_args
 from cairn.api.chat.generation import check_length, check_model
 from cairn.api.chat.message_schemas import contents, plain_messages, plain_tools
-from cairn.api.chat.parse import parse
+from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import DetokenizeBody, TokenizeBody
 from cairn.api.http.call import HTTPCall
 from cairn.api.http.json_body import read_json
@@ -33,7 +33,7 @@ class TokenRoutes:
 
         With `with_pieces` each token is {"id", "piece"}; a piece that is no valid UTF-8 is a list of its bytes.
         """
-        body = parse(TokenizeBody, await read_json(call, self._config), self._config, call)
+        body = await read(TokenizeBody, call, self._config)
         check_model(body.model, service)
         if sum(given is not None for given in (body.prompt, body.content, body.messages)) != 1:
             raise InvalidRequest("give one of prompt, content and messages", field="prompt")

@@ -21,6 +21,7 @@ import msgspec
 from cairn.config.config import Config
 from cairn.system.interfaces import Clock
 from cairn.system.posix import SystemClock
+from cairn.text.chat.call_ids import with_ids
 from cairn.text.chat.messages import length, plain_message, texts_in, unused_marks, with_message_texts, with_texts
 from cairn.text.chat.replay import AnswerIdentity, Prefix, ReplayTable, answer_of, assemble
 from cairn.text.chat.sampled import offered_by, opener, visible_ids
@@ -35,7 +36,7 @@ from cairn.text.chat.templates import (
     unusable,
 )
 from cairn.text.chat.tools_by_instruction import with_tools_by_instruction
-from cairn.text.grammar.compiler import Compiler
+from cairn.text.grammar.compiler import Compiler, HeldAnswer
 from cairn.text.grammar.grammar import ANYTHING, Structure, Wanted
 from cairn.text.grammar.vocabulary import TokenTable, token_table
 from cairn.text.output.call_formats import BY_NAME, CallFormat, format_of, name_of
@@ -73,6 +74,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """How the answer is to be read."""
     grammar: Grammar | None = None
     """`Request.grammar`: what the answer has to be."""
+    warnings: tuple[str, ...] = ()
+    """What was wanted of the answer and it is not held to."""
 
 
 class Sampled(NamedTuple):
@@ -133,7 +136,7 @@ class Chat:
         """The traits of each template, without tools and with them."""
         self._refusal = NO_TEMPLATE
         """Why there is no renderer."""
-        self._grammars = Compiler(self._token_table)
+        self._grammars = Compiler(self._token_table, self.long)
         self._renderer: Renderer | None = None
         if templates:
             variables = tokenizer.special_tokens
@@ -321,15 +324,17 @@ class Chat:
         self, chat: _Read, prompt: Prompt, wanted: Wanted, tools: Sequence[Mapping[str, Any]] | None, share: str
     ) -> Prompt:
         """The prompt with the grammar of what is wanted, if anything is."""
-        grammar = await self._grammars.held_to(wanted, prompt.output, tools, chat.form, share)
+        held = await self._grammars.held_to(wanted, prompt.output, tools, chat.form, share)
         output = prompt.output
+        if tools and chat.form is not None:
+            output = msgspec.structs.replace(output, held=held.grammar is not None, calls_only=wanted.choice.required)
         if wanted.choice.names is not None:
             offered = tuple(tool for tool in output.offered if tool.name in wanted.choice.names)
             output = msgspec.structs.replace(output, offered=offered)
-        return msgspec.structs.replace(prompt, grammar=grammar, output=output)
+        return msgspec.structs.replace(prompt, grammar=held.grammar, warnings=held.warnings, output=output)
 
-    async def grammar(self, structure: Structure | None, output: OutputFormat, *, share: str = "") -> Grammar | None:
-        """Return `Request.grammar` of an answer that is read by `output`; None where nothing is wanted.
+    async def grammar(self, structure: Structure | None, output: OutputFormat, *, share: str = "") -> HeldAnswer:
+        """Return what an answer that is read by `output` is held to.
 
         Raises InvalidRequest naming the field for what cannot be compiled, or not within the limits; else as `prompt`.
         """
@@ -371,7 +376,8 @@ class Chat:
             broken = partial(self._broken, mark=mark)
             shown = tools if self._teaches(name) else None
             told = clean if not tools or shown else with_tools_by_instruction(clean, tools)
-            plain = [self._with_thinking(with_message_texts(message, broken)) for message in told]
+            named = with_ids(told, traits.ids)
+            plain = [self._with_thinking(with_message_texts(message, broken)) for message in named]
             offered = with_texts(shown or None, broken)
             given = {valid_text(name): with_texts(value, broken) for name, value in arguments.items()}
         except RecursionError:
@@ -493,7 +499,12 @@ class Chat:
             return None
         thought = bool(opened) and self._thought.close.encode() not in b"".join(map(self.tokenizer.token_bytes, opened))
         called = offered_by(seen)
-        for tools, one_call in ((True, False), (True, True), (False, False)):
+        for tools, one_call, only in (
+            (True, False, False),
+            (True, False, True),
+            (True, True, False),
+            (False, False, False),
+        ):
             output = OutputFormat(
                 reasoning=self._thinks,
                 thoughts=self._thought.name,
@@ -503,6 +514,8 @@ class Chat:
                 calls=next(filter(None, map(_read_apart, self._forms.values())), "") if tools else "",
                 offered=called if tools else (),
                 one_call=one_call,
+                held=only,
+                calls_only=only,
             )
             ids = visible_ids(self.tokenizer, generated_tokens, seen, output)
             if ids is not None:

@@ -57,9 +57,21 @@ def answer_of(message: Mapping[str, Any]) -> AnswerIdentity | None:
 
 
 def _canonical(arguments: Any) -> str:
-    """Arguments as parsed JSON: the same text for the same value, whatever its spacing and order."""
-    value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    """Return JSON that is the same for the same value, whatever its spacing and order; a text that is no JSON as it is,
+    which no other call's arguments can be."""
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return str(arguments)
     return json.dumps(value, sort_keys=True, allow_nan=False)
+
+
+def arguments_meant(arguments: Any) -> Any:
+    """Return the arguments of a call as parsed JSON. A text that is none stays as it is: calls are broken, or cut."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
 
 
 class Prefix:

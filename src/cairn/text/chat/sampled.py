@@ -7,6 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cairn.text.chat.replay import arguments_meant
+from cairn.text.output.argument_fit import shape_of
+from cairn.text.output.json_scan import JsonScanner
 from cairn.text.output.output_parser import markers, splitter
 from cairn.text.output.reasoning_formats import ThoughtFormat, thoughts
 from cairn.text.tokens.tokenizer import Tokenizer
@@ -51,12 +54,14 @@ def visible_ids(
     text = certain + detokenizer.flush()
     shown = message.get("content") or ""
     for by_model in (True, False):  # who ended it decides on a call without its last brace
-        content, reasoning, calls = _parse(text, output, by_model=by_model)
+        content, reasoning, calls, end = _parse(text, output, by_model=by_model)
         same = _same_calls(calls, message.get("tool_calls") or [])
         if same and reasoning == (message.get("reasoning_content") or ""):
             break
     else:
         return None
+    if end is not None:  # what follows was dropped
+        return _cut(tokenizer, ids, skip, text[:end].rstrip("\n")) if end >= 0 and content == shown else None
     if content == shown and certain == text:
         return ids
     if not content.startswith(shown) or not text.endswith(content):
@@ -67,25 +72,37 @@ def visible_ids(
 def offered_by(message: Mapping[str, Any]) -> tuple[OfferedTool, ...]:
     """The tools that a message calls, as far as reading its text again needs them: which were offered is not kept."""
     values: dict[str, set[str]] = {}
+    known: dict[str, dict[str, Any]] = {}
     for call in message.get("tool_calls") or ():
-        known = values.setdefault(call["function"]["name"], set())
-        arguments = call["function"]["arguments"]
-        if isinstance(arguments, Mapping):
-            known.update(key for key, value in arguments.items() if not isinstance(value, str))
-    return tuple(OfferedTool(name, tuple(sorted(known))) for name, known in values.items())
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        given = arguments if isinstance(arguments, Mapping) else _begun(arguments)
+        values.setdefault(name, set()).update(key for key, value in given.items() if not isinstance(value, str))
+        known.setdefault(name, {}).update((key, {}) for key in given)
+    return tuple(
+        OfferedTool(name, tuple(sorted(values[name])), shape_of({"properties": known[name]})) for name in values
+    )
 
 
-def _parse(text: str, output: OutputFormat, *, by_model: bool) -> tuple[str, str, list[tuple[str, str]]]:
-    """Content, reasoning and tool calls (name, arguments) of a whole text."""
+def _begun(arguments: Any) -> dict[str, Any]:
+    """Return the arguments that are whole in a text that is no JSON, because the call is broken or was cut."""
+    scanner = JsonScanner()
+    scanner.feed(arguments if isinstance(arguments, str) else "")
+    return {key: json.loads(value) for key, value in scanner.members}
+
+
+def _parse(text: str, output: OutputFormat, *, by_model: bool) -> tuple[str, str, list[tuple[str, str]], int | None]:
+    """Content, reasoning and tool calls (name, arguments) of a whole text, and how many of its characters hold them
+    where the rest was dropped; -1 where that cannot be told."""
     reader = splitter(output, 0, 0)
     texts = {"text": "", "reasoning": ""}
     calls: list[tuple[str, str]] = []
     for piece in reader.push(text) + reader.finish(by_model=by_model):
         if isinstance(piece, ToolCallDelta):
-            calls.append((piece.name, piece.arguments))
+            name, arguments = calls.pop() if not piece.id else (piece.name, "")
+            calls.append((name, arguments + piece.arguments))
         else:
             texts[piece[0]] += piece[1]
-    return texts["text"], texts["reasoning"], calls
+    return texts["text"], texts["reasoning"], calls, reader.shown
 
 
 def _same_calls(calls: list[tuple[str, str]], shown: Sequence[Mapping[str, Any]]) -> bool:
@@ -94,9 +111,8 @@ def _same_calls(calls: list[tuple[str, str]], shown: Sequence[Mapping[str, Any]]
         return False
     try:
         for (name, arguments), call in zip(calls, shown, strict=True):
-            given = call["function"]["arguments"]
-            given = json.loads(given) if isinstance(given, str) else given
-            if name != call["function"]["name"] or json.loads(arguments) != given:
+            given = arguments_meant(call["function"]["arguments"])
+            if name != call["function"]["name"] or arguments_meant(arguments) != given:
                 return False
     except (KeyError, TypeError, ValueError, RecursionError):
         return False

@@ -11,19 +11,20 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from cairn.text.chat.call_ids import CallIds
+
 Message = dict[str, Any]
 Render = Callable[[list[Message], dict[str, Any]], Awaitable[str | None]]
 """Conversation, variables -> the text; None where the template refuses or fails."""
 
 USER, SYSTEM, SAID, MORE = "probe of user", "probe of system", "probe of answer", "probe of more"
 NAME, VALUE, RESULT, TOOL, KEY = "probe_call", "probe of value", "probe of result", "probe_tool", "probe_key"
-_CALL: Message = {
-    "type": "function",
-    "id": "probe0001",
-    "function": {"name": NAME, "arguments": {KEY: VALUE}},
+_IDS: Mapping[CallIds, tuple[str, ...]] = {
+    "any": ("call_0123456789abcdef01234567", "a_1"),
+    "nine": ("probe0001",),
+    "kimi": (f"functions.{NAME}:0",),
 }
-_CALLS: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-_RESULT: Message = {"role": "tool", "content": RESULT, "tool_call_id": "probe0001", "name": NAME}
+"""Ids of the probe, of each kind."""
 ASKED: Message = {"role": "user", "content": USER}
 OFFERED: Message = {
     "type": "function",
@@ -56,6 +57,8 @@ class Traits(NamedTuple):
     """It shows what tools gave."""
     offers: bool = False
     """It shows the tools that are offered."""
+    ids: CallIds = "any"
+    """Which ids of calls it takes, or shows names by."""
     middle: bool = True
     """It shows a system message that follows others, and there: one that it moved would change all that follows."""
 
@@ -100,14 +103,45 @@ async def _find_calls(render: Render, traits: Traits, given: dict[str, Any]) -> 
     async def shows(conversation: list[Message], *probes: str) -> bool:
         return _shows(await render(in_parts(conversation, traits.parts), given), *probes)
 
-    whole = [ASKED, _CALLS, _RESULT]
+    ids = await _find_ids(render, traits, given)
+    call, result = _called(_IDS[ids][0])
+    whole = [ASKED, call, result]
     both = await shows(whole, NAME, VALUE, RESULT)
-    calls = both or await shows([ASKED, _CALLS], NAME, VALUE) or await shows(whole, NAME, VALUE)
-    results = both or await shows([ASKED, _CALLS if calls else _said(SAID), _RESULT], RESULT)
-    tail = [_RESULT] if results else []
-    beside = not calls or await shows([ASKED, {**_CALLS, "content": SAID}, *tail], SAID, NAME)
-    apart = not beside and await shows([ASKED, _said(SAID), _CALLS, *tail], SAID, NAME)
-    return traits._replace(calls=calls, results=results, beside=beside, apart=apart)
+    calls = both or await shows([ASKED, call], NAME, VALUE) or await shows(whole, NAME, VALUE)
+    results = both or await shows([ASKED, call if calls else _said(SAID), result], RESULT)
+    tail = [result] if results else []
+    beside = not calls or await shows([ASKED, {**call, "content": SAID}, *tail], SAID, NAME)
+    apart = not beside and await shows([ASKED, _said(SAID), call, *tail], SAID, NAME)
+    return traits._replace(calls=calls, results=results, beside=beside, apart=apart, ids=ids)
+
+
+async def _find_ids(render: Render, traits: Traits, given: dict[str, Any]) -> CallIds:
+    """The kind of ids with which a template shows most of a call and its result; of equals the first."""
+
+    async def shown(id: str) -> int:
+        call, result = _called(id)
+        seen = 0
+        for conversation in ([ASKED, call, result], [ASKED, call]):
+            text = await render(in_parts(conversation, traits.parts), given)
+            seen += sum(_shows(text, probe) for probe in (NAME, VALUE, RESULT))
+        return seen
+
+    best: CallIds = "any"
+    most = -1
+    for kind, ids in _IDS.items():
+        seen = min([await shown(id) for id in ids])
+        if seen > most:
+            best, most = kind, seen
+        if most == 5:
+            break
+    return best
+
+
+def _called(id: str) -> tuple[Message, Message]:
+    """A call and its result under an id."""
+    call = {"type": "function", "id": id, "function": {"name": NAME, "arguments": {KEY: VALUE}}}
+    result = {"role": "tool", "content": RESULT, "tool_call_id": id, "name": NAME}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}, result
 
 
 def _said(text: str) -> Message:

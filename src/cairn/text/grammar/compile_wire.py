@@ -48,6 +48,8 @@ class GrammarVerdict(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
     bytes: int = 0
     """What it holds when it is compiled."""
+    warnings: tuple[str, ...] = ()
+    """What was wanted of answers and it does not hold them to."""
     growth: int = 0
     """Bytes more that it holds after each token of an answer, on the average."""
     ended: Literal["", "wrong", "seconds", "memory", "given up"] = ""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from cairn.system.tenant_cache import TenantCache
+from cairn.text.chat.messages import length
 from cairn.text.grammar.compile_parent import GrammarHelper
 from cairn.text.grammar.compile_wire import MEMORY, SECONDS, Compile, GrammarVerdict, Vocab
-from cairn.text.grammar.grammar import GrammarError, Shape, Structure, Wanted
+from cairn.text.grammar.grammar import GrammarError, Shape, Structure, ToolChoice, Wanted
 from cairn.text.grammar.vocabulary import TokenTable
 from cairn.text.output.call_formats import CallFormat
-from cairn.text.output.call_grammar import callable_tools, lark_of_calls
+from cairn.text.output.call_grammar import Offered, callable_tools, lark_of_calls
 from cairn.text.output.output_parser import further_markers
+from cairn.text.render.fair_time import LongTexts
+from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import InvalidRequest
 from cairn.types.request import Grammar, OutputFormat
 
@@ -22,12 +26,22 @@ _KNOWN_BYTES = 512
 """What a verdict takes beside its texts, and those of what was asked."""
 
 
+class HeldAnswer(NamedTuple):
+    """What an answer is held to."""
+
+    grammar: Grammar | None = None
+    """None where it may be anything."""
+    warnings: tuple[str, ...] = ()
+    """What a client wanted and it is not held to: sentences that name its field."""
+
+
 class Compiler:
     """One model's grammars. Every method runs on one event loop."""
 
-    def __init__(self, table: Callable[[Vocab], TokenTable]) -> None:
-        """`table` reads the tokens of a vocabulary, in a thread."""
+    def __init__(self, table: Callable[[Vocab], TokenTable], long: LongTexts) -> None:
+        """`table` reads the tokens of a vocabulary, in a thread; schemas of tools that are long are read in `long`."""
         self._helper = GrammarHelper(table)
+        self._long = long
         self._known: TenantCache[tuple[Compile, GrammarVerdict]] = TenantCache(KEPT_BYTES, _known_bytes)
 
     async def held_to(
@@ -37,8 +51,8 @@ class Compiler:
         tools: Sequence[Mapping[str, Any]] | None,
         form: CallFormat | None,
         share: str,
-    ) -> Grammar | None:
-        """Return `Request.grammar` of an answer that is read by `output`; None where it may be anything.
+    ) -> HeldAnswer:
+        """Return what an answer that is read by `output` is held to.
 
         Tools are called in a `form`. Raises InvalidRequest naming the field for what cannot be compiled, or not within
         the limits; Overloaded and Unavailable as `GrammarHelper.compile`.
@@ -47,13 +61,15 @@ class Compiler:
         asked = choice.required or choice.names is not None or choice.strict or structure is not None
         if tools and form is not None and asked:
             return await self._calling(form, output, wanted, tools, share)
-        return None if structure is None else await self._compiled("", structure, output, structure.field, share)
+        if structure is None:
+            return HeldAnswer()
+        return await self._compiled("", structure, output, structure.field, share)
 
     async def again(self, text: str, output: OutputFormat, share: str) -> Grammar | None:
         """Return the grammar of a text that was `Grammar.text` before a restart; None where that is empty."""
         if not text:
             return None
-        return await self._tried(Compile(vocab=further_markers(output), text=text), "grammar", share)
+        return (await self._tried(Compile(vocab=further_markers(output), text=text), "grammar", share)).grammar
 
     async def close(self) -> None:
         """End the process that compiles."""
@@ -66,31 +82,34 @@ class Compiler:
         wanted: Wanted,
         tools: Sequence[Mapping[str, Any]],
         share: str,
-    ) -> Grammar:
-        """The grammar of answers that call tools. A schema that cannot be held to is passed over, but of a tool that
-        wants it to be."""
+    ) -> HeldAnswer:
+        """Return the grammar of answers that call tools.
+
+        A schema that cannot be held to is passed over, but of a tool that wants it to be.
+        """
         choice = wanted.choice
         structure = None if choice.required else wanted.structure
-        alone = choice.required or structure is not None
+        work = partial(_calls, form, tools, choice, alone=choice.required or structure is not None)
+        long = length(tools) > INLINE
         try:
-            calls = lark_of_calls(
-                form, callable_tools(tools, choice.names, None), required=alone, parallel=choice.parallel
-            )
-            return await self._compiled(calls, structure, output, "tools", share)
+            calls, held = await self._long.run(share, work, None) if long else work(None)
+            made = await self._compiled(calls, structure, output, "tools", share)
+            return made._replace(warnings=(*made.warnings, *(one for tool in held for one in tool.warnings)))
         except (InvalidRequest, GrammarError):
             pass  # of one tool at least
         try:
-            held = callable_tools(tools, choice.names, choice.strict)
-            calls = lark_of_calls(form, held, required=alone, parallel=choice.parallel)
+            calls, held = await self._long.run(share, work, choice.strict) if long else work(choice.strict)
         except GrammarError as error:
             raise InvalidRequest(f"tools cannot be followed: {error}", field="tools") from None
         if structure is not None:
             await self._compiled("", structure, output, structure.field, share)  # it may be what is wrong
-        return await self._compiled(calls, structure, output, "tools", share)
+        made = await self._compiled(calls, structure, output, "tools", share)
+        told = f"tools: {', '.join(tool.name[:64] for tool in held if tool.name not in choice.strict)}"
+        return made._replace(warnings=(*made.warnings, f"{told}: the arguments are not held to the schema"))
 
     async def _compiled(
         self, calls: str, structure: Structure | None, output: OutputFormat, field: str, share: str
-    ) -> Grammar:
+    ) -> HeldAnswer:
         lead: Literal["", "may", "open"] = "may" if output.reasoning else ""
         shape = Shape(
             structure=structure,
@@ -100,7 +119,7 @@ class Compiler:
         )
         return await self._tried(Compile(vocab=further_markers(output), shape=shape), field, share)
 
-    async def _tried(self, job: Compile, field: str, share: str) -> Grammar:
+    async def _tried(self, job: Compile, field: str, share: str) -> HeldAnswer:
         """Return a grammar that compiles. Raises InvalidRequest naming the field for another: also at once where that
         is known, since tools that cannot be held to come again with each turn."""
         known = self._known.get(share, job)
@@ -113,13 +132,27 @@ class Compiler:
             raise InvalidRequest(f"{field}: compiling it took more than {MEMORY >> 20} MiB of memory", field=field)
         if verdict.ended:
             raise InvalidRequest(f"{field} cannot be followed: {verdict.error}", field=field)
-        return Grammar(text=verdict.text, bytes=verdict.bytes, growth=verdict.growth)
+        made = Grammar(text=verdict.text, bytes=verdict.bytes, growth=verdict.growth)
+        return HeldAnswer(made, verdict.warnings)
+
+
+def _calls(
+    form: CallFormat,
+    tools: Sequence[Mapping[str, Any]],
+    choice: ToolChoice,
+    held: Sequence[str] | None,
+    *,
+    alone: bool,
+) -> tuple[str, list[Offered]]:
+    """Return the grammar of calls, and of which; `alone`: an answer is nothing else. Raises as `callable_tools`."""
+    found = callable_tools(tools, choice.names, held, choice.strict)
+    return lark_of_calls(form, found, required=alone, parallel=choice.parallel), found
 
 
 def _known_bytes(known: tuple[Compile, GrammarVerdict]) -> int:
     """Return what it takes to know a verdict: up to four bytes a character of each text."""
     job, verdict = known
-    texts = [job.text, verdict.text, verdict.error]
+    texts = [job.text, verdict.text, verdict.error, *verdict.warnings]
     if job.shape is not None:
         texts += [job.shape.calls, job.shape.structure.text if job.shape.structure is not None else ""]
     return _KNOWN_BYTES + sum(len(text) if text.isascii() else 4 * len(text) for text in texts)

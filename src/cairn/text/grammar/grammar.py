@@ -10,21 +10,20 @@ llguidance is imported where it is needed: no start waits for it.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
-from decimal import Decimal
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from cairn.text.grammar.exact_numbers import RuleList, expression, is_exact
+from cairn.text.grammar.json_schema import SchemaError, check_bounds, loosened, prepared
+from cairn.text.grammar.lark import literal, with_blanks
 from cairn.text.output.reasoning_formats import FORMS, HARMONY
 
 MAX_TEXT = 1 << 18
 """Characters of what a client sends, and four times as many of what is made of it."""
 MAX_CHOICES = 4096
-BLANKS = r"[\x20\x0A\x0D\x09]{1,40}"
-"""White space between two parts of JSON: with no bound, models are known to write nothing else for ever."""
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_000,
     "initial_lexer_fuel": 1_000_000,
@@ -41,15 +40,10 @@ MASK_SECONDS = 0.005
 SPARE_SECONDS = 1.0
 """How much more the masks of one answer may take together: a step of all requests waits for each."""
 TOO_SLOW = "finding out what may follow takes too long"
-MAX_OPTIONAL = 400
-"""Properties of one object that may be left out: each is up to four items of one step."""
-MAX_MULTIPLE = 100_000
-"""Of `multipleOf`: a number has as many states, of up to 500 bytes, and they are all made when it is compiled."""
 HARMONY_FINAL = "<|channel|>final<|message|>"
 """Before an answer that is said to the user, where each message has a header."""
 _LEADS = {"": "", "may": "( think BREAKS )?", "open": "think BREAKS"}
 _INLINE = re.compile(r"%json\s*(?=\{)")
-_REPEATS = "an object may name a key twice, so how many it has cannot be held to"
 
 Kind = Literal["json", "regex", "choice", "lark", "gbnf", "grammar"]
 
@@ -67,6 +61,8 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     """The schema as JSON, the choices as a list in JSON, else as it was sent."""
     field: str = "response_format"
     """What the client calls it."""
+    strict: bool = True
+    """A schema that an answer cannot be held to in full is an error; else that part is told and left out."""
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,21 +106,66 @@ def limits() -> Any:
     return LLParserLimits(**LIMITS)
 
 
-def grammar_text(shape: Shape) -> str:
-    """Return the grammar as llguidance reads it, which may not compile. Raises GrammarError."""
-    text = grammar_of(shape)
+class AnswerPart(NamedTuple):
+    """The part of a grammar that holds an answer to a structure."""
+
+    grammar: Mapping[str, Any]
+    """As llguidance reads it."""
+    warnings: tuple[str, ...] = ()
+    """What a client wanted and answers are not held to: sentences that name its field."""
+
+
+def part_of(structure: Structure | None) -> AnswerPart | None:
+    """Return the part of a structure, which may not compile; None where there is no structure. Raises GrammarError."""
+    if structure is None:
+        return None
+    if structure.kind != "json":
+        return AnswerPart(_part(structure))
+    schema, told = _schema_of(structure)
+    return AnswerPart(_json_part(schema), tuple(f"{structure.field}: {one}" for one in told))
+
+
+def loosened_part(structure: Structure | None) -> AnswerPart | None:
+    """Return the part of a structure that did not compile, without what llguidance does not build.
+
+    None where nothing is to be left out: of what is no schema, and of one that a client wants to be held to in full.
+    Raises GrammarError for a schema that is wrong.
+    """
+    if structure is None or structure.kind != "json" or structure.strict:
+        return None
+    schema, told = _schema_of(structure)
+    schema, more = loosened(schema, _why_not)
+    return AnswerPart(_json_part(schema), tuple(f"{structure.field}: {one}" for one in (*told, *more)))
+
+
+def grammar_text(shape: Shape, part: AnswerPart | None = None) -> str:
+    """Return the grammar as llguidance reads it, which may not compile. Raises GrammarError.
+
+    `part`: that of the shape's structure; None: as `part_of` makes it.
+    """
+    part = part or part_of(shape.structure)
+    text = grammar_of(shape, None if part is None else part.grammar)
     if len(text) > 4 * MAX_TEXT:
         raise GrammarError(f"it makes a grammar of {len(text)} characters; the limit is {4 * MAX_TEXT}")
     return text
 
 
-def grammar_of(shape: Shape) -> str:
-    """The grammar as llguidance reads it. Raises GrammarError."""
+def _why_not(schema: Any) -> str:
+    """Return what llguidance has against a schema; "" for nothing."""
+    from llguidance import LLMatcher
+
+    text = json.dumps({"grammars": [{"json_schema": with_blanks(schema)}]}, ensure_ascii=False)
+    failed, said = LLMatcher.validate_grammar_with_warnings(text, None, limits=limits())
+    return " ".join(" ".join(said).split())[:400] if failed else ""
+
+
+def grammar_of(shape: Shape, part: Mapping[str, Any] | None) -> str:
+    """The grammar as llguidance reads it; `part` is that of the structure."""
     parts: list[Mapping[str, Any]] = []
     if shape.calls:
         parts.append({"name": "calls", "lark_grammar": shape.calls})
-    if shape.structure is not None:
-        parts.append({"name": "answer", **_part(shape.structure)})
+    if part is not None:
+        parts.append({"name": "answer", **part})
     form, harmony = FORMS[shape.thoughts], shape.thoughts == HARMONY.name
     said = literal(HARMONY_FINAL) + " @answer" if harmony else "@answer"
     answer = " | ".join(said if part["name"] == "answer" else f"@{part['name']}" for part in parts)
@@ -136,13 +177,36 @@ def grammar_of(shape: Shape) -> str:
     return json.dumps({"grammars": [{"name": "start", "lark_grammar": start}, *parts]}, ensure_ascii=False)
 
 
-def _part(structure: Structure) -> dict[str, Any]:
-    text = structure.text
+def _schema_of(structure: Structure) -> tuple[Any, list[str]]:
+    """The schema that answers are held to, and what of the client's is left out."""
+    _check_length(structure.text)
+    try:
+        found = prepared(json.loads(structure.text), strict=structure.strict)
+    except SchemaError as error:
+        raise GrammarError(str(error)) from None
+    return found.schema, [*found.warnings]
+
+
+def _json_part(schema: Any) -> dict[str, Any]:
+    try:
+        check_bounds(schema)
+        if is_exact(schema):
+            return {"json_schema": with_blanks(schema)}
+        rules = RuleList()
+        return {"lark_grammar": rules.text(expression(schema, rules))}
+    except SchemaError as error:
+        raise GrammarError(str(error)) from None
+
+
+def _check_length(text: str) -> None:
     if len(text) > MAX_TEXT:
         raise GrammarError(f"it has {len(text)} characters; the limit is {MAX_TEXT}")
+
+
+def _part(structure: Structure) -> dict[str, Any]:
+    text = structure.text
+    _check_length(text)
     match structure.kind:
-        case "json":
-            return {"json_schema": with_blanks(json.loads(text))}
         case "choice":
             return {"lark_grammar": "start: " + " | ".join(map(literal, json.loads(text)))}
         case "regex":
@@ -151,8 +215,11 @@ def _part(structure: Structure) -> dict[str, Any]:
             (made,) = json.loads(LLMatcher.grammar_from_regex(text))["grammars"]
             return {"lark_grammar": made["lark_grammar"]}
     lark = text if structure.kind == "lark" else _from_gbnf(text, surely=structure.kind == "gbnf")
-    for schema in _inline_schemas(lark):
-        _check(schema, 0)
+    try:
+        for schema in _inline_schemas(lark):
+            check_bounds(schema)
+    except SchemaError as error:
+        raise GrammarError(str(error)) from None
     return {"lark_grammar": lark}
 
 
@@ -177,58 +244,3 @@ def _from_gbnf(text: str, *, surely: bool) -> str:
         raise GrammarError("the grammar is nested too deeply") from None
     except Exception as error:  # the converter raises what it meets
         raise GrammarError(f"it cannot be read as GBNF: {' '.join(str(error).split())[:200]}") from None
-
-
-def with_blanks(schema: Any) -> Any:
-    """A schema whose JSON has bounded white space. Raises GrammarError for what llguidance would read otherwise."""
-    _check(schema, 0)
-    if not isinstance(schema, dict):
-        return schema if schema is not True else {"x-guidance": {"whitespace_pattern": BLANKS}}
-    return {**schema, "x-guidance": {"whitespace_pattern": BLANKS}}
-
-
-def _check(schema: Any, depth: int) -> None:
-    """Raise GrammarError for what llguidance would read otherwise, or at a cost that grows with a number."""
-    if depth > 128:
-        raise GrammarError("the schema is nested too deeply")
-    if isinstance(schema, dict):
-        _check_object(schema)
-        for value in schema.values():
-            _check(value, depth + 1)
-    elif isinstance(schema, list):
-        for value in schema:
-            _check(value, depth + 1)
-
-
-def _check_object(schema: dict[str, Any]) -> None:
-    least, required, properties = schema.get("minProperties"), schema.get("required"), schema.get("properties")
-    sure = set(map(str, required)) if isinstance(required, list) else set()
-    if isinstance(least, int | float) and least > len(sure):  # it counts keys, and a model may write one twice
-        raise GrammarError(f'Unimplemented keys: ["minProperties"]: {_REPEATS}')
-    optional = len(properties.keys() - sure) if isinstance(properties, dict) else 0
-    if optional > MAX_OPTIONAL:
-        raise GrammarError(
-            f"an object has {optional} properties that are not required; the limit is {MAX_OPTIONAL}: "
-            "make more of them required, or put them into objects within it"
-        )
-    multiple = schema.get("multipleOf")
-    if isinstance(multiple, int | float) and not _few_units(multiple):
-        raise GrammarError(
-            f"multipleOf is {multiple!s:.40}; the limit is {MAX_MULTIPLE}, counted in units of its last decimal place"
-        )
-
-
-def _few_units(number: float) -> bool:
-    """Return whether a number, in units of its last decimal place (25 for 2.5), is within `MAX_MULTIPLE`."""
-    if isinstance(number, int):
-        return abs(number) <= MAX_MULTIPLE
-    if not math.isfinite(number):
-        return False
-    exact = abs(Decimal(str(number))).normalize()
-    places = exact.as_tuple().exponent
-    return exact.scaleb(max(0, -places if isinstance(places, int) else 0)) <= MAX_MULTIPLE
-
-
-def literal(text: str) -> str:
-    """A text as a literal of Lark."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

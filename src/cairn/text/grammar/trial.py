@@ -14,7 +14,17 @@ import msgspec
 
 from cairn.system.helper_limits import cpu_seconds, held_memory
 from cairn.text.grammar.compile_wire import MOST_BYTES, SECONDS, Compile, GrammarVerdict
-from cairn.text.grammar.grammar import MASK_SECONDS, SPARE_SECONDS, TOO_SLOW, GrammarError, Shape, grammar_text
+from cairn.text.grammar.grammar import (
+    MASK_SECONDS,
+    SPARE_SECONDS,
+    TOO_SLOW,
+    AnswerPart,
+    GrammarError,
+    Shape,
+    grammar_text,
+    loosened_part,
+    part_of,
+)
 from cairn.text.grammar.vocabulary import check_followed, compile_grammar
 
 WALK = 64
@@ -49,15 +59,14 @@ class Followed(NamedTuple):
 def trial(tokenizer: Any, job: Compile) -> GrammarVerdict:
     """Compile a grammar and follow it. `tokenizer`: llguidance's. Raises GrammarError for one that is refused."""
     began = cpu_seconds()
-    text = job.text if job.shape is None else grammar_text(job.shape)
-    before = held_memory()
-    matcher = compile_grammar(tokenizer, text)
+    made = compile_job(tokenizer, job)
+    matcher = made.matcher
     matcher.compute_bitmask()  # the worker keeps what that finds out
     check_followed(matcher)
-    held = max(0, held_memory() - before)
+    held = max(0, held_memory() - made.before)
     if held > MOST_BYTES:
         raise GrammarError(f"it holds {held >> 20} MiB of memory when compiled; the limit is {MOST_BYTES >> 20} MiB")
-    answer = _without_lead(tokenizer, job.shape, matcher, cpu_seconds() - began)
+    answer = _without_lead(tokenizer, job.shape, made, cpu_seconds() - began)
     found = follow(answer, tokenizer.eos_tokens, WALK, until=began + WALK_SECONDS)
     if found.error and found.tokens < FIRST:
         raise GrammarError(f"after {found.tokens} tokens: {found.error}")
@@ -66,14 +75,50 @@ def trial(tokenizer: Any, job: Compile) -> GrammarVerdict:
             f"it takes {1e3 * found.slowest:.0f} ms of processor time to find out which tokens may follow; "
             f"the limit is {1e3 * SLOWEST:.0f} ms"
         )
-    return GrammarVerdict(text=text, bytes=held, growth=found.growth, seconds=cpu_seconds() - began)
+    return GrammarVerdict(
+        text=made.text, warnings=made.warnings, bytes=held, growth=found.growth, seconds=cpu_seconds() - began
+    )
 
 
-def _without_lead(tokenizer: Any, shape: Shape | None, matcher: Any, spent: float) -> Any:
+class CompiledJob(NamedTuple):
+    """A grammar as it compiles."""
+
+    text: str
+    part: AnswerPart | None
+    """What holds answers to a structure."""
+    matcher: Any
+    before: int
+    """Bytes of memory that were held before."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a client wanted and answers are not held to."""
+        return () if self.part is None else self.part.warnings
+
+
+def compile_job(tokenizer: Any, job: Compile) -> CompiledJob:
+    """Compile a grammar; of a schema that need not be held to in full, without what does not compile."""
+    text, part = job.text, None
+    if job.shape is not None:
+        part = part_of(job.shape.structure)
+        text = grammar_text(job.shape, part)
+    before = held_memory()
+    try:
+        return CompiledJob(text, part, compile_grammar(tokenizer, text), before)
+    except GrammarError:
+        part = None if job.shape is None else loosened_part(job.shape.structure)
+        if job.shape is None or part is None:
+            raise
+    text = grammar_text(job.shape, part)
+    before = held_memory()
+    return CompiledJob(text, part, compile_grammar(tokenizer, text), before)
+
+
+def _without_lead(tokenizer: Any, shape: Shape | None, made: CompiledJob, spent: float) -> Any:
     """Return what follows the answer behind the reasoning: at random one would come to no end of that."""
     if shape is None or not shape.reasoning or spent > LEAD_SECONDS:
-        return matcher
-    return compile_grammar(tokenizer, grammar_text(msgspec.structs.replace(shape, reasoning="")))
+        return made.matcher
+    return compile_grammar(tokenizer, grammar_text(msgspec.structs.replace(shape, reasoning=""), made.part))
 
 
 def follow(matcher: Any, ends: Collection[int], count: int, *, until: float, seed: int = 1) -> Followed:

@@ -1,6 +1,8 @@
 """Calls as Gemma writes them: `call:f{x:1,words:[<|"|>a<|"|>],more:{y:true}}`, a text between two of its own marks.
 
-Keys stand bare; one between marks, or as JSON has it, is read too. What is no such call is none.
+Keys stand bare; one between marks, or as JSON or Python has it, is read too. So is what Gemma writes in place of that
+now and then: a text whose first mark is missing (`{q:Paris, France<|"|>}`), one that holds marks itself, and arguments
+between round brackets (`call:f(x=1)`, `f(x: 1)`). What is no such call is none.
 """
 
 from __future__ import annotations
@@ -8,14 +10,14 @@ from __future__ import annotations
 import json
 import re
 
-from cairn.text.output.json_scan import JsonScanner
-from cairn.text.output.tool_parser import ParsedCall
+from cairn.text.output.json_scan import MAX_DEPTH, JsonScanner
+from cairn.text.output.python_calls import NotPython, text_at
+from cairn.text.output.tool_parser import ParsedCall, joined
 from cairn.text.tokens.tokenizer import valid_text
 
-MAX_DEPTH = 64
-_NAME = re.compile(r"([^\s{}<>:]{1,256})\s*(?=\{)")
-_SPACE = re.compile(r"[ \t\r\n]*")
-_KEY = re.compile(r"[^\s:,{}\[\]<>\"]{1,256}")
+_NAME = re.compile(r"([^\s{}()<>:]{1,256})\s*(?=[{(])")
+_SPACE = re.compile(r"[ \t\r\n]*+")
+_KEY = re.compile(r"[^\s:=,{}()\[\]<>\"']{1,256}")
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]{1,400}")
 
 
@@ -24,16 +26,18 @@ class _NoCall(Exception):
 
 
 def brace_call(text: str, mark: str, before: str = "call:") -> ParsedCall | None:
-    """The call that a text is; None if it is anything else. `mark`: what stands around texts in it; `before`: what
-    stands before its name."""
+    """Return the call that a text is; None if it is anything else.
+
+    `mark`: what stands around texts in it; `before`: what stands before its name, and may be left out.
+    """
     start = len(text) - len(text.lstrip())
-    found = _NAME.match(text, start + len(before)) if text.startswith(before, start) else None
+    found = _NAME.match(text, start + len(before) if text.startswith(before, start) else start)
     if found is None:
         return None
     reader = _ValueReader(text, found.end(), mark)
     try:
-        arguments = reader.value(0)
-    except _NoCall:
+        arguments = reader.arguments()
+    except (_NoCall, NotPython):
         return None
     return ParsedCall(found[1], arguments) if reader.done else None
 
@@ -43,6 +47,13 @@ class _ValueReader:
 
     def __init__(self, text: str, at: int, mark: str) -> None:
         self._text, self._at, self._mark = text, at, mark
+        round_brackets = text.startswith("(", at)
+        blank, closing = r"[ \t\r\n]*+", re.escape(mark)
+        behind = r"[,}\])]" if round_brackets else r"[,}\]]"
+        self._behind = re.compile(blank + behind)
+        """What follows a value."""
+        self._close_value = re.compile(f"{closing}(?={blank}{behind})")
+        self._close_key = re.compile(f"{closing}(?={blank}{'[:=]' if round_brackets else ':'})")
 
     @property
     def done(self) -> bool:
@@ -50,16 +61,23 @@ class _ValueReader:
         self._skip()
         return self._at == len(self._text)
 
-    def value(self, depth: int) -> str:
-        """The next value."""
+    def arguments(self) -> str:
+        """Read the arguments, in either kind of brackets, as a JSON object."""
+        if self._takes("{"):
+            return self._object(0, "}", ":")
+        if self._takes("("):
+            return self._object(0, ")", "=:")
+        raise _NoCall
+
+    def _value(self, depth: int) -> str:
         self._skip()
         if depth > MAX_DEPTH:
             raise _NoCall
         if self._takes("{"):
-            return self._object(depth)
+            return self._object(depth, "}", ":")
         if self._takes("["):
             return self._list(depth)
-        return self._quoted() or self._scalar()
+        return self._quoted(self._close_value) or self._scalar() or self._unopened()
 
     def _skip(self) -> None:
         found = _SPACE.match(self._text, self._at)
@@ -71,57 +89,70 @@ class _ValueReader:
         self._at += len(wanted) if there else 0
         return there
 
-    def _object(self, depth: int) -> str:
+    def _object(self, depth: int, close: str, signs: str) -> str:
         members: dict[str, str] = {}
-        while not self._takes("}"):
+        while not self._takes(close):
             if members and not self._takes(","):
                 raise _NoCall
+            if members and self._takes(close):  # behind a last comma
+                break
             key = self._key()
-            if key in members or not self._takes(":"):
+            if key in members or not any(self._takes(sign) for sign in signs):
                 raise _NoCall
-            members[key] = self.value(depth + 1)
-        return "{" + ", ".join(f"{key}: {value}" for key, value in members.items()) + "}"
+            members[key] = self._value(depth + 1)
+        return joined(members)
 
     def _list(self, depth: int) -> str:
         items: list[str] = []
         while not self._takes("]"):
             if items and not self._takes(","):
                 raise _NoCall
-            items.append(self.value(depth + 1))
+            if items and self._takes("]"):
+                break
+            items.append(self._value(depth + 1))
         return "[" + ", ".join(items) + "]"
 
     def _key(self) -> str:
         self._skip()
-        if quoted := self._quoted():
-            return quoted
+        if quoted := self._quoted(self._close_key):
+            return str(json.loads(quoted))
         found = _KEY.match(self._text, self._at)
         if found is None:
             raise _NoCall
         self._at = found.end()
-        return json.dumps(valid_text(found.group()), ensure_ascii=False)
+        return valid_text(found.group())
 
-    def _quoted(self) -> str:
-        """A text, if one stands here."""
+    def _quoted(self, closing: re.Pattern[str]) -> str:
+        """Read a text that has its opening mark, or quotes; "" where none begins here. It ends at the first mark that
+        something of a call follows."""
         if self._takes(self._mark):
-            end = self._text.find(self._mark, self._at)
-            if end < 0:
+            end = closing.search(self._text, self._at)
+            if end is None:
                 raise _NoCall
-            text, self._at = self._text[self._at : end], end + len(self._mark)
+            text, self._at = self._text[self._at : end.start()], end.end()
             return json.dumps(valid_text(text), ensure_ascii=False)
-        if not self._text.startswith('"', self._at):
+        if self._text[self._at : self._at + 1] not in ('"', "'"):
             return ""
-        scanner = JsonScanner()
-        self._at = scanner.feed(self._text, self._at)
-        if not scanner.done:
-            raise _NoCall
-        return scanner.text
+        text, self._at = text_at(self._text, self._at)
+        return text
 
     def _scalar(self) -> str:
+        """Read a number or a word of JSON's or Python's; "" where none stands here alone."""
         found = _SCALAR.match(self._text, self._at)
         scanner = JsonScanner()
-        if found is not None:
-            scanner.feed(found.group() + " ")
-        if found is None or not scanner.done:
-            raise _NoCall
+        if found is None or not self._behind.match(self._text, found.end()):
+            return ""
+        scanner.feed(found.group() + " ")
+        if not scanner.done:
+            return ""
         self._at = found.end()
         return scanner.text.strip()
+
+    def _unopened(self) -> str:
+        """Read a text whose opening mark is missing, up to its closing one."""
+        end = self._text.find(self._mark, self._at)
+        behind = end + len(self._mark)
+        if end <= self._at or not self._behind.match(self._text, behind):
+            raise _NoCall
+        text, self._at = self._text[self._at : end], behind
+        return json.dumps(valid_text(text), ensure_ascii=False)

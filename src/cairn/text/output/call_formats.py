@@ -26,6 +26,8 @@ from typing import Literal
 
 import msgspec
 
+from cairn.text.output.tagged_values import ValueTags
+
 Kind = Literal["object", "named", "tagged", "python", "braces", "channel"]
 
 CONTROL = re.compile(r"<[^<>\s=\"]+>|\[[A-Z_]+\]")
@@ -56,6 +58,10 @@ class CallFormat:
     """Between two sections."""
     listed: bool = False
     """Objects stand in a list."""
+    others: tuple[tuple[str, str], ...] = ()
+    """What models write in place of `begin` and `end` now and then."""
+    id_mark: str = ""
+    """Stands between a call's name and an id that the model writes, where it writes one."""
     single: bool = False
     """A section holds one call, and several stand one behind the other."""
     head: str = '"name": '
@@ -80,12 +86,42 @@ class CallFormat:
         return found[1] if found else "name"
 
     @property
+    def begins(self) -> tuple[str, ...]:
+        """The marks that begin a section, without the blanks around them."""
+        return tuple(mark for one in (self.begin, *(begin for begin, _ in self.others)) if (mark := one.strip()))
+
+    @property
+    def bare_name(self) -> bool:
+        """Nothing but white space stands behind a call's name, so that any text may look like one."""
+        return self.kind in ("named", "tagged") and not self.open.partition("{name}")[2].strip()
+
+    @property
+    def ids_last(self) -> bool:
+        """Models may write the id of a call behind its arguments, so that it is not known before."""
+        return self.kind == "object" and (self.begin.strip() == "[TOOL_CALLS]" or '"id"' in self.tail)
+
+    @property
+    def tags(self) -> ValueTags:
+        """The tags of its arguments."""
+        return _tags_of(self)
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """Parts of it that may be control tokens of a model, and must be read as text."""
-        written = (self.begin, self.end, self.open, self.close, self.joint, *self.key, self.value_end)
+        others = [mark for pair in self.others for mark in pair]
+        texts = [self.begin, self.end, self.open, self.close, self.joint, *self.key, self.value_end, self.id_mark]
+        written = [*texts, *others]
         parts = [part.replace("{name}", "").replace("{id}", "") for part in written]
         found = [one for part in parts for one in CONTROL.findall(part)]
         return tuple(dict.fromkeys([*found, self.value_end] if self.kind == "braces" else found))
+
+
+@functools.lru_cache(maxsize=64)
+def _tags_of(form: CallFormat) -> ValueTags:
+    opened = form.open.partition("{name}")[0].strip()
+    begins = [opened] if len(opened) > 1 else []
+    begins += [] if form.close.strip() else form.begins
+    return ValueTags(form.value_end, form.key, form.close, form.end, begins)
 
 
 FORMATS: tuple[CallFormat, ...] = (
@@ -131,6 +167,7 @@ FORMATS: tuple[CallFormat, ...] = (
         end="<|tool_calls_section_end|>",
         open="<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>",
         close="<|tool_call_end|>",
+        others=(("<|tool_call_section_begin|>", "<|tool_call_section_end|>"),),
     ),
     CallFormat(
         name="deepseek_v3",
@@ -157,6 +194,7 @@ FORMATS: tuple[CallFormat, ...] = (
         kind="named",
         begin="[TOOL_CALLS]",
         open="{name}[ARGS]",
+        id_mark="[CALL_ID]",
         joint="[TOOL_CALLS]",
     ),
     CallFormat(name="mistral", signs=("[TOOL_CALLS]",), kind="object", begin="[TOOL_CALLS]", joint=", ", listed=True),

@@ -11,14 +11,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cairn.text.grammar.grammar import HARMONY_FINAL, MAX_TEXT, GrammarError, literal, with_blanks
+import msgspec
+
+from cairn.text.grammar.exact_numbers import expression
+from cairn.text.grammar.grammar import HARMONY_FINAL, MAX_TEXT, GrammarError
+from cairn.text.grammar.json_schema import SchemaError, check_bounds, prepared_text
+from cairn.text.grammar.lark import literal
 from cairn.text.output.call_formats import CallFormat
 from cairn.text.output.tool_parser import is_text
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-_OPEN = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"))
-_OPEN |= {"anyOf", "oneOf", "allOf"}
-"""Keys of a schema beside which others may be meant."""
+NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
+"""The parameters of a tool that names none."""
+_encoder = msgspec.json.Encoder()
 _NO_CALL = r"~/[ \t\r\n]*(```[a-z_]*[ \t\r\n]*)?\{(.|\n)*/"
 """A text that does not begin as the call of an answer without tags does."""
 
@@ -28,24 +33,50 @@ class Offered(NamedTuple):
 
     name: str
     schema: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
+    """What of its schema they are not held to."""
 
 
 def callable_tools(
-    tools: Sequence[Mapping[str, Any]], names: Sequence[str] | None, held: Sequence[str] | None
+    tools: Sequence[Mapping[str, Any]],
+    names: Sequence[str] | None,
+    held: Sequence[str] | None,
+    strict: Sequence[str] = (),
 ) -> list[Offered]:
-    """The tools that may be called. Only the arguments of those that are `held` (None: of all) fit their schemas."""
-    found = []
+    """The tools that may be called. Only the arguments of those that are `held` (None: of all) fit their schemas.
+
+    Raises GrammarError for a schema of a `strict` one that cannot be held to in full, and for schemas that are too
+    long.
+    """
+    found, size = [], 0
     for tool in tools:
         function = tool["function"]
-        name, schema = function["name"], _closed(function.get("parameters") or ANY_OBJECT)
-        if names is None or name in names:
-            found.append(Offered(name, schema if held is None or name in held else ANY_OBJECT))
+        name = function["name"]
+        if names is not None and name not in names:
+            continue
+        if held is not None and name not in held:
+            found.append(Offered(name, ANY_OBJECT))
+            continue
+        given = _encoded(function.get("parameters") or NO_ARGUMENTS)
+        size += len(given)
+        if len(given) > MAX_TEXT or size > 4 * MAX_TEXT:
+            raise GrammarError(
+                f"{name[:64]}: the schemas of one tool may have {MAX_TEXT} bytes, of all tools {4 * MAX_TEXT}"
+            )
+        try:
+            schema, told = prepared_text(given, name in strict)
+        except (SchemaError, RecursionError) as error:
+            raise GrammarError(f"{name[:64]}: {error}") from None
+        held_to = schema if isinstance(schema, Mapping) else ANY_OBJECT
+        found.append(Offered(name, held_to, tuple(f"tools: {name[:64]}: {one}" for one in told)))
     return found
 
 
-def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Arguments that a schema does not name are not made up, unless it says that there may be others."""
-    return schema if schema.keys() & _OPEN else {**schema, "additionalProperties": False}
+def _encoded(schema: Any) -> bytes:
+    try:
+        return _encoder.encode(schema)
+    except (OverflowError, TypeError, UnicodeEncodeError):  # whole numbers of any size, and half surrogates
+        return json.dumps(schema).encode()
 
 
 def lark_of_calls(form: CallFormat, tools: Sequence[Offered], *, required: bool, parallel: bool) -> str:
@@ -80,7 +111,7 @@ class _Grammar:
     def __init__(self, form: CallFormat) -> None:
         self._form = form
         self._rules: list[str] = []
-        self._size = 0
+        self._size = self._json_size = 0
         self._count = 0
 
     def text(self) -> str:
@@ -96,12 +127,12 @@ class _Grammar:
 
     def call(self, tool: Offered) -> str:
         """The rule of a call of this tool."""
-        form, name = self._form, self._new("f")
+        form, name = self._form, self.new("f")
         if form.kind == "object":
             start = f'{{{form.head}{json.dumps(tool.name)}, "{form.arguments}": '
-            self.rule(name, f"{_numbered(start)} {_json(tool.schema)} {_literal(form.tail)}")
+            self.rule(name, f"{_numbered(start)} {self.json(tool.schema)} {_literal(form.tail)}")
         elif form.kind == "python":
-            given = self._keywords(tool.schema, "=", ", ", _json)
+            given = self._keywords(tool.schema, "=", ", ", self.json)
             self.rule(name, f"{_literal(tool.name + '(')} {given} {_literal(')')}")
         elif form.kind == "braces":
             given = self._keywords(tool.schema, ":", ",", self._braced)
@@ -109,14 +140,27 @@ class _Grammar:
             self.rule(name, f"{_literal(start)} {given} {_literal('}')}")
         elif form.kind == "channel":
             header = f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>"
-            self.rule(name, f"{_literal(header)} {_json(tool.schema)}")
+            self.rule(name, f"{_literal(header)} {self.json(tool.schema)}")
         else:
             opened = _numbered(form.open.replace("{name}", tool.name))
-            arguments = _json(tool.schema) if form.kind == "named" else self._tagged(tool.schema)
+            arguments = self.json(tool.schema) if form.kind == "named" else self._tagged(tool.schema)
             self.rule(name, f"{opened} {arguments} {_literal(form.close)}")
         return name
 
-    def _new(self, kind: str) -> str:
+    def json(self, schema: Any) -> str:
+        """JSON of a schema. GrammarError where that cannot be written."""
+        try:
+            check_bounds(schema)
+            written = expression(schema, self)
+        except SchemaError as error:
+            raise GrammarError(str(error)) from None
+        self._json_size += len(written)
+        if self._json_size > 4 * MAX_TEXT:  # here too: many are made before they are part of a rule
+            raise GrammarError(f"the tools make a grammar of more than {4 * MAX_TEXT} characters, the limit")
+        return written
+
+    def new(self, kind: str) -> str:
+        """A name that no rule has."""
         self._count += 1
         return f"{kind}{self._count}"
 
@@ -125,7 +169,7 @@ class _Grammar:
         form = self._form
         parts = []
         for key, value, required in _arguments(schema):
-            name = self._new("a")
+            name = self.new("a")
             told = form.words[0 if is_text(value) else 1]
             before = _literal(form.key[0] + key + form.key[1].replace("{kind}", told))
             self.rule(name, f"{before} {self._value(value)}")
@@ -136,20 +180,20 @@ class _Grammar:
         """A value and the tag behind it."""
         form = self._form
         if not is_text(schema):
-            return f"{_json(schema)} {_literal(form.value_end)}"
+            return f"{self.json(schema)} {_literal(form.value_end)}"
         if isinstance(schema, Mapping) and _fits_tags(schema.get("enum"), self._stops()):
             return f"({' | '.join(map(_literal, schema['enum']))}) {_literal(form.value_end)}"
         # A text ends where its tag comes; a line break before that is the model's to write.
         tag = form.value_end.strip()
         if pattern := _whole_pattern(schema):
             return f"{self._matching(pattern)} {_literal(form.value_end)}"
-        name = self._new("v")
+        name = self.new("v")
         self.rule(f"{name}[lazy]", f"{self._free()} {_literal(tag)}")
         return f"{name} {_literal(form.value_end.partition(tag)[2])}".rstrip()
 
     def _matching(self, pattern: str) -> str:
         """A text that fits a pattern, and holds nothing that would end it."""
-        name = self._new("v").upper()
+        name = self.new("v").upper()
         self.rule(name, rf"/{pattern}/ & ~/(.|\n)*({_either(self._stops())})(.|\n)*/")
         return name
 
@@ -201,7 +245,7 @@ class _Grammar:
             return f'"[" ({item} ("," {item})*)? "]"'
         if kind == "object" and isinstance(schema.get("properties"), Mapping):
             return f'"{{" {self._keywords(schema, ":", ",", self._braced)} "}}"'
-        return _json(schema) if kind in ("integer", "number", "boolean", "null") else self._any()
+        return self.json(schema) if kind in ("integer", "number", "boolean", "null") else self._any()
 
     def _marked(self) -> str:
         """A text between marks."""
@@ -214,7 +258,7 @@ class _Grammar:
         """Any value in braces."""
         if not any(one.startswith("any:") for one in self._rules):
             self.rule("any", "marked | scalar | object | list")
-            self.rule("scalar", f"{_json({'type': ['number', 'boolean', 'null']})}")
+            self.rule("scalar", f"{self.json({'type': ['number', 'boolean', 'null']})}")
             self.rule("object", '"{" (pair ("," pair)*)? "}"')
             self.rule("pair", '/[A-Za-z_][A-Za-z0-9_]{0,63}/ ":" any')
             self.rule("list", '"[" (any ("," any)*)? "]"')
@@ -233,7 +277,7 @@ class _Grammar:
         return "[" + ",".join(map(self._written, value)) + "]" if isinstance(value, list) else json.dumps(value)
 
     def _named(self, kind: str, body: str) -> str:
-        name = self._new(kind)
+        name = self.new(kind)
         self.rule(name, body)
         return name
 
@@ -263,10 +307,6 @@ def _fits_tags(values: Any, stops: Sequence[str]) -> bool:
     if not isinstance(values, list) or not values or not all(isinstance(one, str) for one in values):
         return False
     return not any(stop in one for one in values for stop in stops) and not any(one.strip() != one for one in values)
-
-
-def _json(schema: Any) -> str:
-    return f"%json {json.dumps(with_blanks(schema), ensure_ascii=False)}"
 
 
 def _either(texts: Sequence[str]) -> str:

@@ -3,8 +3,11 @@
     <|channel|>analysis<|message|>Thoughts.<|end|><|start|>assistant<|channel|>final<|message|>The answer.
     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}
 
-`analysis` is reasoning, a message to `functions` is a call, and all else is content. A call comes out whole or not at
-all; one that cannot be read is content with its header. Texts of one kind that are several messages are lines of one.
+`analysis` is reasoning, a message to `functions` is a call, and all else is content. A header whose `<|message|>` is
+missing ends at the next mark, or where something follows that is no part of one, and that is its message. A call of a
+tool that was offered is passed on once its arguments have begun (`begun_calls`). Any other comes out whole or not at
+all, and one that cannot be read is content with its header. Texts of one kind that are several messages
+are lines of one.
 """
 
 from __future__ import annotations
@@ -13,21 +16,39 @@ import copy
 import enum
 import re
 
+from cairn.text.output.json_scan import JsonScanner
 from cairn.text.output.pieces import PUSHED, Piece
-from cairn.text.output.tool_parser import ParsedCall, call_id, whole_json
-from cairn.types.outputs import ToolCallDelta
+from cairn.text.output.token_kinds import Run
+from cairn.text.output.tool_parser import call_id, whole_json
+from cairn.types.outputs import TokenKind, ToolCallDelta
 from cairn.types.request import OutputFormat
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ROLE = START + "assistant"
 RECIPIENT = "functions."
 MAX_HEADER = 256
+MOST_NEAR = 2 * MAX_HEADER
+"""Characters in which a header is looked for."""
+MAX_STRAY = 64
+"""Characters behind the channel in which `<|message|>` may still come."""
 _BEGINS = (CHANNEL, START, MESSAGE, "<|constrain|>", " to=", "to=")
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_TO = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
+_KNOWN = r"analysis|commentary|final"
+_CHANNEL = re.compile(rf"<\|channel\|>\s*({_KNOWN})(?![a-z])|<\|channel\|>\s*(\w+)")
+_TO = re.compile(r"(?:^|[\s>])to=([^\s<{]+)")
+_TO_PART = r"\s*+to=[^\s<{]++"
+_CHANNEL_PART = rf"\s*+<\|channel\|>\s*+(?:(?:{_KNOWN})(?![a-z])|\w++)"
+_TYPE_PART = r"\s*+<\|constrain\|>\s*+\w*+|\s*+(?:json|code)(?!\w)"
+_PARTS = re.compile(f"(?:{_TO_PART})*+(?:{_CHANNEL_PART})?+(?:{_TO_PART}|{_TYPE_PART})*+")
+"""What a header is made of, from its beginning on."""
 _MARKS = (START, CHANNEL, "<|end|>", "<|call|>", "<|return|>")
 _END = re.compile("|".join(map(re.escape, _MARKS)))
+_HEADER_END = re.compile("|".join(map(re.escape, (MESSAGE, *_MARKS))))
 _LONGEST = max(map(len, _MARKS))
+
+
+def _is_sure(channel: re.Match[str] | None, to: re.Match[str] | None) -> bool:
+    """Whether a header says enough without what ends it."""
+    return channel is not None and (bool(channel[1]) or to is not None)
 
 
 class _HarmonyAt(enum.Enum):
@@ -54,10 +75,23 @@ class HarmonySplitter:
         self._kept: list[str] = []
         """The header and the text of a call."""
         self._body: list[str] = []
+        self._scanner = JsonScanner()
+        """Reads the arguments of a call."""
+        self._streamed = False
+        """The call is passed on while it is written (`begun_calls`)."""
+        self._told = 0
+        """Pieces of its JSON that were."""
         self._said: set[str] = set()
         """Kinds of which there were messages."""
         self._fresh = False
         """Nothing of this message has come out."""
+        self._bare = False
+        """Its header lacks what sets it apart, so that blanks before it belong to neither."""
+        self._total = self._settled = self._begun = 0
+        """Characters that came; those that were shown or passed over; where the header of a call begins."""
+        self._runs: list[Run] = []
+        self.shown: int | None = None
+        """How many characters hold all that is shown; None: all of them."""
         self.complete_calls = 0
         """Tool calls that came out; each is complete."""
         self.unread = False
@@ -79,6 +113,7 @@ class HarmonySplitter:
         steps = {_HarmonyAt.HEADER: self._header, _HarmonyAt.BODY: self._text, _HarmonyAt.BETWEEN: self._between}
         for start in range(0, len(text), PUSHED):
             self._held += text[start : start + PUSHED]
+            self._total += len(text[start : start + PUSHED])
             while self._held and not self.over and steps[self._at](pieces):
                 pass
         return pieces
@@ -86,11 +121,26 @@ class HarmonySplitter:
     def finish(self, *, by_model: bool) -> list[Piece]:
         """The text ends: what was held back. `by_model`: it ended by itself and was not cut."""
         pieces: list[Piece] = []
+        if self._at is _HarmonyAt.HEADER and self._held and not self.over and not self._cut_header():
+            self._header(pieces, whole=True)
         held, self._held = self._held, ""
         if self._at is _HarmonyAt.BODY:
+            if self._name is None:
+                self._drop(self._total - len(held))
             self._take(held, pieces)
-            self._leave(pieces, whole=by_model)
+            self._leave(pieces, self._total, whole=by_model)
         return pieces
+
+    def decided(self) -> list[Run]:
+        """What was decided of the characters, one behind the other, since the last time."""
+        runs, self._runs = self._runs, []
+        return runs
+
+    def _cut_header(self) -> bool:
+        """Whether what is held is the beginning of a header and nothing else."""
+        parts = _PARTS.match(self._held)
+        rest = self._held[parts.end() if parts else 0 :]
+        return any(one.startswith(rest) for one in (*_BEGINS, *_MARKS) if rest[:1] in ("", "<"))
 
     def copy(self) -> HarmonySplitter:
         """Another one in the same state."""
@@ -101,36 +151,65 @@ class HarmonySplitter:
         pieces: list[Piece] = []
         if self._at is _HarmonyAt.BODY and self._name is None and self._kind == "text":
             held, self._held = self._held, ""
+            self._drop(self._total - len(held))
             self._take(held, pieces)
         return pieces
 
-    def _header(self, pieces: list[Piece]) -> bool:
-        """Read a header, if there is one; whether to go on."""
+    def _header(self, pieces: list[Piece], *, whole: bool = False) -> bool:
+        """Read a header, if there is one; whether to go on. `whole`: no more of the text comes."""
         text = self._held
-        line = text.partition("\n")[0]
-        end = line.find(MESSAGE, 0, MAX_HEADER + len(MESSAGE))
-        begins = any(text.startswith(one[: len(text)]) for one in _BEGINS)
-        if end < 0 and begins and line == text and len(text) < MAX_HEADER + len(MESSAGE):
-            return False
-        header = text[:end] if begins and end >= 0 else ""
         if text.startswith(START):
             self._at = _HarmonyAt.BETWEEN
             return True
+        begins = any(text.startswith(one[: len(text)]) for one in _BEGINS)
+        if begins and not text.startswith(_BEGINS) and not whole:
+            return False
+        end = self._header_end(text, whole=whole) if begins else -1
+        if end is None:
+            return False
+        header = text[: max(end, 0)]
         channel, to = _CHANNEL.search(header), _TO.search(header)
-        known = begins and end >= 0 and (to is None or self._calls(to[1]))
+        behind = end + len(MESSAGE) if text.startswith(MESSAGE, end) else end
+        known = begins and end >= 0 and (to is None or self._calls(to[1])) and (behind > end or _is_sure(channel, to))
+        said = "" if channel is None else channel[1] or channel[2]
         self._name = to[1].removeprefix(RECIPIENT) if known and to is not None else None
-        self._kind = "reasoning" if known and channel is not None and channel[1] == "analysis" else "text"
+        self._kind = "reasoning" if known and said == "analysis" else "text"
+        self._kept, self._body = [text[:behind]] if self._name is not None else [], []
+        self._scanner, self._streamed, self._told = JsonScanner(), False, 0
+        self._at, self._fresh, self._bare = _HarmonyAt.BODY, True, known and behind == end
+        self._begun = self._total - len(text)
+        if not known or self._name is not None:
+            self._drop(self._begun)
         if known:
-            self._held = text[end + len(MESSAGE) :]
-        self._kept, self._body = [text[: end + len(MESSAGE)]] if self._name is not None else [], []
-        self._at, self._fresh = _HarmonyAt.BODY, True
-        if not known and end >= 0 and begins:  # to somebody else: shown as it is
-            self._take(text[: end + len(MESSAGE)], pieces)
-            self._held = text[end + len(MESSAGE) :]
-        elif not known and text.startswith(CHANNEL):
+            self._held = text[behind:]
+        elif begins and behind > end >= 0:  # to somebody else: shown as it is
+            self._take(text[:behind], pieces)
+            self._held = text[behind:]
+        elif text.startswith(CHANNEL):
             self._take(CHANNEL, pieces)
             self._held = text[len(CHANNEL) :]
         return True
+
+    def _header_end(self, text: str, *, whole: bool) -> int | None:
+        """Where a header ends, -1 where it is none; None where that is not there yet. `whole`: no more comes."""
+        near = text[:MOST_NEAR]
+        parts = _PARTS.match(near)
+        end = parts.end() if parts else 0
+        channel, to = _CHANNEL.search(near[:end]), _TO.search(near[:end])
+        sure = _is_sure(channel, to)
+        most = end + MAX_STRAY if sure else MAX_HEADER
+        line = near.partition("\n")[0]
+        begun = end + len(line[end:]) - len(line[end:].lstrip())
+        if channel is None and line.startswith(CHANNEL, begun):
+            begun += len(CHANNEL)  # its word is still to come
+        mark = _HEADER_END.search(line, begun)
+        if mark is not None and mark.start() <= most:
+            if mark.group() == MESSAGE:
+                return mark.start()
+            return end if sure else -1
+        if line == near and len(text) < min(most + _LONGEST, MOST_NEAR) and not whole:
+            return None
+        return end if sure else -1
 
     def _calls(self, to: str) -> bool:
         return self._output.tools and (to.startswith(RECIPIENT) or to in self._offered)
@@ -138,19 +217,24 @@ class HarmonySplitter:
     def _text(self, pieces: list[Piece]) -> bool:
         """Pass a message on up to its end, or up to what may be one."""
         text = self._held
+        place = self._total - len(text)
+        if self._name is None:
+            self._drop(place)
         found = _END.search(text)
         if found is None:
             first = max(0, len(text) - _LONGEST + 1)
-            place = text.find("<", first)
-            while place >= 0 and not any(mark.startswith(text[place:]) for mark in _MARKS):
-                place = text.find("<", place + 1)
-            end = len(text) if place < 0 else place
+            begin = text.find("<", first)
+            while begin >= 0 and not any(mark.startswith(text[begin:]) for mark in _MARKS):
+                begin = text.find("<", begin + 1)
+            end = len(text) if begin < 0 else begin
             self._held = text[end:]
             self._take(text[:end], pieces)
             return False
         self._take(text[: found.start()], pieces)
-        self._leave(pieces, whole=True)
+        self._leave(pieces, place + found.start(), whole=True)
         going = found.group() in (START, CHANNEL)
+        if not going:
+            self._drop(place + found.end())
         self._held = text[found.start() if going else found.end() :]
         self._at = _HarmonyAt.HEADER if found.group() == CHANNEL else _HarmonyAt.BETWEEN
         return True
@@ -166,29 +250,84 @@ class HarmonySplitter:
 
     def _take(self, text: str, pieces: list[Piece]) -> None:
         """More of a message."""
+        if self._bare:
+            blank = len(text) - len(text.lstrip())
+            if self._name is None:
+                self._drop(self._settled + blank)
+            text = text[blank:]
         if not text:
             return
+        self._bare = False
         if self._name is not None:
             self._body.append(text)
+            self._scanner.feed(text)
+            if not self._streamed and self._scanner.is_object and self._name in self._offered:
+                self._streamed = True
+                pieces.append(self._first(self._name, ""))
+            self._pass_on(pieces)
             return
+        self._decide(TokenKind.CONTENT if self._kind == "text" else TokenKind.REASONING, len(text))
         if self._fresh and self._kind in self._said:
             text = "\n" + text
         self._fresh = False
         self._said.add(self._kind)
         pieces.append((self._kind, text))
 
-    def _leave(self, pieces: list[Piece], *, whole: bool) -> None:
-        """The end of a message: a call comes out, if it is one."""
+    def _drop(self, end: int) -> None:
+        """What was not decided before this place is a header or a mark, or a call."""
+        self._decide(TokenKind.REASONING_TAG if self._kind == "reasoning" else TokenKind.HIDDEN, end - self._settled)
+
+    def _decide(self, kind: TokenKind, size: int) -> None:
+        if size > 0:
+            self._settled += size
+            self._runs.append((kind, size))
+
+    def _leave(self, pieces: list[Piece], end: int, *, whole: bool) -> None:
+        """The end of a message, at this place: a call comes out, if it is one."""
         name, self._name = self._name, None
         if name is None:
             return
         body = "".join(self._body)
+        if self._streamed and not whole:
+            return
+        if self._streamed:
+            self._end_streamed(body, pieces, end)
+            return
         arguments = whole_json(body.strip() or "{}") if whole else None
         if arguments is None or not arguments.startswith("{") or not name:
             self._kind, self.unread = "text", True
             self._take("".join(self._kept) + body, pieces)
             return
-        call = ParsedCall(name, arguments)
-        index, self.complete_calls = self.complete_calls, self.complete_calls + 1
-        id = call_id(*self._source, index)
-        pieces.append(ToolCallDelta(index=index, id=id, name=call.name, arguments=call.arguments))
+        pieces.append(self._first(name, arguments))
+        self._end_call(end)
+
+    def _pass_on(self, pieces: list[Piece]) -> None:
+        """Pass on what is certain of a call that is being written."""
+        end = self._scanner.certain[0]
+        if self._streamed and end > self._told:
+            text = self._scanner.between(self._told, end)
+            if text := text if self._told else text.lstrip():
+                pieces.append(ToolCallDelta(index=self.complete_calls, arguments=text))
+            self._told = end
+
+    def _first(self, name: str, arguments: str) -> ToolCallDelta:
+        index = self.complete_calls
+        return ToolCallDelta(index=index, id=call_id(*self._source, index), name=name, arguments=arguments)
+
+    def _end_streamed(self, body: str, pieces: list[Piece], end: int) -> None:
+        """A call that was passed on ends. What follows its arguments is content; broken ones go on as written."""
+        if self._scanner.lacking == 1 and not self._scanner.failed:
+            self._scanner.close()
+            self._pass_on(pieces)
+        rest = body[self._scanner.certain[1] :]
+        if not self._scanner.done and rest:
+            pieces.append(ToolCallDelta(index=self.complete_calls, arguments=rest))
+        self.unread |= not self._scanner.done
+        self._end_call(end if not self._scanner.done else end - len(rest))
+        if self._scanner.done and rest.strip():
+            self._take(rest, pieces)
+
+    def _end_call(self, end: int) -> None:
+        self.complete_calls += 1
+        self._kind = "text"
+        self._drop(end)

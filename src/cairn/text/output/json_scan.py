@@ -49,17 +49,23 @@ class JsonScanner:
 
     __slots__ = (
         "_at",
+        "_base",
         "_comma",
+        "_comma_place",
         "_doubtful",
         "_failed",
         "_hex",
+        "_hold",
         "_key",
         "_letter_next",
         "_mark",
         "_mended",
+        "_read",
         "_scalar",
         "_stack",
         "_text",
+        "ends",
+        "is_object",
         "key",
         "members",
     )
@@ -73,17 +79,25 @@ class JsonScanner:
         self._hex = ""
         self._scalar = ""
         self._text: list[str] = []
-        self._comma = 0
-        """The piece of `_text` that is the last comma."""
+        self._comma = self._comma_place = 0
+        """The piece of `_text` that is the last comma, and how many characters were read before it."""
+        self._read = self._base = 0
+        """Characters read before; those before the text that is being fed."""
+        self._hold: tuple[int, int] | None = None
+        """Where what was read may yet turn out to be wrong, as `certain` has it."""
         self._mark = 0
         """The piece with which the member of the outermost object begins: its key, then its value."""
         self._mended = self._doubtful = self._letter_next = False
         """In the text being read: a backslash was mended to stand for itself; another one, taken for an escape, stands
         before a letter, as in a path; the last one may."""
+        self.is_object = False
+        """The value begins as an object does."""
         self.key = ""
         """The key of the outermost object's member that is being read, or was last."""
         self.members: list[tuple[str, str]] = []
         """Key, and value as JSON, of each member of the outermost object that was read."""
+        self.ends: list[int] = []
+        """How many characters were read up to the end of each of them."""
 
     @property
     def done(self) -> bool:
@@ -107,6 +121,27 @@ class JsonScanner:
         behind = at is _JsonAt.AFTER or (at is _JsonAt.SCALAR and _is_scalar(self._scalar))
         return len(self._stack) if behind and "[" not in self._stack else 0
 
+    @property
+    def certain(self) -> tuple[int, int]:
+        """How many pieces of the text stay as they are, whatever follows, and how many characters they were read
+        from."""
+        if self._hold is not None:
+            return self._hold
+        state = self._failed if self.failed else self._at
+        if state in (_JsonAt.KEY, _JsonAt.ITEM):  # a comma before a closing bracket is left out
+            return self._comma, self._comma_place
+        open_ended = {_JsonAt.ESCAPE: 1, _JsonAt.HEX: 2 + len(self._hex), _JsonAt.SCALAR: len(self._scalar)}
+        return len(self._text), self._read - open_ended.get(state, 0)
+
+    @property
+    def member(self) -> int | None:
+        """The piece with which an object begins that is a member's value and is being read; None while none is."""
+        return self._mark if self._stack[:2] == ["{", "{"] else None
+
+    def between(self, begin: int, end: int) -> str:
+        """Return some pieces of the text."""
+        return "".join(self._text[begin:end])
+
     def close(self) -> None:
         """Add the braces that lack."""
         lacking = self.lacking
@@ -117,6 +152,7 @@ class JsonScanner:
     def feed(self, text: str, start: int = 0) -> int:
         """Read on from text[start]. Returns where it stopped: len(text) unless `done` or `failed`."""
         at = start
+        self._base = self._read - start
         while at < len(text) and self._at is not _JsonAt.DONE and self._at is not _JsonAt.FAILED:
             if self._at is _JsonAt.STRING:
                 at = self._string(text, at)
@@ -131,6 +167,7 @@ class JsonScanner:
                 end = found.end() if found else at
                 self._text.append(text[at:end])
                 at = end if end == len(text) else self._structure(text[end], end)
+        self._read = self._base + at
         return at
 
     def _structure(self, character: str, at: int) -> int:
@@ -138,14 +175,14 @@ class JsonScanner:
         if state is _JsonAt.COLON and character == ":":
             self._at = _JsonAt.VALUE
         elif state is _JsonAt.AFTER and character == ",":
-            self._comma = len(self._text)
+            self._comma, self._comma_place = len(self._text), self._base + at
             self._at = _JsonAt.KEY if self._stack[-1] == "{" else _JsonAt.ITEM
         elif character in "}]" and self._closes(character):
             if state in (_JsonAt.KEY, _JsonAt.ITEM):
                 self._text[self._comma] = ""
             self._stack.pop()
             self._text.append(character)
-            self._end_value()
+            self._end_value(at + 1)
             return at + 1
         elif state in (_JsonAt.FIRST_KEY, _JsonAt.KEY) and character == '"':
             self._key = True
@@ -179,6 +216,7 @@ class JsonScanner:
             self._key = False
             self._at = _JsonAt.STRING
         elif character in "{[" and len(self._stack) < MAX_DEPTH:
+            self.is_object |= character == "{" and not self._stack
             self._stack.append(character)
             self._at = _JsonAt.FIRST_KEY if character == "{" else _JsonAt.FIRST_ITEM
         elif character in "-0123456789tfnTFN":
@@ -190,9 +228,10 @@ class JsonScanner:
         self._text.append(character)
         return at + 1
 
-    def _end_value(self) -> None:
+    def _end_value(self, end: int) -> None:
         self._at = _JsonAt.AFTER if self._stack else _JsonAt.DONE
         if self._stack == ["{"]:
+            self.ends.append(self._base + end)
             self.members.append((self.key, "".join(self._text[self._mark :])))
 
     def _string(self, text: str, at: int) -> int:
@@ -210,15 +249,16 @@ class JsonScanner:
             if self._mended and self._doubtful:
                 return self._fail(end)
             self._mended = self._doubtful = False
+            self._hold = None
             self._text.append('"')
-            self._end_string()
+            self._end_string(end + 1)
         else:
             self._text.append(_escaped(text[end]))
         return end + 1
 
-    def _end_string(self) -> None:
+    def _end_string(self, end: int) -> None:
         if not self._key:
-            self._end_value()
+            self._end_value(end)
             return
         self._at = _JsonAt.COLON
         if len(self._stack) == 1:
@@ -235,14 +275,19 @@ class JsonScanner:
         elif character == "'":
             self._text.append(character)
         else:
-            self._mended = True
+            self._mend(at - 1)
             self._text.append("\\\\" + _escaped(character))
         return at + 1
+
+    def _mend(self, at: int) -> None:
+        """Take a backslash for itself; whether that is right is told by the rest of the text."""
+        self._mended = True
+        self._hold = self._hold or (len(self._text), self._base + at)
 
     def _more_hex(self, character: str, at: int) -> int:
         if character not in "0123456789abcdefABCDEF":  # as in a path of Windows
             self._at = _JsonAt.STRING
-            self._mended = True
+            self._mend(at - 2 - len(self._hex))
             self._text.append("\\\\u" + self._hex)
             return at
         self._hex += character
@@ -260,9 +305,10 @@ class JsonScanner:
                 return end
         elif len(scalar) <= MAX_SCALAR and _is_scalar(scalar):
             self._text.append(_WORDS.get(scalar, scalar))
-            self._end_value()
+            self._end_value(end)
             return end
         before = len(scalar) - (end - at)
+        self._hold = len(self._text), self._base + at - before
         self._scalar = ""
         self._fail(at)
         return at + _fitting(scalar, before)

@@ -32,6 +32,8 @@ class ThoughtFormat:
     over: tuple[str, ...] = ()
     """What ends such an answer: the model's last token, or what the template has in its place."""
 
+    answer: tuple[str, str] = ("", "")
+    """What stands around all that follows the thought, where something does."""
     shut: bool = False
     """An answer that is whole ends with a control token of its own, before what is in `over`."""
 
@@ -74,6 +76,31 @@ THOUGHTS: tuple[ThoughtFormat, ...] = (
         turn="<|CHATBOT_TOKEN|>",
         over=("<|END_OF_TURN_TOKEN|>",),
         shut=True,
+    ),
+    ThoughtFormat(
+        name="mistral", signs=("[THINK]",), open="[THINK]", close="[/THINK]", markers=("[THINK]", "[/THINK]")
+    ),
+    ThoughtFormat(
+        name="seed",
+        signs=("<seed:think>",),
+        open="<seed:think>",
+        close="</seed:think>",
+        markers=("<seed:think>", "</seed:think>"),
+    ),
+    ThoughtFormat(
+        name="apertus",
+        signs=("<|inner_prefix|>",),
+        open="<|inner_prefix|>",
+        close="<|inner_suffix|>",
+        markers=("<|inner_prefix|>", "<|inner_suffix|>"),
+    ),
+    ThoughtFormat(
+        name="hunyuan",
+        signs=("<answer>", "</answer>"),
+        open="<think>",
+        close="</think>",
+        markers=("<think>", "</think>", "<answer>", "</answer>"),
+        answer=("<answer>", "</answer>"),
     ),
     THINK,
 )

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 from cairn.text.output.output_parser import all_markers, markers, splitter
 from cairn.text.output.pieces import Piece
+from cairn.text.output.token_kinds import Run, TokenKinds
 from cairn.text.tokens.tokenizer import Tokenizer
-from cairn.types.outputs import Delta, FinishReason, ToolCallDelta
+from cairn.types.outputs import Delta, FinishReason, TokenKind, ToolCallDelta, joined_calls
 from cairn.types.request import Request
 
 
@@ -116,6 +117,11 @@ class TextStream:
         """The end of all text so far, control tokens included, in which a stop string may begin."""
         self._in_content = not output.reasoning_open
         self._unstoppable = request.sampling.min_tokens
+        self._skip = skip
+        self._scored = request.sampling.logprobs
+        split = self._splitter is not None or self._stops is not None
+        self._kinds = TokenKinds() if split and (output.reasoning or self._scored) else None
+        """Where it is told what each token is a part of."""
         self.tokens: list[int] = []
         """Every token that counts: those after the one that completed a stop string do not."""
         self.before: list[Delta] = []
@@ -132,13 +138,19 @@ class TextStream:
 
     @property
     def unread_call(self) -> bool:
-        """Something began as a call of a tool does and could not be read as one: it is content."""
+        """Something began as a call of a tool does and could not be read as one: it is content, or the arguments of
+        a call, as it was written."""
         return self._splitter is not None and self._splitter.unread
 
     @property
     def completion_tokens(self) -> int:
         """Tokens that count."""
         return len(self.tokens)
+
+    @property
+    def undecided(self) -> int:
+        """Tokens of which it was not told what they are a part of."""
+        return 0 if self._kinds is None else self._kinds.undecided
 
     def push(self, tokens: Sequence[int]) -> list[Delta]:
         """Take new tokens; at least one delta comes back for tokens that count.
@@ -147,8 +159,9 @@ class TextStream:
         """
         if self._splitter is None and self._stops is None:
             self.tokens += tokens
-            return [Delta(text=self._detokenizer.push(tokens), tokens=tuple(tokens))]
-        pieces: list[Piece] = []
+            kinds = bytes(map(self._kind, tokens)) if self._scored else b""
+            return [Delta(text=self._detokenizer.push(tokens), tokens=tuple(tokens), kinds=kinds)]
+        pieces: list[Piece | bytes] = []
         counted = len(self.tokens)
         for token in tokens:
             if self.stopped:
@@ -156,12 +169,17 @@ class TextStream:
             self.tokens.append(token)
             unseen = self._stop_tokens.get(token, "") if len(self.tokens) > self._unstoppable else ""
             said = self._detokenizer.push((token,))
-            split = self._split(said + self._detokenizer.flush() if unseen else said)
-            pieces += self._visible(split)
+            said += self._detokenizer.flush() if unseen else ""
+            split = self._split(said)
+            visible = self._visible(split)
             if split:
                 self._in_content = self._is_content(split)
             if unseen and not self.stopped:
-                pieces += self._unseen(unseen)
+                visible += self._unseen(unseen)
+            pieces += visible
+            if self._kinds is not None:
+                self._kinds.add(len(said), hidden=token in self._skip)
+                pieces.append(self._kinds.settle(self._runs(said), _content(visible), cut=self.stopped))
         counted = len(self.tokens) - counted
         return _deltas(pieces, tuple(tokens[:counted]))
 
@@ -171,8 +189,9 @@ class TextStream:
         STOP becomes TOOL_CALLS if a complete tool call came out. A stop string in the last text turns LENGTH into STOP.
         """
         pieces: list[Piece] = []
+        rest = ""
         if not self.stopped:
-            pieces = self._split(self._detokenizer.flush())
+            pieces = self._split(rest := self._detokenizer.flush())
             if self._splitter is not None:
                 pieces += self._splitter.finish(by_model=reason is FinishReason.STOP)
             pieces = self._visible(pieces)
@@ -182,7 +201,18 @@ class TextStream:
             reason = FinishReason.STOP
         if reason is FinishReason.STOP and self._splitter is not None and self._splitter.complete_calls:
             reason = FinishReason.TOOL_CALLS
-        return _deltas(pieces, ()), reason
+        kinds = b"" if self._kinds is None else self._kinds.finish(len(rest), self._runs(rest), _content(pieces))
+        return _deltas([*pieces, kinds], ()), reason
+
+    def _kind(self, token: int) -> int:
+        """What a token is a part of where all text is content."""
+        return TokenKind.HIDDEN if token in self._skip else TokenKind.CONTENT
+
+    def _runs(self, said: str) -> Sequence[Run]:
+        """What was decided of the characters since the last time; `said`: those that came."""
+        if self._splitter is None:
+            return [(TokenKind.CONTENT, len(said))] if said else []
+        return self._splitter.decided()
 
     @staticmethod
     def _is_content(pieces: list[Piece]) -> bool:
@@ -249,20 +279,31 @@ class TextStream:
         return seen
 
 
-def _deltas(pieces: list[Piece], tokens: tuple[int, ...]) -> list[Delta]:
-    """Make as few deltas as keep the order: one holds reasoning, then text, then tool calls."""
+def _content(pieces: list[Piece]) -> int:
+    """Return how many characters of content there are."""
+    return sum(len(one[1]) for one in pieces if not isinstance(one, ToolCallDelta) and one[0] == "text")
+
+
+def _deltas(pieces: Sequence[Piece | bytes], tokens: tuple[int, ...]) -> list[Delta]:
+    """Make as few deltas as keep the order: one holds reasoning, then text, then tool calls. Kinds of tokens go with
+    the piece before them."""
     deltas: list[Delta] = []
     texts = ["", ""]
     calls: list[ToolCallDelta] = []
+    kinds = b""
     highest = 0
 
     def close() -> None:
-        nonlocal texts, calls, highest, tokens
-        if any(texts) or calls or tokens:
-            deltas.append(Delta(text=texts[1], reasoning=texts[0], tool_calls=tuple(calls), tokens=tokens))
-        texts, calls, highest, tokens = ["", ""], [], 0, ()
+        nonlocal texts, calls, kinds, highest, tokens
+        if any(texts) or calls or tokens or kinds:
+            one = Delta(text=texts[1], reasoning=texts[0], tool_calls=joined_calls(calls), tokens=tokens, kinds=kinds)
+            deltas.append(one)
+        texts, calls, kinds, highest, tokens = ["", ""], [], b"", 0, ()
 
     for piece in pieces:
+        if isinstance(piece, bytes):
+            kinds += piece
+            continue
         rank = 2 if isinstance(piece, ToolCallDelta) else _ORDER[piece[0]]
         if rank < highest:
             close()

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from cairn.text.chat.call_ids import with_ids
 from cairn.text.chat.template_traits import ASKED, SAID, USER, Message, Render, Traits, in_parts
 from cairn.text.output.call_formats import CONTROL
 from cairn.text.output.reasoning_formats import THOUGHTS
@@ -55,7 +56,8 @@ async def written_by(
     found: dict[str, str] = {}
     for check in checks:
         calls = CHECKS[check]
-        text = await render(in_parts([ASKED, _message(calls)], traits.parts), variables)
+        shown = with_ids([ASKED, _message(calls)], traits.ids if traits.ids == "kimi" else "any")
+        text = await render(in_parts(shown, traits.parts), variables)
         if text is not None and all(name in text for name, _ in calls):
             place = _ended(_place(text, head, tail), ends, calls[-1][0])
             if len(place) <= MAX_PLACE and all(place.count(word) <= MAX_COUNT for word in _WORDS):

@@ -1,4 +1,4 @@
-"""Few may work at once, and tenants take turns: who has much to do does not hold up the others."""
+"""A semaphore that is fair between tenants: one with much to do does not hold up the others."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from cairn.system.deadline import DEADLINE
 from cairn.types.errors import DeadlineExceeded
 
 
-class TenantPlaces:
-    """So many places, in the order of arrival; each tenant has or waits for one at most, and its others for that."""
+class FairSemaphore:
+    """Semaphore over `slots` slots; each tenant holds or queues for one at a time, its other calls behind it."""
 
-    def __init__(self, places: int) -> None:
-        self._places = asyncio.Semaphore(places)
+    def __init__(self, slots: int) -> None:
+        self._slots = asyncio.Semaphore(slots)
         self._tenants: dict[str, tuple[asyncio.Lock, int]] = {}
-        """A tenant's own turn, and how many have it or wait for it."""
+        """For each tenant its lock and how many calls hold it or wait for it."""
 
     @contextlib.asynccontextmanager
-    async def place(self, tenant: str) -> AsyncIterator[None]:
-        """A place. DeadlineExceeded where there is none before the call wants its answer."""
+    async def slot(self, tenant: str) -> AsyncIterator[None]:
+        """Hold a slot while entered. Raise DeadlineExceeded if none frees up before the request's deadline."""
         turn, count = self._tenants.get(tenant) or (asyncio.Lock(), 0)
         self._tenants[tenant] = turn, count + 1
         try:
@@ -30,7 +30,7 @@ class TenantPlaces:
                 try:
                     async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
                         await held.enter_async_context(turn)
-                        await held.enter_async_context(self._places)
+                        await held.enter_async_context(self._slots)
                 except TimeoutError:
                     raise DeadlineExceeded("the request reached its time limit before its document was read") from None
                 yield

@@ -7,16 +7,16 @@ import time
 
 import pytest
 
-from cairn.rag.turns import TenantPlaces
+from cairn.rag.fair_semaphore import FairSemaphore
 from cairn.system.deadline import DEADLINE
 from cairn.types.errors import DeadlineExceeded
 
 
 async def test_who_has_much_to_do_does_not_hold_up_others() -> None:
-    turns, order, inside = TenantPlaces(2), list[str](), list[str]()
+    turns, order, inside = FairSemaphore(2), list[str](), list[str]()
 
     async def work(tenant: str) -> None:
-        async with turns.place(tenant):
+        async with turns.slot(tenant):
             inside.append(tenant)
             assert len(inside) <= 2 and inside.count(tenant) == 1
             order.append(tenant)
@@ -29,20 +29,20 @@ async def test_who_has_much_to_do_does_not_hold_up_others() -> None:
 
 
 async def test_waiting_ends_with_the_call() -> None:
-    turns = TenantPlaces(1)
+    turns = FairSemaphore(1)
 
     async def late(tenant: str) -> None:
         DEADLINE.set(time.monotonic() + 0.05)
         with pytest.raises(DeadlineExceeded):
-            async with turns.place(tenant):
+            async with turns.slot(tenant):
                 pass
 
-    async with turns.place("me"):
+    async with turns.slot("me"):
         await asyncio.wait_for(asyncio.gather(late("me"), late("you")), 5)
-        waiting = asyncio.create_task(turns.place("me").__aenter__())
+        waiting = asyncio.create_task(turns.slot("me").__aenter__())
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait({waiting})
         assert [count for _, count in turns._tenants.values()] == [1]
-    async with asyncio.timeout(5), turns.place("you"):
+    async with asyncio.timeout(5), turns.slot("you"):
         assert list(turns._tenants) == ["you"]

@@ -1,0 +1,84 @@
+"""OpenAI's custom tools, whose input is one text: to the model each is a function with one argument.
+
+A grammar that the input is held to becomes a pattern of that argument; one that has none is told to the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from cairn.text.grammar.lark_pattern import NotRegular, pattern_of
+from cairn.types.errors import InvalidRequest
+
+ARGUMENT = "input"
+
+
+class FreeTextTool(NamedTuple):
+    """A custom tool as a function."""
+
+    function: dict[str, Any]
+    why_not: str
+    """Why its input is not held to its grammar; empty where it is, or has none."""
+
+
+def function_of(name: str, description: str | None, form: Any, where: str) -> FreeTextTool:
+    """Return the function that a custom tool becomes. InvalidRequest for a `form` that is none, which stands at
+    `where`."""
+    grammar, pattern, why_not = _grammar(form, where)
+    text = {"type": "string", "description": "the whole input, as it is"}
+    if pattern:
+        text["pattern"] = f"^(?:{pattern})$"
+    told = "\n".join(filter(None, [description, grammar and f"Its input has this grammar:\n{grammar}"]))
+    parameters = {"type": "object", "properties": {ARGUMENT: text}, "required": [ARGUMENT]}
+    function: dict[str, Any] = {"name": name, "description": told or None, "parameters": parameters}
+    if pattern:
+        function["strict"] = True
+    return FreeTextTool(function, why_not)
+
+
+def packed(text: str) -> str:
+    """The arguments of a call with this input."""
+    return json.dumps({ARGUMENT: text}, ensure_ascii=False)
+
+
+def free_text(arguments: str) -> str:
+    """The input that a call's arguments hold, or its beginning where the call was cut; what a model made otherwise
+    stands as it is."""
+    for end in ("", '"}'):
+        try:
+            found = json.loads(arguments + end)[ARGUMENT]
+        except (ValueError, RecursionError, KeyError, TypeError):
+            continue
+        return found if isinstance(found, str) else arguments
+    return arguments
+
+
+def warning(where: str, why_not: str) -> str:
+    """What is told of a grammar that the model is not held to."""
+    return f"{where}: the model is told of this grammar and not held to it: it {why_not}"
+
+
+def _grammar(form: Any, where: str) -> tuple[str, str, str]:
+    """The grammar of a tool's input, the pattern of it, and why there is none; empty where any text will do.
+
+    The Responses API has `syntax` and `definition` in the format itself, chat completions in its `grammar`.
+    """
+    if form is None or (isinstance(form, dict) and form.get("type") == "text"):
+        return "", "", ""
+    if not isinstance(form, dict) or form.get("type") != "grammar":
+        raise InvalidRequest(f"{where}.type must be text or grammar", field=f"{where}.type")
+    if isinstance(inner := form.get("grammar"), Mapping):
+        form, where = inner, f"{where}.grammar"
+    syntax, definition = form.get("syntax"), form.get("definition")
+    if syntax not in ("lark", "regex"):
+        raise InvalidRequest(f"{where}.syntax must be lark or regex", field=f"{where}.syntax")
+    if not isinstance(definition, str) or not definition:
+        raise InvalidRequest(f"{where}.definition must be a text", field=f"{where}.definition")
+    if syntax == "regex":
+        return definition, definition, ""
+    try:
+        return definition, pattern_of(definition), ""
+    except NotRegular as error:
+        return definition, "", str(error)

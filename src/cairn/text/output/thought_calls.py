@@ -1,0 +1,117 @@
+"""Calls inside reasoning that was never ended: `<think>I look it up. <tool_call>{...}</tool_call>`, and nothing more.
+
+A model may also only think of a call. So what stands in reasoning is a call only if its tool was offered, it fits the
+tool's schema, and nothing follows it in the whole answer but further calls and the end of the reasoning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from cairn.text.output.argument_fit import fits
+from cairn.text.output.tool_parser import ParsedCall
+from cairn.types.request import OutputFormat
+
+MOST_TRIED = 8
+"""Marks in one reasoning behind which no call stands; then no more are looked at."""
+MOST_BLANK = 256
+"""White space behind a call; behind more the reasoning goes on."""
+_BLANK = re.compile(r"\s*+")
+
+
+class CallSource(Protocol):
+    """What reads a section of calls (`CallReader`, `SectionReader`)."""
+
+    @property
+    def closed(self) -> bool: ...  # noqa: D102
+    @property
+    def failed(self) -> bool: ...  # noqa: D102
+    @property
+    def again(self) -> str: ...  # noqa: D102
+    def take(self) -> list[ParsedCall]: ...  # noqa: D102
+    def feed(self, text: str, start: int) -> int: ...  # noqa: D102
+    def finish(self, *, by_model: bool) -> None: ...  # noqa: D102
+
+
+class ThoughtCallReader:
+    """Reads from a mark in reasoning to the end of the answer, or to what shows that it is none of its calls."""
+
+    def __init__(
+        self, opening: str, output: OutputFormat, marks: Sequence[str], close: str, reader: Callable[[str], CallSource]
+    ) -> None:
+        """Begin behind the mark `opening`, perhaps with a line break before it. `marks` are all that begin calls,
+        `close` ends the reasoning, and `reader` makes what reads behind a mark."""
+        self._shapes = {tool.name: tool.shape for tool in output.offered}
+        self._opening, self._marks, self._close, self._make = opening, tuple(marks), close, reader
+        self._kept = [opening]
+        self._reader: CallSource | None = reader(opening)
+        self._calls: list[ParsedCall] = []
+        self._behind = ""
+        """What was read behind the last call and is not decided."""
+        self._ended = False
+        """The reasoning has ended behind the calls."""
+        self.failed = False
+        """It is reasoning: `opening` and then `again`, which is to be read again."""
+
+    @property
+    def opening(self) -> str:
+        """The mark with which it begins."""
+        return self._opening
+
+    @property
+    def again(self) -> str:
+        """What was read behind the mark."""
+        return "".join(self._kept)[len(self._opening) :]
+
+    def feed(self, text: str, start: int) -> None:
+        """Read on from text[start] to its end."""
+        self._kept.append(text[start:])
+        self._read(text[start:])
+
+    def finish(self, *, by_model: bool) -> list[ParsedCall]:
+        """Return the calls of an answer that ends here; [] where they are reasoning after all."""
+        if self._reader is not None and not self.failed:
+            self._reader.finish(by_model=by_model)
+            self._take(self._reader)
+            self.failed |= self._reader.failed
+        self.failed |= not by_model or not self._calls or bool(self._behind.strip())
+        return [] if self.failed else self._calls
+
+    def _read(self, text: str) -> None:
+        while text and not self.failed:
+            text = self._in_call(self._reader, text) if self._reader is not None else self._between(text)
+
+    def _in_call(self, reader: CallSource, text: str) -> str:
+        at = reader.feed(text, 0)
+        self._take(reader)
+        self.failed |= reader.failed
+        if not reader.closed:
+            return ""
+        self._reader = None
+        return reader.again + text[at:]
+
+    def _take(self, reader: CallSource) -> None:
+        for call in reader.take():
+            self._calls.append(call)
+            self.failed |= call.name not in self._shapes or not fits(call.arguments, self._shapes[call.name])
+
+    def _between(self, text: str) -> str:
+        """Read behind a call: another one, the end of the reasoning, or text that shows that the reasoning goes on."""
+        text, self._behind = self._behind + text, ""
+        blank = _BLANK.match(text)
+        at = blank.end() if blank else 0
+        wanted = () if self._ended or at > MOST_BLANK else (self._close, *self._marks)
+        found = next((one for one in wanted if text.startswith(one, at)), None)
+        if found == self._close:
+            self._ended = True
+            return text[at + len(found) :]
+        if found is not None:
+            self._reader = self._make(found)
+            return text[at + len(found) :]
+        rest = text[at:]
+        self.failed |= bool(rest) and not any(one.startswith(rest) for one in wanted)
+        self.failed |= at > MOST_BLANK
+        self._behind = text
+        return ""

@@ -1,0 +1,204 @@
+"""Calls over the real engine: told while they are written, in the dialects that have pieces of them, and what becomes
+of one that is cut or broken, in every dialect, in streams and whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cairn.config.config import Config
+from cairn.engine.cpu import CpuEngine
+from cairn.frontend.service import Service
+from cairn.text.tokens.gguf import CONTROL
+from tests.api.chat.test_order import data, post
+from tests.api.sockets import Site, site
+from tests.scripted_model import CHATML, write_scripted
+
+HI = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "write", "parameters": SCHEMA}}
+FLAT = {"type": "function", "name": "write", "parameters": SCHEMA}
+OWN = {"name": "write", "input_schema": SCHEMA}
+WORDS = [f"word{number} " for number in range(20)]
+CALL = [
+    "<tool_call>",
+    "\n",
+    '{"name": "write", ',
+    '"arguments": ',
+    '{"text": "',
+    *WORDS,
+    '"}',
+    "}",
+    "\n",
+    "</tool_call>",
+]
+BROKEN = [*CALL[:10], '" oops', *CALL[10:]]
+XML = ["<tool_call>", "\n", "<function=write>", "\n", "<parameter=text>", "\n", *WORDS, "\n", "</parameter>", "\n",
+       "</function>", "\n", "</tool_call>"]  # fmt: skip
+TEMPLATE = "{# {{ tools | tojson }} <tool_call>FORM #}{% for t in tools or [] %}{{ t }}{% endfor %}" + CHATML
+WHOLE = json.dumps({"text": "".join(WORDS)})
+CUT = 14
+"""Tokens, of which the last is within the arguments."""
+PATHS = {
+    "/v1/chat/completions": {"messages": HI, "tools": [TOOL], "temperature": 0, "max_tokens": 99},
+    "/v1/messages": {"messages": HI, "tools": [OWN], "temperature": 0, "max_tokens": 99},
+    "/v1/responses": {"input": "hi", "store": False, "tools": [FLAT], "temperature": 0, "max_output_tokens": 99},
+    "/api/chat": {"messages": HI, "tools": [TOOL], "options": {"temperature": 0, "num_predict": 99}},
+}
+
+
+@contextlib.asynccontextmanager
+async def saying(path: Path, pieces: list[str]) -> AsyncIterator[Site]:
+    template = TEMPLATE.replace("FORM", "<function=" if pieces is XML else "")
+    write_scripted(path, pieces, template=template, kinds=dict.fromkeys(("<tool_call>", "</tool_call>"), CONTROL))
+    service = await Service.start(Config(model=str(path), kv_gb=0.05, kv_disk=False), in_process=True)
+    try:
+        async with site(service) as found:
+            yield found
+    finally:
+        await service.close()
+
+
+def asked(path: str, tokens: int = 99) -> dict[str, Any]:
+    body = PATHS[path]
+    if "options" in body:
+        return body | {"options": body["options"] | {"num_predict": tokens}}
+    return body | {name: tokens for name in ("max_tokens", "max_output_tokens") if name in body}
+
+
+class Heard:
+    """What a client makes of the answer to one request."""
+
+    def __init__(self) -> None:
+        self.text = self.name = self.reason = ""
+        self.pieces: list[str] = []
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.pieces)
+
+
+def chats(found: list[dict[str, Any]], heard: Heard) -> None:
+    for choice in (one["choices"][0] for one in found):
+        said = choice.get("delta") or choice.get("message") or {}
+        heard.text += said.get("content") or ""
+        for call in said.get("tool_calls") or ():
+            heard.name += call["function"].get("name", "")
+            heard.pieces += [call["function"]["arguments"]] * bool(call["function"]["arguments"])
+        heard.reason = choice["finish_reason"] or heard.reason
+
+
+def messages(found: list[dict[str, Any]], heard: Heard) -> None:
+    for one in found:
+        for block in (*one.get("content", ()), one.get("content_block", {})):
+            heard.text += block.get("text", "")
+            heard.name += block.get("name", "")
+            heard.pieces += [json.dumps(block["input"])] if block.get("input") else []
+        delta = one.get("delta", one)
+        heard.text += delta.get("text", "")
+        heard.pieces += [delta["partial_json"]] if delta.get("partial_json") else []
+        heard.reason = delta.get("stop_reason") or heard.reason
+
+
+def responses(found: list[dict[str, Any]], heard: Heard) -> None:
+    if "output" not in found[0]:
+        heard.pieces = [one["delta"] for one in found if one["type"] == "response.function_call_arguments.delta"]
+    heard.text = "".join(one["delta"] for one in found if one.get("type") == "response.output_text.delta")
+    (last,) = (found[-1].get("response") or found[-1])["output"][-1:]
+    assert last["type"] == "function_call" and last["status"] == found[-1].get("response", found[-1])["status"]
+    heard.name, heard.reason = last["name"], last["status"]
+    heard.pieces = heard.pieces or [last["arguments"]]
+    assert heard.arguments == last["arguments"]
+
+
+def ollama(found: list[dict[str, Any]], heard: Heard) -> None:
+    for one in found:
+        heard.text += one["message"]["content"]
+        for call in one["message"].get("tool_calls") or ():
+            heard.name += call["function"]["name"]
+            heard.pieces.append(json.dumps(call["function"]["arguments"]))
+        heard.reason = one.get("done_reason", "")
+
+
+READ = dict(zip(PATHS, (chats, messages, responses, ollama), strict=True))
+
+
+async def heard(at: Site, path: str, *, stream: bool, tokens: int = 99) -> Heard:
+    text, found = await post(at, path, asked(path, tokens) | {"stream": stream}), Heard()
+    lines = [json.loads(line) for line in text.splitlines()] if stream and path == "/api/chat" else None
+    READ[path](lines or (data(text) if stream else [json.loads(text)]), found)
+    return found
+
+
+@pytest.mark.parametrize("pieces", [CALL, XML], ids=["JSON", "tags"])
+async def test_names_and_arguments_come_as_they_are_written(
+    pieces: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = CpuEngine.decode
+
+    def slow(self: CpuEngine, rows: Any) -> Any:
+        time.sleep(0.015)
+        return decode(self, rows)
+
+    monkeypatch.setattr(CpuEngine, "decode", slow)
+    async with saying(tmp_path / "m.gguf", pieces) as at:
+        for path in PATHS:
+            streamed, whole = await heard(at, path, stream=True), await heard(at, path, stream=False)
+            assert streamed.arguments == whole.arguments == WHOLE and streamed.name == "write", path
+            assert len(streamed.pieces) >= (len(WORDS) / 2 if path != "/api/chat" else 1)
+            assert streamed.reason == whole.reason and streamed.text == whole.text == ""
+            assert streamed.reason in ("tool_calls", "tool_use", "completed", "stop")
+
+
+@pytest.mark.parametrize("pieces", [CALL, XML], ids=["JSON", "tags"])
+async def test_a_call_that_is_cut_ends_for_want_of_tokens(pieces: list[str], tmp_path: Path) -> None:
+    """A part of it is told where a dialect has parts, and never is it content."""
+    reasons = ("length", "max_tokens", "incomplete", "length")
+    async with saying(tmp_path / "m.gguf", pieces) as at:
+        for path, reason in zip(PATHS, reasons, strict=True):
+            for stream in (True, False):
+                found = await heard(at, path, stream=stream, tokens=CUT)
+                assert (found.reason, found.text) == (reason, ""), path
+                if path == "/api/chat":  # whose calls have objects for arguments
+                    assert (found.name, found.arguments) == ("", "")
+                else:
+                    assert found.name == "write" and '{"text": "word0 word' in found.arguments.replace("\\", ""), path
+                    assert len(found.arguments) < len(WHOLE)
+
+
+async def test_a_broken_call_is_told_as_it_was_written(tmp_path: Path) -> None:
+    async with saying(tmp_path / "m.gguf", BROKEN) as at:
+        for path in PATHS:
+            for stream in (True, False):
+                found = await heard(at, path, stream=stream)
+                assert found.name == "write" and "oops" in found.arguments and found.text == "", path
+                assert found.reason in ("tool_calls", "tool_use", "completed", "stop")
+
+
+@pytest.mark.parametrize("tokens", [CUT, 99], ids=["cut", "broken"])
+async def test_the_session_goes_on_behind_a_call_that_is_no_json(tokens: int, tmp_path: Path) -> None:
+    """And what was computed of it is found again."""
+    async with saying(tmp_path / "m.gguf", BROKEN) as at, at.http() as http:
+        path = "/v1/chat/completions"
+        first = (await http.post(path, json=asked(path, tokens))).json()
+        message = first["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        with pytest.raises(ValueError, match=r"."):
+            json.loads(call["function"]["arguments"])
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "these arguments are no JSON"}
+        more = (await http.post(path, json=asked(path, 1) | {"messages": [*HI, message, result]})).json()
+        known = first["usage"]["prompt_tokens"] + first["usage"]["completion_tokens"]
+        assert more["usage"]["prompt_tokens_details"]["cached_tokens"] >= (known - 1) // 16 * 16
+        path = "/v1/responses"
+        first = (await http.post(path, json=asked(path, tokens))).json()
+        (item,) = first["output"]
+        result = {"type": "function_call_output", "call_id": item["call_id"], "output": "no JSON"}
+        items = [{"role": "user", "content": "hi"}, item, result]
+        answer = await http.post(path, json=asked(path, 1) | {"input": items})
+        assert answer.status_code == 200 and answer.json()["usage"]["input_tokens_details"]["cached_tokens"] >= 16
