@@ -10,6 +10,7 @@ import pytest
 from gguf import quants
 
 from cairn.kernels.codebooks import RowBlocks
+from cairn.kernels.native import form_of, packed_bytes
 from cairn.kernels.quantized import dequantized
 from cairn.models.packing import dequant, quantize
 from cairn.models.packing.dequant import KINDS, BlockFormat
@@ -70,6 +71,15 @@ def test_super_blocks_are_held_in_the_bits_of_the_file() -> None:
         assert held.bits == bits and held.block_scale is not None and held.block_scale.shape == (3, 2)
         assert held.codes.max() < 1 << bits and held.scale.dtype == (np.int8 if bits == 6 else np.uint8)
         assert held.rows(lambda rows: rows[::-1]).codes.tobytes() == held.codes[::-1].tobytes()
+
+
+@pytest.mark.parametrize("name", ["IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS", "IQ4_NL"])
+def test_iq_types_are_held_as_small_as_their_file(name: str) -> None:
+    """Whole panels of 16 outputs take the file's very bytes, and nothing is rounded."""
+    kind = next(kind for kind in PACKED.values() if kind.name == name)
+    blocks = random_blocks(kind, 32 * 512 // kind.values)
+    held, error = unpack(kind, blocks, (32, 512))
+    assert error == 0 and packed_bytes([(32, 512, form_of(held))]) == blocks.nbytes
 
 
 @pytest.mark.parametrize(
