@@ -171,17 +171,19 @@ class RowFormat(NamedTuple):
     """Of a block of 256 weights."""
     bits: int
     """Of a weight, about."""
+    group: int
+    """Weights that share a scale."""
     rows: Bytes
     """The codebook: magnitudes of four or eight numbers by row."""
     meaning: Callable[[Blocks], Grouped]
 
 
 ROW_FORMATS = {
-    "iq2_xxs": RowFormat(66, 2, _IQ2_XXS, iq2_xxs),
-    "iq2_xs": RowFormat(74, 2, _IQ2_XS, iq2_xs),
-    "iq2_s": RowFormat(82, 2, _IQ2_S, iq2_s),
-    "iq3_xxs": RowFormat(98, 3, _IQ3_XXS, iq3_xxs),
-    "iq3_s": RowFormat(110, 3, _IQ3_S, iq3_s),
+    "iq2_xxs": RowFormat(66, 2, 32, _IQ2_XXS, iq2_xxs),
+    "iq2_xs": RowFormat(74, 2, 16, _IQ2_XS, iq2_xs),
+    "iq2_s": RowFormat(82, 2, 16, _IQ2_S, iq2_s),
+    "iq3_xxs": RowFormat(98, 3, 32, _IQ3_XXS, iq3_xxs),
+    "iq3_s": RowFormat(110, 3, 32, _IQ3_S, iq3_s),
 }
 _WEIGHTS = 256
 """In a block."""
@@ -226,10 +228,15 @@ class RowBlocks:
         """This matrix with its outputs in another order, as `change` puts rows of an array in it."""
         return RowBlocks(self.kind, change(self.blocks))
 
-    def values(self) -> Floats:
-        """The weights [out, in] in float32."""
+    def codes(self) -> Grouped:
+        """Codes [out, in] and scales [out, in / group]."""
         found = ROW_FORMATS[self.kind]
         codes, scale = found.meaning(self.blocks.reshape(-1, found.bytes))
+        return codes.reshape(self.shape), scale.reshape(len(self.blocks), -1)
+
+    def values(self) -> Floats:
+        """The weights [out, in] in float32."""
+        codes, scale = self.codes()
         values = codes.astype(np.float32).reshape(*scale.shape, -1) * scale[:, :, None]
         return values.reshape(self.shape)
 

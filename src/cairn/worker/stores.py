@@ -149,7 +149,12 @@ def _checked(config: Config, found: Comparison | None, folder: Path, option: str
     """Raise `ConfigError` for a value that was not compared on this model, or agrees too little."""
     if found is None:
         # What else is part of the keys: without it another model's numbers would be compared.
-        named = {"kernels": config.kernels, "weights": config.weights, "kv-dtype": config.kv_dtype}
+        named = {
+            "device": config.device,
+            "kernels": config.kernels,
+            "weights": config.weights,
+            "kv-dtype": config.kv_dtype,
+        }
         flags = "".join(f" --{name} {value}" for name, value in named.items() if value != "auto")
         raise ConfigError(
             f"{option}: {value} was not compared with {beside} on this model; run: cairn cache check-codec "
