@@ -20,10 +20,10 @@ import pytest
 from cairn.agents.agents import Agents
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.log import Log
-from cairn.agents.log.records import EndRecord, SavingsRecord, TokensRecord
+from cairn.agents.log.records import EndRecord, Savings, SavingsRecord, TokensRecord
 from cairn.agents.log.segment import Record
 from cairn.agents.savings import LINES
-from cairn.agents.types import Savings, TurnInfo
+from cairn.agents.types import TurnInfo
 from cairn.frontend.service import Service
 from cairn.text.chat.message_builder import MessageBuilder
 from cairn.text.chat.prompt import Sampled

@@ -13,7 +13,7 @@ from cairn.agents import portable
 from cairn.agents.archive import Archive
 from cairn.agents.content import Content
 from cairn.agents.log.index import RecordKind
-from cairn.agents.log.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, decode, pack
+from cairn.agents.log.records import AgentRecord, EndRecord, Savings, SavingsRecord, TurnRecord, decode, pack
 from cairn.agents.log.segment import (
     HEADER_BYTES,
     Record,
@@ -25,7 +25,6 @@ from cairn.agents.log.segment import (
 )
 from cairn.agents.portable import count_values, read
 from cairn.agents.turn_tree import Turn
-from cairn.agents.types import Savings
 from cairn.types.errors import CairnError, Conflict, InvalidRequest
 from cairn.types.sampling_params import SamplingParams
 from cairn.types.stats import Miss

@@ -175,9 +175,7 @@ DISK_MAINTENANCE = "kv/disk/maintenance.py"
 LOG = "agents/log/log.py"
 SEGMENT = "agents/log/segment.py"
 INDEX = "agents/log/index.py"
-LOG_FOLDER = "agents/log/folder.py"
 RECOVERY = "agents/log/recovery.py"
-COMPACTION = "agents/log/compaction.py"
 RECORDS = "agents/log/records.py"
 AGENT_SERVICE = "agents/agent_service.py"
 AGENT_REGISTRY = "agents/agent_registry.py"
@@ -417,8 +415,8 @@ BUGS = (
     Bug("a window's blocks are taken from the wrong place", CHECK, "_store", "range(first, first + CHUNK_BLOCKS)", "range(CHUNK_BLOCKS)"),
     # ---------------------------------------------------------------------------------------------- the token log
     Bug("a turn's end is not synced", LOG, "Log.write", "if sync:\n    self._sync()", "pass"),
-    Bug("a segment's name is not synced", LOG_FOLDER, "Folder.create", "self.sync()", "pass"),
-    Bug("a segment gets its name before it is synced", LOG_FOLDER, "Folder.create", "file.sync()", "pass"),
+    Bug("a segment's name is not synced", RECOVERY, "Folder.create", "self.sync()", "pass"),
+    Bug("a segment gets its name before it is synced", RECOVERY, "Folder.create", "file.sync()", "pass"),
     Bug("after a sync that failed the segment is synced again", LOG, "Log.write", "self._abandon()", "pass"),
     Bug("what was not synced is lost with its segment", LOG, "Log.write", "[*self._unsynced, *records]", "list(records)"),
     Bug("what only the system's memory holds is relied on", RECOVERY, "_enter", "damaged > 0 or last != SEAL", "damaged > 0"),
@@ -431,16 +429,16 @@ BUGS = (
     Bug("a field that old records lack is required", RECORDS, "TurnRecord", "engine: bytes = b''", "engine: bytes"),
     Bug("an older record replaces a newer one", INDEX, "Index._enter", "old.lsn(old_offset) > record.lsn", "False"),
     Bug("pieces count beside the end of their turn", INDEX, "Index._enter", "one.drop(piece_offset)", "pass"),
-    Bug("old segments go before the new one is there", COMPACTION, "rewrite", "if len(records) < len(wanted):\n    log.warning('segments %s: %d records are damaged', numbers, len(wanted) - len(records))\n    if keep_all:\n        for number in numbers:\n            segments[number].stuck = True\n        return", "if len(records) < len(wanted):\n    log.warning('segments %s: %d records are damaged', numbers, len(wanted) - len(records))\n    if keep_all:\n        for number in numbers:\n            segments[number].stuck = True\n        return\nfor number in numbers:\n    folder.remove(number)\n    folder.sync()\n    folder.create(segments[number].header, b'').close()"),
+    Bug("old segments go before the new one is there", LOG, "rewrite", "if len(records) < len(wanted):\n    log.warning('segments %s: %d records are damaged', numbers, len(wanted) - len(records))\n    if keep_all:\n        for number in numbers:\n            segments[number].stuck = True\n        return", "if len(records) < len(wanted):\n    log.warning('segments %s: %d records are damaged', numbers, len(wanted) - len(records))\n    if keep_all:\n        for number in numbers:\n            segments[number].stuck = True\n        return\nfor number in numbers:\n    folder.remove(number)\n    folder.sync()\n    folder.create(segments[number].header, b'').close()"),
     Bug("compaction forgets where a record lies now", INDEX, "Index.move", "self._places[record.kind].put(record.key, number, offset)", "pass"),
     Bug("compaction drops what only an unsynced record replaces", LOG, "Log.compact", "self.write((), sync=True)", "pass"),
-    Bug("compaction drops a record that cannot be read now", COMPACTION, "rewrite", "if keep_all:\n    for number in numbers:\n        segments[number].stuck = True\n    return", "if False:\n    for number in numbers:\n        segments[number].stuck = True\n    return"),
+    Bug("compaction drops a record that cannot be read now", LOG, "rewrite", "if keep_all:\n    for number in numbers:\n        segments[number].stuck = True\n    return", "if False:\n    for number in numbers:\n        segments[number].stuck = True\n    return"),
     Bug("an erasure is not written down before it begins", LOG, "Log.erase", "self.write([Record(self.next_lsn(), RecordKind.ERASE, 0, encode_keys(wanted))], sync=True)", "pass"),
     Bug("a start does not finish an erasure", LOG, "Log._recall", "self._erasing.update(decode_keys(record.payload))", "pass"),
     Bug("an erasure spares what was superseded", INDEX, "Segment.holds", "keys.isdisjoint(self._superseded) and keys.isdisjoint(self._keys)", "keys.isdisjoint(self._keys)"),
-    Bug("an erasure spares a segment that cannot be read", COMPACTION, "clear", "(DAMAGED, NEW, LOG)", "(NEW, LOG)"),
+    Bug("an erasure spares a segment that cannot be read", LOG, "clear", "(DAMAGED, NEW, LOG)", "(NEW, LOG)"),
     Bug("an erasure is told before the names are synced", LOG, "Log._finish", "self._folder.sync()", "pass"),
-    Bug("what is erased is written anew", COMPACTION, "rewrite", "{lsn for number in numbers for lsn, key in segments[number].counting() if key not in erasing}", "{lsn for number in numbers for lsn, key in segments[number].counting()}"),
+    Bug("what is erased is written anew", LOG, "rewrite", "{lsn for number in numbers for lsn, key in segments[number].counting() if key not in erasing}", "{lsn for number in numbers for lsn, key in segments[number].counting()}"),
     # -------------------------------------------------------------------------------------------------------- agents
     Bug("a message is not on the disk before its answer", AGENT_SERVICE, "AgentService.begin", "await self.pending.sync(record)", "self.writer.append(record)"),
     Bug("a turn's end is told before it is on the disk", RUNNING, "RunningTurn._end", "await self._keeper.sync()", "pass"),
@@ -482,7 +480,7 @@ BUGS = (
 LAWS = (
     dict.fromkeys((STOPS, TEXT, BYTES, FLIGHT, WORKER), STREAMS)
     | dict.fromkeys((DISK, STATE, DISK_WRITER, DISK_INDEX, FOLDER, CHUNKS, PINS, DISK_MAINTENANCE), STORAGE)
-    | dict.fromkeys((LOG, SEGMENT, INDEX, LOG_FOLDER, RECOVERY, COMPACTION, RECORDS), TOKEN_LOG)
+    | dict.fromkeys((LOG, SEGMENT, INDEX, RECOVERY, RECOVERY, LOG, RECORDS), TOKEN_LOG)
     | dict.fromkeys((AGENT_SERVICE, AGENT_REGISTRY, TURN_TREE, RUNNING, WRITER, AGENT_KV), AGENTS)
     | {CHECK: CODECS, VOCABULARY: SAMPLING, STANDING: AGENT_DAY}
 )

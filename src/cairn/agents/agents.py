@@ -21,21 +21,21 @@ from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.agent_service import AgentService, conflict, create_agent, import_agent
 from cairn.agents.archive import Archive, Unreadable
 from cairn.agents.content import Content
-from cairn.agents.export_kv import take_in, with_kv
 from cairn.agents.journals import Journals
 from cairn.agents.kv import AgentKv
-from cairn.agents.log.disk_threads import on_disk_thread
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.log import Log
-from cairn.agents.log.writer import Writer
+from cairn.agents.log.records import Savings
+from cairn.agents.log.writer import Writer, on_disk_thread
 from cairn.agents.maintenance import Maintenance
 from cairn.agents.overview import Overview
 from cairn.agents.pending_writes import PendingWrites
+from cairn.agents.portable import take_in, with_kv
 from cairn.agents.replay_records import ReplayRecords, newest
 from cairn.agents.running_turn import RunningTurn
 from cairn.agents.turn_tree import Agent
 from cairn.agents.turns import Gate, Turns
-from cairn.agents.types import AgentInfo, AgentPage, Savings, TurnInfo
+from cairn.agents.types import AgentInfo, AgentPage, TurnInfo
 from cairn.config.config import Config, TenantLimits, limits_of
 from cairn.frontend.requests import PLAIN, SamplingOptions
 from cairn.frontend.service import Service

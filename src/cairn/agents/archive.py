@@ -14,10 +14,10 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.content import Branch, Content, Descent
-from cairn.agents.log.disk_threads import on_disk_thread
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.log import Log
 from cairn.agents.log.records import EndRecord, TurnRecord, decode
+from cairn.agents.log.writer import on_disk_thread
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.types.errors import Damaged, NotFound, Unavailable
 

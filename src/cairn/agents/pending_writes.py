@@ -10,13 +10,12 @@ import msgspec
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.kv import BATCH
 from cairn.agents.log.index import RecordKind
-from cairn.agents.log.records import SavingsRecord
+from cairn.agents.log.records import Savings, SavingsRecord
 from cairn.agents.log.segment import Record
 from cairn.agents.log.writer import Writer
 from cairn.agents.replay_records import ReplayRecords
 from cairn.agents.savings import BYTES_KEY, LINES, counted, day_key, total_key
 from cairn.agents.turn_tree import Agent
-from cairn.agents.types import Savings
 from cairn.system.interfaces import Clock
 from cairn.types.outputs import Done
 

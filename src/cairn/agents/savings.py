@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from cairn.agents.types import Savings
+from cairn.agents.log.records import Savings
 from cairn.types.outputs import Done
 
 

@@ -6,17 +6,16 @@ holds is in the log then, and here only its place in the tree.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from cairn.agents.content import Content
-from cairn.agents.log.records import AgentRecord, EndRecord, TokensRecord, TurnRecord
-from cairn.agents.types import AgentInfo, Savings, TurnInfo, TurnState
+from cairn.agents.log.records import AgentRecord, EndRecord, Savings, TokensRecord, TurnRecord
+from cairn.agents.types import AgentInfo, TurnInfo, TurnState
 from cairn.types.block_size import CHUNK_TOKENS
+from cairn.types.request import Request
 from cairn.types.stats import CacheReport
-
-if TYPE_CHECKING:
-    from cairn.agents.running_turn import RunningTurn
 
 NOBODY = b"\0"
 """Salt of agents whose tenant is not configured any more: no tenant's, so no KV is stored under it."""
@@ -134,6 +133,25 @@ def _first(began: TurnRecord, parent: Turn | None) -> int:
     return hash(began.ids[: 4 * CHUNK_TOKENS]) if known else 0
 
 
+class TurnInProgress(Protocol):
+    """The running turn of an agent, for those who end it or name its request."""
+
+    agent: Agent
+    request: Request
+    over: asyncio.Event
+    """Set once the turn has ended."""
+    discarded: bool
+    """Whether the agent is being deleted, so that nothing more is written."""
+
+    async def stop(self) -> None:
+        """Cancel the turn and wait until it has ended, or for some seconds."""
+        ...
+
+    async def close(self) -> None:
+        """End the turn without a reader."""
+        ...
+
+
 class Agent:
     """A named place in a tree of turns."""
 
@@ -161,7 +179,7 @@ class Agent:
         """Turns that this agent made, abandoned branches included, in order."""
         self.used = record.used
         self.savings = Savings()
-        self.running: RunningTurn | None = None
+        self.running: TurnInProgress | None = None
         self.starting = False
         """A turn is about to run."""
         self.open_requests = 0

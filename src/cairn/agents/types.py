@@ -6,29 +6,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from cairn.agents.log.records import Savings
 from cairn.types.stats import CacheReport
 
 TurnState = Literal["running", "finished", "interrupted"]
 """`interrupted`: a crash, a shutdown or a cancel cut the answer, or it failed."""
-
-
-class Savings(msgspec.Struct, frozen=True, kw_only=True):
-    """What was computed and what was not computed again, summed over answers. Survives restarts."""
-
-    requests: int = 0
-    computed: int = 0
-    """Prompt tokens that were computed; `pool`, `ram` and `disk` are those that were found there."""
-    pool: int = 0
-    ram: int = 0
-    disk: int = 0
-    generated: int = 0
-    """How many tokens were sampled."""
-    prefill_seconds: float = 0.0
-    """Seconds that were spent on prompts."""
-    load_seconds: float = 0.0
-    """Seconds of these that went into bringing KV up from RAM and disk."""
-    seconds_avoided: float = 0.0
-    """Prefill that was not needed, at the speed measured for the tokens that were computed, less the loading."""
 
 
 class TurnInfo(msgspec.Struct, frozen=True, kw_only=True):

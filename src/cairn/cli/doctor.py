@@ -165,8 +165,7 @@ def _speed(weights: WeightMemory, rate: float) -> str:
 
 def _agents(config: Config) -> Rows:
     """Where agents are kept, and what the disk lost of them."""
-    from cairn.agents.log.folder import Folder
-    from cairn.agents.log.recovery import look
+    from cairn.agents.log.recovery import Folder, look
     from cairn.api.native.folders import agents_folder
     from cairn.system.posix import SystemFiles
 

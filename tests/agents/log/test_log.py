@@ -13,10 +13,9 @@ from typing import Literal
 import pytest
 
 from cairn.agents.log import log as log_module
-from cairn.agents.log.folder import Folder
 from cairn.agents.log.index import TIDY, Index, OffsetTable, RecordKind, Segment, decode_keys, encode_keys
 from cairn.agents.log.log import Log
-from cairn.agents.log.recovery import look
+from cairn.agents.log.recovery import Folder, look
 from cairn.agents.log.segment import (
     HEADER_BYTES,
     MAX_PAYLOAD,

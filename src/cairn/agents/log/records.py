@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from cairn.agents.types import Savings
 from cairn.types.errors import InvalidRequest
 from cairn.types.request import OutputFormat
 from cairn.types.sampling_params import SamplingParams
@@ -131,6 +130,25 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     at: float
     agent: int = 0
     """Key of the agent in whose name the request was made; 0 for none."""
+
+
+class Savings(msgspec.Struct, frozen=True, kw_only=True):
+    """What was computed and what was not computed again, summed over answers. Survives restarts."""
+
+    requests: int = 0
+    computed: int = 0
+    """Prompt tokens that were computed; `pool`, `ram` and `disk` are those that were found there."""
+    pool: int = 0
+    ram: int = 0
+    disk: int = 0
+    generated: int = 0
+    """How many tokens were sampled."""
+    prefill_seconds: float = 0.0
+    """Seconds that were spent on prompts."""
+    load_seconds: float = 0.0
+    """Seconds of these that went into bringing KV up from RAM and disk."""
+    seconds_avoided: float = 0.0
+    """Prefill that was not needed, at the speed measured for the tokens that were computed, less the loading."""
 
 
 class SavingsRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
