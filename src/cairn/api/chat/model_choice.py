@@ -121,7 +121,7 @@ class ModelRouter:
             return self._of_work(call, work[1], work[2], named), None
         name = _text(named.model)
         if name is not None and path.startswith(OLLAMA):
-            name = self._models.spelt(name)
+            name = self._models.canonical(name)
         model = self._models.find(name, KINDS.get(path, "chat"))
         keep = seconds_of(named.keep_alive) if path.startswith(OLLAMA) and named.keep_alive is not None else None
         return model, keep
