@@ -318,9 +318,9 @@ async def test_nothing_is_forked_off_an_agent_before_it_is_durable(
         while at.agents._agents.registry.find("default", "new") is None:
             await asyncio.sleep(0.001)
         monkeypatch.setattr(at.agents.writer, "sync", sync)
-        with pytest.raises(Conflict, match="agent new is being made"):
+        with pytest.raises(Conflict, match="agent new is being created"):
             await at.agents.fork("default", "new", new_id="eve")
-        with pytest.raises(Conflict, match="agent new is being made"):
+        with pytest.raises(Conflict, match="agent new is being created"):
             await at.begin("new", "two", fork_on_conflict=True)
         refused.set()
         with pytest.raises(Unavailable):

@@ -221,7 +221,7 @@ async def test_a_forged_file_is_refused_where_it_does_not_fit_together(folder: P
         with pytest.raises(CairnError) as caught:
             read(forged(data, change), vocab, identity)
         assert caught.value.status == 400, n
-    with pytest.raises(InvalidRequest, match="not those of its prompt"):
+    with pytest.raises(InvalidRequest, match="do not match its digest"):
         read(data, 100, identity)
     assert read(data, 100, b"another model")
 

@@ -240,7 +240,7 @@ async def test_a_start_leaves_out_a_turn_of_which_only_the_answer_is_left_and_sa
         hurt(at, b"ada: the second message")
         await at.again(clean=True)
         assert [turn.number for turn in await at.agents.turns("default", "ada")] == [1]
-        assert "1 turns cannot be read: damage cost their agents, or what came before them" in caplog.text
+        assert "1 turns cannot be reached: damage to the log has lost their agents or earlier turns" in caplog.text
         assert (await at.say("ada", "more")).done is not None
 
 

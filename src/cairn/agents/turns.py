@@ -1,4 +1,4 @@
-"""How a turn begins, and how an interrupted one goes on."""
+"""The start of turns, and the continuation of interrupted ones."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from cairn.types.outputs import Done, Event, FinishReason
 from cairn.types.request import Request
 
 Gate = Callable[[], Awaitable[None]]
-"""What is waited for between a prompt and its answer, so that several begin in one step."""
+"""Awaited between a prompt and its answer, so that several turns begin in one step."""
 
 
 class Turns:
-    """Begins turns, and is told of their end."""
+    """Starter of turns, which also handles their end."""
 
     def __init__(self, services: Services, agents: AgentService, archive: Archive, clock: Clock) -> None:
         self._services, self.writer, self.clock = services, agents.writer, clock
@@ -56,10 +56,10 @@ class Turns:
         wanted: Wanted = ANYTHING,
         gate: Gate | None = None,
     ) -> RunningTurn:
-        """Begin a turn with new messages, which `service` answers; `number`: its request's id, `share`: whose share of
-        the server it takes. `gate` is waited for once its prompt is there.
+        """Begin a turn with new messages, answered by `service`.
 
-        Conflict where the head is not free.
+        `number`: id of its request. `share`: fairness key of the request. `gate` is awaited once the prompt is
+        complete. Raise Conflict if the head is not free.
         """
         forked = False
         if agent.busy or agent.head.state != "finished":
@@ -96,8 +96,8 @@ class Turns:
         if gate is not None:
             await gate()
         began = self._record(service, agent, messages, prefix, request)
-        # What cannot be served is refused here, so nothing is written of it. The answer is computed while the message
-        # is being synced, and nobody sees any of it before.
+        # A request that cannot be served is refused here, before anything is written. The answer is computed while the
+        # message is synced, and none of it is sent before.
         stream = service.generate(request, told)
         try:
             turn = await self._agents.begin(agent, began)
@@ -124,8 +124,7 @@ class Turns:
         wanted: Wanted,
         gate: Gate | None = None,
     ) -> RequestStream:
-        """The answer to messages after the agent's context, which stays as it is. Conflict where its head is not
-        free."""
+        """Answer messages after the agent's context, which stays as it is. Raise Conflict if the head is not free."""
         if agent.busy or agent.head.state != "finished":
             raise conflict(agent)
         prompt, _, told = await self._prompt(service, agent, messages, template_args, share, wanted)
@@ -158,8 +157,10 @@ class Turns:
         share: str,
         wanted: Wanted,
     ) -> tuple[Prompt, int, PromptOrigin]:
-        """The prompt of the next turn, how many of its ids are the context of the head, and what helps to say why a
-        part of its KV is missing."""
+        """Return the next turn's prompt, how many of its ids are the head's context, and its origin.
+
+        The origin helps to explain missing KV.
+        """
         chat, head = service.chat, agent.head
         branch = await self._archive.branch(head)
         history, tools = branch.messages(), list(branch.beginning.tools) or None
@@ -169,7 +170,7 @@ class Turns:
         told = told_of(whole, why="model changed" if changed else None)
         before = branch.context() if head.number and not changed else None
         if before is not None:
-            # What came from elsewhere, or from other kernels, was not computed here: its KV cannot have been evicted.
+            # KV that was not computed by this server and its kernels cannot have been evicted here.
             if branch.last.began.engine == service.info.identity:
                 service.recent.note(agent.salt, before, len(before), told.messages[: len(history)])
             extended = await chat.extend(
@@ -185,8 +186,7 @@ class Turns:
         return prompt, 0, told
 
     async def _recall(self, service: Service, agent: Agent, branch: Branch) -> None:
-        """Let the answers of a branch be put back as they were sampled although the last cannot: the whole is rendered
-        again."""
+        """Register a branch's answers for exact replay: its context cannot be extended, so all is rendered anew."""
         for looked, (content, prompt) in enumerate(branch.prompts(), 1):
             if content.ended is not None and content.ended.keep >= 0 and content.answer is not None:
                 service.chat.remember(agent.tenant, prompt, content.tokens, content.answer)
@@ -196,7 +196,7 @@ class Turns:
     def _record(
         self, service: Service, agent: Agent, messages: Sequence[dict[str, Any]], prefix: int, request: Request
     ) -> TurnRecord:
-        """All that is needed to go on with the turn after a restart."""
+        """Return the record with all that the turn needs to be continued after a restart."""
         return TurnRecord(
             agent=agent.key,
             number=agent.next_number(),
@@ -217,9 +217,9 @@ class Turns:
         )
 
     async def resume(self, agent: Agent, number: int, share: str) -> RunningTurn:
-        """Go on with the interrupted turn at the head as the request `number`. Conflict where that cannot be done.
+        """Continue the interrupted turn at the head as the request `number`. Raise Conflict if that is impossible.
 
-        `share`: whose share of the server it takes.
+        `share`: fairness key of the request.
         """
         if agent.busy:
             raise conflict(agent)
@@ -243,10 +243,10 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def _cut(self, agent: Agent) -> AsyncIterator[Branch]:
-        """The branch of the head; one whose answer the log lost is as one that was cut at its first token.
+        """Yield the branch of the head. If the log lost the last answer, the turn is treated as cut at its first token.
 
-        Then the log says so too, once the body has agreed: pieces of the lost answer may lie in it still, which a later
-        start would put before the new ones.
+        The log is corrected once the caller's block succeeds: it may still hold pieces of the lost answer, which a
+        later start would put before the new ones.
         """
         turn = agent.head
         try:
@@ -268,10 +268,10 @@ class Turns:
             raise
 
     def _again(self, service: Service, agent: Agent, branch: Branch, number: int, share: str) -> Request:
-        """What was asked at the head when it began, as much of it as this server has room for.
+        """Return the request that the turn at the head began with, limited to what this server has room for.
 
-        No log-probabilities where something was said: the log has none, and a part of them would be read as
-        those of the first tokens.
+        Log-probabilities are off if some of the answer exists: the log has none for it, and those of the rest would be
+        read as those of the first tokens.
         """
         turn = agent.head
         began, named = branch.last.began, f"turn {turn.number} of agent {agent.id}"
@@ -279,17 +279,17 @@ class Turns:
         if turn.state != "interrupted":
             raise Conflict(f"{named} is {turn.state}; only an interrupted one is resumed")
         if began.sampling is None:
-            raise Conflict(f"{named} came from a file, which does not say how to go on with it; {back}")
+            raise Conflict(f"{named} was imported, and files hold no sampling parameters to resume it with; {back}")
         prompt = branch.prompt()
         if began.identity != service.spec.identity:
             raise Conflict(f"{named} was begun with another model; {back}")
         if began.engine not in (b"", service.info.identity):
             raise Conflict(
-                f"{named} was begun with other kernels, weights, kv_dtype or kv_codec, which may answer otherwise; "
+                f"{named} was begun with other kernels, weights, kv_dtype or kv_codec, which may answer differently; "
                 f"{back}"
             )
         if digest(prompt) != began.digest:
-            raise Conflict(f"damage to the log cost what came before {named}; {back}")
+            raise Conflict(f"damage to the log has lost a turn before {named}; {back}")
         holds = min(service.info.context, service.info.pool_tokens)
         least = len(prompt) + max(1, len(branch.last.tokens))
         if least > holds:
@@ -328,7 +328,7 @@ class Turns:
     def ended(
         self, agent: Agent, done: Done | None, end: EndRecord, context: Callable[[], Sequence[int]]
     ) -> Sequence[Record]:
-        """A turn is over: count it. What is to be written with its end."""
+        """Handle the end of a turn: count it and return the records to write with it."""
         agent.used = end.ended
         if end.state == "finished":
             self._agents.kv.turn_ended(agent, context, in_call=end.reason == FinishReason.TOOL_CALLS.value)
@@ -338,6 +338,6 @@ class Turns:
 
 
 def _with_strict(wanted: Wanted, names: tuple[str, ...]) -> Wanted:
-    """What is wanted of a turn, with the agent's strict tools beside those that the turn itself names."""
+    """Return `wanted` with the agent's strict tools added to those of the turn."""
     strict = tuple(dict.fromkeys((*wanted.choice.strict, *names)))
     return msgspec.structs.replace(wanted, choice=msgspec.structs.replace(wanted.choice, strict=strict))

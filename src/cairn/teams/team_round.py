@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from cairn.agents.at_once import Runner, in_step
+from cairn.agents.concurrency import Runner, in_step
 from cairn.agents.journals import Journal, JournalEntry, Journals
 from cairn.frontend.requests import SamplingOptions
 from cairn.teams import prompts
