@@ -421,7 +421,7 @@ BUGS = (
     Bug("what was not synced is lost with its segment", LOG, "Log.write", "[*self._unsynced, *records]", "list(records)"),
     Bug("what only the system's memory holds is relied on", RECOVERY, "_enter", "damaged > 0 or last != SEAL", "damaged > 0"),
     Bug("a segment that was given up counts as sound", LOG, "Log._abandon", "self._active.dirty = True", "pass"),
-    Bug("a number is given out twice after a restart", LOG, "Log._recover", "1 + max(found.records, default=0)", "max(found.records, default=1)"),
+    Bug("a number is given out twice after a restart", LOG, "Log._recover", "1 + max(read.records, default=0)", "max(read.records, default=1)"),
     Bug("a record's checksum is not looked at", SEGMENT, "_decode", "data[at + len(head):start] != _record_sum(header.seed, offset, head, payload)", "False"),
     Bug("reading ends at the first damage", SEGMENT, "walk", "at = data.find(mark, at + 1)\nif at < 0:\n    break", "break"),
     Bug("only the first copy of a header is read", SEGMENT, "decode_header", "(0, _COPY)", "(0,)"),

@@ -72,8 +72,8 @@ class AgentRegistry:
 
     def of(self, tenant: str) -> list[Agent]:
         """Return a tenant's agents, most recently created first."""
-        found = self._agents.get(tenant, {}).values()
-        return sorted(found, key=lambda agent: (-agent.record.created, agent.id))
+        agents = self._agents.get(tenant, {}).values()
+        return sorted(agents, key=lambda agent: (-agent.record.created, agent.id))
 
     def count(self, tenant: str) -> int:
         """Return how many agents a tenant has."""

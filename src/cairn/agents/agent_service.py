@@ -55,7 +55,7 @@ class AgentService:
         """Returns the limits of a tenant."""
         self.registry, self.writer, self.pending, self.kv, self.rng = registry, writer, pending, kv, rng
         self._replays = replays
-        self._untold: dict[int, Record] = {}
+        self._unsent_pins: dict[int, Record] = {}
         """Unpin records of agents whose pins the stores do not know correctly, by the agent's key."""
         self._pinning: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         """Locks that order the calls of `set_pinned` on one agent, by its key."""
@@ -289,19 +289,19 @@ class AgentService:
 
     def pin_later(self, agent: Agent) -> None:
         """Record in the log that the stores do not know whether the agent is pinned, until they do."""
-        record = self._untold.get(agent.key)
+        record = self._unsent_pins.get(agent.key)
         if record is None:
             record = self.writer.record(RecordKind.UNPIN, UnpinRecord(owners=owners(agent)))
             self.pending.keep(record)
-        self._tell(agent, record)
+        self._send_pin(agent, record)
 
-    def _tell(self, agent: Agent, record: Record) -> None:
-        def told() -> None:
-            del self._untold[agent.key]
+    def _send_pin(self, agent: Agent, record: Record) -> None:
+        def sent() -> None:
+            del self._unsent_pins[agent.key]
             self.pending.erase_later([record.key])
 
-        self._untold[agent.key] = record
-        self.kv.pin_later(agent, done=told)
+        self._unsent_pins[agent.key] = record
+        self.kv.pin_later(agent, done=sent)
 
     def resume_pins(self, records: Sequence[Record]) -> None:
         """Send the stores the pins that an earlier process could not.
@@ -316,11 +316,11 @@ class AgentService:
             agent = next((here[owner] for owner in left.owners if owner in here), None)
             if agent is None:
                 self.kv.unpin_later(left.owners, partial(self.pending.erase_later, [record.key]))
-            elif agent.key in self._untold:
+            elif agent.key in self._unsent_pins:
                 self.pending.erase_later([record.key])  # a newer record says the same
             # Without its salt it can pin nothing: wait until its tenant is configured again.
             elif agent.salt != NOBODY:
-                self._tell(agent, record)
+                self._send_pin(agent, record)
 
 
 def is_id(text: str) -> bool:

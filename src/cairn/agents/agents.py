@@ -207,8 +207,8 @@ class Agents:
     async def last(self, tenant: str, id: str) -> Content:
         """Return the content of the agent's last turn; it must not be changed."""
         with self._agents.reading(tenant, id) as agent:
-            (found,) = await self._archive.contents([agent.head])
-        return found
+            (content,) = await self._archive.contents([agent.head])
+        return content
 
     async def context(self, tenant: str, id: str) -> tuple[int, ...]:
         """Return the token ids of the agent's context for the served model; empty before its first turn with it."""
@@ -247,8 +247,8 @@ class Agents:
         return self._service_of(self._find(tenant, id))
 
     def _service_of(self, agent: Agent) -> Service:
-        found = self.services.of(agent.head.identity) if agent.head.number else None
-        return found or self.services.named(agent.record.model) or self.services.first
+        service = self.services.of(agent.head.identity) if agent.head.number else None
+        return service or self.services.named(agent.record.model) or self.services.first
 
     def figures(self) -> AgentFigures:
         """Return the counts over all tenants, for the metrics."""
@@ -336,8 +336,8 @@ class Agents:
         if not self._config.log or (agent is not None and agent not in self._agents.registry):
             return
         now, key = self._pending.now(), agent.key if agent is not None else 0
-        whose = identity or self.services.first.spec.identity
-        record = self.writer.record(RecordKind.REPLAY, self._replays.payload(tenant, sampled, whose, now, key))
+        model = identity or self.services.first.spec.identity
+        record = self.writer.record(RecordKind.REPLAY, self._replays.payload(tenant, sampled, model, now, key))
         with contextlib.suppress(Unavailable):  # the log is closed
             self.writer.append(record)
             self._replays.add(record, now, key)
@@ -352,11 +352,11 @@ class Agents:
 
     def add_request_context(self, agent: Agent, ids: Sequence[int], identity: bytes = b"") -> None:
         """Record the context of a finished ordinary request in the agent's name: its KV is deleted with the agent."""
-        whose = identity or self.services.first.spec.identity
+        model = identity or self.services.first.spec.identity
         if agent in self._agents.registry:
-            self.kv.add_request_context(agent, ids, whose)
+            self.kv.add_request_context(agent, ids, model)
         else:
-            self.kv.drop_later(agent, ids, whose)
+            self.kv.drop_later(agent, ids, model)
 
     def account(self, tenant: str, agent: Agent | None, ids: Sequence[int], done: Done, identity: bytes = b"") -> None:
         """Count an ordinary request for its tenant and its agent.
@@ -562,19 +562,19 @@ def _shown(tool: Mapping[str, Any], strict: Sequence[str]) -> Mapping[str, Any]:
 
 
 def list_agents(
-    given: Iterable[Agent], registry: AgentRegistry, tenant: str, limit: int, after: str, now: float
+    candidates: Iterable[Agent], registry: AgentRegistry, tenant: str, limit: int, after: str, now: float
 ) -> AgentPage:
     """Return a page of the agents that have not expired.
 
     `after`: an id, or `next` of another page; raise InvalidRequest for anything else.
     """
-    agents = [agent for agent in given if not agent.over(now)]
+    agents = [agent for agent in candidates if not agent.over(now)]
     if after:
         last = _named(registry, tenant, after)
         agents = [agent for agent in agents if _place(agent) > last]
-    some, more = agents[:limit], len(agents) > limit
-    next = f"{some[-1].record.created!r}:{some[-1].id}" if more else None
-    return AgentPage(agents=tuple(agent.info() for agent in some), more=more, next=next)
+    page, more = agents[:limit], len(agents) > limit
+    next = f"{page[-1].record.created!r}:{page[-1].id}" if more else None
+    return AgentPage(agents=tuple(agent.info() for agent in page), more=more, next=next)
 
 
 async def list_turns(

@@ -46,18 +46,18 @@ class Archive:
         after = _following(wanted)
         todo, path = after.get(None, [])[::-1], list[Turn]()
         descent = Descent(most)
-        found: list[tuple[array[int], Turn]] = []
+        batch: list[tuple[array[int], Turn]] = []
         while True:
             while path and not (todo and todo[-1].parent is path[-1]):
                 turn = path.pop()
-                if (ids := descent.up(told=turn in wanted)) is not None:
-                    found.append((array("I", ids), turn))  # compact: it may be long
-                if len(found) == SOME:
-                    yield found
-                    found = []
-            if found:
-                yield found
-                found = []
+                if (ids := descent.up(wanted=turn in wanted)) is not None:
+                    batch.append((array("I", ids), turn))  # compact: it may be long
+                if len(batch) == SOME:
+                    yield batch
+                    batch = []
+            if batch:
+                yield batch
+                batch = []
             if not todo:
                 return
             run = [todo.pop()]
@@ -74,14 +74,14 @@ class Archive:
         """Return the contents of consecutive turns, up to the first that cannot be read."""
         contents: list[Content] = []
         try:
-            found = await self.readable(turns)
+            readable = await self.readable(turns)
         except Unavailable:  # some of the turns may be readable
             for turn in turns if len(turns) > 1 else ():
                 if not (one := await self._until_lost([turn])):
                     break
                 contents += one
             return contents
-        for content in found:
+        for content in readable:
             if content is None or content.lost:
                 break
             contents.append(content)
@@ -104,36 +104,36 @@ class Archive:
 
         None for a turn without a readable beginning. Raise Unavailable if the disk refuses to read.
         """
-        found = {turn.key: turn.content for turn in turns}
+        contents = {turn.key: turn.content for turn in turns}
         away = [turn for turn in turns if turn.content is None]
         if away:
             try:
-                found |= await on_disk_thread(self._read, away)
+                contents |= await on_disk_thread(self._read, away)
             except OSError as error:
                 raise Unavailable(
                     f"the token log cannot be read: {error.strerror or error}", retry_after=10.0
                 ) from error
-        return [found[turn.key] for turn in turns]
+        return [contents[turn.key] for turn in turns]
 
     def _read(self, turns: Sequence[Turn]) -> dict[int, Content | None]:
         wanted = [(int(RecordKind.TURN), turn.key) for turn in turns]
         wanted += [(int(RecordKind.END), turn.key) for turn in turns if turn.number]
-        found: dict[int, Content | None] = dict.fromkeys((turn.key for turn in turns), None)
+        contents: dict[int, Content | None] = dict.fromkeys((turn.key for turn in turns), None)
         for (kind, key), record in zip(wanted, self._log.read(wanted), strict=True):
-            content = found[key]
+            content = contents[key]
             if (
                 record is not None
                 and kind == RecordKind.TURN
                 and (began := decode(record.payload, TurnRecord)) is not None
             ):
-                found[key] = Content(began)
+                contents[key] = Content(began)
             elif kind == RecordKind.END and content is not None:
                 end = decode(record.payload, EndRecord) if record is not None else None
                 if end is None:
                     content.lost = True
                 else:
                     content.end(end)
-        return found
+        return contents
 
 
 def _following(turns: Iterable[Turn]) -> dict[Turn | None, list[Turn]]:

@@ -63,9 +63,9 @@ class Content:
         if record.at not in (-1, len(self.tokens)):
             raise ValueError(f"a piece for position {record.at} of an answer with {len(self.tokens)} tokens")
         self.extend(unpack(record.ids))
-        said = self.answer or {}
+        answer = self.answer or {}
         self.answer = _message(
-            (said.get("content") or "") + record.text, (said.get("reasoning_content") or "") + record.reasoning
+            (answer.get("content") or "") + record.text, (answer.get("reasoning_content") or "") + record.reasoning
         )
         self.ended = None
 
@@ -202,14 +202,14 @@ class Descent:
         self._steps.append(_Step(content, before - len(gone), len(self._ids), gone))
         content.follow(self._ids, self._most)
 
-    def up(self, *, told: bool) -> list[int] | None:
+    def up(self, *, wanted: bool) -> list[int] | None:
         """Leave the current turn for the one before it.
 
-        Return its context if `told`, unless a later turn of the same model contains all of it; else None.
+        Return its context if `wanted`, unless a later turn of the same model contains all of it; else None.
         """
         step, ids = self._steps.pop(), self._ids
         del ids[step.size :]
-        context = step.content.known(ids, self._most) if told and not step.extended else None
+        context = step.content.known(ids, self._most) if wanted and not step.extended else None
         del ids[step.start :]
         ids += step.gone
         return context

@@ -66,7 +66,7 @@ class Journal:
         return self.entries
 
     @property
-    def told(self) -> int:
+    def complete_to(self) -> int:
         """Number up to which the entries are complete: no lower one will be added."""
         last = self.entries[-1].number if self.entries else 0
         return min(last, min(self.pending) - 1) if self.pending else last
@@ -141,13 +141,15 @@ class Journals:
 
     def of(self, room: str, tenant: str) -> list[Journal]:
         """Return a tenant's journals of a room, most recently created first."""
-        found = [one for (where, whose, _), one in self._journals.items() if (where, whose) == (room, tenant)]
-        return sorted(found, key=lambda one: (-one.record.created, one.id))
+        journals = [
+            journal for (where, whose, _), journal in self._journals.items() if (where, whose) == (room, tenant)
+        ]
+        return sorted(journals, key=lambda journal: (-journal.record.created, journal.id))
 
     def keys_of(self, tenant: str) -> set[int]:
         """Return the keys of all records of a tenant's journals."""
-        found = [one for (_, whose, _), one in self._journals.items() if whose == tenant]
-        return {key for one in found for key in (one.key, *(entry.key for entry in one.entries))}
+        journals = [journal for (_, whose, _), journal in self._journals.items() if whose == tenant]
+        return {key for journal in journals for key in (journal.key, *(entry.key for entry in journal.entries))}
 
     async def create(
         self,

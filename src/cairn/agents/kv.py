@@ -83,9 +83,9 @@ class AgentKv:
 
     def _service(self, identity: bytes) -> Service:
         """Return the service of a model. Raise Unavailable if it is not loaded."""
-        if (found := self._services.of(identity)) is None:
+        if (service := self._services.of(identity)) is None:
             raise Unavailable("the model that made this context is not loaded", retry_after=RETRY_SECONDS)
-        return found
+        return service
 
     def _at_head(self, agent: Agent) -> Service:
         """Return the service of the model that answered at the agent's head.
@@ -179,7 +179,7 @@ class AgentKv:
         self._mark_later(agent, before, "superseded")
 
     def wanted_again(self, agent: Agent) -> None:
-        """Mark the context at the head as in use: its branch may have been abandoned before."""
+        """Mark the context at the head as idle instead of superseded: its branch was abandoned before."""
         self._mark_later(agent, agent.head, "idle")
 
     def request_ended_in_call(self, salt: bytes, ids: Sequence[int], identity: bytes) -> None:
@@ -312,8 +312,8 @@ class AgentKv:
         rest = list[Context]()
         for identity in dict.fromkeys(turn.identity for turn in turns if turn.number and turn.identity):
             mine = [turn for turn in turns if turn.number and turn.identity == identity]
-            async with contextlib.aclosing(self._archive.contexts(mine, self._longest(identity))) as found:
-                async for contexts in found:  # in batches: all together may be gigabytes
+            async with contextlib.aclosing(self._archive.contexts(mine, self._longest(identity))) as batches:
+                async for contexts in batches:  # in batches: all together may be gigabytes
                     rest += await self._evict_all(agent, [Context(*one, identity) for one in contexts], own=own)
         return rest
 
@@ -333,11 +333,11 @@ class AgentKv:
                 rest.append(one._replace(ids=array("I", one.ids)))
         return rest
 
-    async def _erase_away(self, one: Context, salt: bytes, keep: int) -> None:
+    async def _erase_away(self, context: Context, salt: bytes, keep: int) -> None:
         """Erase the stored KV of a model without a worker, through a worker that shares its folder."""
         for service in self._working():
-            await service.erase_of_model(one.identity, one.ids, salt, keep=keep)
-        if self._services.known(one.identity) and not self._stores_on_disk():
+            await service.erase_of_model(context.identity, context.ids, salt, keep=keep)
+        if self._services.known(context.identity) and not self._stores_on_disk():
             raise Unavailable("the model that made this context is not loaded", retry_after=RETRY_SECONDS)
 
     async def _evict_rest(self, agent: Agent, rest: list[Context]) -> None:
@@ -392,12 +392,12 @@ class AgentKv:
         if (known := self._head_digests.get(agent)) is not None:
             return known
         try:
-            found = prefix_digests(await self._known_ids(head))
+            digests = prefix_digests(await self._known_ids(head))
         except Unavailable:  # deleted meanwhile, or damaged: what it shares will be computed again
             return b""
         if head.state == "finished" and agent.head is head and agent in self._registry:
-            self._head_digests.put(agent, head, found)
-        return found
+            self._head_digests.put(agent, head, digests)
+        return digests
 
     def _later(self, work: Callable[[], Awaitable[object]]) -> asyncio.Task[None]:
         """Run `work` in the background, again and again until it is not Unavailable."""

@@ -31,7 +31,7 @@ class Overview:
     def __init__(self, registry: AgentRegistry, writer: Writer, tenant: str, now: Callable[[], float]) -> None:
         self._registry, self._writer, self._tenant, self._now = registry, writer, tenant, now
         self._seen: dict[str, tuple[Any, ...]] = {}
-        self._given = -1
+        self._submitted = -1
         self._busy = False
         self._until = math.inf
         """When the next agent may expire."""
@@ -46,11 +46,11 @@ class Overview:
 
     def look(self) -> Changes:
         """Return what has changed since the last look; at the first, everything."""
-        given = self._writer.given
+        submitted = self._writer.submitted
         now, seen = self._now(), self._seen
-        if given == self._given and not self._busy and now < self._until:
+        if submitted == self._submitted and not self._busy and now < self._until:
             return Changes([], [])
-        self._given = given
+        self._submitted = submitted
         here = [agent for agent in self._registry.of(self._tenant) if not agent.over(now)]
         running = [agent.running for agent in here if agent.running is not None]
         self.requests = {turn.request.id: turn.agent.id for turn in running}

@@ -219,8 +219,8 @@ async def _records(agent: Agent, archive: Archive) -> AsyncIterator[tuple[Record
     for start in range(0, len(turns), READ_TURNS):
         some = turns[start : start + READ_TURNS]
         for turn, content in zip(some, await archive.contents(some), strict=True):
-            asked = msgspec.structs.replace(content.began, sampling=None, stop=(), grammar="", reasoning_budget=None)
-            yield RecordKind.TURN, turn.key, asked
+            began = msgspec.structs.replace(content.began, sampling=None, stop=(), grammar="", reasoning_budget=None)
+            yield RecordKind.TURN, turn.key, began
             if turn.number:
                 yield RecordKind.END, turn.key, content.ended or _cut(content)
     yield RecordKind.SAVINGS, agent.key, SavingsRecord(savings=savings)

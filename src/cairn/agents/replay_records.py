@@ -46,7 +46,7 @@ class ReplayRecords:
 
         Return their contents for the replay tables, as (tenant, sampled) by the model's identity.
         """
-        found: dict[bytes, list[tuple[str, Sampled]]] = {}
+        by_model: dict[bytes, list[tuple[str, Sampled]]] = {}
         for record in records:
             if record.kind != RecordKind.REPLAY:
                 continue
@@ -60,8 +60,8 @@ class ReplayRecords:
                 log.warning("a record of exact replay does not hold a whole number of tokens; it is ignored")
                 continue
             sampled = Sampled(kept.before, AnswerIdentity(kept.visible, kept.reasoning), ids, 0)
-            found.setdefault(kept.identity, []).append((kept.tenant, sampled))
-        return found
+            by_model.setdefault(kept.identity, []).append((kept.tenant, sampled))
+        return by_model
 
     def payload(self, tenant: str, sampled: Sampled, identity: bytes, now: float, agent: int = 0) -> ReplayRecord:
         """Return the record of an answer.

@@ -25,11 +25,11 @@ def prefix_digests(ids: Sequence[int]) -> bytes:
 
     What contexts share is computed from these, without their ids.
     """
-    data, step, last, found = pack(ids), 4 * CHUNK_TOKENS, b"", bytearray()
+    data, step, last, digests = pack(ids), 4 * CHUNK_TOKENS, b"", bytearray()
     for end in range(step, len(data) + 1, step):
         last = hashlib.sha256(last + data[end - step : end]).digest()
-        found += last[:DIGEST_BYTES]
-    return bytes(found)
+        digests += last[:DIGEST_BYTES]
+    return bytes(digests)
 
 
 def common_chunks(one: bytes, other: bytes) -> int:
@@ -57,22 +57,22 @@ class HeadDigests:
 
     def get(self, agent: Agent) -> bytes | None:
         """Return the digests at the agent's current head, or None."""
-        turn, found = self._of.get(agent.key, (None, b""))
-        return found if turn is agent.head else None
+        turn, digests = self._of.get(agent.key, (None, b""))
+        return digests if turn is agent.head else None
 
-    def put(self, agent: Agent, turn: Turn, found: bytes) -> None:
+    def put(self, agent: Agent, turn: Turn, digests: bytes) -> None:
         """Store the digests of a finished turn, whose context never changes. The oldest are dropped first."""
         self.forget(agent)
-        self._of[agent.key] = turn, found
-        self._bytes += len(found)
+        self._of[agent.key] = turn, digests
+        self._bytes += len(digests)
         while self._bytes > MOST_BYTES:
             oldest = next(iter(self._of))
             self._bytes -= len(self._of.pop(oldest)[1])
 
     def forget(self, agent: Agent) -> None:
         """Drop the digests of a deleted agent."""
-        _, found = self._of.pop(agent.key, (None, b""))
-        self._bytes -= len(found)
+        _, digests = self._of.pop(agent.key, (None, b""))
+        self._bytes -= len(digests)
 
 
 MOST_CONTEXTS = 64

@@ -124,8 +124,8 @@ class RunningTurn:
         """
         done: Done | None = None
         try:
-            async with contextlib.aclosing(self._events()) as found:
-                async for events in found:
+            async with contextlib.aclosing(self._events()) as batches:
+                async for events in batches:
                     done = next((event for event in events if isinstance(event, Done)), None)
                     if done is not None:
                         await self._end(done)
@@ -151,8 +151,8 @@ class RunningTurn:
             return
         async with contextlib.aclosing(
             merge(lambda _: stream, [self.request], heartbeat=lambda: PIECE_SECONDS)
-        ) as found:
-            async for batch in found:
+        ) as batches:
+            async for batch in batches:
                 events = [self._take(event) for _, event in batch]
                 self._log(self._keeper.clock.now())
                 yield events

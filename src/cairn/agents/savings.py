@@ -103,10 +103,10 @@ class SavingsTotals:
     @property
     def total(self) -> Savings:
         """Sum over all tenants."""
-        found = Savings()
+        total = Savings()
         for savings in self.totals.values():
-            found = summed(found, savings)
-        return found
+            total = summed(total, savings)
+        return total
 
     @property
     def speed(self) -> float:

@@ -122,14 +122,14 @@ def reach(ends: Iterable[Turn], seen: set[int]) -> set[int]:
     A walk stops at the first turn that was seen, because all before it were too. So each turn is visited once, however
     many ends there are.
     """
-    found: set[int] = set()
+    reached: set[int] = set()
     for end in ends:
         for turn in end.path():
             if turn.key in seen:
                 break
             seen.add(turn.key)
-            found.add(turn.key)
-    return found
+            reached.add(turn.key)
+    return reached
 
 
 def _first(began: TurnRecord, parent: Turn | None) -> int:
@@ -219,9 +219,9 @@ class Agent:
 
     def turns(self) -> list[Turn]:
         """Return every turn that the agent has or shares, by number, without the beginning."""
-        found = {turn.key: turn for turn in self.base.path()}
-        found |= {turn.key: turn for turn in self.own}
-        return sorted((turn for turn in found.values() if turn.number), key=lambda turn: turn.number)
+        turns = {turn.key: turn for turn in self.base.path()}
+        turns |= {turn.key: turn for turn in self.own}
+        return sorted((turn for turn in turns.values() if turn.number), key=lambda turn: turn.number)
 
     def turn(self, number: int) -> Turn | None:
         """Return the turn of that number, or None; 0 is the beginning."""

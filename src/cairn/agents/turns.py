@@ -91,14 +91,14 @@ class Turns:
         gate: Gate | None,
     ) -> RunningTurn:
         check(messages, "messages")
-        prompt, prefix, told = await self._prompt(service, agent, messages, template_args, share, wanted)
+        prompt, prefix, origin = await self._prompt(service, agent, messages, template_args, share, wanted)
         request = self._request(service, agent, prompt, options, number, share)
         if gate is not None:
             await gate()
         began = self._record(service, agent, messages, prefix, request)
         # A request that cannot be served is refused here, before anything is written. The answer is computed while the
         # message is synced, and none of it is sent before.
-        stream = service.generate(request, told)
+        stream = service.generate(request, origin)
         try:
             turn = await self._agents.begin(agent, began)
         except BaseException:
@@ -127,11 +127,11 @@ class Turns:
         """Answer messages after the agent's context, which stays as it is. Raise Conflict if the head is not free."""
         if agent.busy or agent.head.state != "finished":
             raise conflict(agent)
-        prompt, _, told = await self._prompt(service, agent, messages, template_args, share, wanted)
+        prompt, _, origin = await self._prompt(service, agent, messages, template_args, share, wanted)
         request = self._request(service, agent, prompt, options, number, share)
         if gate is not None:
             await gate()
-        return service.generate(msgspec.structs.replace(request, durable=False, stored=False), told)
+        return service.generate(msgspec.structs.replace(request, durable=False, stored=False), origin)
 
     def _request(
         self, service: Service, agent: Agent, prompt: Prompt, options: SamplingOptions, number: int, share: str
@@ -167,23 +167,23 @@ class Turns:
         wanted = _with_strict(wanted, branch.beginning.strict)
         whole = [*history, *messages]
         changed = bool(head.number) and head.identity != service.spec.identity
-        told = told_of(whole, why="model changed" if changed else None)
+        origin = told_of(whole, why="model changed" if changed else None)
         before = branch.context() if head.number and not changed else None
         if before is not None:
             # KV that was not computed by this server and its kernels cannot have been evicted here.
             if branch.last.began.engine == service.info.identity:
-                service.recent.note(agent.salt, before, len(before), told.messages[: len(history)])
+                service.recent.note(agent.salt, before, len(before), origin.messages[: len(history)])
             extended = await chat.extend(
                 before, history, messages, tools, share=share, template_args=template_args, wanted=wanted
             )
             if extended is not None:
-                return extended, len(before), told
+                return extended, len(before), origin
         elif not changed:
             await self._recall(service, agent, branch)
         prompt = await chat.prompt(
             whole, tools, tenant=agent.tenant, share=share, template_args=template_args, wanted=wanted
         )
-        return prompt, 0, told
+        return prompt, 0, origin
 
     async def _recall(self, service: Service, agent: Agent, branch: Branch) -> None:
         """Register a branch's answers for exact replay: its context cannot be extended, so all is rendered anew."""

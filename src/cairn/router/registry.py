@@ -102,10 +102,10 @@ class ModelRegistry:
             alike = [model for model in self.models if model.kind == kind]
             ready = [model for model in alike if model.state == "loaded"]
             return next(iter((*ready, *alike)), self.models[0])
-        found = self.get(name) or self.get(name.removesuffix(":latest"))
-        if found is None:
+        model = self.get(name) or self.get(name.removesuffix(":latest"))
+        if model is None:
             raise self.unknown(name)
-        return found
+        return model
 
     def get(self, name: str) -> ServedModel | None:
         """Return the model with exactly this name, or None."""
@@ -177,8 +177,8 @@ class ModelRegistry:
 
 def _check_aliases(models: Iterable[ServedModel], listed: Mapping[str, ModelOptions]) -> None:
     """Raise InvalidRequest if an alias belongs to two models or is the name of another one."""
-    whose = {model.name: model.options.model for model in models}
+    owner = {model.name: model.options.model for model in models}
     for place, options in listed.items():
         for alias in options.aliases:
-            if whose.setdefault(alias, place) != place:
+            if owner.setdefault(alias, place) != place:
                 raise InvalidRequest(f"two models would be called {alias}", field="models")

@@ -214,15 +214,15 @@ def _part(models: list[ServedModel]) -> None:
 
     Raise ConfigError if the options exceed the total.
     """
-    given = sum(model.share for model in models if model.share is not None)
+    total = sum(model.share for model in models if model.share is not None)
     rest = [model for model in models if model.share is None]
-    if given > 1 + 1e-9 or (rest and given > 1 - 1e-6):
+    if total > 1 + 1e-9 or (rest and total > 1 - 1e-6):
         raise ConfigError(
-            f"kv_share: the models' shares add up to {given:g}; the limit is 1, and below 1 if a model has no share",
+            f"kv_share: the models' shares add up to {total:g}; the limit is 1, and below 1 if a model has no share",
             field="models",
         )
     for model in models:
-        model.part = model.share if model.share is not None else (1 - given) / len(rest)
+        model.part = model.share if model.share is not None else (1 - total) / len(rest)
 
 
 def _in_folder(config: Config) -> Iterable[ModelOptions]:
@@ -230,15 +230,17 @@ def _in_folder(config: Config) -> Iterable[ModelOptions]:
     assert config.models_dir is not None
     folder = expanded(config.models_dir)
     try:
-        found = sorted(_places(folder, 2))
+        places = sorted(_places(folder, 2))
     except OSError as error:
         raise ConfigError(
             f"models_dir {folder} cannot be read: {error.strerror or error}", field="models_dir"
         ) from None
-    if len(found) > MOST_FOUND:
-        raise ConfigError(f"models_dir {folder} has {len(found)} models; the limit is {MOST_FOUND}", field="models_dir")
+    if len(places) > MOST_FOUND:
+        raise ConfigError(
+            f"models_dir {folder} has {len(places)} models; the limit is {MOST_FOUND}", field="models_dir"
+        )
     names: dict[str, Path] = {}
-    for place in found:
+    for place in places:
         name = stem(place) if is_gguf(place) else str(place.relative_to(folder))
         names.setdefault(name, place)  # a split file is named by its first part
     return [ModelOptions(model=str(place), name=name) for name, place in names.items()]
@@ -321,10 +323,10 @@ def _worker_of(config: Config, model: ServedModel) -> First:
     blocks: tuple[int, ...] = ()
     place = locate(model)
     if config.memory_gb is not None:
-        found = fit(model.config, place, int(config.memory_gb * 10**9))
-        if found.most > config.memory_gb * 10**9:
+        memory = fit(model.config, place, int(config.memory_gb * 10**9))
+        if memory.most > config.memory_gb * 10**9:
             raise ModelError(
-                f"{model.name} needs {found.most / 10**9:.2f} GB of memory, and memory_gb is {config.memory_gb:g}"
+                f"{model.name} needs {memory.most / 10**9:.2f} GB of memory, and memory_gb is {config.memory_gb:g}"
             )
-        blocks = found.blocks
+        blocks = memory.blocks
     return launch_first(model.config, False, place, blocks, model.part, turns_of(config))

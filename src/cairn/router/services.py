@@ -75,10 +75,10 @@ class Services:
         """
         if self.start_loading is None or not name:
             return None
-        found = next((one for one in self._loaded if one.name == name), None)
-        if found is None and self.start_loading(name):
+        service = next((one for one in self._loaded if one.name == name), None)
+        if service is None and self.start_loading(name):
             raise NotLoaded(f"{name} is being loaded; ask again shortly", retry_after=1.0)
-        return found
+        return service
 
     def known(self, identity: bytes) -> bool:
         """Return whether the model is, or was, loaded in this run: its KV may be on the disk, and it may come back."""

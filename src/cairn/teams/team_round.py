@@ -345,7 +345,7 @@ class TeamRound:
         for one in self._known(StepOpened):
             if one.step == step:
                 return step, one.told
-        told = self._journal.told
+        told = self._journal.complete_to
         self._journals.note(self._journal, StepOpened(round=self.number, step=step, told=told))
         return step, told
 

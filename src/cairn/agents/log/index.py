@@ -60,7 +60,7 @@ class OffsetTable:
         """Return the slot of the key, or the free one that it would get."""
         last = len(self._keys) - 1
         slot = (key * _SPREAD >> 20) & last
-        while (found := self._keys[slot]) and found != key:
+        while (stored := self._keys[slot]) and stored != key:
             slot = (slot + 1) & last
         return slot
 
@@ -251,8 +251,8 @@ class Index:
             self._pieces.setdefault(record.key, []).append((number, offset))
         elif record.kind == RecordKind.END:
             for piece_number, piece_offset in self._pieces.pop(record.key, ()):
-                if (one := self.segments.get(piece_number)) is not None:
-                    one.drop(piece_offset)
+                if (piece_segment := self.segments.get(piece_number)) is not None:
+                    piece_segment.drop(piece_offset)
 
     def move(self, record: Record, number: int, offset: int, left: Collection[int]) -> None:
         """Set the new place of a record that counts.

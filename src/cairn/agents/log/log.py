@@ -29,7 +29,7 @@ from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 
 from cairn.agents.log.index import Index, RecordKind, Segment, decode_keys, encode_keys
-from cairn.agents.log.recovery import DAMAGED, LOG, NEW, Folder, RecoveredLog, fetch, read_segments, told
+from cairn.agents.log.recovery import DAMAGED, LOG, NEW, Folder, RecoveredLog, fetch, loss_sentence, read_segments
 from cairn.agents.log.segment import HEADER_BYTES, SEAL, Record, SegmentHeader, encode_record, scan
 from cairn.system.interfaces import File, FileSystem, Lock, Rng
 
@@ -173,38 +173,38 @@ class Log:
         return made
 
     def _recover(self) -> None:
-        found = read_segments(self._folder)
-        self._index, self.damaged = Index(found.segments), found.damaged
-        if found.damaged:
+        read = read_segments(self._folder)
+        self._index, self.damaged = Index(read.segments), read.damaged
+        if read.damaged:
             log.warning(
-                "%d bytes of the token log are not records: a write was cut off, or they are damaged", found.damaged
+                "%d bytes of the token log are not records: a write was cut off, or they are damaged", read.damaged
             )
-        self.loss = told(self._folder, found.loss)
+        self.loss = loss_sentence(self._folder, read.loss)
         if self.loss:
             log.error("%s", self.loss)
-        self._next_number = found.next_number
-        self._lsns = itertools.count(1 + max(found.records, default=0))
-        self._recall(found)
+        self._next_number = read.next_number
+        self._lsns = itertools.count(1 + max(read.records, default=0))
+        self._recall(read)
         self._doubtful = True
         try:
             self._finish()
         except OSError as error:  # damaged and erased records stay unreachable; this is tried again
             self._note(error)
 
-    def _recall(self, found: RecoveredLog) -> None:
+    def _recall(self, read: RecoveredLog) -> None:
         """Determine which records still count."""
-        for record in found.records.values():
+        for record in read.records.values():
             if record.kind == RecordKind.ERASE:
                 self._erasing.update(decode_keys(record.payload))
-        for lsn in sorted(found.records):
-            number, offset = found.places[lsn]
-            if found.records[lsn].key in self._erasing:
-                found.segments[number].drop(offset)
+        for lsn in sorted(read.records):
+            number, offset = read.places[lsn]
+            if read.records[lsn].key in self._erasing:
+                read.segments[number].drop(offset)
             else:
-                self._index.enter(found.records[lsn], found.segments[number], offset)
-        counting = sorted(lsn for segment in found.segments.values() for lsn, _ in segment.counting())
-        self.recovered = [found.records[lsn] for lsn in counting if found.records[lsn].kind != RecordKind.ERASE]
-        for segment in found.segments.values():
+                self._index.enter(read.records[lsn], read.segments[number], offset)
+        counting = sorted(lsn for segment in read.segments.values() for lsn, _ in segment.counting())
+        self.recovered = [read.records[lsn] for lsn in counting if read.records[lsn].kind != RecordKind.ERASE]
+        for segment in read.segments.values():
             segment.tidy()
 
     def read(self, wanted: Sequence[tuple[int, int]]) -> list[Record | None]:

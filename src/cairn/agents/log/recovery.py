@@ -61,8 +61,8 @@ class Folder:
 
     def numbers(self, ending: str) -> list[int]:
         """Return the numbers of the files with this ending, in order."""
-        found = [_parse(entry.name) for entry in self._files.list(self.path)]
-        return sorted(one[0] for one in found if one is not None and one[1] == ending)
+        parsed = [_parse(entry.name) for entry in self._files.list(self.path)]
+        return sorted(name[0] for name in parsed if name is not None and name[1] == ending)
 
     def name(self, number: int, ending: str = LOG) -> Path:
         """Return the path of the file with this number and ending."""
@@ -177,9 +177,9 @@ def loss(aside: int, inside: int) -> str:
 
     `aside`: files without a header. `inside`: bytes between records.
     """
-    found = [f"{aside} of its files had no readable header and were set aside as *.{DAMAGED}"] if aside else []
-    found += [f"{inside} bytes between records are damaged"] if inside else []
-    return " and ".join(found)
+    parts = [f"{aside} of its files had no readable header and were set aside as *.{DAMAGED}"] if aside else []
+    parts += [f"{inside} bytes between records are damaged"] if inside else []
+    return " and ".join(parts)
 
 
 def look(folder: Folder) -> str:
@@ -199,10 +199,10 @@ def look(folder: Folder) -> str:
         elif header.version <= VERSION:
             _, damaged, torn = _enter(header, data, {}, {})
             inside += damaged - torn
-    return told(folder, loss(aside, inside))
+    return loss_sentence(folder, loss(aside, inside))
 
 
-def told(folder: Folder, lost: str) -> str:
+def loss_sentence(folder: Folder, lost: str) -> str:
     """Return a loss as a sentence; empty for none."""
     return f"the token log in {folder.path} was damaged: {lost}; agents and turns in them are lost" if lost else ""
 
@@ -237,7 +237,7 @@ def fetch(folder: Folder, index: Index, wanted: Sequence[tuple[int, int]]) -> li
 
     Any thread may call while another writes and compacts: a record that was moved is looked up again. Raise OSError.
     """
-    found: list[Record | None] = [None] * len(wanted)
+    records: list[Record | None] = [None] * len(wanted)
     missing: Iterable[int] = range(len(wanted))
     before: dict[int, RecordLocation] = {}
     for _ in range(TRIES):
@@ -252,10 +252,10 @@ def fetch(folder: Folder, index: Index, wanted: Sequence[tuple[int, int]]) -> li
             for at, data in zip(some, _read(folder, number, [new[at] for at in some]), strict=False):
                 record = decode_record(new[at].header, new[at].offset, data)
                 if record is not None and (record.kind, record.key) == wanted[at]:
-                    found[at] = record
+                    records[at] = record
         before = places
-        missing = [at for at in places if found[at] is None]
-    return found
+        missing = [at for at in places if records[at] is None]
+    return records
 
 
 def _read(folder: Folder, number: int, places: Iterable[RecordLocation]) -> list[bytes]:

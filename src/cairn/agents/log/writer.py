@@ -104,7 +104,7 @@ class Writer:
         self._log = log
         self._loop = asyncio.get_running_loop()
         self._jobs: deque[_Job] = deque()
-        self.given = 0
+        self.submitted = 0
         """Jobs submitted so far: while this is unchanged, so is the log."""
         self._waiting = 0
         """Bytes of the records in `_jobs`."""
@@ -206,7 +206,7 @@ class Writer:
             if self._closing:
                 raise Unavailable("the token log is closed")
             self._jobs.append(job)
-            self.given += 1
+            self.submitted += 1
             self._waiting += sum(record.size for record in job.records)
             self._change.notify()
 
