@@ -41,7 +41,7 @@ class AgentRegistry:
         """Keys of turns in the log that damage made unreachable, with their parents, by their agent's key."""
         self.savings = SavingsTotals()
 
-    def know(self, salts: Mapping[str, bytes]) -> None:
+    def set_salts(self, salts: Mapping[str, bytes]) -> None:
         """Replace the salts of the configured tenants."""
         self._salts = salts
         for agent in self:
@@ -99,9 +99,9 @@ class AgentRegistry:
 
     def needs(self, key: int) -> bool:
         """Return whether the key is that of an agent or of a turn of one."""
-        return key in self._turns or self.keyed(key) is not None
+        return key in self._turns or self.by_key(key) is not None
 
-    def keyed(self, key: int) -> Agent | None:
+    def by_key(self, key: int) -> Agent | None:
         """Return the agent with this key, or None."""
         agent = self._keyed.get(key)
         return agent if agent is not None and agent in self else None
@@ -122,7 +122,7 @@ class AgentRegistry:
         agent.own.append(turn)
         agent.head = turn
 
-    def take_back(self, agent: Agent, turn: Turn) -> None:
+    def remove_turn(self, agent: Agent, turn: Turn) -> None:
         """Remove a turn whose beginning could not be written."""
         del self._turns[turn.key]
         agent.own.remove(turn)
@@ -194,24 +194,24 @@ class AgentRegistry:
                     if (turn := decode(record.payload, TurnRecord)) is not None:
                         began[record.key] = turn
                 case RecordKind.TOKENS | RecordKind.END:
-                    self._answer(record, began, missing)
+                    self._apply_answer(record, began, missing)
                 case RecordKind.SAVINGS:
-                    self._line(record, lines)
+                    self._load_savings(record, lines)
         missing.clear()
         for key in began:
-            self._grow(key, began, missing)
-        self._seat(agents, began, lines)
+            self._build_turn(key, began, missing)
+        self._place_agents(agents, began, lines)
         owned = {record.key for record in records if record.kind in (RecordKind.AGENT, RecordKind.TURN)}
         stray = {record.key for record in records if record.kind in OWNED and record.key < LINES} - owned
-        needed = self._let_go_of_strays()
+        needed = self._drop_unneeded()
         for one in self._turns.values():
             if one.parent is not None and one.parent.state == "interrupted":
                 one.parent.state = "finished"  # a turn is only followed after its end: damage has lost that
         for one in self._turns.values():
             one.release()
-        return sorted((began.keys() - needed - self._leave(began, needed, agents.keys())) | stray)
+        return sorted((began.keys() - needed - self._note_unreachable(began, needed, agents.keys())) | stray)
 
-    def _line(self, record: Record, lines: dict[int, SavingsRecord]) -> None:
+    def _load_savings(self, record: Record, lines: dict[int, SavingsRecord]) -> None:
         """Load a savings record: an agent's line, a tenant's total, a tenant's day, or the bytes of the stores."""
         if (line := decode(record.payload, SavingsRecord)) is None:
             return
@@ -223,7 +223,7 @@ class AgentRegistry:
         elif record.key == BYTES_KEY:
             self.savings.load_bytes(line.read, line.written)
 
-    def _let_go_of_strays(self) -> set[int]:
+    def _drop_unneeded(self) -> set[int]:
         """Remove the turns that no agent needs; return the keys of those that are needed."""
         needed: set[int] = set()
         for agent in self:
@@ -232,7 +232,7 @@ class AgentRegistry:
             del self._turns[key]
         return needed
 
-    def _leave(self, began: dict[int, TurnRecord], needed: Set[int], agents: Set[int]) -> set[int]:
+    def _note_unreachable(self, began: dict[int, TurnRecord], needed: Set[int], agents: Set[int]) -> set[int]:
         """Return the keys of turns that are unreachable through damage: they stay in the log."""
         nameless = {one.agent for one in began.values() if one.number} - agents
         # Turns that all come from a file and have no agent are of an import that was cut off.
@@ -244,11 +244,11 @@ class AgentRegistry:
             self._lost.setdefault(one.agent, set()).update({key, one.parent} & began.keys())
         return set().union(*self._lost.values())
 
-    def _answer(self, record: Record, began: dict[int, TurnRecord], missing: set[int]) -> None:
+    def _apply_answer(self, record: Record, began: dict[int, TurnRecord], missing: set[int]) -> None:
         """Apply a record of an answer to its turn. A record without a turn is ignored."""
         if record.key not in began:
             return
-        turn = self._grow(record.key, began, missing)
+        turn = self._build_turn(record.key, began, missing)
         if turn is None:
             return
         try:
@@ -261,7 +261,7 @@ class AgentRegistry:
             # Damage may have lost a piece before it. Its tokens are sampled again when the turn is resumed.
             log.warning("a record of turn %d does not continue its answer, or is damaged; it is ignored", turn.number)
 
-    def _grow(self, key: int, began: dict[int, TurnRecord], missing: set[int]) -> Turn | None:
+    def _build_turn(self, key: int, began: dict[int, TurnRecord], missing: set[int]) -> Turn | None:
         """Create the turn of a key with all its ancestors; return None if an ancestor is missing.
 
         `missing`: keys that are known to lack an ancestor; extended here.
@@ -280,7 +280,7 @@ class AgentRegistry:
             self._turns[one] = Turn(one, began[one], self._turns.get(began[one].parent))
         return self._turns.get(next(iter(chain), key))
 
-    def _seat(
+    def _place_agents(
         self, agents: dict[int, tuple[int, AgentRecord]], began: dict[int, TurnRecord], lines: dict[int, SavingsRecord]
     ) -> None:
         """Create the agents. The head is the agent's latest turn after its record, else what the record says."""

@@ -62,15 +62,15 @@ class AgentService:
 
     # ---------------------------------------------------------------------------------------------------- to look up
 
-    def find(self, tenant: str, id: str, *, over: bool = False) -> Agent:
+    def find(self, tenant: str, id: str, *, expired: bool = False) -> Agent:
         """Return one agent.
 
         Raise InvalidRequest for an invalid id, NotFound for an agent that does not exist, belongs to another tenant, or
-        has outlived its time to live. With `over`, the last kind is returned.
+        has outlived its time to live. With `expired`, the last kind is returned.
         """
         check_id(id)
         agent = self.registry.find(tenant, id)
-        if agent is None or (not over and agent.over(self.pending.now())):
+        if agent is None or (not expired and agent.expired(self.pending.now())):
             raise NotFound(f"there is no agent {id[:64]}", field="id")
         return agent
 
@@ -98,7 +98,7 @@ class AgentService:
     async def free_id(self, tenant: str, id: str | None) -> None:
         """Delete the agent of that id if it has outlived its time to live, so that the id is free."""
         agent = self.registry.find(tenant, id) if id is not None else None
-        if agent is not None and agent.over(self.pending.now()):
+        if agent is not None and agent.expired(self.pending.now()):
             await self.remove(agent)
 
     def new_id(self, tenant: str, id: str | None) -> str:
@@ -154,7 +154,7 @@ class AgentService:
             used=now,
             base=at.key,
             head=at.key,
-            under=at.under,
+            under=at.parent_key,
             origin=old.id,
             metadata=old.metadata if metadata is None else metadata,
             pinned=False,
@@ -163,7 +163,7 @@ class AgentService:
         )
         made = await self.add(Agent(self.writer.key(), record, agent.root, at))
         if at not in agent.head.path():
-            self.kv.wanted_again(made)
+            self.kv.branch_resumed(made)
         return made
 
     async def move(self, agent: Agent, head: Turn) -> None:
@@ -233,7 +233,7 @@ class AgentService:
         try:
             await self.pending.sync(record)
         except BaseException:
-            self.registry.take_back(agent, turn)
+            self.registry.remove_turn(agent, turn)
             self.pending.erase_later([turn.key])
             # A record of the agent that was written meanwhile may name the turn.
             self.pending.write_later(self.pending.note(agent))
@@ -347,7 +347,7 @@ def conflict(agent: Agent) -> Conflict:
     if agent.starting:
         return Conflict(f"turn {agent.next_number()} of agent {agent.id} is starting, or its head is being moved")
     return Conflict(
-        f"turn {head.number} of agent {agent.id} was interrupted; resume it, or roll back to turn {head.before}"
+        f"turn {head.number} of agent {agent.id} was interrupted; resume it, or roll back to turn {head.parent_number}"
     )
 
 

@@ -228,7 +228,7 @@ class Agents:
         """Set the limits of tenants from now on; `salts`: the new salts of configured tenants, by name, if changed."""
         self._agents.limits = limits
         if salts is not None:
-            self._agents.registry.know(salts)
+            self._agents.registry.set_salts(salts)
 
     def model_of(self, tenant: str, id: str) -> tuple[bytes, str]:
         """Return the identity of the model that answered at the head, and the name of the agent's model.
@@ -412,7 +412,7 @@ class Agents:
         Its KV goes too, except what other agents of the tenant share. Raise Unavailable if the disk refuses: the agent
         is gone, and its bytes are erased as soon as the disk works.
         """
-        agent = self._find(tenant, id, over=True)
+        agent = self._find(tenant, id, expired=True)
         if agent.starting:
             raise conflict(agent)
         await self._agents.remove(agent)
@@ -434,7 +434,7 @@ class Agents:
         agent = self._find(tenant, id)
         at = agent.head if turn is None else self._agents.turn(agent, turn)
         if at.state != "finished":
-            raise Conflict(f"turn {at.number} of agent {agent.id} is {at.state}; fork at turn {at.before}")
+            raise Conflict(f"turn {at.number} of agent {agent.id} is {at.state}; fork at turn {at.parent_number}")
         return (await self._agents.fork(agent, at, new_id, metadata)).info()
 
     async def make_room(self, tenant: str, prefix: str) -> bool:
@@ -568,7 +568,7 @@ def list_agents(
 
     `after`: an id, or `next` of another page; raise InvalidRequest for anything else.
     """
-    agents = [agent for agent in candidates if not agent.over(now)]
+    agents = [agent for agent in candidates if not agent.expired(now)]
     if after:
         last = _named(registry, tenant, after)
         agents = [agent for agent in agents if _place(agent) > last]

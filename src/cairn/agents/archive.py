@@ -174,7 +174,7 @@ def typed_read_errors(registry: AgentRegistry, agent: Agent) -> Iterator[None]:
         again = "resume it to have it answered again, " if answerable(registry, agent, error) else ""
         raise Damaged(
             f"turn {turn.number} of agent {agent.id} cannot be read: the token log is damaged there; {again}roll back "
-            f"to turn {turn.before}, or delete the agent"
+            f"to turn {turn.parent_number}, or delete the agent"
         ) from error
 
 

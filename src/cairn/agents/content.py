@@ -77,7 +77,7 @@ class Content:
         unpack(record.ids)
         self.answer, self.ended, self._growing = record.message, record, None
 
-    def ask(self, ids: list[int], most: int = sys.maxsize) -> list[int]:
+    def to_prompt(self, ids: list[int], most: int = sys.maxsize) -> list[int]:
         """Turn the context before this turn into its prompt, in place; return the ids that were cut off.
 
         Both are limited to `most` ids.
@@ -88,7 +88,7 @@ class Content:
         ids += unpack(began.ids)[: most - len(ids)]
         return gone
 
-    def follow(self, prompt: list[int], most: int = sys.maxsize) -> None:
+    def append_answer(self, prompt: list[int], most: int = sys.maxsize) -> None:
         """Append to the prompt what the next turn's context holds of the answer, up to `most` ids in all."""
         end = self.ended
         if end is not None and end.keep >= 0:
@@ -103,7 +103,7 @@ class Content:
         if self.ended is None or self.ended.keep < 0 or digest(prompt) != self.began.digest:
             return None  # damage may have lost a turn before this one
         ids = prompt[:]
-        self.follow(ids, most)
+        self.append_answer(ids, most)
         return ids
 
     def known(self, prompt: list[int], most: int = sys.maxsize) -> list[int]:
@@ -138,18 +138,18 @@ class Branch:
         start = max(at for at, one in enumerate(self.contents) if not one.began.prefix)
         ids: list[int] = []
         for content in self.contents[start:]:
-            content.ask(ids, most)
+            content.to_prompt(ids, most)
             if content is not self.last:
-                content.follow(ids, most)
+                content.append_answer(ids, most)
         return ids
 
     def prompts(self) -> Iterator[tuple[Content, list[int]]]:
         """Yield every turn with its prompt, in one pass. The list is always the same object, and grows."""
         ids: list[int] = []
         for content in self.contents:
-            content.ask(ids)
+            content.to_prompt(ids)
             yield content, ids
-            content.follow(ids)
+            content.append_answer(ids)
 
     def context(self) -> list[int] | None:
         """Return the ids that the next turn begins with; None if they are not known exactly."""
@@ -198,9 +198,9 @@ class Descent:
         began, before = content.began, len(self._ids)
         if began.prefix and self._steps and self._steps[-1].content.began.identity == began.identity:
             self._steps[-1].extended = True
-        gone = array("I", content.ask(self._ids, self._most))  # compact: it may be the whole context of each turn
+        gone = array("I", content.to_prompt(self._ids, self._most))  # compact: it may be the whole context of each turn
         self._steps.append(_Step(content, before - len(gone), len(self._ids), gone))
-        content.follow(self._ids, self._most)
+        content.append_answer(self._ids, self._most)
 
     def up(self, *, wanted: bool) -> list[int] | None:
         """Leave the current turn for the one before it.

@@ -132,7 +132,7 @@ class AgentKv:
         if (before := self._pinning.pop(owner, None)) is not None:
             before.cancel()
 
-        def over(task: asyncio.Task[None]) -> None:
+        def forget(task: asyncio.Task[None]) -> None:
             if self._pinning.get(owner) is task:
                 del self._pinning[owner]
 
@@ -142,7 +142,7 @@ class AgentKv:
                 done()
 
         self._pinning[owner] = self._later(work)
-        self._pinning[owner].add_done_callback(over)
+        self._pinning[owner].add_done_callback(forget)
 
     async def _pin_request_context(self, agent: Agent, ids: Sequence[int], identity: bytes) -> None:
         if agent.record.pinned and agent in self._registry:
@@ -175,10 +175,10 @@ class AgentKv:
         """Mark the branch that the agent's head has left: what only it needs is evicted first."""
         self._waiting.discard(agent.key)
         if agent.head not in before.path():
-            self.wanted_again(agent)
+            self.branch_resumed(agent)
         self._mark_later(agent, before, "superseded")
 
-    def wanted_again(self, agent: Agent) -> None:
+    def branch_resumed(self, agent: Agent) -> None:
         """Mark the context at the head as idle instead of superseded: its branch was abandoned before."""
         self._mark_later(agent, agent.head, "idle")
 

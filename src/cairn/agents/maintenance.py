@@ -52,17 +52,17 @@ class Maintenance:
         agents, pending = self._agents, self._agents.pending
         await pending.settle()
         now = pending.now()
-        pending.erase_later(self._replays.over(now))
+        pending.erase_later(self._replays.expired(now))
         for looked, agent in enumerate(agents.registry, 1):
             if looked % BATCH == 0:
                 await asyncio.sleep(0)
-            if agent in agents.registry and not agent.busy and not agent.over(now):
+            if agent in agents.registry and not agent.busy and not agent.expired(now):
                 own, over = agent.own, set(agents.registry.prune(agent, now - ABANDONED_SECONDS))
                 pending.erase_later(over)  # now, so that a deletion of the agent meanwhile waits for these too
                 await agents.kv.collect(agent, [turn for turn in own if turn.key in over])
         await self._erase()
         for agent in agents.registry:
-            if agent in agents.registry and agent.over(now):
+            if agent in agents.registry and agent.expired(now):
                 pending.erase_later(await agents.detach(agent))
         await self._erase()  # all at once: each erasure rewrites segments
 

@@ -41,7 +41,7 @@ class Overview:
     def all(self) -> Iterator[AgentInfo]:
         """Yield every agent, most recently created first. Agents may come and go between two of them."""
         for agent in self._registry.of(self._tenant):
-            if agent in self._registry and not agent.over(self._now()):
+            if agent in self._registry and not agent.expired(self._now()):
                 yield agent.info()
 
     def look(self) -> Changes:
@@ -51,7 +51,7 @@ class Overview:
         if submitted == self._submitted and not self._busy and now < self._until:
             return Changes([], [])
         self._submitted = submitted
-        here = [agent for agent in self._registry.of(self._tenant) if not agent.over(now)]
+        here = [agent for agent in self._registry.of(self._tenant) if not agent.expired(now)]
         running = [agent.running for agent in here if agent.running is not None]
         self.requests = {turn.request.id: turn.agent.id for turn in running}
         self._busy = any(agent.busy or agent.open_requests for agent in here)

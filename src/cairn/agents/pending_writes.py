@@ -63,7 +63,7 @@ class PendingWrites:
     def note(self, agent: Agent) -> Record:
         """Return the record of the agent as it is now."""
         head = agent.head
-        agent.record = msgspec.structs.replace(agent.record, used=agent.used, head=head.key, under=head.under)
+        agent.record = msgspec.structs.replace(agent.record, used=agent.used, head=head.key, under=head.parent_key)
         return self._writer.record(RecordKind.AGENT, agent.record, agent.key)
 
     def count(self, agent: Agent, done: Done) -> Sequence[Record]:
@@ -124,7 +124,7 @@ class PendingWrites:
         looked = 0
         while self._lost:
             key = self._lost.pop()
-            agent = self._registry.keyed(key)
+            agent = self._registry.by_key(key)
             if key >= LINES:
                 self._registry.savings.mark_dirty()
             elif agent is not None and not agent.new:

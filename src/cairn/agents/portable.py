@@ -308,7 +308,7 @@ def plant(read: Portable, key: Callable[[], int], tenant: str, id: str, now: flo
         root=root.key,
         base=root.key,
         head=head.key,
-        under=head.under,
+        under=head.parent_key,
         pinned=False,
         left={},
         moved=now,

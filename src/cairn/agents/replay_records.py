@@ -107,7 +107,7 @@ class ReplayRecords:
             self._kept[key] = kept._replace(at=change(kept.at))
         self._erased_at = change(self._erased_at)
 
-    def over(self, now: float) -> list[int]:
+    def expired(self, now: float) -> list[int]:
         """Remove and return the keys of records that are too old or beyond the limits.
 
         Usually empty: see `ERASE_SECONDS`.

@@ -189,13 +189,13 @@ class RunningTurn:
         good = done is not None and done.reason in GOOD
         failure = None
         try:  # build the record before anything changes
-            end, record = self._made(done, self._said.kept() if self._said else None, good=good)
+            end, record = self._build_end(done, self._said.kept() if self._said else None, good=good)
         except UnicodeError:  # half a surrogate pair, which UTF-8 cannot hold
             named = f"turn {self.turn.number} of agent {self.agent.id}"
             if good:
                 failure = GenerationFailed(f"the answer of {named} holds half a surrogate pair and cannot be kept")
             good = False
-            end, record = self._made(done, None, good=False)
+            end, record = self._build_end(done, None, good=False)
         self.turn.end(end)
         self.agent.running = None
         self.over.set()
@@ -212,7 +212,7 @@ class RunningTurn:
         if failure is not None:
             raise failure
 
-    def _made(self, done: Done | None, message: dict[str, Any] | None, *, good: bool) -> tuple[EndRecord, Record]:
+    def _build_end(self, done: Done | None, message: dict[str, Any] | None, *, good: bool) -> tuple[EndRecord, Record]:
         """Return the end with its record. Raise UnicodeError if the message cannot be encoded."""
         end = EndRecord(
             state="finished" if good else "interrupted",
@@ -223,11 +223,11 @@ class RunningTurn:
             reasoning=self._reasoning,
             cache=_logged(done.cache) if done is not None else CacheReport(),
             ended=self._keeper.now(),
-            **self._kept(message if good else None),
+            **self._kept_tokens(message if good else None),
         )
         return end, self._keeper.writer.record(RecordKind.END, end, self.turn.key)
 
-    def _kept(self, message: dict[str, Any] | None) -> dict[str, Any]:
+    def _kept_tokens(self, message: dict[str, Any] | None) -> dict[str, Any]:
         """Return how many of the tokens the next turn's context holds, and the ids that follow them."""
         if message is None:
             return {}

@@ -44,12 +44,12 @@ class Turn:
         self._size = 0
 
     @property
-    def before(self) -> int:
+    def parent_number(self) -> int:
         """Number of the turn before it; 0 for none."""
         return self.parent.number if self.parent is not None else 0
 
     @property
-    def under(self) -> int:
+    def parent_key(self) -> int:
         """Key of the turn before it; 0 for none."""
         return self.parent.key if self.parent is not None else 0
 
@@ -101,7 +101,7 @@ class Turn:
         cache = ended.cache if ended is not None else CacheReport()
         return TurnInfo(
             number=self.number,
-            parent=self.before,
+            parent=self.parent_number,
             state="damaged" if damaged else self.state,
             current=current,
             messages=began.messages,
@@ -207,7 +207,7 @@ class Agent:
         """Whether a turn runs or is about to run."""
         return self.starting or self.running is not None
 
-    def over(self, now: float) -> bool:
+    def expired(self, now: float) -> bool:
         """Return whether it has outlived its time to live. It is in use while a turn or a request in its name runs."""
         idle = not self.open_requests and not self.busy
         return idle and self.record.ttl is not None and now - self.used > self.record.ttl

@@ -226,8 +226,8 @@ class Turns:
         service = self._services.of(agent.head.identity) or self._services.first
         agent.starting = True
         try:
-            async with self._cut(agent) as branch:
-                request = self._again(service, agent, branch, number, share)
+            async with self._interrupted_branch(agent) as branch:
+                request = self._resumed_request(service, agent, branch, number, share)
                 began = branch.last.began
                 grammar = await service.chat.same_grammar(began.grammar, began.output, share=share)
                 request = msgspec.structs.replace(request, grammar=grammar)
@@ -242,7 +242,7 @@ class Turns:
         return self._run(service, agent, turn, request, stream, first)
 
     @contextlib.asynccontextmanager
-    async def _cut(self, agent: Agent) -> AsyncIterator[Branch]:
+    async def _interrupted_branch(self, agent: Agent) -> AsyncIterator[Branch]:
         """Yield the branch of the head. If the log lost the last answer, the turn is treated as cut at its first token.
 
         The log is corrected once the caller's block succeeds: it may still hold pieces of the lost answer, which a
@@ -267,7 +267,7 @@ class Turns:
             turn.state, turn.content = "finished", None
             raise
 
-    def _again(self, service: Service, agent: Agent, branch: Branch, number: int, share: str) -> Request:
+    def _resumed_request(self, service: Service, agent: Agent, branch: Branch, number: int, share: str) -> Request:
         """Return the request that the turn at the head began with, limited to what this server has room for.
 
         Log-probabilities are off if some of the answer exists: the log has none for it, and those of the rest would be
@@ -275,7 +275,7 @@ class Turns:
         """
         turn = agent.head
         began, named = branch.last.began, f"turn {turn.number} of agent {agent.id}"
-        back = f"roll back to turn {turn.before}"
+        back = f"roll back to turn {turn.parent_number}"
         if turn.state != "interrupted":
             raise Conflict(f"{named} is {turn.state}; only an interrupted one is resumed")
         if began.sampling is None:

@@ -235,7 +235,7 @@ class ModelLoader:
         held += sum(old.fit.held for old in self._retiring if old.fit is not None)
         if self.budget is not None:
             return self.budget - held
-        return self._free() - sum(_untouched(model) for model, _ in self._registry.loaded())
+        return self._free() - sum(_unused_bytes(model) for model, _ in self._registry.loaded())
 
     async def measure(self, config: Config, place: Path, left: int) -> Fit:
         """Return what a model takes if it has `left` bytes."""
@@ -340,7 +340,7 @@ def _end_first(launching: asyncio.Future[First]) -> None:
         launching.result().end()
 
 
-def _untouched(model: ServedModel) -> int:
+def _unused_bytes(model: ServedModel) -> int:
     """Return the bytes that a loaded model may still take: its KV pool takes memory only when it is used."""
     loaded = model.loaded
     if loaded is None or (pid := loaded.service.stats().worker_pid) is None:

@@ -117,9 +117,9 @@ class Models(ModelRegistry):
         else:
             self.loader.loaded(model, service, None)
             model.load_seconds = self._clock.now() - began
-        self._later(self._tend())
+        self._spawn(self._tend())
         if self.several:
-            self._later(self._prepare())
+            self._spawn(self._prepare())
         return service
 
     async def _start_another(self, refused: CairnError) -> Service:
@@ -183,7 +183,7 @@ class Models(ModelRegistry):
                 if self.leaving:
                     raise Unavailable(self.leaving, retry_after=self.config.shutdown_grace)
                 if model.swapping is not None:
-                    await self._until(model.swapping, model, self.config.request_timeout)
+                    await self._wait_for(model.swapping, model, self.config.request_timeout)
                     end = self._clock.now() + self.config.load_timeout
                     continue
                 if model.loaded is not None and not model.loaded.closing:
@@ -199,11 +199,11 @@ class Models(ModelRegistry):
                         retry_after=FAILED_SECONDS,
                     )
                 task, tried = self._loading(model), True
-                if not await self._until(task, model, end - self._clock.now()):
+                if not await self._wait_for(task, model, end - self._clock.now()):
                     why = model.delay or f"{model.name} is being loaded; ask again shortly"
                     raise Unavailable(why, retry_after=self._load_left(model))
 
-    async def _until(self, change: asyncio.Future[None], model: ServedModel, most: float) -> bool:
+    async def _wait_for(self, change: asyncio.Future[None], model: ServedModel, most: float) -> bool:
         """Wait for a change of a model for up to `most` seconds; return whether it came.
 
         Raise DeadlineExceeded if the deadline of the call comes first.
@@ -234,7 +234,7 @@ class Models(ModelRegistry):
     def _loading(self, model: ServedModel) -> asyncio.Task[None]:
         if model.loading is None:
             model.asked_at = self._clock.now()
-            model.loading = self._later(self._load_quietly(model))
+            model.loading = self._spawn(self._load_quietly(model))
         return model.loading
 
     async def _load_quietly(self, model: ServedModel) -> None:
@@ -281,7 +281,7 @@ class Models(ModelRegistry):
         See `ModelSwap`. On any failure the old model answers as before, also if the caller is cancelled. Raise
         UnknownModel, InvalidRequest, Conflict, ModelError or Unavailable.
         """
-        task = self._later(self._swap(model, to, grace))
+        task = self._spawn(self._swap(model, to, grace))
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # read it: the caller may have left
         try:
             await asyncio.shield(task)
@@ -295,7 +295,7 @@ class Models(ModelRegistry):
             swap = ModelSwap(self, self.loader, model, to, grace)
             model.swapping = asyncio.get_running_loop().create_future()
             try:
-                await swap.run(self._later)
+                await swap.run(self._spawn)
             finally:
                 model.swapping.set_result(None)
                 model.swapping = None
@@ -367,7 +367,7 @@ class Models(ModelRegistry):
                     await self.loader.unload(model, 0.0, force=False)
                     log.info("%s was unloaded: nobody asked for it for %g s", model.name, loaded.ttl)
 
-    def _later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
