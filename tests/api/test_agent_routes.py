@@ -26,8 +26,10 @@ from cairn.api.http.auth import salts
 from cairn.config.config import Config, Secret, TenantKeys
 from cairn.engine.fake import FakeEngine
 from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.service import Service
 from cairn.kv.disk.chunk_file import parse_name
 from cairn.text.grammar.grammar import ToolChoice, Wanted
+from cairn.types.request import Request
 from tests.agents.house import House, hear, house, talking_model
 from tests.agents.test_portable import forged, with_agent, with_turn
 from tests.api.sockets import Site, request_bytes, site
@@ -437,6 +439,13 @@ async def test_a_name_that_is_not_known_opens_an_account(folder: Path, monkeypat
     """An agent without turns, which goes by itself."""
     chat = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 3}
     text = {"prompt": "hi", "max_tokens": 3}
+    durable, generate = list[bool](), Service.generate
+
+    def spied(self: Service, request: Request, *more: Any, **named: Any) -> Any:
+        durable.append(request.durable)
+        return generate(self, request, *more, **named)
+
+    monkeypatch.setattr(Service, "generate", spied)
     async with home(folder) as (_, _, http):
 
         async def opened() -> dict[str, int]:
@@ -468,6 +477,7 @@ async def test_a_name_that_is_not_known_opens_an_account(folder: Path, monkeypat
                 assert answer.status_code == 200, answer.text
                 wanted |= {name: wanted.get(name, 0) + 1} if name else {}
                 assert await opened() == wanted
+                assert durable.pop() == bool(name) and not durable, "its KV is stored before that of others"
         for name, path, body in (
             ("s-6", "messages", {"messages": HI, "metadata": {"user_id": '{"session_id": "s-6"}'}, "max_tokens": 3}),
             ("s-7", "messages", {"messages": HI, "max_tokens": 3}),
@@ -476,6 +486,11 @@ async def test_a_name_that_is_not_known_opens_an_account(folder: Path, monkeypat
             assert (await http.post(f"/v1/{path}", json=body, headers=session)).status_code == 200
             wanted[name] = 1
             assert await opened() == wanted, "the rule is every dialect's"
+        talk = [*HI, {"role": "assistant", "content": "yes"}, *HI]
+        for path in ("chat/completions", "messages"):
+            durable.clear()
+            assert (await http.post(f"/v1/{path}", json={"messages": talk, "max_tokens": 3})).status_code == 200
+            assert durable == [True], "who sends an answer goes on with it"
         wrong = await http.post("/v1/chat/completions", json=chat | {"n": 99}, headers={"X-Cairn-Agent": "joe"})
         assert wrong.status_code == 400 and await opened() == wanted, "for nothing no account is opened"
         answers = [http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "two"}) for _ in range(2)]
@@ -602,7 +617,7 @@ async def test_all_that_was_computed_for_a_client_that_does_not_read_goes_with_t
             while agent.key not in kv._request_contexts._of:
                 await asyncio.sleep(0.01)
         await at.service.flush()
-        assert len(chunk_files(tmp_path / "kv")) == 4
+        assert len(chunk_files(tmp_path / "kv")) >= 4
         assert (await http.delete("/v1/agents/ada")).status_code == 200
         await kv.settled()
         await at.service.flush()

@@ -79,7 +79,7 @@ async def test_an_agents_kv_goes_along_and_only_new_tokens_are_computed(folder: 
         assert kv["why"] == "" and kv["chunks"] > 4 and kv["bytes"] > 0
         again, cache = await next_turn(http, **KEY)
     assert again == said
-    assert cache["disk"] == kv["chunks"] * 64 and cache["computed"] < 64 + 64
+    assert (kv["chunks"] - 1) * 64 < cache["disk"] <= kv["chunks"] * 64 and cache["computed"] < 64 + 16
     async with server(folder, tmp_path / "c") as http:
         assert "kv=true was not said" in (await imported(http, file, ""))["why"]
         again, cache = await next_turn(http)

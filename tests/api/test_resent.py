@@ -125,7 +125,7 @@ def test_a_conversation_that_is_resent_is_computed_once(demo: Home, client: Ask)
         if last is not None:
             assert cached(answer) >= whole(last) > 250, f"question {number}"
         elif number == 0:
-            assert cached(answer) == 0
+            assert cached(answer) < 16, "at most how every chat begins"
         messages.append({"role": "assistant", "content": said(answer)["content"]})
         last = answer
     assert last is not None

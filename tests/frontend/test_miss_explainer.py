@@ -70,7 +70,7 @@ def test_another_tenants_context_is_as_if_it_were_not_there(recent: RecentContex
     assert why(recent, changed, 0, salt=THEIRS) == Miss(position=0, reason="never seen")
 
 
-@pytest.mark.parametrize("reason", ["evicted", "not stored yet", "faster to compute"])
+@pytest.mark.parametrize("reason", ["evicted", "not stored yet", "not stored", "damaged", "faster to compute"])
 def test_what_the_worker_knows_is_left_as_it_is(recent: RecentContexts, reason: MissReason) -> None:
     miss = Miss(position=64, reason=reason)
     assert recent.explain(miss, MINE, [*KNOWN[:70], 7], PromptOrigin(why="model changed"), spell) is miss
@@ -90,7 +90,27 @@ def test_what_was_computed_and_is_gone(recent: RecentContexts) -> None:
     whole = CHUNK_TOKENS * 3 + BLOCK_TOKENS + 4  # its last chunk was never whole
     assert why(recent, [*range(60), *KNOWN, 1, 2, 3], whole - whole % CHUNK_TOKENS).reason == "evicted"
     recent.note(THEIRS, KNOWN[: CHUNK_TOKENS + 40], 30)
-    assert why(recent, [*KNOWN[: CHUNK_TOKENS + 40], 1, 2, 3], CHUNK_TOKENS, salt=THEIRS).reason == "not stored yet"
+    assert why(recent, [*KNOWN[: CHUNK_TOKENS + 40], 1, 2, 3], CHUNK_TOKENS, salt=THEIRS).reason == "not stored"
+
+
+def test_what_was_computed_and_is_gone_is_not_said_to_be_other_tokens(recent: RecentContexts) -> None:
+    """The first that is missing was known, wherever the two part later."""
+    assert why(recent, [*KNOWN[:60], 7, 8], 16).reason == "not stored"
+    assert why(recent, [*KNOWN[:60], 7, 8], 48).reason == "different tokens"
+
+
+def test_of_conversations_that_begin_alike_the_one_that_goes_on_alike_is_compared() -> None:
+    """An early message was edited; another conversation with the same beginning came later."""
+    recent = RecentContexts()
+    system, old, new = (
+        {"role": role, "content": text} for role, text in (("system", "S"), ("user", "a"), ("user", "b"))
+    )
+    rest = [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "more"}]
+    recent.note(MINE, [*KNOWN[:40], 1, *range(60)], 100, told_of([system, old, *rest]).messages)
+    recent.note(MINE, [*KNOWN[:40], 2, *range(60)], 100, told_of([system, {"role": "user", "content": "c"}]).messages)
+    found = why(recent, [*KNOWN[:40], 3, *range(60)], 40, told_of([system, new, *rest]))
+    assert found.reason == "different tokens" and found.differs is not None
+    assert found.differs.known.startswith("1 0 1") and found.differs.position == 40
 
 
 def test_the_same_messages_that_became_other_tokens() -> None:
@@ -151,8 +171,8 @@ def test_the_table_is_bounded() -> None:
 def test_a_context_that_goes_on_is_one_context() -> None:
     recent = RecentContexts()
     for size in range(2, 2 + 3 * CONTEXTS):
-        recent.note(MINE, KNOWN[:size], size)
-    recent.note(MINE, KNOWN[:3], 3)
+        recent.note(MINE, range(size), size)
+    recent.note(MINE, range(3), 3)
     (context,) = recent._tenants[MINE]
     assert len(context.ids) == 4 * (1 + 3 * CONTEXTS)
 
@@ -168,7 +188,7 @@ async def test_a_service_says_it_to_the_same_tenant_only(folder: Path) -> None:
     try:
         await ask(first)
         found = (await ask(edited)).cache.miss
-        assert found is not None and (found.position, found.reason) == (16, "different tokens")
+        assert found is not None and (found.position, found.reason) == (first.index("jumps"), "different tokens")
         assert found.differs is not None and found.differs.position == first.index("jumps")
         assert found.differs.known.startswith("jumps over") and found.differs.given == "leaps over it."[:16]
         assert (await ask(edited, THEIRS)).cache.miss == Miss(position=0, reason="never seen")

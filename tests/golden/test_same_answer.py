@@ -124,6 +124,32 @@ def test_cached_blocks_give_the_same_bits(
         assert same_bits(np.concatenate([logits for _, logits in other.seen]), cold[hit:])
 
 
+@pytest.mark.parametrize(
+    "name", ["qwen 3, head size of its own", "qwen 3 with window layers", "mistral", "glm 4.7 flash", "gemma 4 e"]
+)
+def test_a_copy_of_a_block_gives_the_same_bits_as_far_as_its_tokens_agree(
+    load: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the copy has beyond them, of another text, is never read."""
+    driver = Driver(load(write_model(tmp_path, **MODELS[name])), monkeypatch)
+    other, tokens = prompt(LENGTH), prompt(LENGTH)
+    held = driver.tables(LENGTH)
+    driver.logits(other, [LENGTH], held)
+    for at in (1, 9, 16 + 15, 64 + 3, 128 + 12):
+        tokens = [*other[:at], *prompt(LENGTH - at, seed=at)]
+        cold = driver.logits(tokens, [LENGTH], driver.tables(LENGTH))
+        tables = tuple(
+            [*old[: at // 16], *new[at // 16 :]] for old, new in zip(held, driver.tables(LENGTH), strict=True)
+        )
+        for group, (source, target) in enumerate(zip(held, tables, strict=True)):
+            page = driver.engine.read_blocks(group, [source[at // 16]]).wait()
+            driver.engine.write_blocks(group, [target[at // 16]], page).wait()
+        driver.seen.clear()
+        driver.step([driver.row(tokens, at, LENGTH, tables, at)])
+        assert same_bits(np.concatenate([logits for _, logits in driver.seen]), cold[at:])
+        driver._next = [-(-LENGTH // 16)] * len(driver._next)
+
+
 def test_blocks_that_a_window_passed_are_not_read(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Known failure 36: with the passed blocks gone (`NO_BLOCK`) the answer is the same, bit for bit."""
     driver = Driver(load(write_model(tmp_path, **MODELS["mistral"])), monkeypatch)

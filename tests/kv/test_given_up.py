@@ -122,7 +122,7 @@ def test_what_is_evicted_from_memory_is_stored_first_however_long_it_is(store: B
 
 
 def test_what_no_store_took_is_not_of_the_days_bytes(store: Between) -> None:
-    rig, tiers = rig_on(store, day_bytes=16 * PAGES)
+    rig, tiers = rig_on(store, day_bytes=16 * (PAGES + 1024))
     store.keep = lambda chunks: 0
     for _ in range(4):
         rig.ask(PROMPT)
@@ -207,11 +207,11 @@ def test_a_long_line_that_leaves_the_pool_costs_no_more_than_the_queue_holds(sto
             return super().__contains__(key)
 
     run(rig, long, 1)
-    behind._noted = Noted(behind._noted)
+    behind.waiting.noted = Noted(behind.waiting.noted)
     assert behind.chunks == 400
     rig.add([(5 * n + 1) % 59 for n in range(len(long) - 8)], 1, stored=False)
     rig.scheduler.plan()
-    assert len(behind._noted) < 20 and behind.dropped > 300
+    assert len(behind.waiting.noted) < 20 and behind.dropped > 300
     assert len(looked) < 400 * 16
 
 
@@ -263,12 +263,12 @@ def test_what_was_noted_before_what_it_extends_goes_with_a_deletion_and_is_no_lo
     rig.ask(long[:34], 1)
     id = rig.add([*long, *[1] * 10], 300)
     stepped(rig, id, 3)
-    last, *_ = tiers.write_behind._noted.values()
+    last, *_ = tiers.write_behind.waiting.noted.values()
     store.drop([last.chunk.parent])
     rig.add(long, 1)
     rig.step()
     rig.step()
-    depths = [noted.chunk.depth for noted in tiers.write_behind._noted.values()]
+    depths = [noted.chunk.depth for noted in tiers.write_behind.waiting.noted.values()]
     assert depths.index(32) < depths.index(16), "the later chunk was not noted first"
     tiers.evict(long[:16], b"", 0, True, lambda: None)
     rig.scheduler.drop(id, FinishReason.CANCELLED)

@@ -38,6 +38,15 @@ class Between:
     def match_prefix(self, keys: Sequence[bytes]) -> int:
         return self.inner.match_prefix(keys)
 
+    def has(self, key: bytes) -> bool:
+        return self.inner.has(key)
+
+    def kept_bytes(self, group: int, size: int) -> int:
+        return self.inner.kept_bytes(group, size)
+
+    def match_within(self, keys: Sequence[bytes]) -> tuple[int, bytes] | None:
+        return self.inner.match_within(keys)
+
     def drop(self, keys: Sequence[bytes]) -> int:
         return self.inner.drop(keys)
 

@@ -24,7 +24,7 @@ from cairn.agents.log.index import RecordKind
 from cairn.frontend.requests import SamplingOptions
 from cairn.text.chat.prompt import Sampled
 from cairn.text.chat.replay import AnswerIdentity
-from cairn.types.block_size import CHUNK_TOKENS
+from cairn.types.block_size import BLOCK_TOKENS, CHUNK_TOKENS
 from cairn.types.errors import Unavailable
 from cairn.types.outputs import Delta
 from tests.agents.house import FOLDER, House, hear, house, talking_model
@@ -296,16 +296,20 @@ class Work:
             if one.tenant == told.tenant:
                 left += [list(await self.at.agents.context(one.tenant, other)), *one.contexts]
         for ids in contexts:
-            most = max((shared(ids, one) // CHUNK_TOKENS * CHUNK_TOKENS for one in left), default=0)
+            most = max((shared(ids, one) // BLOCK_TOKENS * BLOCK_TOKENS for one in left), default=0)
             placed = await self.at.service.where(ids, told.salt)
             law(placed.disk <= most and placed.pool <= most + CHUNK_TOKENS, f"KV of nobody: {placed}, shared {most}")
         await self.kept(before)
 
     async def kept(self, before: dict[tuple[str, int], int]) -> None:
-        """Law: what was on the disk of agents that are there still, is."""
+        """Law: what was on the disk of agents that are there still, is, in whole chunks.
+
+        The first blocks of a chunk that goes on with what the deleted agent was told go with it.
+        """
         now = await self.places()
         for name, size in before.items():
-            law(now.get(name, size) >= size, "the KV of another agent goes with the one that is deleted")
+            whole = size // CHUNK_TOKENS * CHUNK_TOKENS
+            law(now.get(name, size) >= whole, "the KV of another agent goes with the one that is deleted")
 
     async def delete_running(self, id: str) -> None:
         """While it answers."""

@@ -8,11 +8,13 @@ is broken raises `Broken` with the seed in front. `run(seed)` is one schedule.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,6 +25,7 @@ from cairn.kv.pool import prefix
 from cairn.kv.pool.attention_window import first_read, window_blocks
 from cairn.kv.pool.blocks import BlockPool
 from cairn.kv.pool.cache import Cache
+from cairn.kv.pool.sequence_kv import Match, SequenceKV
 from cairn.kv.pool.snapshots import SPACING
 from cairn.scheduler.plan import Limits, Plan, PrefillPace
 from cairn.scheduler.scheduler import Scheduler
@@ -267,6 +270,10 @@ class World:
         self.live: dict[int, Client] = {}
         self.computed_once: Counter[tuple[bytes, tuple[int, ...]]] = Counter()
         self.steps = self.finished = 0
+        self.ended: list[tuple[bytes, list[int]]] = []
+        """Salts and tokens of contexts that ended since the last death of a worker."""
+        self.within = 0
+        """Sequences that began within a block."""
         self.orders = self.turns = 0
         self.ring: list[str] = []
         """Tenants of whom something waits that never ran, in the order of their turns."""
@@ -294,7 +301,7 @@ class World:
         self.storage: Storage | None = None
         self.start_worker(self.limits)
         if self.tiered:
-            self.storage = Storage(self, random.Random(seed + (1 << 40)))
+            self.storage = Storage(self, random.Random(seed + (1 << 40)), sure=seed % 9 == 4)
             self.deaths = chance.choice((0, 2, 5, 8))
         if not self.calm:
             self.engine.raising = chance.choice((0.0, 0.0, 0.02, 0.1))
@@ -389,6 +396,7 @@ class World:
         self.engine = FaultyEngine(inner, self.chance)
         self.engine.raising, self.engine.failing = faults
         self.cache = Cache(inner.info, self.spacing)
+        self.open_cache, self.cache.open = self.cache.open, self.open  # type: ignore[method-assign]
         self.scheduler = Scheduler(self.cache, limits, self.clock)
         self.pace = self.scheduler._pace = Recorded(limits.step_seconds, limits.least_tokens)
         if self.machine is not None:
@@ -397,6 +405,22 @@ class World:
             self.storage.start()
         self.max_rows = min(limits.max_running, limits.step_tokens)
         self.ring, self.passes, self.turns, self.had, self.class_served = [], {}, 0, {}, {}
+
+    def open(self, context: SequenceKV, tokens: list[int], match: Match | None = None, **how: Any) -> int | None:
+        """`Cache.open`, which must give all tokens with which a block of the pools goes on, and no more."""
+        hit = (self.cache.found(context, tokens, False) if match is None else match.covered) // self.size
+        rest = tokens[hit * self.size : min((hit + 1) * self.size, len(tokens) - 1)]
+        agreed = len(rest) * (how.get("reuse", True) and STATE not in self.windows)
+        for chain, pool in zip(context.chains, self.cache.pools, strict=True):
+            parent = chain.before(hit, tokens)
+            after = [part for before, part in (self.parents[key] for key in pool._index) if before == parent]
+            agreed = min(agreed, max((common(part, rest) for part in after), default=0))
+        covered = self.open_cache(context, tokens, match, **how)
+        if covered is not None and how.get("reuse", True):
+            law(covered in (hit * self.size, hit * self.size + agreed), "more is covered than a block agrees in")
+            law(not self.calm or covered == hit * self.size + agreed, "tokens are computed that a block has")
+            self.within += covered > hit * self.size
+        return covered
 
     # ------------------------------------------------------------------------------------------------- actions
 
@@ -449,7 +473,10 @@ class World:
     def die(self) -> None:
         """The worker dies; every request goes on in the next one from the tokens that were sent."""
         clients = sorted(self.live.values(), key=lambda client: client.order)
+        if self.storage is not None and self.storage.chance.random() < 0.5:
+            self.storage.end()
         self.live.clear()
+        self.ended.clear()
         self.start_worker(self.limits)
         for client in clients:
             left = None if client.request.timeout is None else max(0.001, client.deadline - self.clock.now())
@@ -814,6 +841,8 @@ class World:
                 self.check_report(client, output)
             if output.finish is not None:
                 self.check_end(client, output, broken, planned_at)
+                if not output.error and client.reports:
+                    self.ended.append((client.request.salt, [*client.request.prompt, *client.got][:-1]))
                 del self.live[output.id]
                 self.finished += 1
             else:
@@ -886,8 +915,9 @@ class World:
             law(all(pool.published(block) is None for block in free), "a free block has a key")
             law(all(pool.published(b) is not None for b, users in named.items() if users > 1), "a private block shared")
             law(len(pool._index) == sum(pool.published(b) is not None for b in range(pool.size)), "an index of its own")
+            self.parts_of(number, pool)
             if self.windows[number] == STATE:
-                law(all(len(self.tokens_of(key)) % (CHUNK_BLOCKS * self.size) == 0 for key in pool._index), "boundary")
+                law(all(len(self.tokens_of(key)) % self.size == 0 for key in pool._index), "a state within a block")
             # To evict a context on demand may leave what another one has beyond their common prefix.
             if not self.windows[number] and not (self.storage is not None and self.storage.evicted):
                 law(all(self.parents[key][0] in pool._index or self.first(key) for key in pool._index), "orphan block")
@@ -933,6 +963,29 @@ class World:
         if isinstance(blocked_on, BlockPool):
             law(blocked_on.available <= self.cache._waiters._short[kv][1], "a sequence does not know of free blocks")
 
+    def parts_of(self, number: int, pool: BlockPool) -> None:
+        """What is found by its first tokens is all that is published, in order; no part begins another block, and
+        nobody holds a part."""
+        state = self.windows[number] == STATE
+        blocks = {b: published for b in range(pool.size) if (published := pool.published(b)) is not None}
+        listed = [block for after in pool._after.values() for block in after]
+        law(state or sorted(listed) == sorted(blocks), "blocks are found by their first tokens that are not there")
+        law(not state or not listed, "a state is found by its first tokens")
+        for parent, after in pool._after.items():
+            tokens = [blocks[block].tokens for block in after]
+            law(all(blocks[block].parent == parent for block in after), "a block follows another key")
+            law(tokens == sorted(set(tokens)), "blocks after a key are not in order")
+            begun = any(two[: len(one)] == one for one, two in itertools.pairwise(tokens))
+            law(not begun, "a part outlives what begins with it")
+        parts = [block for block, published in blocks.items() if len(published.tokens) < self.size]
+        law(all(not pool.holders(block) for block in parts), "a part is held")
+
+    def first_key(self, key: bytes) -> bytes:
+        """The key of the first block of a chain."""
+        while not self.first(key):
+            key = self.parents[key][0]
+        return key
+
     def first(self, key: bytes) -> bool:
         """Whether a key is that of a first block: its parent is a root."""
         return self.parents[key][0] not in self.parents
@@ -961,10 +1014,11 @@ class World:
             law(pool.held == 0, "blocks are held at the end")
             for key, block in pool._index.items():
                 tokens = self.tokens_of(key)
-                digests = self.digests(number, tokens)[-1 if self.windows[number] == STATE else -self.size :]
-                law(list(tokens[-self.size :]) == list(pool.published(block).tokens), "a key over other tokens")
+                held = pool.published(block).tokens
+                digests = self.digests(number, tokens)[-1 if self.windows[number] == STATE else -len(held) :]
+                law(tokens[-len(held) :] == held, "a key over other tokens")
                 stored = self.engine.inner._kv[number][block].tolist()
-                law(stored == digests, "a published block does not hold what its key says")
+                law(stored[: len(digests)] == digests, "a published block does not hold what its key says")
 
     def tokens_of(self, key: bytes) -> tuple[int, ...]:
         parts: list[tuple[int, ...]] = []
@@ -985,6 +1039,11 @@ class World:
             digest = (digest * 0xD1342543DE82EF95 + word) % (1 << 64)
             out.append(digest)
         return out
+
+
+def common(one: tuple[int, ...], other: list[int]) -> int:
+    """How many first tokens are the same."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def run(seed: int) -> World:
@@ -1023,7 +1082,10 @@ def run_many(first: int, count: int) -> Counter[str]:
             slowed=world.slowed,
             forced=world.forced,
             hits=stats.prefix_hits,
+            within=world.within,
             loaded=world.storage.loaded if world.storage is not None else 0,
+            tails=world.storage.tails if world.storage is not None else 0,
+            whole=world.storage.whole if world.storage is not None else 0,
         )
     return total
 

@@ -8,17 +8,19 @@ again when the disk does.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
 from cairn.kv.disk.codec import Raw
 from cairn.kv.disk.folder import PINS
 from cairn.kv.disk.store import DiskStore
-from cairn.kv.tiers.store import Chunk
+from cairn.kv.tiers.store import HEAD_BYTES, Chunk
 from tests.files import BLOCK, CrashFiles, Fault, corrupted
 from tests.kv.stored import FOLDER, Time, chain, on_disk, open_store
 from tests.laws.simulator import law
@@ -43,7 +45,7 @@ def chunk_files(files: CrashFiles) -> dict[bytes, Path]:
     found = {}
     for path in files.files(FOLDER):
         parts = path.name.split(".")
-        if len(parts) == 5 and path.parent.name == path.name[0]:
+        if len(parts) in (5, 6) and path.parent.name == path.name[0]:
             found[bytes.fromhex(parts[0])] = path
     return found
 
@@ -55,6 +57,8 @@ class Work:
         self.files, self.time, self.rng = files, time, random.Random(seed)
         self.told: dict[bytes, Chunk] = {}
         """Every chunk that was ever handed over."""
+        self.whole: dict[bytes, tuple[bytes, int]] = {}
+        """Of each tail the chunk that it is the beginning of, and its blocks."""
         self.kept: set[bytes] = set()
         """What `keep` reported and nobody dropped. Without a file it was evicted."""
         self.erased: set[bytes] = set()
@@ -95,16 +99,8 @@ class Work:
         rng = self.rng
         there = [self.told[key] for key in chunk_files(self.files) if key in self.kept]
         after = rng.choice(there) if there and rng.random() < 0.7 else None
-        group = after.group if after else rng.randrange(2)
-        chunks = [
-            Chunk(one.key, one.parent, one.tokens, one.depth, one.pages, group)
-            for one in chain(rng.randrange(1, 5), salt=rng.randbytes(4), size=SIZES[group], after=after)
-        ]
-        if group != STATE and rng.random() < 0.3:
-            [state] = chain(1, salt=b"state", size=SIZES[STATE], after=chunks[-1])
-            chunks.append(Chunk(state.key, state.parent, chunks[-1].tokens, state.depth, state.pages, STATE))
-        if after:
-            chunks = [after, *chunks]
+        goes_on = after is not None and after.key in self.whole
+        chunks = [self.longer(after)] if after is not None and goes_on else self.more(after)
         for chunk in chunks:
             self.told[chunk.key] = chunk
             self.erased.discard(chunk.key)
@@ -114,15 +110,75 @@ class Work:
         self.kept.update(chunk.key for chunk in chunks[:count])
         for chunk in chunks[:count]:
             self.used[chunk.key] = self.time.now()
-            law(self.lying or chunk.key in chunk_files(self.files), "what keep reports has a file")
+            law(self.lying or self.is_there(chunk.key), "what keep reports has a file")
         if self.sound:
+            there = chunk_files(self.files)
             for chunk in chunks[:count]:
-                law(self.store.fetch(chunk.key, chunk.tokens) == chunk, "what was kept is there")
-            law(count == len(chunks) or self.crowded(after), "chunks are refused only where nothing can go")
-            gone = set(before) - set(chunk_files(self.files))
-            law(not gone & pinned, "pinned chunks stay")
-            law(self.store.stats().evicted - evicted == len(gone), "evictions are counted")
-            self.check_order(gone, {chunk.key for chunk in chunks})
+                law(
+                    self.store.fetch(chunk.key, chunk.tokens) == (chunk if chunk.key in there else None),
+                    "what was kept",
+                )
+            law(not any(self.replaced(key, there) for key in there), "a tail beside what begins with it")
+            law(count == len(chunks) or self.crowded(after) or self.hangs(chunks[count]), "refused for no reason")
+            gone = set(before) - set(there)
+            taken = {one for key in gone if self.replaced(key, there) for one in self.family(key) & gone}
+            law(not (gone - taken) & pinned, "pinned chunks stay")
+            counted = self.store.stats().evicted - evicted
+            law(len(gone - taken) <= counted <= len(gone), "evictions are counted")
+            gone -= taken
+            self.check_order(gone, {chunk.key for chunk in chunks}, sum(self.disk(key) for key in taken))
+            for chunk in chunks[:count]:
+                self.keep_part(chunk)
+
+    def keep_part(self, chunk: Chunk) -> None:
+        """Hand a part of what is there over, too: it counts as kept, and there is no more than before."""
+        there = chunk_files(self.files)
+        if chunk.group != STATE and chunk.key in there and chunk.key not in self.whole:
+            law(self.store.keep([self.tail(chunk, 1)]) == 1, "a part of what is there is refused")
+            law(chunk_files(self.files) == there, "a part of what is there is written beside it")
+
+    def more(self, after: Chunk | None) -> list[Chunk]:
+        """Some chunks of one group after this one, the last of which may be a tail, and perhaps a state."""
+        rng = self.rng
+        group = after.group if after else rng.randrange(2)
+        chunks = [
+            with_heads(Chunk(one.key, one.parent, one.tokens, one.depth, one.pages, group))
+            for one in chain(rng.randrange(1, 5), salt=rng.randbytes(4), size=SIZES[group], after=after)
+        ]
+        if group != STATE and rng.random() < 0.5:
+            chunks[-1] = self.tail(chunks[-1], rng.randrange(1, 4))
+        if group != STATE and rng.random() < 0.3:
+            [state] = chain(1, salt=b"state", size=SIZES[STATE], after=chunks[-1])
+            chunks.append(Chunk(state.key, state.parent, chunks[-1].tokens, state.depth, state.pages, STATE))
+        return [after, *chunks] if after else chunks
+
+    def tail(self, chunk: Chunk, count: int) -> Chunk:
+        """So many blocks of a chunk."""
+        keys = blocks_of(chunk)
+        tokens, pages = chunk.tokens[: 16 * count], chunk.pages[: len(chunk.pages) // 4 * count]
+        heads = tuple(key[:HEAD_BYTES] for key in keys[: count - 1])
+        self.told[chunk.key], self.whole[keys[count - 1]] = chunk, (chunk.key, count)
+        return Chunk(keys[count - 1], chunk.parent, tokens, chunk.depth, pages, chunk.group, heads)
+
+    def longer(self, tail: Chunk) -> Chunk:
+        """A longer tail of the same chunk, or the chunk."""
+        key, count = self.whole[tail.key]
+        more = self.rng.randrange(count + 1, 5)
+        return self.told[key] if more == 4 else self.tail(self.told[key], more)
+
+    def replaced(self, key: bytes, there: Collection[bytes]) -> bool:
+        """Whether something is there that begins with this tail."""
+        whole, count = self.whole.get(key, (b"", 4))
+        longer = [one for one, (other, blocks) in self.whole.items() if other == whole and blocks > count]
+        return count < 4 and any(one in there for one in (whole, *longer))
+
+    def is_there(self, key: bytes, files: CrashFiles | None = None) -> bool:
+        there = chunk_files(files or self.files)
+        return key in there or self.replaced(key, there)
+
+    def hangs(self, chunk: Chunk) -> bool:
+        """Whether it extends a tail that is not there itself."""
+        return chunk.parent in self.whole and chunk.parent not in chunk_files(self.files)
 
     def crowded(self, after: Chunk | None) -> bool:
         """Whether too little may be evicted: what pins and this chain do not need is less than a batch takes."""
@@ -130,10 +186,11 @@ class Work:
         spare = BUDGET - sum(self.disk(key) for key in protected) - 4 * BLOCK
         return spare < 12 * BLOCK
 
-    def check_order(self, gone: set[bytes], fresh: set[bytes]) -> None:
-        """What went was older than every leaf of its size that stays."""
+    def check_order(self, gone: set[bytes], fresh: set[bytes], replaced: int) -> None:
+        """What went was older than every leaf of its size that stays. `replaced`: bytes of tails that went after that,
+        since something longer had taken their place."""
         held = chunk_files(self.files)
-        law(not gone or BUDGET - on_disk(self.files) <= 3 * BLOCK, "more was evicted than had to go")
+        law(not gone or BUDGET - on_disk(self.files) - replaced <= 3 * BLOCK, "more was evicted than had to go")
         parents = {self.told[key].parent for key in held}
         leaves = held.keys() - parents - self.protected() - fresh - {self.told[key].parent for key in fresh}
         # What a state extended was no leaf as long as that was there, and states go in a turn of their own.
@@ -142,6 +199,7 @@ class Work:
         for one in gone:
             for leaf in leaves:
                 same = self.told[one].group == self.told[leaf].group
+                same = same and len(self.told[one].tokens) == len(self.told[leaf].tokens)
                 law(not same or self.last_use(one) <= self.last_use(leaf) + 61, "the oldest leaf goes first")
 
     def last_use(self, key: bytes) -> float:
@@ -223,6 +281,9 @@ class Work:
     # ---------------------------------------------------------------------------------------------------------- laws
 
     def disk(self, key: bytes) -> int:
+        return -(-(len(self.told[key].pages) + 600) // BLOCK) * BLOCK if key in self.whole else self.whole_disk(key)
+
+    def whole_disk(self, key: bytes) -> int:
         return -(-SIZES[self.told[key].group] // BLOCK) * BLOCK
 
     def pins_alone(self, files: CrashFiles) -> bool:
@@ -233,11 +294,9 @@ class Work:
 
     def protected(self, files: CrashFiles | None = None) -> set[bytes]:
         """Chunks that are there and pinned, with what they extend."""
-        held, found = chunk_files(files or self.files), set()
-        for key in frozenset().union(*self.pins.values()):
-            while key in held:
-                found.add(key)
-                key = self.told[key].parent
+        held, found = chunk_files(files or self.files), set[bytes]()
+        for key in frozenset[bytes]().union(*self.pins.values()):
+            found |= self.above(key, held)
         return found
 
     def check(self) -> None:
@@ -255,8 +314,17 @@ class Work:
             law(not self.told[key].parent or self.told[key].parent in held, "a chunk without what it extends")
         law(not [path for path in self.files.files(FOLDER) if path.name.startswith("tmp-")], "a leftover")
 
-    def check_after(self, files: CrashFiles, must: set[bytes], *, tight: bool = True, evicted: int = 0) -> None:
-        """A start on what a crash left; a start before it was interrupted that would have evicted so many chunks."""
+    def check_after(
+        self,
+        files: CrashFiles,
+        must: set[bytes],
+        *,
+        tight: bool = True,
+        evicted: int = 0,
+        before: Collection[bytes] | None = None,
+    ) -> None:
+        """A start on what a crash left; a start `before` it was interrupted that would have evicted so many chunks."""
+        before = chunk_files(files) if before is None else before
         store = start(files, self.time)
         held, stats = chunk_files(files), store.stats()
         law(stats.trouble == "", "a store opens after a crash")
@@ -264,7 +332,9 @@ class Work:
         law(not tight or stats.bytes <= BUDGET or self.pins_alone(files), "the budget after a crash")
         law(stats.chunks == len(held), "chunks after a crash")
         law(not [path for path in files.files(FOLDER) if path.name.startswith("tmp-")], "a leftover after a crash")
-        lost = len(must - held.keys())
+        law(not any(self.replaced(key, held) for key in held), "a tail comes back beside what begins with it")
+        taken = {one for key in self.whole if self.replaced(key, before) for one in self.family(key)}
+        lost = len(must - held.keys() - taken)
         law(lost <= stats.evicted + evicted, f"{lost} chunks that were kept do not survive a crash")
         law(not held.keys() & self.erased, "what was dropped does not come back")
         for key in held:
@@ -276,16 +346,31 @@ class Work:
             law(store.stats().pinned == len(pinned), "pins survive a crash")
         store.close()
 
-    def above(self, key: bytes, held: Iterable[bytes]) -> set[bytes]:
-        found = set()
-        while key in held:
-            found.add(key)
-            key = self.told[key].parent
+    def above(self, key: bytes, held: Collection[bytes]) -> set[bytes]:
+        """A chunk that is there, or what begins with the tail of this key, and all that it extends."""
+        whole, count = self.whole.get(key, (b"", 4))
+        longer = [one for one, (other, blocks) in self.whole.items() if other == whole and blocks > count]
+        found = set[bytes]()
+        for one in (key, *([whole, *longer] if whole else [])):
+            while one in held and one not in found:
+                found.add(one)
+                one = self.told[one].parent
         return found
 
     def must(self) -> set[bytes]:
         """What no crash now may take."""
         return self.kept & chunk_files(self.files).keys()
+
+
+def blocks_of(chunk: Chunk) -> list[bytes]:
+    """Keys of the blocks of a whole chunk."""
+    return [*(hashlib.sha256(chunk.key + bytes([number])).digest() for number in range(3)), chunk.key]
+
+
+def with_heads(chunk: Chunk) -> Chunk:
+    """A chunk that says which blocks it has, as all do but states and those of earlier versions."""
+    heads = tuple(key[:HEAD_BYTES] for key in blocks_of(chunk)[:-1])
+    return chunk if chunk.group == STATE else dataclasses.replace(chunk, heads=heads)
 
 
 # ------------------------------------------------------------------------------------------------------------ harnesses
@@ -302,11 +387,12 @@ def crash_everywhere(seed: int, states: int, steps: int = STEPS) -> int:
         must = work.must()
         for _ in range(states):
             after, evicted = files.crash(rng), 0
+            before = chunk_files(after)
             if rng.random() < 0.3:
                 # What an interrupted start evicts nobody hears of: one on the same disk that is not interrupted says.
                 evicted = start(after.crash(random.Random(0)), time).stats().evicted
                 after = after.crash_while(rng, 6, partial(start, after, time))
-            work.check_after(after, must, evicted=evicted)
+            work.check_after(after, must, evicted=evicted, before=before)
             seen += 1
 
     files.after_change = look

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,10 +15,11 @@ import numpy as np
 from cairn.kv.pool.attention_window import lead
 from cairn.kv.pool.sequence_kv import SequenceKV, TierName
 from cairn.kv.ram import RamStore
-from cairn.kv.tiers.store import Chunk, Store, chunk_pages
+from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Store
 from cairn.kv.tiers.tiers import Tiers
-from cairn.kv.tiers.write_behind import WriteLimits
+from cairn.kv.tiers.write_behind import IDLE_SECONDS, WriteLimits
 from cairn.types.block_size import CHUNK_BLOCKS
+from cairn.types.outputs import FinishReason
 
 if TYPE_CHECKING:
     from tests.laws.simulator import World
@@ -73,12 +76,15 @@ class Flushing:
 class Storage:
     """What lies below the pools of one world; its disk outlives the workers."""
 
-    def __init__(self, world: World, chance: random.Random) -> None:
-        self.world, self.chance = world, chance
+    def __init__(self, world: World, chance: random.Random, *, sure: bool) -> None:
+        """`sure`: what is handed over is kept, and nothing is given up on demand."""
+        self.world, self.chance, self.sure = world, chance, sure
         chunk = 8 * world.size * CHUNK_BLOCKS + 1024
-        self.disk = UnsureStore(chunk * chance.choice((2, 6, 30, 1000)), chance, self.pass_time)
+        self.disk = UnsureStore(chunk * (chance.choice((2, 6, 30, 1000)) + 1000 * sure), chance, self.pass_time)
         self.disk.losing = chance.choice((0.0, 0.1, 0.3))
         self.disk.refusing = chance.choice((0.0, 0.0, 0.1))
+        if sure:
+            self.disk.losing = self.disk.refusing = 0.0
         self.disk.slow = chance.choice((0.0, 0.0, 0.05, 0.5))
         self.with_ram = chance.random() < 0.3
         self.hanging = chance.random() < 0.1
@@ -88,9 +94,13 @@ class Storage:
         self.load = chance.choice(("always", "always", "always", "auto", "auto", "never"))
         self.page = 8 * world.size * CHUNK_BLOCKS
         queue = self.page * chance.choice((1, 4, 1000))
-        self.limits = WriteLimits(chance.choice((0.0, 1e9, 1e9, 1e9)), queue, chunk * chance.choice((1, 100)))
+        self.limits = WriteLimits(
+            chance.choice((0.0, 1e9, 1e9, 1e9)) + 1e9 * sure, queue, chunk * chance.choice((1, 100))
+        )
         self.asked = self.answered = self.loaded = 0
         self.evicted = False
+        self.tails = self.whole = 0
+        """Tails that were stored at rest, and contexts of which an end left nothing behind."""
         self.start()
 
     def start(self) -> None:
@@ -123,7 +133,9 @@ class Storage:
                     part = slice(index * width, (index + 1) * width)
                     pages = truth[part][-1 if state else 0 :].tobytes()
                     depth = (index + state) * width
-                    chunk = Chunk(keys[index], parents[index], tuple(base[part]), depth, pages, number)
+                    blocks = range(index * CHUNK_BLOCKS, (index + 1) * CHUNK_BLOCKS - 1)
+                    heads = () if state else tuple(chain.key(one, base)[:HEAD_BYTES] for one in blocks)
+                    chunk = Chunk(keys[index], parents[index], tuple(base[part]), depth, pages, number, heads)
                     if not state or self.chance.random() < 0.4:
                         RamStore.keep(self.disk, [chunk])
 
@@ -147,7 +159,7 @@ class Storage:
         chance = self.chance
         for _ in range(chance.choice((0, 1, 1, 4)) if chance.random() < self.pace else 0):
             self.work()
-        if chance.random() < 0.1:
+        if chance.random() < 0.1 * (not self.sure):
             self.ask()
         self.tiers.turn(idle)
         self.audit()
@@ -165,10 +177,11 @@ class Storage:
         kind = chance.choice(("flush", "pin", "unpin", "prefetch", "evict", "where"))
         self.asked += kind != "where"
         if kind == "flush":
-            flush = Flushing(set(self.tiers.write_behind._outstanding.items()), self.untold)
+            flush = Flushing(set(), self.untold)
+            self.tiers.flush(lambda gone: self.flushed(flush, gone))
+            flush.chunks.update(self.tiers.write_behind._outstanding.items())  # what waited as a tail, too
             self.untold = 0
             self.flushing.append(flush)
-            self.tiers.flush(lambda gone: self.flushed(flush, gone))
         elif kind in ("pin", "unpin"):
             self.tiers.pin("agent", tokens if kind == "pin" else (), request.salt, self.done)
         elif kind == "prefetch":
@@ -203,21 +216,33 @@ class Storage:
         behind = self.tiers.write_behind
         law(behind.bytes == sum(size for size, _ in behind._copied.values()), "the queue's bytes do not add up")
         law(behind.bytes <= max(self.limits.queue_bytes, self.page), "the queue's bound was ignored")
-        law(set(behind._outstanding) == set(behind._noted) | set(behind._copied), "a chunk waits nowhere or twice")
-        for noted in behind._noted.values():
+        places = [*behind.waiting.noted, *behind.waiting.spare, *behind._copied]
+        law(sorted(behind._outstanding) == sorted(places), "a chunk waits nowhere or twice")
+        law(not set(behind.waiting.tails) & set(places), "a tail waits twice")
+        waiting = {**behind.waiting.noted, **behind.waiting.spare, **behind.waiting.tails}
+        for noted in waiting.values():
             found = [self.world.cache.pools[noted.chunk.group]._index.get(block) for block in noted.blocks]
             law(None not in found, "a chunk waits for blocks that are gone")
+            state = self.world.groups[noted.chunk.group].kind == "state"
+            law(state or not set(noted.tails) & set(waiting), "a tail waits beside what takes its place")
+        law(
+            not any(noted.chunk.parent in behind.waiting.spare for noted in behind.waiting.noted.values()),
+            "what is spare is in the way",
+        )
         queued = [job for job in self.tiers.writer._jobs if isinstance(job, Chunk)]
         later: set[bytes] = set()
         for job in reversed(queued):
             law(job.parent not in later, "a chunk is queued before what it extends")
             later.add(job.key)
-        used = sorted((block, key) for key, noted in behind._noted.items() for block in noted.blocks)
-        law(used == sorted((block, key) for block, keys in behind._users.items() for key in keys), "blocks of nobody")
-        counts = [sum(n.chunk.group == g for n in behind._noted.values()) for g in range(len(behind._noted_blocks))]
-        pages = [chunk_pages(group) for group in self.world.groups]
-        counts = [page * count for page, count in zip(pages, counts, strict=True)]
-        law(counts == behind._noted_blocks, "noted blocks are miscounted")
+        used = sorted((block, key) for key, noted in waiting.items() for block in noted.blocks)
+        law(
+            used == sorted((block, key) for block, keys in behind.waiting.users.items() for key in keys),
+            "blocks of nobody",
+        )
+        counts = Counter[int]()
+        for noted in behind.waiting.noted.values():
+            counts[noted.chunk.group] += len(noted.blocks)
+        law([counts[group] for group in range(len(behind.waiting.blocks))] == behind.waiting.blocks, "noted blocks")
         denied = {context for context in self.tiers._loads if not context.progress.loading}
         law(not denied, "a load that its context denies")
         law(self.disk.stats().bytes <= self.disk.stats().budget, "the store is larger than its budget")
@@ -225,9 +250,32 @@ class Storage:
             law(not chunk.parent or chunk.parent in self.disk._chunks, "the store has a chunk without what it extends")
             law(key == chunk.key, "a chunk under another key")
 
+    def end(self) -> None:
+        """The end of a worker that is asked to: all that the pools have of contexts that ended is stored."""
+        world, behind = self.world, self.tiers.write_behind
+        for sequence in tuple(world.scheduler._sequences.values()):
+            world.scheduler.drop(sequence.request.id, FinishReason.CANCELLED)
+        for _ in range(2000):
+            behind.finish(0.0)
+            if not self.tiers.writer.work() and not behind.chunks:
+                break
+        behind.left()
+        # What a window has passed, and a small pool gave up, cannot be stored with what follows.
+        if not self.sure or behind.dropped or any(group.kind == "window" for group in world.groups):
+            return
+        for salt, tokens in world.ended:
+            context = world.cache.context(salt)
+            found = world.cache.found(context, tokens)
+            if any(group.kind == "state" for group in world.groups):
+                found -= found % (CHUNK_BLOCKS * world.size)  # a longer context's state takes the place of this one's
+            law(self.tiers.where(tokens, salt).disk >= found, "an end leaves something behind that is not stored")
+            self.whole += found > 0
+
     def at_rest(self) -> None:
         """Everything asked is answered, nothing is outstanding, and every stored chunk holds what its key says."""
         world = self.world
+        if self.chance.random() < 0.5:
+            self.end()
         for _ in range(2000):
             busy = [self.work(), self.tiers.turn(True), self.tiers.loading, self.tiers.write_behind.chunks > 0]
             if not any(busy):
@@ -235,18 +283,44 @@ class Storage:
             world.clock.time += 0.5
         else:
             raise Broken("the tiers do not come to rest")
-        self.tiers.turn(True)
+        world.clock.time += IDLE_SECONDS + 1
+        while self.tiers.turn(True) or self.work() or self.tiers.write_behind.chunks:
+            pass
+        law(not self.tiers.write_behind.waiting.tails, "a tail waits although its context is idle")
         law(self.asked == self.answered, "somebody waits for an answer for ever")
         law(not self.tiers.write_behind.chunks and not self.tiers.write_behind.bytes, "chunks are outstanding at rest")
         for store in self.tiers._stores.values():
             assert isinstance(store, RamStore)
             for key, chunk in store._chunks.items():
-                tokens = world.tokens_of(key)
-                width = CHUNK_BLOCKS * world.size
-                law(tuple(tokens[-width:]) == chunk.tokens, "a chunk with other tokens than its key's")
-                state = world.groups[chunk.group].kind == "state"
-                law(chunk.depth == len(tokens) - (0 if state else width), "a chunk says a wrong depth")
-                truth = world.digests(chunk.group, tokens)[-1 if state else -width :]
-                words = [word for page in [memoryview(chunk.pages)] for word in page.cast("B").cast("Q").tolist()]
-                law(words == truth, "a stored chunk does not hold what its key says")
+                self.check(key, chunk)
+            self.check_tails(store)
         self.loaded += self.tiers.stats().loaded
+
+    def check(self, key: bytes, chunk: Chunk) -> None:
+        """Laws of a stored chunk alone."""
+        world = self.world
+        tokens, width = world.tokens_of(key), CHUNK_BLOCKS * world.size
+        state, length = world.groups[chunk.group].kind == "state", (len(tokens) - 1) % width + 1
+        law(tokens[-length:] == chunk.tokens, "a chunk with other tokens than its key's")
+        law(length % world.size == 0, "a tail with a block that is not full")
+        law(chunk.depth == len(tokens) - (0 if state else length), "a chunk says a wrong depth")
+        law(len(chunk.heads) == (0 if state else length // world.size - 1), "a chunk does not say which blocks it has")
+        truth = world.digests(chunk.group, tokens)[-1 if state else -length :]
+        words = [word for page in [memoryview(chunk.pages)] for word in page.cast("B").cast("Q").tolist()]
+        law(words == truth, "a stored chunk does not hold what its key says")
+        self.tails += length < width and not state
+
+    def check_tails(self, store: RamStore) -> None:
+        """Of chunks that begin alike only the longest is there."""
+        width = CHUNK_BLOCKS * self.world.size
+        there: dict[tuple[bytes, tuple[int, ...]], list[tuple[int, ...]]] = {}
+        for chunk in store._chunks.values():
+            tokens = self.world.tokens_of(chunk.key)
+            before = len(tokens) - len(chunk.tokens)
+            law(before % width == 0, "a chunk begins within another")
+            if self.world.groups[chunk.group].kind != "state":
+                root = self.world.parents[self.world.first_key(chunk.key)][0]
+                there.setdefault((root, tokens[:before]), []).append(chunk.tokens)
+        for alike in there.values():
+            for one, two in itertools.pairwise(sorted(alike)):
+                law(two[: len(one)] != one, "a tail is kept beside what begins with it")

@@ -24,7 +24,7 @@ HEART += [
     "kv/pool/sequence_kv.py",
     "kv/pool/waiters.py",
 ]
-HEART += ["kv/pool/snapshots.py"]
+HEART += ["kv/pool/partial_blocks.py", "kv/pool/seen_blocks.py", "kv/pool/snapshots.py"]
 OUTSIDE = {"asyncio", "datetime", "io", "os", "pathlib", "random", "secrets", "socket", "subprocess", "sys"}
 OUTSIDE |= {"tempfile", "threading", "time", "uuid", "numpy", "torch"}
 ALLOWED = {
@@ -43,6 +43,9 @@ ALLOWED = {
     "kv.pool.cache",
 }
 ALLOWED |= {
+    "kv.pool",
+    "kv.pool.partial_blocks",
+    "kv.pool.seen_blocks",
     "kv.pool.sequence_kv",
     "kv.pool.snapshots",
     "kv.tiers.store",

@@ -24,6 +24,7 @@ def test_every_schedule_keeps_the_laws(prove: bool, figure: Callable[[str, str],
     assert total["slowed"] > 50 * share
     assert total["forced"] > 150 * share
     assert total["hits"] > 5_000 * share
+    assert total["within"] > 300 * share
     assert total["loaded"] > 1_000 * share
     assert total["finished"] > 4 * total["schedules"]
 

@@ -611,7 +611,7 @@ async def test_a_model_finds_its_kv_whichever_way_it_is_served(tmp_path: Path) -
             await models.start()
             name = config.served_name or ("alpha" if models.several else None)
             async with models.using(models.find(name)) as service:
-                known = len(service.tokenizer.encode(text * 30)) // 64 * 64
+                known = len(service.tokenizer.encode(text * 30)) // 16 * 16
                 got = await collect(service.generate(request(service, text * 30 + way, 5)))
                 told[way] = f"{got.cache.disk} of {known}"
                 await service.flush()
@@ -619,4 +619,4 @@ async def test_a_model_finds_its_kv_whichever_way_it_is_served(tmp_path: Path) -
             await models.close()
     first, *rest = told.values()
     assert first.startswith("0 of ") and not first.endswith(" 0")
-    assert [one.split(" of ")[0] for one in rest] == [first.split(" of ")[1]] * len(rest), told
+    assert all(int(one.split(" of ")[0]) >= int(first.split(" of ")[1]) for one in rest), told

@@ -367,9 +367,47 @@ def addresses() -> dict[str, HostileInput]:
     }
 
 
+def forced(text: str, *tools: Mapping[str, Any]) -> HostileInput:
+    """An answer of exactly this text, where a client's tools may be called."""
+    return chat(tools=[*tools] or [tool()], guided_choice=[text], max_tokens=1_600)
+
+
+def calls() -> dict[str, HostileInput]:
+    """Tools whose schemas or names cost much, and answers that cost the readers of calls much."""
+    call = '<tool_call>{"name": "f", "arguments": {}}'
+    blanks, kilobyte = " " * 1_400, "x" * 1_000
+    wide = {f"p{at}": {"type": "string", "description": "x" * 100} for at in range(90_000)}
+    looking = {f"p{at}": {"pattern": "^(?=a)b(c|d)$"} for at in range(5_000)}
+    shared = {"$defs": {"d": {"description": "x" * 120_000}}}
+    pointing = {f"p{at}": {"$ref": "#/$defs/d"} for at in range(300)}
+    named = {"x" * 100_000: {"properties": {f"p{at}": {} for at in range(8_000)}, "type": "object"}}
+    must: Any = {"tool_choice": "required"}
+    return {
+        "blanks behind a call": forced(call + blanks),
+        "blanks before a closing tag": forced(call + blanks + "</tool_call>"),
+        "many calls": forced((call + "</tool_call>") * 20),
+        "marks": forced("<tool_call>" * 120),
+        "marks in reasoning": forced("<think>" + "<tool_call>" * 120),
+        "backticks": forced("`" * 1_400),
+        "quotes": forced("f(x='" + "\"'" * 600),
+        "long names": chat(tools=[tool(f"f{at}" + "x" * 60) for at in range(128)]),
+        "a schema of many properties": chat(tools=[tool(properties=wide)], **must),
+        "a schema of many patterns": chat(tools=[tool(properties=looking)], **must),
+        "many such schemas": chat(tools=[tool(f"f{at}", properties=looking) for at in range(40)], **must),
+        "what is looked ahead for": chat(tools=[tool(properties={"a": {"pattern": "^" + "(?=a)" * 40_000}})], **must),
+        "brackets of a pattern": chat(tools=[tool(properties={"a": {"pattern": "(" * 250_000}})], **must),
+        "a long shared part": chat(tools=[tool(properties=pointing, **shared)], **must),
+        "a long name of properties": chat(tools=[tool(properties=named)], **must),
+        "parts of a schema": chat(tools=[tool(allOf=[{"properties": {"a": {}}}] * 9_000)], **must),
+        "large numbers": chat(tools=[tool(properties={"a": {"enum": [2**70] * 9_000}})], **must),
+        "the same required": chat(tools=[tool(required=["a"] * 50_000, properties={"a": {}})], **must),
+        "an argument of many bytes": chat(called("f", arguments=json.dumps({"x": kilobyte * 10_000})), tools=[tool()]),
+    }
+
+
 def hostile_inputs() -> dict[str, HostileInput]:
     """All of them by name."""
-    return workflows() | conversations() | options() | houses() | addresses()
+    return workflows() | conversations() | options() | calls() | houses() | addresses()
 
 
 def encoded(one: HostileInput) -> bytes:

@@ -14,6 +14,7 @@ from tests.api.sockets import answer, request_bytes
 from tests.security.hostile_inputs import (
     HostileInput,
     addresses,
+    calls,
     conversations,
     encoded,
     houses,
@@ -81,7 +82,7 @@ def working(server: Served) -> set[int]:
     return {pid for pid, command in commands.items() if not any(name in command for name in helpers)}
 
 
-@pytest.mark.parametrize("kind", [workflows, conversations, options, houses, addresses])
+@pytest.mark.parametrize("kind", [workflows, conversations, options, calls, houses, addresses])
 async def test_input_that_should_cost_much_holds_nobody_up(
     server: Served, figure: Figure, kind: Callable[[], dict[str, HostileInput]]
 ) -> None:

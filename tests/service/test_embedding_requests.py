@@ -41,7 +41,7 @@ async def test_states_are_right_beside_chats_and_over_cached_prefixes(folder: Pa
 
 
 async def test_texts_in_flight_survive_a_killed_worker(folder: Path) -> None:
-    texts = ["text of some length " * (1 + n % 50) for n in range(150)]
+    texts = [f"{n} is a text of some length " * (1 + n % 50) for n in range(150)]
     service = await Service.start(config(folder))
     try:
         asked = asyncio.create_task(vectors(service, texts, Asking(at_once=100)))

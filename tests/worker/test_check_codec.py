@@ -72,9 +72,9 @@ async def test_q8_is_refused_until_it_was_compared_and_never_mixes_with_raw(mode
     assert checked.found.positions == 2000 and checked.found.agreement > 0.9
     assert (checked.raw_bytes, checked.bytes) == (2 * 2 * 8 * 4, 2 * 2 * (8 + 4))
     assert (await ask(q8)).cache.disk == 0
-    assert (await ask(q8)).cache.disk == 256
+    assert (await ask(q8)).cache.disk > 256
     again = await ask(raw)
-    assert again.cache.disk == 256 and again.tokens == first.tokens
+    assert again.cache.disk > 256 and again.tokens == first.tokens
     tags = {path.name.split(".")[2] for path in folder.glob("models/*/?/*")}
     assert len(tags) == 2
     assert len({path.name.split(".")[0] for path in folder.glob("models/*/?/*")}) == len(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +61,7 @@ def test_while_an_answer_is_owed_the_front_hears_that_the_loop_lives() -> None:
         news=lambda: None,
         stats=KvStats,
         loading=False,
-        write_behind=SimpleNamespace(chunks=0),
+        write_behind=SimpleNamespace(chunks=0, due=math.inf),
     )
     grammars = SimpleNamespace(pending=False)
     loaded: Any = SimpleNamespace(

@@ -264,7 +264,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = "asked"
     kv_write_gb: Annotated[
         float,
-        Meta(ge=0, description="GB of KV stored a day at first touch; beyond that, only what comes a second time."),
+        Meta(
+            ge=0,
+            description="GB of KV that are written in any 24 hours for each model, whatever for and over restarts; one "
+            "chunk more at most. Half of it is kept for contexts with an agent, a session or an answer.",
+        ),
     ] = 100.0
     kv_ttl: Annotated[
         float,

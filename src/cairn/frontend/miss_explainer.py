@@ -19,7 +19,7 @@ import msgspec
 from cairn.types.block_size import BLOCK_TOKENS, CHUNK_TOKENS
 from cairn.types.stats import Differs, Miss, MissReason
 
-CONTEXTS = 32
+CONTEXTS = 256
 """Kept of one tenant."""
 TOKENS = 1 << 18
 """Kept of one tenant: 1 MB."""
@@ -94,20 +94,14 @@ class RecentContexts:
             return miss
         if told.why is not None:
             return msgspec.structs.replace(miss, reason=told.why)
-        data = array("I", ids).tobytes()
-        said = b"".join(told.messages)
-        at, known, again = 0, None, False
-        for context in self._tenants.get(salt, ()):
-            if (same := _common(context.ids, data)) < max(at, 1):
-                continue
-            told_so = any(same < _rendered(length, which, said) for length, which in context.prompts)
-            if same > at or told_so or not again:
-                at, known, again = same, context, told_so
+        at, again, known = self._nearest(salt, array("I", ids).tobytes(), told.messages)
         if known is None or at < miss.position:
             return miss
         size, end = len(known.ids) // _ID, (miss.position // CHUNK_TOKENS + 1) * CHUNK_TOKENS
-        if at >= end and size > end:
-            return msgspec.structs.replace(miss, reason="evicted")
+        if (
+            at > miss.position + BLOCK_TOKENS
+        ):  # the first that is missing was computed; stores may have had whole chunks
+            return msgspec.structs.replace(miss, reason="evicted" if at >= end and size > end else "not stored")
         if at < size and at < len(ids):
             differs = Differs(
                 position=at,
@@ -118,9 +112,24 @@ class RecentContexts:
             if not again and _within(told.system, lambda count: decode(ids[:count]), at, len(ids)):
                 reason = "system text changed"
             return Miss(position=miss.position, reason=reason, differs=differs)
-        # Known tokens fill the block: they were computed, but stores take them only with the rest of their chunk.
-        known_block = at > miss.position + BLOCK_TOKENS
-        return msgspec.structs.replace(miss, reason="not stored yet") if known_block else miss
+        return miss
+
+    def _nearest(self, salt: bytes, data: bytes, messages: Sequence[bytes]) -> tuple[int, bool, _Context | None]:
+        """The context that a prompt has most first ids in common with; how many, and whether it has the same messages,
+        of which a template made other ids.
+
+        Of several it is the one of the same messages, then the one that has most of the prompt's messages in any place,
+        since one that was edited is followed by others that were not; then the one that was noted last.
+        """
+        said, found, known = b"".join(messages), (0, False, 0), None
+        for context in self._tenants.get(salt, ()):
+            if (same := _common(context.ids, data)) < max(found[0], 1):
+                continue
+            again = any(same < _rendered(length, which, said) for length, which in context.prompts)
+            near = same, again, _shared(context, messages)
+            if near >= found:
+                found, known = near, context
+        return found[0], found[1], known
 
 
 def told_of(
@@ -147,6 +156,13 @@ def _digest(message: Mapping[str, Any]) -> bytes:
     """A digest of one message; the last bit tells an assistant's."""
     digest = hashlib.sha256(json.dumps(message, sort_keys=True, default=str).encode()).digest()
     return digest[: _DIGEST - 1] + bytes([digest[_DIGEST] & 0xFE | (message.get("role") == "assistant")])
+
+
+def _shared(context: _Context, messages: Sequence[bytes]) -> int:
+    """How many of these messages the longest prompt of a context has."""
+    which = context.prompts[-1][1] if context.prompts else b""
+    there = {which[at : at + _DIGEST] for at in range(0, len(which), _DIGEST)}
+    return sum(message in there for message in messages)
 
 
 def _rendered(length: int, which: bytes, said: bytes) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from cairn.kv.tiers.reuse_hints import Standing, Standings, later
-from cairn.kv.tiers.store import Chunk, spared
+from cairn.kv.tiers.store import HEAD_BYTES, Chunk, spared
 from cairn.types.stats import TierStats
 
 _CHUNK_OVERHEAD = 1024
@@ -86,7 +86,11 @@ class RamStore:
         """Keys of the chunks here that extend a chunk, which may itself not be here."""
         self._leaves = Leaves(budget)
         """Chunks that nothing here extends, in the order in which they may go."""
+        self._having: dict[bytes, set[bytes]] = {}
+        """Keys of the chunks here by the beginnings of the keys of the blocks that they have."""
         self._pins: dict[str, frozenset[bytes]] = {}
+        self._pinned: frozenset[bytes] = frozenset()
+        """Beginnings of the keys of all blocks that are pinned."""
         self._stats = TierStats(budget=budget)
 
     def match_prefix(self, keys: Sequence[bytes]) -> int:
@@ -94,11 +98,30 @@ class RamStore:
         with self._lock:
             return next((count for count, key in enumerate(keys) if key not in self._chunks), len(keys))
 
+    def has(self, key: bytes) -> bool:
+        """See `Store`."""
+        with self._lock:
+            return key in self._chunks
+
+    def kept_bytes(self, group: int, size: int) -> int:
+        """See `Store`."""
+        return size + _CHUNK_OVERHEAD
+
+    def match_within(self, keys: Sequence[bytes]) -> tuple[int, bytes] | None:
+        """See `Store`."""
+        found: tuple[int, bytes] | None = None
+        with self._lock:
+            for count, key in enumerate(keys, 1):
+                if not (having := self._having.get(key[:HEAD_BYTES])):
+                    break
+                found = count, max(having, key=lambda one: len(self._chunks[one].heads))
+        return found
+
     def fetch(self, key: bytes, tokens: Sequence[int], buffer: memoryview | None = None) -> Chunk | None:
         """See `Store`. No copy."""
         with self._lock:
             chunk = self._chunks.get(key)
-            if chunk is None or chunk.tokens != tuple(tokens):
+            if chunk is None or chunk.tokens[: len(tokens)] != tuple(tokens):
                 return None
             self._leaves.mark((key,), "idle")
             self._leaves.use(key, self._stats.written)
@@ -109,7 +132,7 @@ class RamStore:
         """See `Store`. A chunk without its parent or without room is refused, and those after it."""
         with self._lock:
             for count, chunk in enumerate(chunks):
-                if chunk.key in self._chunks:
+                if chunk.key in self._chunks or self._having.get(chunk.key[:HEAD_BYTES]):
                     continue
                 orphan = bool(chunk.parent) and chunk.parent not in self._chunks
                 if orphan or not self._make_room(_size(chunk), chunk.parent):
@@ -118,23 +141,33 @@ class RamStore:
                     return count
                 self._chunks[chunk.key] = chunk
                 self._children.setdefault(chunk.parent, set()).add(chunk.key)
+                for head in _heads(chunk):
+                    self._having.setdefault(head, set()).add(chunk.key)
                 self._leaves.extend(chunk.parent)
                 self._leaves.use(chunk.key, self._stats.written)
+                if chunk.once:
+                    self._leaves.mark((chunk.key,), "once")
                 if chunk.key not in self._children:
                     self._leaves.add(chunk.key)
                 self._count(chunks=1, bytes=_size(chunk), written=_size(chunk))
+                tails = [one for head in chunk.heads for one in self._having[head] if one[:HEAD_BYTES] == head]
+                self._drop(tails)
             return len(chunks)
 
     def drop(self, keys: Sequence[bytes]) -> int:
         """See `Store`."""
         with self._lock:
-            family, waiting = [], list(keys)
-            while waiting:
-                key = waiting.pop()
-                family.append(key)
-                waiting += self._children.get(key, ())
-            # What extends was found after what it extends.
-            return sum(self._remove(key) for key in reversed(dict.fromkeys(family)))
+            return self._drop(keys)
+
+    def _drop(self, keys: Sequence[bytes]) -> int:
+        """Remove these and all that extends them."""
+        family, waiting = [], list(keys)
+        while waiting:
+            key = waiting.pop()
+            family.append(key)
+            waiting += self._children.get(key, ())
+        # What extends was found after what it extends.
+        return sum(self._remove(key) for key in reversed(dict.fromkeys(family)))
 
     def pin(self, owner: str, keys: Sequence[bytes]) -> None:
         """See `Store`; durable here means as long as this store."""
@@ -142,6 +175,7 @@ class RamStore:
             self._pins.pop(owner, None)
             if keys:
                 self._pins[owner] = frozenset(keys)
+            self._pinned = frozenset(key[:HEAD_BYTES] for keys in self._pins.values() for key in keys)
 
     def mark(self, keys: Sequence[bytes], standing: Standing) -> None:
         """See `Store`."""
@@ -154,21 +188,21 @@ class RamStore:
     def stats(self) -> TierStats:
         """See `Store`."""
         with self._lock:
-            pinned = frozenset[bytes]().union(*self._pins.values())
-            return msgspec.structs.replace(self._stats, pinned=sum(key in self._chunks for key in pinned))
+            having = {key for head in self._pinned for key in self._having.get(head, ())}
+            return msgspec.structs.replace(self._stats, pinned=len(having))
 
     def close(self) -> None:
         """Give the memory back."""
         with self._lock:
             self._chunks.clear()
             self._children.clear()
+            self._having.clear()
             self._leaves = Leaves(0)
 
     def _make_room(self, size: int, parent: bytes) -> bool:
         """Evict leaves until `size` bytes fit; never `parent`, which is about to be extended."""
         while self._stats.bytes + size > self._stats.budget:
-            pinned = self._pins.values()
-            free = (key for key in self._leaves if key != parent and not any(key in keys for keys in pinned))
+            free = (key for key in self._leaves if key != parent and not self._is_pinned(key))
             victim = next(free, None)
             if victim is None:
                 return False
@@ -176,10 +210,17 @@ class RamStore:
             self._count(evicted=1)
         return True
 
+    def _is_pinned(self, key: bytes) -> bool:
+        return not self._pinned.isdisjoint(_heads(self._chunks[key]))
+
     def _remove(self, key: bytes) -> bool:
         chunk = self._chunks.pop(key, None)
         if chunk is None:
             return False
+        for head in _heads(chunk):
+            self._having[head].discard(key)
+            if not self._having[head]:
+                del self._having[head]
         self._leaves.remove(key, chunk.parent)
         siblings = self._children[chunk.parent]
         siblings.discard(key)
@@ -193,6 +234,11 @@ class RamStore:
     def _count(self, **changes: int) -> None:
         now = {name: getattr(self._stats, name) + change for name, change in changes.items()}
         self._stats = msgspec.structs.replace(self._stats, **now)
+
+
+def _heads(chunk: Chunk) -> tuple[bytes, ...]:
+    """Return the beginnings of the keys of all blocks of a chunk."""
+    return (*chunk.heads, chunk.key[:HEAD_BYTES])
 
 
 def _size(chunk: Chunk) -> int:

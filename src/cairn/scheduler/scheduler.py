@@ -55,7 +55,7 @@ FORCE_SECONDS = 0.004
 PATIENCE = 32
 """Steps after which nobody waits any more for what a running prompt, which had no part of them, was to compute."""
 LONG_TOKENS = 256
-"""Prompts at least so long are stored at first touch: they are expensive, and rarely asked for once."""
+"""Prompts at least so long are stored as early as those that somebody goes on with: they are expensive."""
 
 
 class Admission(enum.Enum):
@@ -117,7 +117,7 @@ class Scheduler:
             raise InvalidRequest(f"priority {request.priority} is not within {MAX_PRIORITY} of 0", field="priority")
         now = self._clock.now()
         durable = request.durable or len(request.prompt) >= LONG_TOKENS
-        kv = self._cache.context(request.salt, durable=durable, stored=request.stored)
+        kv = self._cache.context(request.salt, durable=durable, stored=request.stored, once=not request.durable)
         sequence = Sequence(request, kv, self._longest, next(self._serial), now, matcher)
         sequence.force(self._in_time(now))
         self._sequences[request.id] = sequence
@@ -210,7 +210,7 @@ class Scheduler:
                 continue
             victim = max(self._running, key=Sequence.by_turn)
             victim.become(State.WAITING)
-            self._cache.close(victim.kv, victim.tokens)
+            self._cache.close(victim.kv, victim.tokens, victim.computed)
             victim.computed = 0
             self._running.remove(victim)
             self._waiting.push(victim)
@@ -380,6 +380,8 @@ class Scheduler:
         )
 
     def _fail(self, sequence: Sequence, now: float, reason: FinishReason, error: str = "") -> Output:
+        if error:
+            sequence.computed = 0  # what an engine leaves that failed is not known
         return Output(id=sequence.request.id, finish=reason, error=error, timing=self._end(sequence, State.FAILED, now))
 
     def _end(self, sequence: Sequence, state: State, now: float) -> Timing:
@@ -389,6 +391,6 @@ class Scheduler:
         else:
             self._waiting.discard(sequence)
         sequence.become(state)
-        self._cache.close(sequence.kv, sequence.tokens)
+        self._cache.close(sequence.kv, sequence.tokens, sequence.computed)
         del self._sequences[sequence.request.id]
         return sequence.timing(now)

@@ -302,7 +302,7 @@ class Metrics:
             ("kv_load_seconds", "Time that contexts waited for that.", kv.load_seconds),
             ("kv_loads_abandoned", "Loads that ended early.", kv.abandoned),
             ("kv_chunks_dropped", "Chunks given up before they were stored.", kv.dropped),
-            ("kv_chunks_deferred", "Chunks not stored at first touch: the day's bytes were written.", kv.deferred),
+            ("kv_chunks_deferred", "Chunks not stored: the day's bytes were written.", kv.deferred),
             ("kv_disk_written_bytes", "Bytes of KV written to the disk.", disk.written),
             ("kv_disk_read_bytes", "Bytes of KV read from the disk.", disk.read),
             ("kv_disk_evicted_chunks", "Chunks evicted from the disk.", disk.evicted),

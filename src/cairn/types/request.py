@@ -97,8 +97,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     """Higher runs earlier than others of the same share; waiting raises it, so nobody starves."""
     durable: bool = False
-    """Keep this context's KV beyond the pool at first touch: an agent's, or one with an answer in it. Others are kept
-    when they are long, or when they come a second time."""
+    """Store this context's KV before that of others, and evict it after them: it is an agent's or a session's, or has
+    an answer in it. Others are stored last, but for long ones, until they come a second time."""
     stored: bool = True
     """Whether its KV may be kept beyond the pool at all. Chunks hold the token ids, so a text that must not be stored
     must not come there either."""

@@ -16,15 +16,25 @@ MissReason = Literal[
     "template",
     "evicted",
     "not stored yet",
+    "not stored",
+    "damaged",
     "no snapshot",
     "model changed",
     "never seen",
     "faster to compute",
 ]
-"""Why a block of a prompt had to be computed. A worker says `evicted`, `not stored yet`, `no snapshot` (the KV is
-there, but the model has recurrent states, of which only some are kept), `never seen` or `faster to compute`; the front,
-which knows the tenant's other contexts, may say it more exactly with one of the others. None of them speaks of other
-tenants: what those have asked is not to be told."""
+"""Why a block of a prompt had to be computed. A worker says
+
+    evicted           it was stored, or in a pool above no store, and made room for others
+    not stored yet    the pool gave it up, and it is on its way to the disk
+    not stored        it was computed, also before a restart, and no store took it before it was gone
+    damaged           what the disk had of it failed a check
+    no snapshot       the KV is there, but the model has recurrent states, of which only some are kept
+    faster to compute
+    never seen        it is new, or so long ago that nothing is known of it
+
+and the front, which knows the tenant's other contexts, may say `never seen` more exactly with one of the others. None
+of them speaks of other tenants: what those have asked is not to be told."""
 
 
 class Differs(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,10 +49,10 @@ class Differs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Miss(msgspec.Struct, frozen=True, kw_only=True):
-    """The first full block of a prompt that no tier gave."""
+    """The first token of a prompt that no tier gave, where that is not in its last, incomplete block."""
 
     position: int
-    """Where its first token is in the prompt."""
+    """Where it is in the prompt."""
     reason: MissReason
     differs: Differs | None = None
     """With `different tokens`, `system text changed` and `template`."""
@@ -134,7 +144,7 @@ class KvStats(msgspec.Struct, frozen=True, kw_only=True):
     dropped: int = 0
     """Chunks that were given up before they were written: the queue was full, or the pool needed their blocks."""
     deferred: int = 0
-    """Chunks that were not stored at first touch because the day's bytes were written."""
+    """Chunks that were not stored because the day's bytes were written."""
     loaded: int = 0
     """Tokens brought up into the pool."""
     load_seconds: float = 0.0

@@ -124,7 +124,7 @@ class WorkerLoop:
         """Serve. Raises `EOFError` or `OSError` when the front is gone, `WireError` when it sends nonsense."""
         wait: float | None = None
         while True:
-            self._pulse.busy = wait is not None
+            self._pulse.busy = wait is not None and wait <= BEAT_SECONDS
             messages = self._channel.receive(wait)
             self._pulse.busy = True
             for message in messages:
@@ -159,7 +159,10 @@ class WorkerLoop:
             return LOOK_SECONDS
         if tiers is not None and not rested and tiers.write_behind.chunks:
             return REST_SECONDS
-        return BEAT_SECONDS if self._answers.owed else None
+        wait = BEAT_SECONDS if self._answers.owed else math.inf
+        if tiers is not None:
+            wait = min(wait, tiers.write_behind.due)
+        return None if wait == math.inf else max(wait, LOOK_SECONDS)
 
     def _take(self, message: wire.ToWorker) -> None:
         if isinstance(message, wire.Add):

@@ -17,19 +17,19 @@ def wanted(snapshots: Snapshots, stop: int) -> list[int]:
 @pytest.mark.parametrize(
     ("whole", "reach", "boundaries"),
     [
-        (3, 0, []),
+        (3, 0, [3]),
         (4, 0, [4]),
-        (5, 0, [4]),
-        (7, 0, [4]),
+        (5, 0, [4, 5]),
+        (7, 0, [4, 7]),
         (8, 0, [4, 8]),
-        (23, 0, [20]),
-        (23, 10, [8, 20]),
-        (23, 3, [20]),
-        (23, 23, [20]),
-        (30, 99, [28]),
+        (23, 0, [20, 23]),
+        (23, 10, [8, 20, 23]),
+        (23, 3, [20, 23]),
+        (23, 23, [20, 23]),
+        (30, 99, [28, 30]),
     ],
 )
-def test_a_prompt_leaves_one_before_its_end_and_one_where_it_leaves_what_is_known(
+def test_a_prompt_leaves_two_before_its_end_and_one_where_it_leaves_what_is_known(
     whole: int, reach: int, boundaries: list[int]
 ) -> None:
     snapshots = Snapshots()
@@ -41,7 +41,7 @@ def test_one_that_somebody_waits_for_is_left_too() -> None:
     snapshots = Snapshots()
     snapshots.begin(23, 0)
     snapshots.want(12)
-    assert wanted(snapshots, 23) == [12, 20]
+    assert wanted(snapshots, 23) == [12, 20, 23]
     snapshots.clear()
     assert wanted(snapshots, 23) == [] and not snapshots.wanted(12)
 
@@ -49,13 +49,14 @@ def test_one_that_somebody_waits_for_is_left_too() -> None:
 def test_a_long_prompt_leaves_some_on_its_way() -> None:
     snapshots = Snapshots()
     snapshots.begin(3 * SPACING + 5, 0)
-    assert wanted(snapshots, 3 * SPACING + 5) == [SPACING, 2 * SPACING, 3 * SPACING, 3 * SPACING + 4]
+    assert wanted(snapshots, 3 * SPACING + 5) == [SPACING, 2 * SPACING, 3 * SPACING, 3 * SPACING + 4, 3 * SPACING + 5]
 
 
-def test_nothing_but_a_boundary_is_ever_wanted() -> None:
+def test_within_a_prompt_nothing_but_a_boundary_is_wanted_and_after_it_the_end_of_every_block() -> None:
     snapshots = Snapshots()
     snapshots.begin(10, 7)
-    assert all(end % BOUNDARY == 0 for end in range(1, 2 * SPACING) if snapshots.wanted(end))
+    assert all(end % BOUNDARY == 0 for end in range(1, 10) if snapshots.wanted(end))
+    assert all(snapshots.wanted(end) for end in range(10, 2 * SPACING))
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,17 @@ def test_of_an_answer_the_newest_is_kept() -> None:
     assert snapshots.took(28) == [24] and snapshots.passing == 28
     assert snapshots.took(32, own=False) == [28] and snapshots.passing == 0, "what others left is theirs"
     assert snapshots.took(36) == []
+
+
+def test_of_the_ends_of_blocks_the_newest_is_kept_until_a_boundary_comes() -> None:
+    snapshots = Snapshots()
+    snapshots.begin(21, 0)
+    assert snapshots.took(20) == [] and snapshots.took(21) == [] and snapshots.recent == 21
+    assert snapshots.took(22) == [21] and snapshots.took(23, own=False) == [22] and snapshots.recent == 0
+    assert snapshots.took(24) == [] and (snapshots.passing, snapshots.recent) == (24, 0)
+    assert (
+        snapshots.took(25) == [] and snapshots.took(28) == [25, 24] and (snapshots.passing, snapshots.recent) == (28, 0)
+    )
 
 
 def test_a_long_answer_leaves_some_for_good() -> None:

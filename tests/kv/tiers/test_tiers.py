@@ -15,9 +15,10 @@ from cairn.kv.disk.store import DiskStore
 from cairn.kv.pool.prefix import numerics
 from cairn.kv.pool.sequence_kv import TierName
 from cairn.kv.ram import RamStore
+from cairn.kv.tiers.day_budget import DAY_SECONDS
 from cairn.kv.tiers.reader import LoadPolicy
 from cairn.kv.tiers.store import Chunk, Store
-from cairn.kv.tiers.write_behind import WriteLimits
+from cairn.kv.tiers.write_behind import IDLE_SECONDS, WriteLimits
 from cairn.types.layer_spec import CacheGroup
 from cairn.types.outputs import FinishReason
 from cairn.types.request import Request
@@ -61,7 +62,111 @@ def test_every_kind_of_group_comes_back(windows: tuple[int, ...], length: int) -
     prompt = PROMPT[:length]
     Rig({"disk": store}, windows=windows).ask(prompt)
     report = Rig({"disk": store}, windows=windows).ask(prompt)
-    assert report.disk == min(length - 1, length // CHUNK * CHUNK)
+    assert report.disk == min(length - 1, (length + 2) // CHUNK * CHUNK)  # two tokens of the answer were computed
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 5), (0, 24), (40, 0), (7, 0, 50), (6,)])
+@pytest.mark.parametrize("length", [3, 4, 7, 16, 17, 20, 27, 31, 64, 65, 99])
+@pytest.mark.parametrize("how", ["ended", "idle"])
+@pytest.mark.parametrize("durable", [True, False])
+def test_after_a_restart_less_than_a_block_is_computed_again(
+    windows: tuple[int, ...], length: int, how: str, durable: bool
+) -> None:
+    """At its end, and once a context was idle, what is behind its last whole chunk is stored too, in whole blocks."""
+    store, prompt = disk(), PROMPT[:length]
+    rig = Rig({"disk": store}, windows=windows)
+    rig.ask(prompt, durable=durable)
+    end_of(rig, how)
+    report = Rig({"disk": store}, windows=windows).ask(prompt)
+    assert report.disk >= min(length - 1, length + 2) // SIZE * SIZE and report.computed <= SIZE
+    longer = [*prompt, *rig.engine.oracle(prompt, SamplingParams(max_tokens=3), 3), *range(7)]
+    assert Rig({"disk": store}, windows=windows).ask(longer).computed <= 7 + 1 + SIZE - 1
+
+
+def end_of(rig: Rig, how: str) -> None:
+    """Let a worker end as it is asked to, or its contexts be idle for long enough."""
+    assert rig.tiers is not None
+    if how == "idle":
+        rig.clock.time += IDLE_SECONDS
+        rig.settle()
+        return
+    rig.tiers.write_behind.finish(0.0)
+    while rig.tiers.writer.work():
+        rig.tiers.write_behind.finish(0.0)
+    rig.tiers.write_behind.left()
+
+
+def test_a_tail_gives_way_to_a_longer_one_and_to_its_whole_chunk() -> None:
+    store = disk()
+
+    def kept() -> list[int]:
+        return sorted(len(chunk.tokens) for chunk in store._chunks.values())
+
+    rig = Rig({"disk": store}, blocks=200)
+    for length, lengths in ((5, [4]), (8, [8]), (13, [12]), (8, [12]), (16, [16]), (21, [4, 16]), (13, [4, 16])):
+        rig.ask(PROMPT[:length])
+        end_of(rig, "idle")
+        assert kept() == lengths
+    assert rig.tiers is not None and rig.tiers.stats().dropped == 0
+    assert store.stats().bytes == sum(8 * one + 1024 for one in kept())
+
+
+def test_a_tail_is_not_stored_while_its_context_goes_on() -> None:
+    store = disk()
+    rig = Rig({"disk": store}, blocks=400, context=2048)
+    rig.ask(PROMPT)
+    said = rig.engine.oracle(PROMPT, SamplingParams(max_tokens=3), 3)
+    rig.add([*PROMPT, *said], 67)
+    for _ in range(3):
+        rig.step()
+    rig.clock.time += IDLE_SECONDS
+    rig.step()
+    assert rig.tiers is not None and rig.tiers.write_behind.waiting.tails
+    rig.settle()
+    end_of(rig, "idle")
+    assert [len(chunk.tokens) for chunk in store._chunks.values() if len(chunk.tokens) < CHUNK] == [8]
+
+
+def test_what_nobody_is_known_to_go_on_with_is_stored_last_and_goes_first() -> None:
+    store = disk()
+    rig = Rig({"disk": store}, blocks=200, limits=WriteLimits(turn_bytes=PAGES))
+    assert rig.tiers is not None
+    once, other = PROMPT[:40], [(11 * n) % 59 for n in range(40)]
+    for prompt, durable in ((once, False), (other, True)):
+        rig.add(prompt, durable=durable)
+        while not rig.scheduler.idle:
+            rig.step()
+    rig.tiers.write_behind.finish(0.0)
+    rig.tiers.writer.work()
+    assert [chunk.once for chunk in store._chunks.values()] == [False] * 3 + [True] * 3
+    small = RamStore(9 * (PAGES + 1024))
+    assert small.keep(list(store._chunks.values())) == 6
+    assert small.keep([chunk for chunk in stored.chain(5, size=PAGES)]) == 5
+    assert [small.has(chunk.key) for chunk in store._chunks.values()] == [True] * 4 + [False] * 2
+
+
+def test_who_comes_back_is_no_longer_the_first_to_go() -> None:
+    store = disk()
+    rig = Rig({"disk": store}, blocks=200)
+    for _ in range(2):
+        rig.add(PROMPT[:40], durable=False)
+        while not rig.scheduler.idle:
+            rig.step()
+    end_of(rig, "ended")
+    assert [chunk.once for chunk in store._chunks.values()] == [False, False, True], "of the tail that is not known"
+
+
+def test_what_the_pool_needs_is_no_loss_where_nobody_is_known_to_go_on_with_it() -> None:
+    store = disk()
+    rig = Rig({"disk": store}, blocks=40)
+    assert rig.tiers is not None
+    for seed in range(4):
+        rig.add([(seed + 7 * n) % 61 for n in range(90)], durable=False)
+        while not rig.scheduler.idle:
+            rig.step()
+    end_of(rig, "ended")
+    stats = rig.tiers.stats()
+    assert stats.dropped == 0 and 0 < store.stats().chunks < 24
 
 
 def test_a_context_comes_from_memory_where_there_is_a_store_for_it() -> None:
@@ -117,7 +222,7 @@ def test_whatever_the_key_covers_no_pool_hits_when_it_differs(field: str) -> Non
     first.ask(PROMPT)
     second, prompt, salt = unlike(field, None)
     cache = second.cache
-    cache.pools = first.cache.pools
+    cache.pools = cache._parts._pools = first.cache.pools
     context = cache.context(salt)
     assert (cache.open(context, prompt) or 0) == (len(PROMPT) - 1 if field == "nothing" else 0)
     # Blocks of another size hold other numbers of tokens, which alone is no hit: their keys begin elsewhere, too.
@@ -134,14 +239,16 @@ def test_what_one_token_changes_is_loaded_up_to_there() -> None:
     assert again.tiers is not None and again.tiers.stats().abandoned == 0
 
 
-def test_a_long_or_durable_context_is_stored_at_once_and_a_short_one_when_it_comes_again() -> None:
+def test_a_long_context_is_stored_before_others_and_a_short_one_when_it_comes_again() -> None:
     store = disk()
     rig = Rig({"disk": store}, blocks=200)
-    rig.ask(PROMPT, durable=False)
-    assert store.stats().chunks == 0
-    rig.ask(PROMPT, durable=False)
-    assert store.stats().chunks == 6
-    rig.ask([(11 * n) % 59 for n in range(256)], durable=False)
+    assert rig.tiers is not None
+    for prompt, waiting in ((PROMPT, 0), (PROMPT, 6), ([(11 * n) % 59 for n in range(256)], 6 + 16)):
+        rig.add(prompt, durable=False)
+        while not rig.scheduler.idle:
+            rig.step()
+        assert len(rig.tiers.write_behind.waiting.noted) == waiting
+    rig.settle()
     assert store.stats().chunks == 6 + 16
 
 
@@ -151,26 +258,48 @@ def test_what_must_not_be_stored_is_not_however_often_it_comes_and_counts_for_no
     for _ in range(3):
         rig.ask(PROMPT, stored=False)
     assert rig.tiers is not None and rig.tiers.stats().queued == 0 and store.stats().chunks == 0
-    rig.ask(PROMPT, durable=False)
-    assert store.stats().chunks == 0, "the first that may be stored is the first touch"
-    rig.ask(PROMPT, durable=False)
+    rig.add(PROMPT, durable=False)
+    while not rig.scheduler.idle:
+        rig.step()
+    behind = rig.tiers.write_behind
+    assert not behind.waiting.noted and len(behind.waiting.spare) == 6, (
+        "the first that may be stored is the first touch"
+    )
+    rig.settle()
     assert store.stats().chunks == 6
 
 
-def test_the_days_bytes_bound_what_is_stored_at_first_touch() -> None:
+@pytest.mark.parametrize("chunks", [0, 1, 4, 9])
+def test_the_days_bytes_bound_all_that_is_written_to_one_chunk(chunks: int) -> None:
+    """Whatever for: also what comes again, tails, and what an end stores."""
     store = disk()
-    rig = Rig({"disk": store}, blocks=200, limits=WriteLimits(day_bytes=1.0))
+    size = PAGES + 1024
+    rig = Rig({"disk": store}, blocks=400, limits=WriteLimits(day_bytes=chunks * size))
     assert rig.tiers is not None
-    rig.ask(PROMPT)
-    assert store.stats().chunks == 6  # noted while the day was still young
-    other = [(11 * n) % 59 for n in range(100)]
-    rig.ask(other)
-    assert store.stats().chunks == 6 and rig.tiers.stats().deferred == 6
-    rig.ask(other)
-    assert store.stats().chunks == 12
-    rig.clock.time += 86_401
+    for seed in range(3):
+        for _ in range(2):
+            rig.ask([(seed + 11 * n) % 59 for n in range(60)])
+            end_of(rig, "idle")
+    end_of(rig, "ended")
+    assert (chunks - 1) * size < store.stats().written <= (chunks + 1) * size
+    assert rig.tiers.stats().deferred > 0
+    rig.clock.time += DAY_SECONDS - 1000
     rig.ask([(13 * n) % 57 for n in range(100)])
-    assert store.stats().chunks == 18
+    assert store.stats().written <= (chunks + 1) * size
+    rig.clock.time += 1000 + 900
+    rig.ask([(13 * n) % 57 for n in range(100)])
+    assert not chunks or store.stats().written > chunks * size
+
+
+def test_of_the_days_bytes_half_is_kept_for_those_that_somebody_goes_on_with() -> None:
+    store = disk()
+    size = PAGES + 1024
+    rig = Rig({"disk": store}, blocks=400, limits=WriteLimits(day_bytes=10 * size))
+    rig.ask(PROMPT, durable=False)
+    rig.ask([(11 * n) % 59 for n in range(100)], durable=False)
+    assert store.stats().chunks == 5
+    rig.ask([(13 * n) % 57 for n in range(100)])
+    assert store.stats().chunks == 10
 
 
 def test_the_queue_bounds_what_is_copied_and_not_what_waits_in_the_pool() -> None:
@@ -187,7 +316,7 @@ def test_the_queue_bounds_what_is_copied_and_not_what_waits_in_the_pool() -> Non
     answers: list[int] = []
     rig.tiers.flush(answers.append)
     rig.settle()
-    assert answers == [0] and store.stats().chunks == 6 and behind.bytes == 0
+    assert answers == [0] and store.stats().chunks == 7 and behind.bytes == 0
 
 
 def test_the_loop_stores_once_it_has_rested_and_not_before_the_next_turn_may_come() -> None:
@@ -223,8 +352,10 @@ def test_the_loop_stores_once_it_has_rested_and_not_before_the_next_turn_may_com
     pulse: Any = SimpleNamespace()
     with pytest.raises(EOFError):
         WorkerLoop(channel, loaded, pulse).run()
-    assert REST_SECONDS > 0 and waits[-2:] == [(REST_SECONDS, 0), (None, 6 * PAGES)]
-    assert {wait for wait, _ in waits[1:-2]} == {0}
+    rested, idle, ended = waits[-3:]
+    assert REST_SECONDS > 0 and rested == (REST_SECONDS, 0) and ended == (None, 6 * PAGES + PAGES // 4)
+    assert idle == (pytest.approx(IDLE_SECONDS, abs=1), 6 * PAGES), "the tail is stored once its context is idle"
+    assert {wait for wait, _ in waits[1:-3]} == {0}
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -307,7 +438,7 @@ def test_the_end_copies_as_the_writer_makes_room() -> None:
     assert rig.tiers.write_behind.bytes == PAGES
     rig.tiers.start()
     rig.tiers.close(20)
-    assert store.stats().chunks == 6
+    assert store.stats().chunks == 7
 
 
 def test_a_flush_says_what_was_given_up() -> None:
@@ -322,7 +453,7 @@ def test_a_flush_says_what_was_given_up() -> None:
     rig.tiers.flush(answers.append)
     assert answers == []
     rig.settle()
-    assert answers == [6]
+    assert answers == [7]
 
 
 def test_a_store_that_fails_in_no_known_way_costs_its_chunks_and_ends_no_flush() -> None:
@@ -340,11 +471,11 @@ def test_a_store_that_fails_in_no_known_way_costs_its_chunks_and_ends_no_flush()
     while rig.step():
         pass
     rig.tiers.flush(answers.append)
-    for _ in range(6):
+    for _ in range(7):
         with contextlib.suppress(RuntimeError):  # the thread logs it and goes on
             rig.tiers.writer.work()
         rig.step()
-    assert answers == [6] and not rig.tiers.write_behind.bytes
+    assert answers == [7] and not rig.tiers.write_behind.bytes
     broken.keep = broken.inner.keep
     assert rig.ask(PROMPT[::-1]).computed == 100 and broken.inner.stats().chunks == 6
 
@@ -540,19 +671,131 @@ def test_a_load_that_falls_behind_computing_is_given_up() -> None:
     assert report.disk == 32 and report.miss == Miss(position=32, reason="faster to compute")
 
 
+OTHER = [(11 * n + 1) % 59 for n in range(155)]
+
+
+def why(rig: Rig, prompt: Sequence[int] = PROMPT, *, stored: bool = True) -> str | None:
+    """Why the first token that is computed of a prompt has to be."""
+    miss = rig.ask(prompt, stored=stored).miss
+    return None if miss is None else miss.reason
+
+
 def test_a_miss_says_why() -> None:
     store = disk()
     rig = Rig({"disk": store}, blocks=40, load="never")
-    other = [(11 * n) % 59 for n in range(155)]
-    assert rig.ask(PROMPT, durable=False).miss == Miss(position=0, reason="never seen")
-    rig.ask(other)
-    assert rig.ask(PROMPT, durable=False).miss == Miss(position=0, reason="not stored yet")
-    rig.ask(other)
-    assert rig.ask(PROMPT).miss == Miss(position=0, reason="faster to compute")
+    assert [why(rig), why(rig)] == ["never seen", None]
+    rig.ask(OTHER)
+    assert why(rig) == "faster to compute"
     store.drop([key for key in store._chunks])
-    rig.ask(other)
-    assert rig.ask(PROMPT).miss == Miss(position=0, reason="evicted")
-    assert rig.ask(PROMPT).miss is None
+    rig.ask(OTHER)
+    assert [why(rig), why(rig)] == ["evicted", None]
+
+
+@pytest.mark.parametrize("stores", [True, False])
+def test_what_no_store_may_have_was_not_stored_and_without_stores_it_was_evicted(stores: bool) -> None:
+    rig = Rig({"disk": disk()} if stores else None, blocks=40)
+    for prompt in (PROMPT, OTHER):
+        rig.ask(prompt, stored=False)
+    assert why(rig, stored=False) == ("not stored" if stores else "evicted")
+
+
+def test_what_is_on_its_way_to_the_disk_is_not_stored_yet_and_what_is_too_late_for_it_never_will_be() -> None:
+    rig = Rig({"disk": disk()}, blocks=40)
+    for prompt in (PROMPT, OTHER):
+        rig.add(prompt)
+        while not rig.scheduler.idle:
+            rig.step()  # no thread runs: what the pool gives up waits in the queue
+    assert rig.tiers is not None and rig.tiers.write_behind.bytes >= 6 * PAGES
+    id = rig.add(PROMPT)
+    while not rig.scheduler.idle:
+        rig.step()
+    assert rig.check(id, PROMPT, 3).miss == Miss(position=0, reason="not stored yet")
+    full = Rig({"disk": disk()}, blocks=40, limits=WriteLimits(day_bytes=0.0))
+    full.ask(PROMPT)
+    full.ask(OTHER)
+    assert why(full) == "not stored"
+
+
+def life(files: CrashFiles, **how: Any) -> Rig:
+    """A worker over the store on a disk."""
+    info = Rig(None).engine.info
+    store = stored.open_store(files, stored.Time(), identity=info.identity, codec=Raw(info.block_bytes))
+    return Rig({"disk": store}, **how)
+
+
+@pytest.mark.parametrize("how", ["killed", "ended"])
+def test_what_was_seen_before_a_restart_is_not_said_to_be_new(how: str) -> None:
+    """Whether a store had it or not. Of what must not be stored nothing is written down."""
+    files, private = CrashFiles(), [(13 * n + 2) % 57 for n in range(50)]
+    rig = life(files, limits=WriteLimits(day_bytes=3 * (PAGES + 1024)))
+    rig.ask(PROMPT)
+    rig.ask(private, stored=False)
+    rig.clock.time += 1
+    rig.settle()
+    if how == "ended":
+        assert rig.tiers is not None
+        rig.tiers.start()
+        rig.tiers.close(20)
+    after = files if how == "ended" else files.kill()
+    rig = life(after, load="always")
+    report = rig.ask(PROMPT)
+    assert (report.disk, report.miss) == (48, Miss(position=48, reason="not stored"))
+    assert why(rig, private) == "never seen" and why(rig, OTHER) == "never seen"
+    assert rig.tiers is not None
+    rig.tiers.close(0)
+    for path in [path for path in after.files(stored.FOLDER) if path.name.count(".") >= 4]:
+        after.vanish(path)
+    assert why(life(after)) == "evicted"
+
+
+def chunks_in(files: CrashFiles) -> int:
+    """How many chunks there are on a disk."""
+    return sum(path.name.count(".") >= 4 for path in files.files(stored.FOLDER))
+
+
+@pytest.mark.parametrize("how", ["killed", "ended"])
+def test_the_days_bytes_count_over_restarts(how: str) -> None:
+    files, limits = CrashFiles(), WriteLimits(day_bytes=3 * (PAGES + 1024))
+    rig = life(files, limits=limits)
+    rig.ask(PROMPT)
+    assert rig.tiers is not None and chunks_in(files) == 3
+    if how == "ended":
+        rig.tiers.start()
+        rig.tiers.close(20)
+    after = files if how == "ended" else files.kill()
+    for days, chunks in ((0, 3), (1, 6)):
+        rig = life(after, limits=limits)
+        rig.clock.time += days * (DAY_SECONDS + 900)
+        rig.ask(OTHER)
+        assert rig.tiers is not None and chunks_in(after) == chunks
+        rig.tiers.close(0)
+
+
+def test_what_was_damaged_is_said_to_be_so() -> None:
+    files = CrashFiles()
+    life(files).ask(PROMPT)
+    after = files.kill()
+    path = next(path for path in after.files(stored.FOLDER) if path.name.count(".") >= 4 and ".30." in path.name)
+    after.put(path, after.files(stored.FOLDER)[path][:-1] + b"?")
+    rig = life(after, load="always")
+    report = rig.ask(PROMPT)
+    assert (report.disk, report.miss) == (48, Miss(position=48, reason="damaged"))
+    cut = files.kill()
+    cut.put(path, cut.files(stored.FOLDER)[path][:-1])
+    assert life(cut, load="always").ask(PROMPT).miss == Miss(position=48, reason="damaged")
+
+
+def test_what_is_erased_leaves_no_trace_of_having_been_seen() -> None:
+    files = CrashFiles()
+    rig = life(files)
+    rig.ask(PROMPT)
+    rig.clock.time += 1
+    rig.settle()
+    assert rig.tiers is not None
+    rig.tiers.evict(PROMPT, b"", 0, True, lambda: None)
+    rig.settle()
+    assert not rig.cache.seen.records() and not files.files(stored.FOLDER)[stored.FOLDER / "seen"]
+    assert why(rig) == "never seen"
 
 
 def test_a_load_that_was_declined_and_is_worth_it_later_is_no_reason_for_a_miss() -> None:
@@ -668,7 +911,7 @@ def test_what_is_given_up_goes_also_where_other_kernels_left_it() -> None:
     def on_disk(rig: Rig) -> tuple[int, ...]:
         assert rig.tiers is not None
         found = rig.tiers.where(PROMPT, b""), rig.tiers.where(PROMPT, b"theirs"), rig.tiers.where(other, b"")
-        return tuple(placed.disk for placed in found)
+        return tuple(placed.disk // CHUNK * CHUNK for placed in found)
 
     for identity in (b"narrow", b"wide", b"given up by"):
         rig = life(identity)
@@ -679,7 +922,7 @@ def test_what_is_given_up_goes_also_where_other_kernels_left_it() -> None:
         if identity == b"given up by":
             rig.tiers.evict(PROMPT, b"", 32, True, lambda: None)
             rig.settle()
-            assert on_disk(rig) == (32, 96, 80)
+            assert on_disk(rig) == (32, 96, 80) and rig.tiers.where(PROMPT, b"").disk == 32
         rig.tiers.close(1)
     for identity in (b"narrow", b"wide"):
         rig = life(identity)
@@ -690,7 +933,7 @@ def test_what_is_given_up_goes_also_where_other_kernels_left_it() -> None:
 
 def test_threads_do_the_same_and_end() -> None:
     store = disk()
-    for expected in (0, 96):
+    for expected in (0, 99):
         rig = Rig({"disk": store})
         assert rig.tiers is not None
         before = threading.active_count()
@@ -706,4 +949,4 @@ def test_threads_do_the_same_and_end() -> None:
         rig.tiers.write_behind.finish(20)
         assert rig.tiers.writer.close(20) and rig.tiers.reader.close()
         assert threading.active_count() == before
-    assert store.stats().chunks == 6
+    assert store.stats().chunks == 7

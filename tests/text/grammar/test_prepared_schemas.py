@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
 
 from cairn.text.grammar.closed_objects import closed
-from cairn.text.grammar.grammar import GrammarError, Shape, Structure
+from cairn.text.grammar.grammar import MAX_TEXT, GrammarError, Shape, Structure
 from cairn.text.grammar.json_schema import SchemaError, prepared
 from cairn.text.grammar.patterns import FORMATS, without_look_ahead
 from cairn.text.grammar.trial import CompiledJob
+from cairn.text.output.call_grammar import callable_tools
 from tests.text.walks import accepts, compiled, walk
 
 BIG = 1234567890123456789
@@ -386,3 +388,65 @@ def test_what_is_told_has_an_end() -> None:
         deep = {"items": deep}
     with pytest.raises(SchemaError, match="nested too deeply"):
         prepared(deep, strict=False)
+
+
+# ----------------------------------------------------------------------------------------- what is no schema
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"required": 1}, "required must be a list"),
+        ({"required": [1]}, "required must be a list of names"),
+        ({"required": [["a"]]}, "required must be a list of names"),
+        ({"properties": ["a"]}, "properties must be an object"),
+        ({"patternProperties": 1}, "patternProperties must be an object"),
+        ({"anyOf": {"type": "string"}}, "anyOf must be a list"),
+        ({"enum": "a"}, "enum must be a list"),
+        ({"minItems": "x"}, "minItems must be a whole number"),
+        ({"maxLength": 1.5}, "maxLength must be a whole number"),
+        ({"maxItems": -1}, "maxItems must be a whole number"),
+    ],
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_keyword_of_another_kind_is_told_with_its_place(part: Any, said: str, strict: bool) -> None:
+    big = {"const": BIG}
+    with pytest.raises(GrammarError, match=f"^at properties.x, {said}"):
+        held({"type": "object", "properties": {"x": part, "y": big}}, strict=strict)
+    tools = [{"function": {"name": "f", "parameters": {"type": "object", "properties": {"x": part, "y": big}}}}]
+    with pytest.raises(GrammarError, match=f"^f: at properties.x, {said}"):
+        callable_tools(tools, None, None)
+
+
+def test_a_count_may_be_written_as_a_float() -> None:
+    takes({"type": "array", "items": {"const": BIG}, "minItems": 1.0, "maxItems": 2.0}, [[BIG]], [[], [BIG] * 3])
+
+
+def test_half_a_surrogate_in_a_tools_schema_is_no_error() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "description": "\ud800"}}}
+    (found,) = callable_tools([{"function": {"name": "f", "parameters": schema}}], None, None)
+    assert found.schema["properties"].keys() == {"a"}
+
+
+def test_schemas_of_tools_are_bounded() -> None:
+    def tool(name: str, size: int) -> dict[str, Any]:
+        return {"function": {"name": name, "parameters": {"type": "object", "description": "x" * size}}}
+
+    assert callable_tools([tool("f", MAX_TEXT - 100)], None, None)
+    with pytest.raises(GrammarError, match=f"^f: the schemas of one tool may have {MAX_TEXT} bytes"):
+        callable_tools([tool("f", MAX_TEXT)], None, None)
+    with pytest.raises(GrammarError, match=f"^f4: .*of all tools {4 * MAX_TEXT}"):
+        callable_tools([tool(f"f{at}", MAX_TEXT - 100) for at in range(5)], None, None)
+    assert len(callable_tools([tool(f"f{at}", MAX_TEXT) for at in range(5)], None, ())) == 5, "those that hold nothing"
+
+
+def test_a_schema_takes_time_that_grows_with_its_length() -> None:
+    def seconds(schema: Any) -> float:
+        began = time.process_time()
+        prepared(schema, strict=False)
+        return time.process_time() - began
+
+    assert seconds({"pattern": "^" + "(?=a)" * 40_000}) < 3
+    assert seconds({"pattern": "^(?=" + "(?=a)" * 40_000}) < 3
+    name, inner = "x" * 120_000, {f"p{at}": {"$ref": "#/$defs/a"} for at in range(8_000)}
+    assert seconds({"$defs": {"a": {}}, "properties": {name: {"properties": inner}}}) < 3

@@ -44,6 +44,8 @@ def seconds(output: OutputFormat, text: str, step: int) -> float:
     began = time.process_time()
     for start in range(0, len(text), step):
         reader.push(text[start : start + step])
+        if start % 4096 == 0 and time.process_time() - began > SECONDS:
+            break
     reader.finish(by_model=True)
     return time.process_time() - began
 
@@ -94,6 +96,47 @@ def test_eight_times_the_text_takes_about_eight_times_as_long(name: str) -> None
     small = min(seconds(form(kind), text[: len(text) // 8] + close, 1 << 30) for _ in range(3))
     large = min(seconds(form(kind), text, 1 << 30) for _ in range(3))
     assert large < 14 * small
+
+
+MARK = '<|"|>'
+XML = "<function=f>\n<parameter=x>"
+COSTLY: dict[str, tuple[str, str, str, str]] = {
+    "the ticks of a fence": ("gemma", "", "`", ""),
+    "blanks behind a bracket": ("lfm2", "f(", " ", ""),
+    "line breaks behind a brace": ("gemma", "call:f{", "\n", ""),
+    "blanks behind a name": ("lfm2", "f(x", " ", ""),
+    "blanks behind a mark": ("gemma", f"call:f{{x:{MARK}{'abc' * 9_000}{MARK}", " ", ""),
+    "quotes between marks": ("gemma", f"call:f{{x:{MARK}", "'\"", ""),
+    "blanks behind a call in brackets": ("lfm2", "f()", " ", ""),
+    "escapes": ("lfm2", "f(x='", "\\", ""),
+    "blanks behind a parameter": ("qwen_xml", f"<tool_call>\n{XML}a</parameter>", " ", ""),
+    "blanks behind a parameter without marks": ("qwen_xml", f"{XML}a</parameter>", " ", ""),
+    "line breaks behind a value": ("glm", "<tool_call>f\n<arg_key>x</arg_key><arg_value>a</arg_value>", "\n", ""),
+    "blanks in a tag": ("qwen_xml", f"<tool_call>\n{XML}a", "\n<parameter=" + " " * 1_000, ""),
+    "blanks behind a call that was thought of": ("hermes", '<think>\n<tool_call>{"name": "f"}</tool_call>', " ", ""),
+    "sections within a text that is none": (
+        "lfm2", "f(x='", "<|tool_call_start|>[f()]<|tool_call_end|>", "') is what they say",
+    ),
+    "sections within a thought": (
+        "minimax", f"<think>{MINIMAX}", "<minimax:tool_call></minimax:tool_call>", "</parameter></invoke>x</think>x",
+    ),
+}  # fmt: skip
+"""A form, what an answer begins with, what is repeated, and how it ends."""
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_text_that_may_be_a_call_is_read_in_one_pass_token_by_token(name: str, prove: bool) -> None:
+    kind, before, unit, behind = COSTLY[name]
+    text = before + unit * ((1_000_000 if prove else 240_000) // len(unit)) + behind
+    assert seconds(form(kind), text, 4) < SECONDS
+
+
+@pytest.mark.parametrize("name", ["qwen_xml", "seed", "minimax"])
+def test_a_call_of_many_arguments_is_read_in_one_pass(name: str) -> None:
+    own = BY_NAME[name]
+    before, behind = own.begin + own.open.replace("{name}", "f"), own.close + own.end
+    said = [f"{own.key[0]}a{at}{own.key[1]}1{own.value_end}" for at in range(10_000)]
+    assert seconds(form(name), before + "".join(said) + behind, 4) < SECONDS
 
 
 PARTS = [

@@ -276,6 +276,37 @@ def test_several_calls_without_marks(name: str, text: str, calls: Any) -> None:
     assert read(name, text) == ("", "", calls)
 
 
+@pytest.mark.parametrize("ticks", [3, 63, 64, 65, 1_000])
+def test_a_fence_of_any_length_hides_a_call(ticks: int) -> None:
+    fence = "`" * ticks
+    assert read("qwen_xml", f"{fence}\n{CALL}\n{fence}") == (f"{fence}\n{CALL}\n{fence}", "", [])
+    if ticks <= 64:
+        assert read("qwen_xml", f"{fence}\n{fence}\n{CALL}")[2] == [P]
+
+
+@pytest.mark.parametrize(("blanks", "calls"), [(0, [P]), (64, [P]), (65, []), (2_000, [])])
+def test_blanks_behind_the_name_of_an_argument(blanks: int, calls: Any) -> None:
+    text = f"write(path{' ' * blanks}='a.txt')"
+    assert read("lfm2", text) == ("" if calls else text, "", calls)
+
+
+@pytest.mark.parametrize("blanks", ["", " " * 2_000, "\n" * 300])
+def test_blanks_where_they_may_stand(blanks: str) -> None:
+    mark = '<|"|>'
+    assert read("lfm2", f"write({blanks}path='a.txt')") == ("", "", [P])
+    assert read("gemma", f"call:write{{{blanks}path:{mark}a.txt{mark}{blanks}}}") == ("", "", [P])
+    marked = f"<tool_call>\n{CALL}\n</tool_call>".replace("</function>", f"{blanks}</function>")
+    assert read("qwen_xml", marked) == ("", "", [P])
+    said = f"write(path='a.txt'){blanks.replace(chr(10), ' ')}x"
+    assert read("lfm2", said) == (said, "", [])
+
+
+def test_what_was_kept_of_a_long_text_that_is_no_call_is_read_again() -> None:
+    mark = "<|tool_call_start|>[now()]<|tool_call_end|>"
+    text = f"write(path='{'x' * 5_000}{mark}{'y' * 5_000}') is it"
+    assert read("lfm2", text) == (text.replace(mark, ""), "", [("now", {})])
+
+
 def test_a_grammars_answers_are_read_by_marks_alone() -> None:
     output = OutputFormat(tools=True, xml=True, held=True, offered=offered_tools(TOOLS, xml=True))
     assert read_once(CALL, output) == (CALL, "", [])

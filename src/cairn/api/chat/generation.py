@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from cairn.api.chat.checks import check_chat, check_stream, choice_of
 from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, generating, spelled
 from cairn.api.chat.free_text_tools import warning
@@ -25,7 +27,7 @@ from cairn.frontend.service import Service
 from cairn.text.chat.prompt import Prompt
 from cairn.text.tokens import length
 from cairn.types.errors import InvalidRequest, UnknownModel
-from cairn.types.request import OutputFormat
+from cairn.types.request import OutputFormat, Request
 
 
 async def chat_exchange(
@@ -62,14 +64,15 @@ async def chat_exchange(
             allow_empty=allow_empty,
         )
         check_together(made, config, service.info.max_rows)
-    choices = [ChoiceStream(request) for request in made]
     tied = await attribution.tie(call, body, store=store)
+    asked = _durable(made, tied)
+    choices = [ChoiceStream(request) for request in asked]
     told = told_of(plain_messages(body.messages), store=store)
     return Exchange(
         choices=choices,
         adapter=adapter(choices),
         source=generating(service, choices, told),
-        cancel=lambda: [service.abort(request.id) for request in made],
+        cancel=lambda: [service.abort(request.id) for request in asked],
         keep=chat_keeper(service, call.tenant, tied),
         attribution=tied,
         names=names,
@@ -93,11 +96,11 @@ async def text_exchange(
     """The exchange of raw prompts. `names` as of a chat; `allow_empty`: prompts that are only scored."""
     check_stream(body)
     draw, store, output = ids(call, service), is_stored(body.store, config), OutputFormat(continues=True)
-    choices: list[ChoiceStream] = []
+    asked: list[Request] = []
     with spelled(names):
         held = await service.chat.grammar(body.wanted().structure, output, share=call.share)
         for prompt in prompts:
-            made = service.make_requests(
+            asked += service.make_requests(
                 prompt,
                 options,
                 ids=draw,
@@ -109,10 +112,10 @@ async def text_exchange(
                 allow_empty=allow_empty,
                 stored=store,
             )
-            choices += [ChoiceStream(request) for request in made]
-        asked = [choice.request for choice in choices]
         check_together(asked, config, service.info.max_rows)
     tied = await attribution.tie(call, body, store=store)
+    asked = _durable(asked, tied)
+    choices = [ChoiceStream(request) for request in asked]
     return Exchange(
         choices=choices,
         adapter=adapter(choices),
@@ -123,6 +126,13 @@ async def text_exchange(
         names=names,
         warnings=held.warnings,
     )
+
+
+def _durable(requests: Sequence[Request], tied: Attribution | None) -> list[Request]:
+    """The same, to be stored before others where they name an agent or a session."""
+    if tied is None or not tied.named:
+        return list(requests)
+    return [msgspec.structs.replace(request, durable=True) for request in requests]
 
 
 async def chat_prompt(call: HTTPCall, service: Service, config: Config, body: ChatBody) -> Prompt:

@@ -115,6 +115,11 @@ class Attribution:
         self._agents, self._tenant, self._agent, self._store = agents, tenant, agent, store
         self._identity = identity
 
+    @property
+    def named(self) -> bool:
+        """Whether it names an agent or a session, so that its context is likely to go on."""
+        return self._agent is not None
+
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:
         """While its choices are computed the agent is in use."""

@@ -2,10 +2,11 @@
 
 The name says what an index needs, so that a start reads no file:
 
-    <key>.<parent or ->.<model tag>.<depth>.<size of the file>        all in hexadecimal
+    <key>.<parent or ->.<model tag>.<depth>.<size of the file>[.<heads>]        all in hexadecimal
 
-The tag stands for the engine's identity and the codec, so that chunks of many models share a folder and none reads
-another's. The content is
+The heads tell which blocks it has beside its last, see `Chunk.heads`; a chunk of one block has none. The tag stands
+for the engine's identity and the codec, so that chunks of many models share a folder and none reads another's. The
+content is
 
     prefix   magic, format, length of the header, XXH3-128 of all three and the header
     header   msgpack of `ChunkHeader`: the whole identity, what the name says, size and XXH3-128 of each section
@@ -25,7 +26,8 @@ import msgspec
 import xxhash
 
 from cairn.kv.disk.codec import Codec
-from cairn.kv.tiers.store import Chunk
+from cairn.kv.tiers.store import HEAD_BYTES, Chunk
+from cairn.types.block_size import CHUNK_BLOCKS
 
 FORMAT = 1
 _MAGIC = b"cairn kv"
@@ -33,6 +35,8 @@ _PREFIX = struct.Struct("<8sII")
 _DIGEST = 16
 _START = _PREFIX.size + _DIGEST
 _LONGEST_HEADER = 4096
+HEADER_BYTES = 1024
+"""What a chunk's file has beside its pages, about, and no less with names of the usual length."""
 _KEY = 32
 
 
@@ -51,9 +55,11 @@ class Name:
     depth: int
     size: int
     """Bytes of the file."""
+    heads: tuple[bytes, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.key.hex()}.{self.parent.hex() or '-'}.{self.tag.hex()}.{self.depth:x}.{self.size:x}"
+        heads = f".{b''.join(self.heads).hex()}" if self.heads else ""
+        return f"{self.key.hex()}.{self.parent.hex() or '-'}.{self.tag.hex()}.{self.depth:x}.{self.size:x}{heads}"
 
 
 class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -71,6 +77,7 @@ class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
     tokens_check: bytes
     pages_size: int
     pages_check: bytes
+    heads: bytes = b""
 
 
 def model_tag(identity: bytes, codec: str) -> bytes:
@@ -81,15 +88,16 @@ def model_tag(identity: bytes, codec: str) -> bytes:
 def parse_name(text: str) -> Name | None:
     """The name, or None for what no chunk is called."""
     parts = text.split(".")
-    if len(parts) != 5:
+    if len(parts) not in (5, 6):
         return None
     try:
         key, tag = bytes.fromhex(parts[0]), bytes.fromhex(parts[2])
         parent = b"" if parts[1] == "-" else bytes.fromhex(parts[1])
-        name = Name(key, parent, tag, int(parts[3], 16), int(parts[4], 16))
+        heads = _cut(bytes.fromhex(parts[5])) if len(parts) == 6 else ()
+        name = Name(key, parent, tag, int(parts[3], 16), int(parts[4], 16), heads)
     except ValueError:
         return None
-    if min(name.depth, name.size) < 0:
+    if min(name.depth, name.size) < 0 or len(heads) >= CHUNK_BLOCKS:
         return None
     # Only the one way to write it counts: two names for one chunk would be counted twice.
     return name if len(key) == _KEY and len(parent) in (0, _KEY) and str(name) == text else None
@@ -98,6 +106,7 @@ def parse_name(text: str) -> Name | None:
 def encode(chunk: Chunk, *, model: str, identity: bytes, codec: Codec) -> tuple[Name, list[bytes | memoryview]]:
     """A chunk's name and what to write, in order. `ValueError` for pages that the codec does not take."""
     pages = codec.encode(chunk.group, chunk.pages)
+    _check_size(len(pages), chunk.heads, codec.size(chunk.group))
     tokens = struct.pack(f"<{len(chunk.tokens)}I", *chunk.tokens)
     header = msgspec.msgpack.encode(
         ChunkHeader(
@@ -112,12 +121,23 @@ def encode(chunk: Chunk, *, model: str, identity: bytes, codec: Codec) -> tuple[
             tokens_check=xxhash.xxh3_128_digest(tokens),
             pages_size=len(pages),
             pages_check=xxhash.xxh3_128_digest(pages),
+            heads=b"".join(chunk.heads),
         )
     )
     prefix = _PREFIX.pack(_MAGIC, FORMAT, len(header))
     start = prefix + xxhash.xxh3_128_digest(prefix + header) + header + tokens
     tag = model_tag(identity, codec.name)
-    return Name(chunk.key, chunk.parent, tag, chunk.depth, len(start) + len(pages)), [start, pages]
+    name = Name(chunk.key, chunk.parent, tag, chunk.depth, len(start) + len(pages), chunk.heads)
+    return name, [start, pages]
+
+
+def _check_size(size: int, heads: tuple[bytes, ...], whole: int) -> None:
+    """Raise `ValueError` where pages of so many bytes are not those of as many blocks as the heads tell of.
+
+    Without heads it is a whole chunk of an earlier version, a state, or a tail of one block.
+    """
+    if CHUNK_BLOCKS * size != whole * (len(heads) + 1) and (heads or size != whole):
+        raise ValueError(f"{size} bytes of pages where {len(heads) + 1} of {CHUNK_BLOCKS} blocks of {whole} bytes are")
 
 
 def name_of(data: bytes | memoryview) -> Name:
@@ -130,7 +150,24 @@ def name_of(data: bytes | memoryview) -> Name:
         header = msgspec.msgpack.decode(view[_START : _START + min(length, _LONGEST_HEADER)], type=ChunkHeader)
     except msgspec.MsgspecError as error:
         raise DamagedChunk("the header is not one") from error
-    return Name(header.key, header.parent, model_tag(header.identity, header.codec), header.depth, len(view))
+    return _said(header, len(view))
+
+
+def _said(header: ChunkHeader, size: int) -> Name:
+    """Return the name of a file of so many bytes with this header."""
+    tag = model_tag(header.identity, header.codec)
+    try:
+        heads = _cut(header.heads)
+    except ValueError as error:
+        raise DamagedChunk("the header is not one") from error
+    return Name(header.key, header.parent, tag, header.depth, size, heads)
+
+
+def _cut(heads: bytes) -> tuple[bytes, ...]:
+    """Cut beginnings of keys apart that are written one after another. `ValueError` where the last one is short."""
+    if len(heads) % HEAD_BYTES:
+        raise ValueError(f"{len(heads)} bytes are no whole number of {HEAD_BYTES}")
+    return tuple(heads[at : at + HEAD_BYTES] for at in range(0, len(heads), HEAD_BYTES))
 
 
 def verify(data: bytes | memoryview, name: Name) -> tuple[ChunkHeader, tuple[int, ...], memoryview]:
@@ -148,8 +185,7 @@ def verify(data: bytes | memoryview, name: Name) -> tuple[ChunkHeader, tuple[int
         header = msgspec.msgpack.decode(body, type=ChunkHeader)
     except msgspec.MsgspecError as error:
         raise DamagedChunk("the header is not one") from error
-    said = Name(header.key, header.parent, model_tag(header.identity, header.codec), header.depth, name.size)
-    if said != name:
+    if _said(header, name.size) != name:
         raise DamagedChunk("the header is another chunk's")
     tokens_at = _START + length
     pages_at = tokens_at + 4 * header.tokens
@@ -168,7 +204,8 @@ def decode(data: bytes | memoryview, name: Name, *, identity: bytes, codec: Code
     if header.identity != identity or header.codec != codec.name:
         raise DamagedChunk("the chunk is another model's")
     try:
+        _check_size(len(pages), name.heads, codec.size(header.group))
         whole = codec.decode(header.group, pages)
     except ValueError as error:
         raise DamagedChunk("the pages do not fit the model") from error
-    return Chunk(header.key, header.parent, tokens, header.depth, whole, header.group)
+    return Chunk(header.key, header.parent, tokens, header.depth, whole, header.group, name.heads)

@@ -28,7 +28,8 @@ _ROUNDING = {"float32": (2**-24, 2**-149), "bfloat16": (2**-8, 2**-133), "float1
 
 
 class Codec(Protocol):
-    """Chunks of a group have one size before and one size after; any other is a `ValueError`."""
+    """Chunks of a group have one size before and one size after, tails as much of it as they have of the blocks; any
+    other is a `ValueError`."""
 
     @property
     def name(self) -> str:
@@ -47,6 +48,10 @@ class Codec(Protocol):
 
     def size(self, group: int) -> int:
         """Bytes of a chunk of the group as it is written down."""
+        ...
+
+    def written(self, group: int, size: int) -> int:
+        """Bytes that so many bytes of a group's pages take as they are written down."""
         ...
 
     def encode(self, group: int, pages: bytes | memoryview) -> bytes | memoryview:
@@ -68,19 +73,24 @@ class Raw:
         """`block_bytes`: of one block of each group, as `EngineInfo` says. `states`: numbers of those groups of whose
         blocks a chunk has one."""
         self._sizes = tuple((1 if at in states else CHUNK_BLOCKS) * size for at, size in enumerate(block_bytes))
+        self._blocks = tuple(block_bytes)
         self.state_sizes = frozenset(self._sizes[at] for at in states)
 
     def size(self, group: int) -> int:
         """Four pages, or one."""
         return _checked(self._sizes, group)
 
+    def written(self, group: int, size: int) -> int:
+        """As many."""
+        return size
+
     def encode(self, group: int, pages: bytes | memoryview) -> bytes | memoryview:
         """No copy."""
-        return _sized(pages, self.size(group))
+        return _sized(pages, self.size(group), self._blocks[group])
 
     def decode(self, group: int, data: memoryview) -> bytes | memoryview:
         """No copy."""
-        return _sized(data, self.size(group))
+        return _sized(data, self.size(group), self._blocks[group])
 
 
 class Q8:
@@ -121,14 +131,21 @@ class Q8:
             return self._raw.size(group)
         return _checked(self._rows, group) * (self._head_dims[group] + 4)
 
+    def written(self, group: int, size: int) -> int:
+        """A number takes one byte, and each row four more."""
+        if group in self._states:
+            return size
+        return size * self.size(group) // (_checked(self._rows, group) * self._head_dims[group] * self._dtype.itemsize)
+
     def encode(self, group: int, pages: bytes | memoryview) -> bytes | memoryview:
         """Infinite numbers and NaN are a `ValueError`: they would spoil their whole row."""
         if group in self._states:
             return self._raw.encode(group, pages)
         rows = _checked(self._rows, group)
         size = self._head_dims[group]
-        whole = _sized(pages, rows * size * self._dtype.itemsize)
-        numbers = np.frombuffer(whole, dtype=self._dtype).astype(np.float32, copy=False).reshape(rows, size)
+        bytes_of_row = size * self._dtype.itemsize
+        given = _sized(pages, rows * bytes_of_row, rows * bytes_of_row // CHUNK_BLOCKS)
+        numbers = np.frombuffer(given, dtype=self._dtype).astype(np.float32, copy=False).reshape(-1, size)
         largest = np.abs(numbers).max(axis=1)
         if not np.isfinite(largest).all():
             raise ValueError("a page has a number that is not finite")
@@ -143,8 +160,8 @@ class Q8:
         """Pages in their type."""
         if group in self._states:
             return self._raw.decode(group, data)
-        rows = _checked(self._rows, group)
-        data = _sized(data, self.size(group))
+        data = _sized(data, self.size(group), self.size(group) // CHUNK_BLOCKS)
+        rows = len(data) // (self._head_dims[group] + 4)
         scales = np.frombuffer(data[: 4 * rows], dtype="<f4")
         small = np.frombuffer(data[4 * rows :], dtype=np.int8).reshape(rows, self._head_dims[group])
         pages: NDArray[np.float32] = small * scales[:, None]
@@ -180,8 +197,9 @@ def _checked(sizes: tuple[int, ...], group: int) -> int:
     return sizes[group]
 
 
-def _sized(data: bytes | memoryview, size: int) -> memoryview:
+def _sized(data: bytes | memoryview, size: int, block: int) -> memoryview:
+    """Return the bytes of a whole chunk, or of the blocks of a tail."""
     view = memoryview(data).cast("B")
-    if len(view) != size:
-        raise ValueError(f"{len(view)} bytes where a chunk has {size}")
+    if len(view) % block or not 0 < len(view) <= size:
+        raise ValueError(f"{len(view)} bytes where a chunk has {size}, {block} a block")
     return view

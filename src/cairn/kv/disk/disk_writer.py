@@ -28,6 +28,7 @@ class _Written:
     temporary: Path
     reserved: int
     disk: int
+    once: bool
     renamed: bool = False
 
 
@@ -46,8 +47,10 @@ class _Plan:
 class DiskWriter:
     """Writes chunks of one model. Any thread."""
 
-    def __init__(self, state: DiskState, *, identity: bytes, model: str, codec: Codec) -> None:
+    def __init__(self, state: DiskState, *, identity: bytes, model: str, codec: Codec, once: float = 0.0) -> None:
+        """`once`: how many seconds earlier what is written `once` counts as used."""
         self._state, self._identity, self._model, self._codec = state, identity, model, codec
+        self._once = once
         self._tag = chunk_file.model_tag(identity, codec.name)
         self._landed = threading.Condition(state.mutex)
 
@@ -91,7 +94,7 @@ class DiskWriter:
             for chunk in chunks:
                 key, parent = self._tag + chunk.key, self._tag + chunk.parent if chunk.parent else b""
                 entry, above = state.index.get(key), state.index.get(parent)
-                if entry is not None or key in depths:
+                if entry is not None or key in depths or state.index.replaces(key):
                     plan.done.add(id(chunk))
                 elif above is not None or parent in depths:
                     depth = above.name.depth if above is not None else depths[parent]
@@ -128,16 +131,18 @@ class DiskWriter:
                 state.reserved -= need
             state.fail("write", error)
             return None
-        return _Written(name, temporary, need, disk)
+        return _Written(name, temporary, need, disk, chunk.once)
 
     def _publish(self, written: Sequence[_Written]) -> int:
         """Give the files their names, durably, then index them; how many. The rest is removed."""
         state, kept = self._state, 0
+        replaced: list[IndexEntry] = []
         if self._rename(written):
             for one in written:
-                if not self._index(one):
+                if not self._index(one, replaced):
                     break
                 kept += 1
+        state.clear(replaced)
         for one in written[kept:]:
             state.folder.discard(state.folder.path(one.name) if one.renamed else one.temporary, one.name.size)
             with state.mutex:
@@ -158,15 +163,22 @@ class DiskWriter:
             return False
         return self._state.sync(folder.path(one.name).parent for one in written)
 
-    def _index(self, one: _Written) -> bool:
-        """Let it be found, unless it or its parent was dropped meanwhile."""
+    def _index(self, one: _Written, replaced: list[IndexEntry]) -> bool:
+        """Let it be found, unless it or its parent was dropped meanwhile. Of the tails that it begins with nothing is
+        found from then on; the caller removes their files."""
         state, name = self._state, one.name
         key, parent = name.tag + name.key, name.tag + name.parent if name.parent else b""
         with state.mutex:
             if key in state.dropped or (parent and state.index.get(parent) is None):
                 return False
-            now = state.now()
             state.reserved -= one.reserved
-            state.index.add(state.entry(name, one.disk, now))
+            entry = state.entry(name, one.disk, state.now() - (self._once if one.once else 0.0))
+            state.index.add(entry)
+            if one.once:
+                state.used[entry.id] = entry  # the file's own time tells the next start
             state.count(written=name.size)
+            tails = [one.id for one in state.index.replaced(entry)]
+            for tail in state.index.family(tails):
+                state.mark_deleted(tail)
+                replaced.append(tail)
         return True

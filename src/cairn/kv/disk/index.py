@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from cairn.kv.disk.chunk_file import Name
 from cairn.kv.tiers.reuse_hints import Standing, Standings, later
+from cairn.kv.tiers.store import HEAD_BYTES
 
 KEY_BYTES = 32
 """How long a chunk's key is, which ends its id."""
@@ -89,6 +90,10 @@ class DiskIndex:
         """Bytes on the disk of each model's chunks, deleted ones too."""
         self._pinned_tags = Counter[bytes]()
         """How many chunks of each model are pinned, here or not."""
+        self._pinned_heads = Counter[bytes]()
+        """How many pins there are of blocks by the beginnings of their ids."""
+        self._having: dict[bytes, tuple[IndexEntry, ...]] = {}
+        """Live chunks by the beginnings of the ids of the blocks that they have."""
 
     def __len__(self) -> int:
         """How many chunks are live."""
@@ -114,14 +119,34 @@ class DiskIndex:
         if self._protected is None:
             return
         for id in ids:
-            while id not in self._protected and (entry := self.get(id)) is not None:
-                self._protected.add(id)
-                id = entry.parent
+            for entry in self._having.get(_head(id), ()):
+                one: IndexEntry | None = entry
+                while one is not None and one.id not in self._protected:
+                    self._protected.add(one.id)
+                    one = self.get(one.parent)
 
     def get(self, id: bytes) -> IndexEntry | None:
         """The chunk if it is live."""
         entry = self._entries.get(id)
         return entry if entry is not None and entry.live else None
+
+    def within(self, ids: Iterable[bytes]) -> tuple[int, IndexEntry] | None:
+        """How many of these blocks, the first ones of one chunk in order, one live chunk has most; and that chunk."""
+        found: tuple[int, IndexEntry] | None = None
+        for count, id in enumerate(ids, 1):
+            if not (having := self._having.get(_head(id))):
+                break
+            found = count, max(having, key=lambda one: (len(one.name.heads), one.used))
+        return found
+
+    def replaced(self, entry: IndexEntry) -> list[IndexEntry]:
+        """The live tails that a chunk begins with."""
+        beginnings = ((tag_and_head, self._having.get(tag_and_head, ())) for tag_and_head in _heads(entry))
+        return [one for head, having in beginnings for one in having if _head(one.id) == head]
+
+    def replaces(self, id: bytes) -> bool:
+        """Whether a live chunk begins with the tail of this id."""
+        return any(one.id != id for one in self._having.get(_head(id), ()))
 
     def after(self, entry: IndexEntry, steps: int) -> IndexEntry | None:
         """The live chunk that extends this one so many steps on; None where that is none, or one of several."""
@@ -158,7 +183,9 @@ class DiskIndex:
         self._tags[entry.name.tag] = self._tags.get(entry.name.tag, 0) + 1
         self._sizes[entry.name.tag] = self._sizes.get(entry.name.tag, 0) + entry.disk
         self.bytes += entry.disk
-        if entry.id in self._pinned:
+        for head in (*_heads(entry), _head(entry.id)):
+            self._having[head] = (*self._having.get(head, ()), entry)
+        if self._is_pinned(entry):
             self._protect([entry.id])
         self._rank(entry)
 
@@ -220,6 +247,11 @@ class DiskIndex:
         """Nobody finds it any more; its bytes still count. The caller removes the file, and nobody else does."""
         entry.live, entry.going = False, True
         self._deleted[entry.id] = entry
+        for head in (*_heads(entry), _head(entry.id)):
+            if left := tuple(one for one in self._having[head] if one is not entry):
+                self._having[head] = left
+            else:
+                del self._having[head]
         if self._protected is not None and entry.id in self._protected:
             self._protected = None
         parent = self._entries.get(entry.parent)
@@ -273,19 +305,27 @@ class DiskIndex:
         for id in self._pins.get(owner, frozenset()):
             self._pinned[id] = self._pinned.get(id, 0) + 1
             self._pinned_tags[id[:-KEY_BYTES]] += self._pinned[id] == 1
+            self._pinned_heads[_head(id)] += self._pinned[id] == 1
         for id in old:
             self._pinned[id] -= 1
             if not self._pinned[id]:
                 del self._pinned[id]
                 self._pinned_tags[id[:-KEY_BYTES]] -= 1
+                self._pinned_heads[_head(id)] -= 1
+                if not self._pinned_heads[_head(id)]:
+                    del self._pinned_heads[_head(id)]
                 self._protected = None
-                entry = self.get(id)
-                if entry is not None:
+                for entry in self._having.get(_head(id), ()):
                     self._rank(entry)
         self._protect(ids)
 
+    def _is_pinned(self, entry: IndexEntry) -> bool:
+        """Whether a pin names the chunk, or a block that it has."""
+        heads = self._pinned_heads
+        return entry.id in self._pinned or (bool(heads) and any(head in heads for head in _heads(entry)))
+
     def _evictable(self, entry: IndexEntry) -> bool:
-        return entry.live and not entry.children and not entry.held and entry.id not in self._pinned
+        return entry.live and not entry.children and not entry.held and not self._is_pinned(entry)
 
     def _rank(self, entry: IndexEntry) -> None:
         """Put it where it belongs among what may go. Places that it had before are passed over when they come up."""
@@ -298,6 +338,16 @@ class DiskIndex:
     def _place(self, entry: IndexEntry) -> tuple[float, float]:
         """Where it belongs among what may go; of what is superseded, too, the oldest goes first."""
         return entry.worth + later(self.standings.of(entry.id), WAITING_SECONDS), entry.worth
+
+
+def _head(id: bytes) -> bytes:
+    """Return the beginning of the id of a block, or of a chunk by its last one."""
+    return id[: HEAD_BYTES - KEY_BYTES]
+
+
+def _heads(entry: IndexEntry) -> Iterator[bytes]:
+    """Yield the beginnings of the ids of the blocks that a chunk has beside its last."""
+    return (entry.name.tag + head for head in entry.name.heads)
 
 
 def chains(entries: Iterable[IndexEntry]) -> Iterator[IndexEntry]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cairn.kv.disk import chunk_file
-from cairn.kv.disk.chunk_file import DamagedChunk
+from cairn.kv.disk.chunk_file import DamagedChunk, parse_name
 from cairn.kv.disk.folder import FolderScan
 from cairn.kv.disk.index import IndexEntry, chains
 from cairn.kv.disk.state import DiskState
@@ -26,9 +26,11 @@ def default_budget(free: int, held: int) -> int:
 
 
 def fill(state: DiskState, found: FolderScan) -> list[tuple[Path, int]]:
-    """The index of what a start found. Returns what has to go: junk, what hangs on nothing, what is there twice."""
+    """The index of what a start found. Returns what has to go: junk, what hangs on nothing, what is there twice, and
+    tails that something else begins with, which a process that was killed did not get to remove."""
     index, now = state.index, state.now()
     index.bytes = found.other
+    cut = tuple(found.junk)
     entries: dict[bytes, IndexEntry] = {}
     for name, disk, modified in sorted(found.chunks, key=lambda one: str(one[0])):
         entry = state.entry(name, disk, min(modified, now))
@@ -39,7 +41,14 @@ def fill(state: DiskState, found: FolderScan) -> list[tuple[Path, int]]:
     for entry in chains(list(entries.values())):
         index.add(entry)
         del entries[entry.id]
-    return found.junk + [(state.folder.path(entry.name), entry.disk) for entry in entries.values()]
+    for lost in (*(entry.name for entry in entries.values()), *(parse_name(path.name) for path, _ in cut)):
+        if lost is not None:
+            state.lose(lost)
+    replaced = index.family([entry.id for entry in index.live() if index.replaces(entry.id)])
+    for entry in replaced:
+        index.mark_deleted(entry)
+        index.forget(entry)
+    return found.junk + [(state.folder.path(entry.name), entry.disk) for entry in (*entries.values(), *replaced)]
 
 
 def prune(state: DiskState, before: float, *, keep: bytes = b"") -> int:

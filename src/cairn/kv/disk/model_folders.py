@@ -27,6 +27,7 @@ from cairn.kv.disk import maintenance as disk_maintenance
 from cairn.kv.disk.chunk_file import DamagedChunk, Name, parse_name
 from cairn.kv.disk.folder import DIGITS, MARKER, OF_MODELS, PINS, StoreFolder, check_folder, open_folder
 from cairn.kv.disk.layout import read as read_layout
+from cairn.kv.disk.notes import SEEN
 from cairn.kv.disk.pins import Pins, pin_name
 from cairn.kv.disk.state import DiskState
 from cairn.system.interfaces import Clock, FileSystem, FolderEntry, Lock
@@ -298,6 +299,8 @@ class ModelFolders:
                     for entry in family:
                         state.mark_deleted(entry)
                 state.clear(family)
+                with contextlib.suppress(FileNotFoundError):
+                    self._files.remove(path / SEEN)
                 # Nothing tells of a chunk that was evicted, and in a power cut its name may come back.
                 return state.sync(state.folder.digits()) and known and not state.index.lingering
         except Conflict:

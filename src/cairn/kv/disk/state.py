@@ -18,7 +18,7 @@ import msgspec
 from cairn.kv.disk.chunk_file import Name
 from cairn.kv.disk.folder import StoreFolder
 from cairn.kv.disk.index import STATE_SAVES, DiskIndex, IndexEntry
-from cairn.kv.tiers.store import OVERHEAD
+from cairn.kv.tiers.store import HEAD_BYTES, OVERHEAD
 from cairn.system.interfaces import Clock
 from cairn.types.stats import TierStats
 
@@ -33,6 +33,7 @@ _BACKOFF = (1.0, 60.0)
 _LATE_SECONDS = 60.0
 """How long a disk may take to show that something was removed. ZFS and btrfs take seconds; where a snapshot holds it,
 it never shows."""
+_MOST_LOST = 1 << 16
 _MOST_FAULTS = 2
 """Reads of one chunk that the disk may fail, one after the other, while it works otherwise; then the chunk is given
 up."""
@@ -60,6 +61,8 @@ class DiskState:
         """Ids of chunks that are being written."""
         self.dropped: set[bytes] = set()
         """Those of `writing` that were dropped meanwhile."""
+        self.lost = OrderedDict[bytes, None]()
+        """Beginnings of the ids of blocks that went of late because what had them was damaged."""
         self.used = OrderedDict[bytes, IndexEntry]()
         """Chunks whose last use is not yet remembered by their files."""
         self._reserve = reserve
@@ -346,6 +349,13 @@ class DiskState:
                 self.drop_damaged(entry)
         return None
 
+    def lose(self, name: Name) -> None:
+        """Remember that the blocks of a chunk went because it was damaged. With the lock held."""
+        for head in (*name.heads, name.key[:HEAD_BYTES]):
+            self.lost[name.tag + head] = None
+        while len(self.lost) > _MOST_LOST:
+            self.lost.popitem(last=False)
+
     def drop_damaged(self, entry: IndexEntry) -> int:
         """Drop a damaged chunk and what extends it, unless it went meanwhile by itself; how many chunks that is."""
         with self.mutex:
@@ -355,5 +365,7 @@ class DiskState:
             for one in family:
                 self.mark_deleted(one)
             self.count(damaged=len(family))
+            for one in family:
+                self.lose(one.name)
         self.clear(family)
         return len(family)

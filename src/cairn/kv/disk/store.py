@@ -19,7 +19,7 @@ from typing import Literal
 
 from cairn.kv.disk import chunk_file, portable_kv
 from cairn.kv.disk import maintenance as disk_maintenance
-from cairn.kv.disk.chunk_file import DamagedChunk
+from cairn.kv.disk.chunk_file import HEADER_BYTES, DamagedChunk
 from cairn.kv.disk.codec import Codec
 from cairn.kv.disk.disk_writer import DiskWriter
 from cairn.kv.disk.folder import PROBE_BYTES, StoreFolder, open_folder
@@ -27,10 +27,11 @@ from cairn.kv.disk.layout import Layout
 from cairn.kv.disk.layout import write as write_layout
 from cairn.kv.disk.maintenance import OtherEngines
 from cairn.kv.disk.model_folders import ModelFolders
+from cairn.kv.disk.notes import Notes
 from cairn.kv.disk.pins import Pins, pin_bytes, pin_name
 from cairn.kv.disk.state import DiskState
 from cairn.kv.tiers.reuse_hints import Standing
-from cairn.kv.tiers.store import Chunk, Scrubbed
+from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Scrubbed
 from cairn.system.interfaces import Clock, FileSystem, Lock
 from cairn.types.errors import ConfigError, Conflict
 from cairn.types.stats import TakenIn, TierStats
@@ -39,6 +40,9 @@ TTL = 30 * 86400.0
 """Seconds that an unused chunk is kept."""
 RESERVE = 256 << 20
 """Bytes of the disk that the store does not grow into: the logs of agents need them more."""
+ONCE_SECONDS = 10 * 86400.0
+"""How much earlier than now a chunk counts as used that is written `once`: it goes before all that was used since, and
+is kept as long again as it is of the time to live."""
 AHEAD = 2
 """How many chunks on the disk is told what will be read: it reads while a chunk is checked."""
 _HEADERS = 1 << 20
@@ -87,8 +91,10 @@ class DiskStore:
         """Owners whose pins in other stores of the home could not be removed."""
         self._folders = None if home is None else ModelFolders(files, home, folder, clock)
         self._state = DiskState(StoreFolder(files, folder), clock, reserve, self._tag, codec.state_sizes)
-        self._writer = DiskWriter(self._state, identity=identity, model=model, codec=codec)
+        once = min(ONCE_SECONDS, ttl / 2)
+        self._writer = DiskWriter(self._state, identity=identity, model=model, codec=codec, once=once)
         self._pins = Pins(self._state.folder)
+        self._notes = Notes(self._state)
         self._chores = threading.Lock()
         """Held by the thread that repairs things."""
         self._pinning = threading.Lock()
@@ -125,6 +131,26 @@ class DiskStore:
                 state.use(last)
             return count
 
+    def has(self, key: bytes) -> bool:
+        """Asks the index alone."""
+        with self._state.mutex:
+            return self._state.index.get(self._tag + key) is not None
+
+    def kept_bytes(self, group: int, size: int) -> int:
+        """As the codec writes it, with a header."""
+        return self._codec.written(group, size) + HEADER_BYTES
+
+    def match_within(self, keys: Sequence[bytes]) -> tuple[int, bytes] | None:
+        """Asks the index alone."""
+        state = self._state
+        with state.mutex:
+            found = state.index.within(self._tag + key for key in keys)
+            if found is None:
+                return None
+            count, entry = found
+            state.use(entry)
+            return count, entry.name.key
+
     def fetch(self, key: bytes, tokens: Sequence[int], buffer: memoryview | None = None) -> Chunk | None:
         """Read whole, verified whole. With a `buffer`, more of the context is taken to be wanted next."""
         state = self._state
@@ -142,7 +168,7 @@ class DiskStore:
         except DamagedChunk:
             state.drop_damaged(entry)
             return None
-        if chunk.tokens != tuple(tokens):
+        if chunk.tokens[: len(tokens)] != tuple(tokens):
             return None
         with state.mutex:
             state.use(entry)
@@ -158,6 +184,16 @@ class DiskStore:
     def drop(self, keys: Sequence[bytes]) -> int:
         """Pinned ones too. When it returns, the bytes are gone for good unless the disk failed; then they go later."""
         return self._drop([self._tag + key for key in keys])
+
+    @property
+    def notes(self) -> Notes:
+        """See `StoreNotes`."""
+        return self._notes
+
+    def was_damaged(self, block: bytes) -> bool:
+        """As far as this process has found out."""
+        with self._state.mutex:
+            return self._tag + block[:HEAD_BYTES] in self._state.lost
 
     def lingers(self, keys: Sequence[bytes]) -> bool:
         """Whether a file of what was dropped, by `drop_of_other_engines` too, is still there or may come back in a
@@ -391,6 +427,7 @@ class DiskStore:
             if self._layout is not None:
                 write_layout(state.folder, self._layout)
             found = state.folder.scan()
+            self._notes.load()
             pins = self._pins.load(found)
             held = sum(disk for _, disk, _ in found.chunks) + (folders.others_bytes() if folders is not None else 0)
             budget = self._given

@@ -3,8 +3,9 @@
 One `BlockPool` and one key chain a cache group, all behind four calls. A hit of length L needs every full-attention
 block of [0, L) and, in a window group, the blocks of the W - 1 positions before L, which are all that position L may
 still read; `open` takes the longest such L. L is less than the sequence: one token is left to compute, because its
-logits are wanted. A shared block is never written to, so L ends on a block boundary, but for one case: where the very
-last block is found too, the sequence gets a copy of it (`copies`), of which it computes the last token again.
+logits are wanted. A shared block is never written to, so shared blocks end on a block boundary. Where a published block
+goes on as the sequence does, at least with its first tokens, the sequence gets a copy of it (`kv.pool.partial_blocks`),
+and computes what follows the last token in which they agree.
 
 Of a state group, position L reads the state after L - 1 alone, which lies in block (L - 1) // block_tokens, and what it
 leaves is written there or to the block after it. So its table is one of a window of two positions, but that few of its
@@ -22,12 +23,14 @@ Regions of one table (block_tokens = 4, window 6, computed = 18, reserved up to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cairn.kv.pool.attention_window import first_read, lead, longest, window_blocks
 from cairn.kv.pool.blocks import BlockPool, Copy
+from cairn.kv.pool.partial_blocks import PartialBlocks
 from cairn.kv.pool.prefix import Chain, root
-from cairn.kv.pool.sequence_kv import BlockedOn, LowerTiers, Match, RecentKeys, SequenceKV
+from cairn.kv.pool.seen_blocks import SeenBlocks
+from cairn.kv.pool.sequence_kv import BlockedOn, LowerTiers, Match, SequenceKV
 from cairn.kv.pool.snapshots import BOUNDARY, SPACING
 from cairn.kv.pool.waiters import Waiters
 from cairn.types.layer_spec import CacheGroup
@@ -54,10 +57,10 @@ class Cache:
         self.pools = tuple(BlockPool(blocks) for blocks in info.blocks)
         self._computing: dict[bytes, SequenceKV] = {}
         """Who computes, or loads, the block with this key (of the first group's chain) now."""
-        self._copies: list[Copy] = []
+        self._parts = PartialBlocks(info, self.pools)
         self._waiters = Waiters()
-        self._seen = RecentKeys()
-        """Keys of the leading group that were computed, to tell what is gone from what never was."""
+        self.seen = SeenBlocks()
+        """Blocks of the leading group that were computed, to tell what is gone from what never was."""
         self.below: LowerTiers | None = None
         self.turns = (0, 1) if self._states else (0,)
         """How far into a block `publish` has something to do while single tokens are computed: at its beginning, and
@@ -72,11 +75,11 @@ class Cache:
         """Blocks free, cached and held, a group."""
         return tuple(GroupUse(pool.free, pool.cached, pool.held) for pool in self.pools)
 
-    def context(self, salt: bytes, *, durable: bool = False, stored: bool = True) -> SequenceKV:
-        """A context that holds nothing yet. Contexts of different salts share nothing."""
+    def context(self, salt: bytes, *, durable: bool = False, stored: bool = True, once: bool = False) -> SequenceKV:
+        """A context that holds nothing yet. Contexts of different salts share nothing. See `StoreProgress`."""
         size = self._block_tokens
         chains = tuple(Chain(root(self._identity, salt, group, size), size) for group in self._groups)
-        return SequenceKV(chains, durable, stored, self._spacing)
+        return SequenceKV(chains, durable, stored, self._spacing, once)
 
     @property
     def blocked(self) -> int:
@@ -142,6 +145,7 @@ class Cache:
             self._remember(context, tokens, hit, short)
             return None  # nor is another load begun: what the last one brought was overtaken, and would be again
         context.claim.tried = False
+        part = self._parts.find(context, tokens, hit, wanted) if reuse else None
         for group, pool, table in zip(self._groups, self.pools, context.table.groups, strict=True):
             if group.kind == "full":
                 table.extend(pool.take(wanted))
@@ -151,14 +155,22 @@ class Cache:
             context.table.snapshots.begin((len(tokens) - 1) // size, self._reach(context, tokens, hit))
         if self.below is not None and hit:
             self.below.findable(context, tokens)
-        if reuse and not self._states and len(tokens) == (hit + 1) * size and self._copy_last(context, tokens, hit):
-            return len(tokens) - 1
-        return hit * size
+        return hit * size + (self._parts.copy(context, part, hit) if part else 0)
+
+    def put_beside(
+        self,
+        context: SequenceKV,
+        tokens: Sequence[int],
+        end: int,
+        follow: tuple[int, ...],
+        write: Callable[[int, int], None],
+    ) -> int:
+        """See `PartialBlocks.put`."""
+        return self._parts.put(context, tokens, end, follow, write)
 
     def copies(self) -> list[Copy]:
         """What `open` has left to copy since the last call: in this order, before anything is computed or loaded."""
-        copies, self._copies = self._copies, []
-        return copies
+        return self._parts.copies()
 
     def prepare(self, context: SequenceKV, tokens: Sequence[int], hit: int, stop: int, spare: int) -> bool:
         """Hold the first `hit` blocks and claim those up to `stop`, which are to be loaded.
@@ -225,12 +237,12 @@ class Cache:
                 if table[done] != NO_BLOCK:
                     part = tokens[done * self._block_tokens : (done + 1) * self._block_tokens]
                     key = context.chains[number].key(done, tokens)
-                    block = pool.publish(table[done], key, part)
+                    block = pool.publish(table[done], key, part, context.chains[number].before(done, tokens))
                     if block is None:
                         break
                     table[done] = block
                     if number == self._lead:
-                        self._seen.add(key)
+                        self.seen.add(key, told=context.progress.stored)
                 done += 1
             context.table.published[number] = done
             self._give_back_passed(group, pool, table, computed)
@@ -241,12 +253,17 @@ class Cache:
         if self.below is not None:
             self.below.findable(context, tokens)
 
-    def close(self, context: SequenceKV, tokens: Sequence[int]) -> None:
-        """Give back everything. What was published stays findable until its blocks are needed."""
+    def close(self, context: SequenceKV, tokens: Sequence[int], computed: int = 0) -> None:
+        """Give back everything. What was published stays findable until its blocks are needed.
+
+        `computed`: how many positions' KV is right; the first tokens of a block that is not full are kept too.
+        """
+        self._parts.publish(context, tokens, computed)
         self._waiters.wake(context)
         self._unclaim(context, tokens, context.claim.blocks.stop)
-        if (boundary := context.table.snapshots.settle()) and self.below is not None:
-            self.below.ended(context, tokens, boundary)
+        boundary = context.table.snapshots.settle()
+        if (computed or boundary) and self.below is not None:
+            self.below.ended(context, tokens, boundary, computed)
         for pool, table in zip(self.pools, context.table.groups, strict=True):
             pool.release(block for block in reversed(table) if block != NO_BLOCK)
         context.table.clear()
@@ -260,6 +277,7 @@ class Cache:
 
     def forget(self, context: SequenceKV, tokens: Sequence[int], keep: int) -> None:
         """Give up the cached blocks of `tokens` beyond the first `keep` tokens, last to first, up to one in use."""
+        self._parts.forget(context, tokens, keep)
         for number, pool in enumerate(self.pools):
             for index in range(len(tokens) // self._block_tokens - 1, -(-keep // self._block_tokens) - 1, -1):
                 block = self._find(context, number, index, tokens)
@@ -275,10 +293,11 @@ class Cache:
             return Miss(position=covered, reason="faster to compute")
         if self._states and self._reach(context, tokens, index) > index:
             return Miss(position=covered, reason="no snapshot")
-        if self.below is not None and self.below.not_stored_yet(context, index, tokens):
-            return Miss(position=covered, reason="not stored yet")
-        seen = context.chains[0].key(index, tokens) in self._seen
-        return Miss(position=covered, reason="evicted" if seen else "never seen")
+        key = context.chains[self._lead].key(index, tokens)
+        reason = self.below.lacks(key) if self.below is not None else None
+        if reason is None and key in self.seen:
+            reason = "not stored" if self.below is not None and not self.seen.was_stored(key) else "evicted"
+        return Miss(position=covered, reason=reason or "never seen")
 
     def _hit(self, context: SequenceKV, tokens: Sequence[int], most: int | None = None) -> int:
         """Blocks in the longest usable prefix that every group has, `most` at most."""
@@ -295,19 +314,17 @@ class Cache:
 
     def _gap(self, context: SequenceKV, tokens: Sequence[int], hit: int) -> int | None:
         """The last block that a window group lacks for a hit of `hit` blocks; any shorter hit must end before it. Where
-        a state group has no snapshot, the boundary before."""
+        a state group has no snapshot, the end of the last block after which it has one."""
+        for number in self._states:
+            ends = (end for end in range(hit, 0, -1) if self._find(context, number, end - 1, tokens) is not None)
+            if (found := next(ends, 0)) < hit:
+                return found
         for number, group in enumerate(self._groups):
             if group.kind == "window":
                 for index in range(hit - 1, first_read(group, hit * self._block_tokens, self._block_tokens) - 1, -1):
                     if self._find(context, number, index, tokens) is None:
                         return index
-            elif group.kind == "state" and not self._has_snapshot(context, number, hit, tokens):
-                return (hit - 1) // BOUNDARY * BOUNDARY
         return None
-
-    def _has_snapshot(self, context: SequenceKV, number: int, boundary: int, tokens: Sequence[int]) -> bool:
-        """Whether a state group's pool has the state after so many blocks."""
-        return boundary % BOUNDARY == 0 and self._find(context, number, boundary - 1, tokens) is not None
 
     def _reach(self, context: SequenceKV, tokens: Sequence[int], hit: int) -> int:
         """How many blocks the pools have but for states; in a model without KV, how many were computed before."""
@@ -315,7 +332,7 @@ class Cache:
         if self._groups[number].kind == "full":
             return next((i for i in range(hit, last) if self._find(context, number, i, tokens) is None), last)
         key = context.chains[number].key
-        return next((i for i in range(hit, last) if key(i, tokens) not in self._seen), last)
+        return next((i for i in range(hit, last) if key(i, tokens) not in self.seen), last)
 
     def has(self, context: SequenceKV, number: int, indices: range, tokens: Sequence[int]) -> bool:
         """Whether the pool of a group has all of these blocks."""
@@ -371,7 +388,7 @@ class Cache:
         """Keep what was found for a context until something happens.
 
         What is found grows when its first missing block is published; with windows also when a later one is, by one
-        that began when more was there; with states at boundaries, whoever comes to them.
+        that began when more was there; with states at the end of any block, whoever comes to it.
         """
         last = (len(tokens) - 1) // self._block_tokens
         match = Match(hit * self._block_tokens, len(tokens) - hit * self._block_tokens, blocked_on)
@@ -379,8 +396,7 @@ class Cache:
         if isinstance(blocked_on, bytes):
             keys = [blocked_on]
         elif self._states and blocked_on != "load":
-            ends = range((hit // BOUNDARY + 1) * BOUNDARY, last + 1, BOUNDARY)
-            keys = [context.chains[0].key(end - 1, tokens) for end in ends]
+            keys = [context.chains[0].key(end - 1, tokens) for end in range(hit + 1, last + 1)]
         elif blocked_on != "load" and hit < last:
             key, more = context.chains[0].key, range(hit + 1, last) if self._windows else ()
             # What all groups but windows have may be computed once more for these, by one that claims nothing.
@@ -423,18 +439,6 @@ class Cache:
             table.append(block)
         context.table.published[number] = len(table)
 
-    def _copy_last(self, context: SequenceKV, tokens: Sequence[int], last: int) -> bool:
-        """Have the block that ends `tokens` copied into the tables, if every group has it and room; else False."""
-        if self._find(context, 0, last, tokens) is None or not self.grow(context, len(tokens)):
-            return False
-        copies = []
-        for number, table in enumerate(context.table.groups):
-            if (block := self._find(context, number, last, tokens)) is None:
-                return False
-            copies.append(Copy(number, block, table[last]))
-        self._copies += copies
-        return True
-
     def _grow_with_states(self, context: SequenceKV, blocks: int) -> bool:
         """`grow`, where some tables have few blocks: the one of the last position, and the snapshots on the way there.
 
@@ -464,7 +468,7 @@ class Cache:
         size, snapshots = self._block_tokens, context.table.snapshots
         for index in range(context.table.published[number], full):
             if number == self._lead:
-                self._seen.add(chain.key(index, tokens))
+                self.seen.add(chain.key(index, tokens), told=context.progress.stored)
             if table[index] == NO_BLOCK or not snapshots.wanted(index + 1):
                 continue
             block = pool.publish(table[index], chain.key(index, tokens), tokens[index * size : (index + 1) * size])

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 from cairn.kv.pool.blocks import BlockPool
 from cairn.kv.pool.prefix import Chain
 from cairn.kv.pool.snapshots import SPACING, Snapshots
+from cairn.types.stats import MissReason
 
 REMEMBERED_KEYS = 1 << 15
 """Keys that a `RecentKeys` holds."""
@@ -100,11 +101,24 @@ class StoreProgress:
     Only `LowerTiers` change it.
     """
 
-    __slots__ = ("breaks", "brought", "declined", "durable", "load_seconds", "loading", "looked", "noted", "stored")
+    __slots__ = (
+        "breaks",
+        "brought",
+        "declined",
+        "durable",
+        "load_seconds",
+        "loading",
+        "looked",
+        "noted",
+        "once",
+        "stored",
+    )
 
-    def __init__(self, groups: int, durable: bool, stored: bool) -> None:
+    def __init__(self, groups: int, durable: bool, stored: bool, once: bool) -> None:
         self.durable = durable
-        """To be stored at first touch."""
+        """To be stored before those of which this is not said."""
+        self.once = once
+        """Whether nobody is known to go on with it: then it is the first to be evicted from stores."""
         self.stored = stored
         """Whether it may go to stores at all."""
         self.noted = [0] * groups
@@ -144,12 +158,17 @@ class SequenceKV:
     __slots__ = ("chains", "claim", "progress", "table")
 
     def __init__(
-        self, chains: tuple[Chain, ...], durable: bool = False, stored: bool = True, spacing: int = SPACING
+        self,
+        chains: tuple[Chain, ...],
+        durable: bool = False,
+        stored: bool = True,
+        spacing: int = SPACING,
+        once: bool = False,
     ) -> None:
         self.chains = chains
         self.table = BlockTable(len(chains), spacing)
         self.claim = Claim()
-        self.progress = StoreProgress(len(chains), durable, stored)
+        self.progress = StoreProgress(len(chains), durable, stored, once)
 
 
 class LowerTiers(Protocol):
@@ -170,8 +189,9 @@ class LowerTiers(Protocol):
         """A context that was being loaded is closed."""
         ...
 
-    def ended(self, context: SequenceKV, tokens: Sequence[int], boundary: int) -> None:
-        """A context is about to be closed: no later snapshot takes the place of the one at this boundary any more."""
+    def ended(self, context: SequenceKV, tokens: Sequence[int], boundary: int, computed: int) -> None:
+        """A context is about to be closed of which so many positions were computed: no later snapshot takes the place
+        of the one at this boundary any more; 0: there is none."""
         ...
 
     def unwanted(self, key: bytes) -> None:
@@ -182,8 +202,8 @@ class LowerTiers(Protocol):
         """Give up one load, because running sequences need its blocks; False if there is none."""
         ...
 
-    def not_stored_yet(self, context: SequenceKV, index: int, tokens: Sequence[int]) -> bool:
-        """Whether the chunk with this block of the first group was seen and is not stored (yet)."""
+    def lacks(self, block: bytes) -> MissReason | None:
+        """Why a block of the leading group, which no pool has, comes from no store, as far as the stores know."""
         ...
 
 

@@ -40,11 +40,20 @@ _LARGE = 8 << 20
 
 
 class Want(NamedTuple):
-    """One chunk of one cache group."""
+    """One chunk of one cache group, or what it begins with."""
 
     group: int
     key: bytes
     tokens: tuple[int, ...]
+
+
+class Stretch(NamedTuple):
+    """What a load brings of one chunk of a context."""
+
+    stop: int
+    """How many blocks of the context there are up to its end."""
+    wants: tuple[Want, ...]
+    """The chunks to read, in the groups that need them."""
 
 
 class Arrival(NamedTuple):
@@ -65,8 +74,7 @@ class Arrival(NamedTuple):
 class ContextLoad:
     """What one context waits for. The reader appends to `arrived` and sets `over`; all else is the worker's."""
 
-    wants: tuple[tuple[Want, ...], ...]
-    """A stretch of 64 tokens each: the chunks of the groups that need it."""
+    stretches: tuple[Stretch, ...]
     tokens: int
     """Tokens that it would save computing."""
     bytes: int
@@ -94,7 +102,7 @@ class ContextLoad:
     @property
     def bytes_left(self) -> int:
         """What is still to be read, about."""
-        return self.bytes * (len(self.wants) - self.fetched) // len(self.wants)
+        return self.bytes * (len(self.stretches) - self.fetched) // len(self.stretches)
 
     @property
     def ahead_of_need(self) -> bool:
@@ -181,7 +189,7 @@ class StoreReader:
         load.turn = min(load.turn, self.alive)
         self._fetching = True
         try:
-            arrival = self._fetch(load.wants[load.fetched])
+            arrival = self._fetch(load.stretches[load.fetched].wants)
         except Exception as error:  # a bug of ours; the context computes what is missing
             log.error("KV could not be read: %s", trace(error))
             arrival = None
@@ -190,7 +198,7 @@ class StoreReader:
         if arrival is not None:
             load.arrived.append(arrival)
             load.fetched += 1
-        if arrival is None or load.fetched == len(load.wants):
+        if arrival is None or load.fetched == len(load.stretches):
             load.over = True
         self._wake()
         return True
@@ -289,7 +297,7 @@ class LoadPolicy:
             return True
         if self._mode != "auto" or self._prefill is None:
             return False
-        part = (load.landed + 1 - load.had) / len(load.wants)
+        part = (load.landed + 1 - load.had) / len(load.stretches)
         since = load.wanted if load.forced else load.turn
         if since == math.inf and not load.forced:
             part, since = 1.0, load.started

@@ -1,6 +1,7 @@
 """What is known of who will want a stored chunk again, beside when it was used: it shapes which of them is evicted.
 
     superseded   of a branch that was rolled back or left: nobody is to come back, so it goes before all others
+    once         of a context that nobody is known to go on with, until it is used: it goes before what is as old
     waiting      of a context that ended in a call and goes on with its result: it outlives what is merely as old
     idle         everything else
 
@@ -14,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Literal
 
-Standing = Literal["superseded", "idle", "waiting"]
+Standing = Literal["superseded", "once", "idle", "waiting"]
 
 MOST_STANDINGS = 1 << 16
 """Chunks of which one is remembered: of 4 million tokens."""
@@ -24,7 +25,7 @@ def later(standing: Standing, patience: float) -> float:
     """By how much the last use of a chunk counts as later for how it stands, in whatever a store measures that."""
     if standing == "superseded":
         return -math.inf
-    return patience if standing == "waiting" else 0
+    return {"waiting": patience, "once": -patience}.get(standing, 0)
 
 
 class Standings:

@@ -45,6 +45,11 @@ class StoreWriter:
             self._jobs.append(job)
             self._changed.notify()
 
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """A job: drop these, and what extends them, from all stores."""
+        for store in self._stores:
+            store.drop(keys)
+
     def start(self) -> None:
         """Let a thread do the work."""
         self._thread = threading.Thread(target=self._run, name="cairn-kv-write", daemon=True)

@@ -17,18 +17,20 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from cairn.kv.pool.attention_window import lead
 from cairn.kv.pool.cache import Cache
 from cairn.kv.pool.sequence_kv import SequenceKV, TierName
 from cairn.kv.tiers.chunk_lookup import ChunkLookup
-from cairn.kv.tiers.reader import Arrival, ContextLoad, LoadMode, LoadPolicy, StoreReader
+from cairn.kv.tiers.reader import Arrival, ContextLoad, LoadMode, LoadPolicy, StoreReader, Want
 from cairn.kv.tiers.reuse_hints import Standing
 from cairn.kv.tiers.store import Chunk, DurableStore, Store, chunk_sizes
+from cairn.kv.tiers.store_memory import StoreMemory
 from cairn.kv.tiers.store_writer import StoreWriter
 from cairn.kv.tiers.write_behind import WriteBehind, WriteLimits
 from cairn.system.interfaces import Clock
 from cairn.types.block_size import CHUNK_BLOCKS
 from cairn.types.errors import trace
-from cairn.types.stats import KvStats, Placed, Swept, TakenIn
+from cairn.types.stats import KvStats, MissReason, Placed, Swept, TakenIn
 from cairn.types.step import NO_BLOCK, Engine
 
 log = logging.getLogger(__name__)
@@ -65,7 +67,10 @@ class Tiers:
         self.writer = StoreWriter(tuple(stores.values()), clock, wake, self._tend)
         self.reader = StoreReader(stores, self._sizes, self.load_policy, clock, wake)
         *_, durable = stores.values()
-        self.write_behind = WriteBehind(cache, engine, clock, durable, self.writer, limits or WriteLimits())
+        limits = limits or WriteLimits()
+        notes = self._durable.notes if self._durable is not None else None
+        self._memory = StoreMemory(notes, cache.seen, self.writer, clock, limits.day_bytes)
+        self.write_behind = WriteBehind(cache, engine, clock, durable, self.writer, limits, self._memory.budget)
         self._lookup = ChunkLookup(cache, stores)
         self._loads: dict[SequenceKV, tuple[ContextLoad, Sequence[int]]] = {}
         self._answers: deque[Done] = deque()
@@ -89,13 +94,15 @@ class Tiers:
         """See `LowerTiers`."""
         self.write_behind.findable(context, tokens)
 
-    def not_stored_yet(self, context: SequenceKV, index: int, tokens: Sequence[int]) -> bool:
+    def lacks(self, block: bytes) -> MissReason | None:
         """See `LowerTiers`."""
-        return self.write_behind.not_stored_yet(context, index, tokens)
+        if self.write_behind.writes(block):
+            return "not stored yet"
+        return "damaged" if self._durable is not None and self._durable.was_damaged(block) else None
 
-    def ended(self, context: SequenceKV, tokens: Sequence[int], boundary: int) -> None:
+    def ended(self, context: SequenceKV, tokens: Sequence[int], boundary: int, computed: int) -> None:
         """See `LowerTiers`."""
-        self.write_behind.ended(context, tokens, boundary)
+        self.write_behind.ended(context, tokens, boundary, computed)
 
     def unwanted(self, key: bytes) -> None:
         """See `LowerTiers`."""
@@ -111,7 +118,7 @@ class Tiers:
         load, _ = self._loads.pop(context)
         load.cancelled = True
         self.reader.taken()
-        if load.landed < len(load.wants):
+        if load.landed < len(load.stretches):
             self._abandoned += 1
         if load.landed:
             self._load_seconds += load.heard - load.started
@@ -138,19 +145,21 @@ class Tiers:
         if self.write_behind.dropping:  # what is found now may be gone when it would lie in the pool
             return False
         context.progress.declined = False  # what was thought of an earlier load says nothing of what this one finds
-        wants = self._lookup.wants(context, tokens, hit)
-        stop = self._lookup.usable(tokens, hit // CHUNK_BLOCKS + len(wants))
+        stretches = self._lookup.wants(context, tokens, hit)
+        stop = self._lookup.usable(tokens, stretches[-1].stop) if stretches else hit
         saved = (stop - hit) * self._cache.info.block_tokens
         if saved <= 0 or (most is not None and len(tokens) - stop * self._cache.info.block_tokens > most):
             return False
-        size = sum(self._sizes[want.group] for part in wants for want in part)
+        size = sum(self._sizes[want.group] for stretch in stretches for want in stretch.wants)
         ahead = sum(load.bytes_left for load, _ in self._loads.values() if not load.ahead_of_need)
         if self.reader.hangs or (done is None and not self.load_policy.worth(saved, size, ahead)):
             context.progress.declined = True
             return False
         if not self._cache.prepare(context, tokens, hit, stop, spare):
             return False
-        load = ContextLoad(wants, saved, size, self._clock.now(), forced=done is not None, done=[done] if done else [])
+        load = ContextLoad(
+            stretches, saved, size, self._clock.now(), forced=done is not None, done=[done] if done else []
+        )
         self._loads[context] = load, tokens
         context.progress.loading = True
         self.reader.begin(load)
@@ -164,6 +173,7 @@ class Tiers:
         `idle`: no request has wanted a step for a while. Raises nothing that a store does.
         """
         landing = [self._land(context, *item) for context, item in tuple(self._loads.items())]
+        self._memory.turn()
         while self._answers:
             self._answers.popleft()()
         reading = self.write_behind.turn(idle)
@@ -192,29 +202,61 @@ class Tiers:
     def _bring(self, context: SequenceKV, tokens: Sequence[int], load: ContextLoad, arrival: Arrival) -> bool:
         """Write one stretch into private blocks and publish them; False, and nothing is found, if that cannot be."""
         size = self._cache.info.block_tokens
-        begin = len(context.table.groups[0])
-        end = (begin // CHUNK_BLOCKS + 1) * CHUNK_BLOCKS
-        views = [memoryview(chunk.pages).cast("B") for chunk in arrival.chunks]
-        if any(len(view) != self._sizes[chunk.group] for view, chunk in zip(views, arrival.chunks, strict=True)):
+        begin, (end, wants) = len(context.table.groups[0]), load.stretches[load.landed]
+        parts = [self._pages(chunk, want) for chunk, want in zip(arrival.chunks, wants, strict=True)]
+        groups = [want.group for want in wants]
+        if not all(parts) or not self._cache.extend(context, tokens, end, groups):
             return False
-        groups = [chunk.group for chunk in arrival.chunks]
-        if not self._cache.extend(context, tokens, end, groups):
-            return False
-        for view, chunk in zip(views, arrival.chunks, strict=True):
-            page = self._cache.info.block_bytes[chunk.group]
-            pages = [view[at : at + page] for at in range(0, len(view), page)]
-            blocks = [block for block in context.table.groups[chunk.group][begin:] if block != NO_BLOCK]
-            self._engine.write_blocks(chunk.group, blocks, pages[len(pages) - len(blocks) :]).wait()
+        for pages, group in zip(parts, groups, strict=True):
+            blocks = [block for block in context.table.groups[group][begin:] if block != NO_BLOCK]
+            count = 1 if self._is_state(group) else (end - 1) % CHUNK_BLOCKS + 1
+            self._engine.write_blocks(group, blocks, pages[count - len(blocks) : count]).wait()
         self._cache.publish(context, tokens, end * size)
+        leading = context.chains[lead(self._cache.info.groups)]
+        self._cache.seen.store(leading.key(at, tokens) for at in range(begin, end))
+        more = self._bring_next(context, tokens, end, arrival.chunks, parts)
         if self._brings(groups):
-            context.progress.bring(begin * size, end * size, arrival.tier)
-            self._loaded += (end - begin) * size
+            context.progress.bring(begin * size, end * size + more, arrival.tier)
+            self._loaded += (end - begin) * size + more
         if arrival.copies:
             next(iter(self._stores.values())).keep(arrival.copies)
         load.landed += 1
         load.heard = self._clock.now()
         context.progress.load_seconds = load.heard - load.started
         return True
+
+    def _pages(self, chunk: Chunk, want: Want) -> list[memoryview]:
+        """The pages of a chunk; none of one that is not what its tokens say or not what was wanted."""
+        page, view = self._cache.info.block_bytes[chunk.group], memoryview(chunk.pages).cast("B")
+        count = 1 if self._is_state(chunk.group) else len(chunk.tokens) // self._cache.info.block_tokens
+        whole = chunk.tokens == want.tokens or not self._is_state(chunk.group)
+        if chunk.group != want.group or not whole or len(view) != count * page:
+            return []
+        return [view[at : at + page] for at in range(0, len(view), page)]
+
+    def _bring_next(
+        self,
+        context: SequenceKV,
+        tokens: Sequence[int],
+        end: int,
+        chunks: Sequence[Chunk],
+        parts: Sequence[Sequence[memoryview]],
+    ) -> int:
+        """Put the block into the pools that chunks go on with after block `end`, where its first tokens are the
+        context's; return how many are: `Cache.open` copies those."""
+        size, at = self._cache.info.block_tokens, end % CHUNK_BLOCKS
+        follows = {chunk.tokens[at * size : (at + 1) * size] for chunk in chunks}
+        if not at or len(follows) != 1 or len(chunks) != len(self._cache.pools):
+            return 0
+        (follow,) = follows
+
+        def write(group: int, block: int) -> None:
+            self._engine.write_blocks(group, [block], [parts[group][at]]).wait()
+
+        return self._cache.put_beside(context, tokens, end, follow, write)
+
+    def _is_state(self, group: int) -> bool:
+        return self._cache.info.groups[group].kind == "state"
 
     def _brings(self, groups: Sequence[int]) -> bool:
         """Whether chunks of these groups are all that a stretch needed, and its KV was not in the pool already."""
@@ -273,7 +315,7 @@ class Tiers:
 
         Not where it was given up: so would the next one be, and each of them could hold up a request once more.
         """
-        if load.landed == len(load.wants):
+        if load.landed == len(load.stretches):
             self.prefetch(tokens, salt, done)
         else:
             done()
@@ -287,6 +329,8 @@ class Tiers:
         stores = [store for tier, store in self._stores.items() if disk or tier != "disk"]
 
         def give_up() -> None:
+            if disk:
+                self._memory.forget(keys)
             self._cache.forget(self._cache.context(salt), tokens, keep)
             self.do(lambda store: self._lookup.drop(store, keys, salt, tokens, first), stores, dropped)
 
@@ -298,9 +342,9 @@ class Tiers:
         if disk:
             going = frozenset(keys)
             for context, (load, wanted) in tuple(self._loads.items()):
-                if any(want.key in going for part in load.wants for want in part):
+                if any(want.key in going for stretch in load.stretches for want in stretch.wants):
                     self._cache.close(context, wanted)
-            keys += self.write_behind.drop(going, self._lookup.tails(self._cache.context(salt), tokens, first))
+            keys += self.write_behind.drop(going, self._lookup.beginnings(self._cache.context(salt), tokens, first))
             give_up()
         else:
             self.write_behind.flush(lambda lost: give_up(), told=False)
@@ -323,13 +367,16 @@ class Tiers:
 
     def take_in(self, path: Path, tokens: Sequence[int], salt: bytes, done: Callable[[TakenIn], None]) -> None:
         """Keep on the disk what a file has of a context's KV; on a thread of its own, since there may be much."""
-        store, context, sizes = self._durable, self._cache.context(salt), self._sizes
+        store, context, budget = self._durable, self._cache.context(salt), self.write_behind.budget
         if store is None:
             return done(TakenIn())
 
         def keyed(group: int, depth: int, part: Sequence[int], pages: memoryview) -> Chunk | None:
             chunk = self._lookup.chunk(context, tokens, group, depth, part, pages)
-            return chunk if chunk is not None and len(pages) == sizes[group] else None
+            if chunk is None or not self._pages(chunk, Want(group, chunk.key, chunk.tokens)) or not budget.left():
+                return None
+            budget.spend(store.kept_bytes(group, len(pages)))
+            return chunk
 
         def work() -> None:
             taken = TakenIn()
@@ -448,10 +495,12 @@ class Tiers:
             self._cache.close(context, tokens)
         end = self._clock.now() + grace
         self.write_behind.finish(grace)
+        self._memory.write_seen()
         ended = self.writer.close(max(0.0, end - self._clock.now()))
         if left := self.write_behind.left():
             log.warning("%d chunks of KV were not stored before the end, and will be computed again", left)
         # A store is left as it is while a thread still hangs in it; the end of the process gives it back.
         if all([ended, self.reader.close()]):
+            self._memory.close()
             for store in self._stores.values():
                 store.close()

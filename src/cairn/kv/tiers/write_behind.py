@@ -1,6 +1,7 @@
 """Write-behind: which chunks of what the pool has are to be stored, and the queue they wait in. No step waits for it.
 
     findable  ->  noted  --read between steps-->  queue  --writer's thread-->  stores
+    ended     ->  tails  --once idle, or at the end-->  noted
 
 A chunk is noted when all its blocks can be found in the pool. That takes no memory of its own, so there is no bound on
 it but the pool. Its pages are copied when the step loop has nothing better to do, when the pool is about to need its
@@ -8,6 +9,13 @@ blocks, or when it has waited for `COPY_SECONDS`: what a crash loses of a loop t
 in bytes: while there is no room for more, chunks wait in the pool. One that the pool gives up meanwhile is not stored,
 nor is what extends it; those that were noted are counted. What a store refused, or dropped because it was told to, is
 noted once more when its context goes on, at most every `WAIT_SECONDS`.
+
+Contexts that somebody is known to go on with, and long ones, come first. Chunks of all others are *spare* until they
+come a second time: they are copied when nothing else is left to be, and given up when the pool needs their blocks.
+
+What an ended context has behind its last whole chunk is its tail (`Store`). It is noted once nobody has gone on with
+the context for `IDLE_SECONDS`, when the pool is about to need its blocks (but for states), and at the end. A longer
+one, or the whole chunk, takes its place.
 
 Of a state group there are chunks only where there are snapshots, each of one block. One that the next will take the
 place of waits for the end of its sequence: a state is too large to be stored every few seconds.
@@ -17,18 +25,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from cairn.kv.pool.attention_window import lead
 from cairn.kv.pool.cache import Cache
 from cairn.kv.pool.prefix import extend
 from cairn.kv.pool.sequence_kv import RecentKeys, SequenceKV
 from cairn.kv.pool.snapshots import BOUNDARY
-from cairn.kv.tiers.chunk_lookup import Tail
-from cairn.kv.tiers.store import Chunk, Store, chunk_pages, chunk_sizes
+from cairn.kv.tiers.chunk_lookup import Beginning
+from cairn.kv.tiers.day_budget import DayBudget
+from cairn.kv.tiers.flushes import Flushed, Flushes
+from cairn.kv.tiers.store import Store, chunk_sizes
 from cairn.kv.tiers.store_writer import StoreWriter
+from cairn.kv.tiers.waiting_chunks import NotedChunk, PoolChunks, WaitingChunks
 from cairn.system.interfaces import Clock
 from cairn.types.block_size import CHUNK_BLOCKS
 from cairn.types.step import Engine
@@ -37,80 +49,10 @@ COPY_SECONDS = 2.0
 """How long a chunk waits in the pool for the step loop to have nothing to do; then it is copied between two steps."""
 WAIT_SECONDS = 30.0
 """How often, at most, a context that goes on has the chunks noted once more that a store refused or dropped."""
-DAY_SECONDS = 86_400.0
-
-Flushed = Callable[[int], None]
-"""Gets the number of chunks that were given up."""
-
-
-@dataclass(slots=True)
-class _Flush:
-    before: int
-    done: Flushed
-    counts: bool
-    lost: int
-
-
-class Flushes:
-    """Who waits until everything noted so far is stored, and what they are told was given up.
-
-    Chunks are known by serials in the order in which they were noted.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: deque[_Flush] = deque()
-        self._untold = 0
-        """Chunks given up that nobody was told of."""
-
-    def __bool__(self) -> bool:
-        """Whether anybody waits."""
-        return bool(self._waiting)
-
-    def add(self, before: int, done: Flushed, *, counts: bool) -> None:
-        """`done` waits for all chunks `before` a serial.
-
-        Where it `counts`, it is told of those that were given up, and of earlier ones that nobody was told of.
-        """
-        self._waiting.append(_Flush(before, done, counts, self._untold if counts else 0))
-        if counts:
-            self._untold = 0
-
-    def lose(self, serial: int) -> None:
-        """A chunk is given up: whoever waits for it is told, or else whoever comes next."""
-        waiting = [flush for flush in self._waiting if flush.counts and serial < flush.before]
-        for flush in waiting:
-            flush.lost += 1
-        if not waiting:
-            self._untold += 1
-
-    def answer(self, oldest: Callable[[], float]) -> None:
-        """Call those that wait for nothing any more. `oldest`: serial of the oldest chunk that is outstanding."""
-        while self._waiting and oldest() >= self._waiting[0].before:
-            flush = self._waiting.popleft()
-            flush.done(flush.lost)
-
-
-class DayBudget:
-    """How many bytes may be written a day. What no store took is given back."""
-
-    def __init__(self, clock: Clock, limit: float) -> None:
-        self._clock, self._limit = clock, limit
-        self._day, self._spent = clock.now(), 0
-
-    @property
-    def left(self) -> bool:
-        """Whether something may still be written today."""
-        if self._clock.now() - self._day >= DAY_SECONDS:
-            self._day, self._spent = self._clock.now(), 0
-        return self._spent < self._limit
-
-    def spend(self, size: int) -> None:
-        """So much is to be written."""
-        self._spent += size
-
-    def refund(self, size: int) -> None:
-        """So much was not written after all, perhaps of what was spent the day before."""
-        self._spent = max(0, self._spent - size)
+IDLE_SECONDS = 30.0
+"""How long after its end a context's tail is stored."""
+MOST_TAILS = 4096
+"""Tails that wait for that; the oldest are given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,31 +60,25 @@ class WriteLimits:
     """What is stored and how much at once. Bytes."""
 
     day_bytes: float = 100e9
-    """Written a day for contexts that came only once; then only what comes again is written."""
+    """Written in any 24 hours, whatever for."""
     queue_bytes: int = 256 << 20
     """Copied out of the pool and not yet stored. One chunk always may be."""
     turn_bytes: int = 32 << 20
     """Copied between two steps at most; one chunk always may be."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Noted:
-    """A chunk whose pages are still only in the pool."""
-
-    chunk: Chunk
-    blocks: tuple[bytes, ...]
-    """Keys of the blocks whose pages it has."""
-    first: bytes
-    """The key of the first block of its tokens."""
-    at: float
-    """When it was noted."""
-
-
 class WriteBehind:
     """What waits to be written. One thread calls; the writer's thread sees chunks only."""
 
     def __init__(
-        self, cache: Cache, engine: Engine, clock: Clock, store: Store, writer: StoreWriter, limits: WriteLimits
+        self,
+        cache: Cache,
+        engine: Engine,
+        clock: Clock,
+        store: Store,
+        writer: StoreWriter,
+        limits: WriteLimits,
+        budget: DayBudget | None = None,
     ) -> None:
         """`store`: the most durable one, whose chunks need not be written again."""
         self._cache = cache
@@ -152,22 +88,15 @@ class WriteBehind:
         self._writer = writer
         self._limits = limits
         self._sizes = chunk_sizes(cache.info.groups, cache.info.block_bytes)
-        self._pages = tuple(chunk_pages(group) for group in cache.info.groups)
         self._lead = lead(cache.info.groups)
-        self._order = sorted(range(len(cache.pools)), key=lambda number: self._is_state(number))
-        """Numbers of groups, states last: they extend KV."""
-        self._noted: OrderedDict[bytes, _Noted] = OrderedDict()
-        """Parents before children, but for those that were lost and noted again."""
-        self._users: dict[bytes, list[bytes]] = {}
-        """Which noted chunks a block, all by their keys, is a part of: contexts may part within a chunk."""
-        self._noted_blocks = [0] * len(cache.pools)
-        self._copied: dict[bytes, tuple[int, _Noted]] = {}
+        self._chunks = PoolChunks(cache, clock, self._has_parent)
+        self.waiting = WaitingChunks(len(cache.pools), clock)
+        self._copied: dict[bytes, tuple[int, NotedChunk]] = {}
         """Bytes of every chunk that is queued or being written, and what was noted of it."""
         self._outstanding: OrderedDict[bytes, int] = OrderedDict()
-        """Serial of every chunk that is noted, queued or being written."""
+        """Serial of every chunk that is noted, spare, queued or being written."""
         self._serial = 0
         self._touched = RecentKeys()
-        self._stored = RecentKeys()
         self._flushes = Flushes()
         self._drops = 0
         """Orders of `drop` that go on."""
@@ -175,26 +104,34 @@ class WriteBehind:
         """Chunks that stores are about to drop, and what would extend them."""
         self._breaks = 0
         """How often a chunk was lost or ordered away, which breaks the line of those that extend it."""
-        self._budget = DayBudget(clock, limits.day_bytes)
+        self.budget = budget or DayBudget(clock, limits.day_bytes)
         self.bytes = 0
         """Held outside the pool: of all chunks that are queued or being written."""
         self.dropped = 0
         """Chunks that were given up: the pool needed their blocks while the queue had no room for them and what they
         extend, or no store took them."""
         self.budget_spent = 0
-        """Chunks that were not stored at first touch because the day's bytes were written."""
+        """Chunks that were not stored because the day's bytes were written."""
         for pool in cache.pools:
             pool.leaving = self._leaving
 
+    # ------------------------------------------------------------------------------------------ what the cache says
+
     @property
     def chunks(self) -> int:
-        """Chunks that are noted, queued or being written."""
+        """Chunks that are noted, spare, queued or being written."""
         return len(self._outstanding)
 
     @property
     def dropping(self) -> bool:
         """Whether stores are about to drop something."""
         return self._drops > 0
+
+    @property
+    def due(self) -> float:
+        """Seconds until the next tail is to be noted; infinite where none waits."""
+        first = next(iter(self.waiting.tails.values()), None)
+        return math.inf if first is None else max(0.0, first.at + IDLE_SECONDS - self._clock.now())
 
     def findable(self, context: SequenceKV, tokens: Sequence[int]) -> None:
         """The pool has more of this context: note the chunks that are whole and should be stored.
@@ -209,85 +146,93 @@ class WriteBehind:
             progress.breaks = self._breaks
         if progress.durable and progress.breaks != self._breaks and now - progress.looked >= WAIT_SECONDS:
             progress.noted, progress.breaks, progress.looked = [0] * len(progress.noted), self._breaks, now
-        for number in self._order:
+        for number in self._chunks.order:
             stop = context.table.published[number] // CHUNK_BLOCKS
             while progress.noted[number] < stop:
                 self._note(context, number, progress.noted[number], tokens)
                 progress.noted[number] += 1
 
-    def ended(self, context: SequenceKV, tokens: Sequence[int], boundary: int) -> None:
-        """A context's newest snapshot, at this boundary, is its last."""
-        index = boundary // BOUNDARY - 1
-        for number in self._order:
-            if context.progress.stored and self._is_state(number):
-                self._note(context, number, index, tokens)
+    def ended(self, context: SequenceKV, tokens: Sequence[int], boundary: int, computed: int) -> None:
+        """A context is about to be closed of which so many positions were computed; its newest snapshot at the end of a
+        chunk, at this boundary (0: there is none), is its last."""
+        if not context.progress.stored:
+            return
+        last = computed // self._cache.info.block_tokens
+        for number in self._chunks.order:
+            if boundary and self._chunks.is_state(number):
+                self._note(context, number, boundary // BOUNDARY - 1, tokens)
+            if last % CHUNK_BLOCKS:
+                self._note_tail(context, number, last, tokens)
 
     def unwanted(self, key: bytes) -> None:
         """Do not write a state that is forgotten, unless another that is noted extends it."""
-        if not any(one.chunk.parent == key for one in self._noted.values()):
+        if not any(one.chunk.parent == key for one in self.waiting):
             self.forget((key,))
 
     def has(self, key: bytes) -> bool:
         """Whether a chunk is stored, or is to be."""
-        return key in self._outstanding or self._durable(key)
+        return key in self._outstanding or key in self.waiting.tails or self._store.has(key)
 
-    def not_stored_yet(self, context: SequenceKV, index: int, tokens: Sequence[int]) -> bool:
-        """Whether the chunk with this block of the leading group was seen and, as far as one remembers, not stored."""
-        last = (index // CHUNK_BLOCKS + 1) * CHUNK_BLOCKS - 1
-        if (last + 1) * self._cache.info.block_tokens > len(tokens):
-            return False
-        key = context.chains[self._lead].key(last, tokens)
-        return key in self._touched and key not in self._stored
+    def writes(self, block: bytes) -> bool:
+        """Whether a chunk with this block is queued or being written."""
+        return any(block in noted.blocks for _, noted in self._copied.values())
+
+    # ------------------------------------------------------------------------------------------- between two steps
 
     def turn(self, idle: bool) -> bool:
         """Copy what is noted into the queue, as much as one turn may. True if there is more to do at once."""
         self._settle()
+        self._take_tails(IDLE_SECONDS)
         room = self._limits.turn_bytes
-        while room > 0 and self._ready(idle):
-            room -= self._copy(self._next())
+        while room > 0 and self._ready(idle) and (following := self.waiting.next) is not None:
+            room -= self._copy(following)
         self._flushes.answer(lambda: next(iter(self._outstanding.values()), math.inf))
         return self._ready(idle)
 
-    def flush(self, done: Callable[[int], None], *, told: bool = True) -> None:
-        """Call `done` when all that was noted until now is stored.
+    def flush(self, done: Flushed, *, told: bool = True) -> None:
+        """Call `done` when all is stored that is to be stored of what was computed until now.
 
         It gets how many chunks were given up: of those, and since the last flush that was `told`.
         """
+        self._note_all()
         self._flushes.add(self._serial + 1, done, counts=told)
 
     def forget(self, keys: Collection[bytes]) -> None:
         """Do not write these any more, unless they are in the queue already."""
-        for key in [key for key in keys if key in self._noted]:
-            self._unnote(key)
-            del self._outstanding[key]
+        for key in keys:
+            if key in self.waiting.tails:
+                self.waiting.remove(self.waiting.tails, key)
+            elif key in self.waiting.noted or key in self.waiting.spare:
+                self.waiting.unnote(key)
+                del self._outstanding[key]
 
-    def drop(self, keys: Collection[bytes], tails: Collection[Tail]) -> list[bytes]:
+    def drop(self, keys: Collection[bytes], beginnings: Collection[Beginning]) -> list[bytes]:
         """Stores are about to drop these and all that extends them: until `drop_done` nothing is copied that might.
 
-        So is what begins with one of `tails`, as far as it is not stored yet: returns the keys of that, which whoever
-        has not heard of all its tokens cannot know. Where somebody goes on with any of it in the pool, it is noted
-        anew, to be stored once the stores are done.
+        So is what begins with one of `beginnings`, as far as it is not stored yet: returns the keys of that, which
+        whoever has not heard of all its tokens cannot know. Where somebody goes on with any of it in the pool, it is
+        noted anew, to be stored once the stores are done.
         """
         self._drops += 1
         self._breaks += 1
-        ahead = self._begun(tails)
+        ahead = self._begun(beginnings)
         self._going.update(keys, ahead)
         known = 0
         while known < len(self._going):  # more than once, since what extends a chunk may have been noted before it
             known = len(self._going)
-            self._going.update(key for key, one in self._noted.items() if one.chunk.parent in self._going)
+            self._going.update(one.chunk.key for one in self.waiting if one.chunk.parent in self._going)
         self.forget(self._going)
         return ahead
 
-    def _begun(self, tails: Collection[Tail]) -> list[bytes]:
-        """Chunks that are noted, queued or being written and begin with one of these."""
+    def _begun(self, beginnings: Collection[Beginning]) -> list[bytes]:
+        """Chunks that wait in the pool, are queued or being written and begin with one of these."""
         size = self._cache.info.block_tokens
         return [
             one.chunk.key
-            for one in (*self._noted.values(), *(one for _, one in self._copied.values()))
-            for tail in tails
-            if one.chunk.tokens[: len(tail.tokens)] == tail.tokens
-            and one.first == extend(tail.before, one.chunk.tokens[:size])
+            for one in (*self.waiting, *(one for _, one in self._copied.values()))
+            for begun in beginnings
+            if one.chunk.tokens[: len(begun.tokens)] == begun.tokens
+            and one.first == extend(begun.before, one.chunk.tokens[:size])
         ]
 
     def drop_done(self) -> None:
@@ -298,19 +243,23 @@ class WriteBehind:
             self._going.clear()
         self._settle()
         known = -1
-        while known != len(self._noted):
-            known = len(self._noted)
-            for noted in list(self._noted.values()):
+        while known != len(self._outstanding):
+            known = len(self._outstanding)
+            for noted in (*self.waiting.noted.values(), *self.waiting.spare.values()):
                 if not self._has_parent(noted.chunk.parent):
                     self.forget((noted.chunk.key,))
 
     def finish(self, grace: float) -> None:
-        """Copy all that is noted as the writer makes room, for `grace` seconds at most: the last turn."""
+        """Copy all that is noted, and all tails, as the writer makes room, for `grace` seconds at most: the last turn.
+
+        What nobody is known to go on with comes last.
+        """
+        self._note_all()
         end = self._clock.now() + grace
-        while self._noted:
+        while (following := self.waiting.next) is not None:
             self._settle()
-            if self._fits(self._next()):
-                self._copy(self._next())
+            if self._fits(following):
+                self._copy(following)
             elif not self._writer.wait(end - self._clock.now()):
                 return
 
@@ -321,21 +270,32 @@ class WriteBehind:
 
     def _ready(self, idle: bool) -> bool:
         """Whether to copy the next chunk now; `idle` as in `Tiers.turn`."""
-        wanted = bool(self._noted) and not self._drops
-        return wanted and self._fits(self._next()) and (idle or self._pressing())
+        following = self.waiting.next
+        if self._drops or following is None or not self._fits(following):
+            return False
+        return idle or (not following.spare and self._pressing(following))
 
-    def _pressing(self) -> bool:
+    def _pressing(self, following: NotedChunk) -> bool:
         """Whether to copy although requests want a step: somebody waits for it, or the pool is about to need blocks."""
-        if self._flushes or self._clock.now() - self._next().at > COPY_SECONDS:
+        if self._flushes or self._clock.now() - following.at > COPY_SECONDS:
             return True
-        pools = zip(self._cache.pools, self._noted_blocks, strict=True)
+        pools = zip(self._cache.pools, self.waiting.blocks, strict=True)
         return any(noted and (pool.available - noted) * 8 < pool.size for pool, noted in pools)
 
     def _leaving(self, block: bytes) -> None:
         """The pool is about to give up a block: copy its chunks, after all noted ones they extend, or give them up."""
-        for key in tuple(self._users.get(block, ())):
-            room = (self._limits.queue_bytes - self.bytes) // self._sizes[self._noted[key].chunk.group]
-            line = self._line(self._noted[key], max(1, room) + 1)  # one more than fit is as good as all of a long one
+        for key in tuple(self.waiting.users.get(block, ())):
+            if (tail := self.waiting.tails.get(key)) is not None:
+                self.waiting.remove(self.waiting.tails, key)
+                unwanted = tail.spare or self._chunks.is_state(tail.chunk.group) or not self._fits(tail)
+                if not unwanted:
+                    self._start(tail)
+            elif key in self.waiting.spare:
+                self.forget((key,))
+            if (noted := self.waiting.noted.get(key)) is None:
+                continue
+            room = (self._limits.queue_bytes - self.bytes) // self._sizes[noted.chunk.group]
+            line = self.waiting.line(noted, max(1, room) + 1)  # one more than fit is as good as all of a long one
             if self._fits(*line):
                 for one in reversed(line):
                     self._copy(one)
@@ -346,108 +306,138 @@ class WriteBehind:
         """Take note of what the writer has finished."""
         while self._writer.finished:
             key, kept = self._writer.finished.popleft()
-            size, serial = self._written(key)
+            size, noted = self._copied.pop(key)
+            self.bytes -= size
+            serial = self._outstanding.pop(key)
             if kept:
-                self._stored.add(key)
+                if noted.chunk.group == self._lead:
+                    self._cache.seen.store(noted.blocks)
+                if stale := [tail for tail in noted.tails if self._store.has(tail)]:
+                    self._writer.push(partial(self._writer.drop, stale))
             else:
-                self._budget.refund(size)
+                self.budget.refund(self._store.kept_bytes(noted.chunk.group, size))
                 self._lose(serial)
+
+    # --------------------------------------------------------------------------------------------- what is stored
 
     def _note(self, context: SequenceKV, number: int, index: int, tokens: Sequence[int]) -> None:
         """Decide about one whole chunk of a context: it is stored, outstanding, not wanted (yet), or noted now."""
-        chain, last = context.chains[number], (index + 1) * CHUNK_BLOCKS - 1
-        key = chain.key(last, tokens)
-        if self._is_state(number) and not self._is_there(context, number, last, tokens):
+        last = (index + 1) * CHUNK_BLOCKS - 1
+        key = context.chains[number].key(last, tokens)
+        if self._chunks.is_state(number) and not self._chunks.is_settled(context, number, last + 1, tokens):
             return
-        if key in self._outstanding or (self._durable(key) and key not in self._going):
+        again = key in self._touched
+        self._touched.add(key)
+        if key in self._outstanding:
+            if again or context.progress.durable:
+                self.waiting.promote(key, wanted=again or not context.progress.once)
+            return
+        if self._durable(key) and key not in self._going:
             return
         if any(key == one.chunk.parent for _, one in self._copied.values()):
             return  # it left the store, which will not take what is queued; when that is lost both are noted again
-        again = key in self._touched
-        self._touched.add(key)
-        if not again:
-            if not context.progress.durable:
-                return
-            if not self._budget.left:
-                self.budget_spent += 1
-                return
-        parent = self._parent(context, number, index, tokens)
-        if parent in self._going:
+        noted = self._chunks.describe(context, number, last, tokens, spare=not (again or context.progress.durable))
+        if again:
+            noted = dataclasses.replace(noted, chunk=dataclasses.replace(noted.chunk, once=False))
+        if noted.chunk.parent in self._going:
             self._going.add(key)
+        elif self._has_parent(noted.chunk.parent):
+            self._add(noted)
+
+    def _note_tail(self, context: SequenceKV, number: int, last: int, tokens: Sequence[int]) -> None:
+        """Let what the pool has of a group behind the last whole chunk, up to block `last`, wait to be noted."""
+        if self._chunks.is_state(number):
+            begin = last // CHUNK_BLOCKS * CHUNK_BLOCKS
+            last = self._chunks.last_state(context, number, begin, last, tokens)
+            if last == begin:
+                return
+        tail = self._chunks.describe(context, number, last - 1, tokens, spare=not context.progress.durable)
+        key = tail.chunk.key
+        if key in self._outstanding or key in self._going or tail.chunk.parent in self._going:
             return
-        if not self._has_parent(parent):
+        if self.waiting.has_longer(key):
             return
-        width = CHUNK_BLOCKS * self._cache.info.block_tokens
-        part = tuple(tokens[index * width : (index + 1) * width])
-        blocks = tuple(chain.key(one, tokens) for one in range(last - self._pages[number] + 1, last + 1))
-        depth = (index + 1 if self._is_state(number) else index) * width
-        first = chain.key(index * CHUNK_BLOCKS, tokens)
-        noted = _Noted(Chunk(key, parent, part, depth, b"", number), blocks, first, self._clock.now())
-        if self._find(noted) is None:
+        old = self.waiting.remove(self.waiting.tails, key) if key in self.waiting.tails else None
+        if old is not None and not old.spare:
+            tail = dataclasses.replace(tail, spare=False, chunk=dataclasses.replace(tail.chunk, once=old.chunk.once))
+        if self._chunks.find(tail) is not None:
+            self.forget(self.waiting.superseded(tail))
+            self.waiting.insert(self.waiting.tails, tail)
+        if len(self.waiting.tails) > MOST_TAILS:
+            self.waiting.remove(self.waiting.tails, next(iter(self.waiting.tails)))
+
+    def _take_tails(self, idle: float) -> None:
+        """Note the tails of contexts that ended `idle` seconds ago; those that somebody goes on with wait on."""
+        now = self._clock.now()
+        while (
+            self.waiting.tails
+            and not self._drops
+            and now - (tail := next(iter(self.waiting.tails.values()))).at >= idle
+        ):
+            self.waiting.remove(self.waiting.tails, tail.chunk.key)
+            if idle and (self._chunks.is_used(tail) or tail.chunk.parent in self.waiting.tails):
+                self.waiting.insert(self.waiting.tails, dataclasses.replace(tail, at=now))
+            else:
+                self._start(tail)
+
+    def _start(self, tail: NotedChunk) -> None:
+        """Note a tail, unless it is a part of what is stored or what it extends is not."""
+        parent = tail.chunk.parent
+        if parent in self.waiting.tails:
+            self._start(self.waiting.remove(self.waiting.tails, parent))
+        if self._store.match_within((tail.chunk.key,)) is not None:
+            return
+        if self._chunks.is_state(tail.chunk.group) and not self._has_parent(parent):
+            longer = self._store.match_within((parent,))  # which its KV may be a part of
+            parent = parent if longer is None else longer[1]
+            tail = dataclasses.replace(tail, chunk=dataclasses.replace(tail.chunk, parent=parent))
+        if self._has_parent(parent):
+            self._add(tail)
+
+    def _note_all(self) -> None:
+        """Note all tails, and what is spare as if it were not."""
+        self._take_tails(0)
+        for key in tuple(self.waiting.spare):
+            self.waiting.promote(key)
+
+    def _add(self, noted: NotedChunk) -> None:
+        """Note a chunk, unless the day's bytes are written or the pool has it no more."""
+        if not self.budget.left(once=noted.chunk.once):
+            self.budget_spent += 1
+            return
+        if self._chunks.find(noted) is None:
             return  # a window has left it behind, or it was counted when it was lost
+        key = noted.chunk.key
         self._going.discard(key)
-        self._noted[key] = noted
-        for block in blocks:
-            self._users.setdefault(block, []).append(key)
-        self._noted_blocks[number] += len(blocks)
+        self.forget(self.waiting.superseded(noted))
+        if not noted.spare:
+            self.waiting.promote(noted.chunk.parent)
+        self.waiting.insert(self.waiting.spare if noted.spare else self.waiting.noted, noted)
         self._serial += 1
         self._outstanding[key] = self._serial
 
-    def _is_state(self, number: int) -> bool:
-        return self._cache.info.groups[number].kind == "state"
+    # ------------------------------------------------------------------------------------------------- the queue
 
-    def _is_there(self, context: SequenceKV, number: int, last: int, tokens: Sequence[int]) -> bool:
-        """Whether the pool has the state at the end of block `last`, and the next does not take its place."""
-        size, key = self._cache.info.block_tokens, context.chains[number].key(last, tokens)
-        found = self._cache.pools[number].find(key, tokens[last * size : (last + 1) * size])
-        return found is not None and context.table.snapshots.passing != last + 1
-
-    def _parent(self, context: SequenceKV, number: int, index: int, tokens: Sequence[int]) -> bytes:
-        """The key of what a chunk extends; empty for the first."""
-        last, key = (index + 1) * CHUNK_BLOCKS - 1, context.chains[number].key
-        if not self._is_state(number):
-            return key(last - CHUNK_BLOCKS, tokens) if index else b""
-        if not self._is_state(self._lead):
-            return context.chains[self._lead].key(last, tokens)
-        before = (key(one, tokens) for one in range(last - CHUNK_BLOCKS, -1, -CHUNK_BLOCKS))
-        return next((one for one in before if self._has_parent(one)), b"")
-
-    def _find(self, noted: _Noted) -> list[int] | None:
-        """The blocks of a noted chunk; None where the pool does not have all of them any more."""
-        chunk, size = noted.chunk, self._cache.info.block_tokens
-        pool = self._cache.pools[chunk.group]
-        begin = len(chunk.tokens) - len(noted.blocks) * size
-        parts = (chunk.tokens[at : at + size] for at in range(begin, len(chunk.tokens), size))
-        blocks = [pool.find(key, part) for key, part in zip(noted.blocks, parts, strict=True)]
-        found = [block for block in blocks if block is not None]
-        return found if len(found) == len(blocks) else None
-
-    def _copy(self, noted: _Noted) -> int:
+    def _copy(self, noted: NotedChunk) -> int:
         """Copy a noted chunk's pages out of the pool and queue it; returns the bytes."""
-        chunk, found = noted.chunk, self._find(noted)
+        chunk, found = noted.chunk, self._chunks.find(noted)
         if found is None or not self._has_parent(chunk.parent):
             self._give_up(noted)
             return 0
-        self._unnote(chunk.key)
+        if not self.budget.left(once=chunk.once):
+            self.budget_spent += 1
+            self._give_up(noted)
+            return 0
+        self.waiting.unnote(chunk.key)
         pages = b"".join(self._engine.read_blocks(chunk.group, found).wait())
+        size = self._store.kept_bytes(chunk.group, len(pages))
         self._copied[chunk.key] = len(pages), noted
         self.bytes += len(pages)
-        self._budget.spend(len(pages))
+        self.budget.spend(size)
         self._writer.push(dataclasses.replace(chunk, pages=pages))
         return len(pages)
 
-    def _next(self) -> _Noted:
-        """What to copy next: the first noted, or what it extends, if that left the store and was noted again since."""
-        return self._line(next(iter(self._noted.values())))[-1]
-
-    def _line(self, noted: _Noted, most: float = math.inf) -> list[_Noted]:
-        """A noted chunk, and after it the noted ones that it extends, nearest first; `most` in all."""
-        line = [noted]
-        while len(line) < most and line[-1].chunk.parent in self._noted:
-            line.append(self._noted[line[-1].chunk.parent])
-        return line
-
-    def _fits(self, *line: _Noted) -> bool:
+    def _fits(self, *line: NotedChunk) -> bool:
         """Whether these may all be copied: within the bound, or one alone, however large it is."""
         size = sum(self._sizes[noted.chunk.group] for noted in line)
         return self.bytes + size <= self._limits.queue_bytes or (not self.bytes and len(line) == 1)
@@ -456,28 +446,17 @@ class WriteBehind:
         return self._store.match_prefix((key,)) == 1
 
     def _has_parent(self, parent: bytes) -> bool:
-        return not parent or parent in self._outstanding or self._durable(parent)
+        return not parent or parent in self._outstanding or self._store.has(parent)
 
-    def _unnote(self, key: bytes) -> None:
-        noted = self._noted.pop(key)
-        for block in noted.blocks:
-            self._users[block].remove(key)
-            if not self._users[block]:
-                del self._users[block]
-        self._noted_blocks[noted.chunk.group] -= len(noted.blocks)
-
-    def _give_up(self, noted: _Noted) -> None:
-        """It will not be stored; neither will what extends it, because that lacks its parent when its turn comes."""
-        self._unnote(noted.chunk.key)
-        self._lose(self._outstanding.pop(noted.chunk.key))
+    def _give_up(self, noted: NotedChunk) -> None:
+        """It will not be stored; neither will what extends it, because that lacks its parent when its turn comes. Of
+        what is spare that is no loss."""
+        self.waiting.unnote(noted.chunk.key)
+        serial = self._outstanding.pop(noted.chunk.key)
+        if not noted.spare:
+            self._lose(serial)
 
     def _lose(self, serial: int) -> None:
         self.dropped += 1
         self._breaks += 1
         self._flushes.lose(serial)
-
-    def _written(self, key: bytes) -> tuple[int, int]:
-        """The writer is done with a chunk; its bytes and serial."""
-        size, _ = self._copied.pop(key)
-        self.bytes -= size
-        return size, self._outstanding.pop(key)

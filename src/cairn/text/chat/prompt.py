@@ -136,7 +136,7 @@ class Chat:
         """The traits of each template, without tools and with them."""
         self._refusal = NO_TEMPLATE
         """Why there is no renderer."""
-        self._grammars = Compiler(self._token_table)
+        self._grammars = Compiler(self._token_table, self.long)
         self._renderer: Renderer | None = None
         if templates:
             variables = tokenizer.special_tokens

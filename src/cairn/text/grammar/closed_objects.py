@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from cairn.text.grammar.references import resolved
+
 _OPENING = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "anyOf", "oneOf"})
 _OPENING |= {"allOf", "if", "then", "else", "dependentSchemas"}
 """Keywords beside `properties` by which an object may have others."""
@@ -25,26 +27,27 @@ def closed(schema: Schema) -> Schema:
     """Return a schema whose objects are closed where they name their properties."""
     if not isinstance(schema, Mapping):
         return schema
-    open_parts: set[str] = set()
+    open_parts: set[int] = set()
     for _ in range(MOST_ROUNDS):
-        found = {target for target, whole in _references(schema, "#", True, open_parts) if not whole}
+        references = {reference for reference, whole in _references(schema, True, open_parts) if not whole}
+        found = {id(resolved(schema, one)) for one in references}
         if found <= open_parts:
             break
         open_parts |= found
-    return _closed(schema, "#", True, open_parts)
+    return _closed(schema, True, open_parts)
 
 
-def _closed(schema: Schema, path: str, whole: bool, open_parts: set[str]) -> Schema:
-    """Close one schema within the whole, which stands at `path`.
+def _closed(schema: Schema, whole: bool, open_parts: set[int]) -> Schema:
+    """Close one schema within the whole.
 
-    `whole`: no other schema says anything of the same value; `open_parts`: paths of schemas that are parts of others.
+    `whole`: no other schema says anything of the same value; `open_parts`: `id` of schemas that are parts of others.
     """
     if not isinstance(schema, Mapping):
         return schema
-    whole = whole and path not in open_parts
+    whole = whole and id(schema) not in open_parts
     made = dict(schema)
-    for key, at, inner, is_whole in _inner(schema, path, whole):
-        value = _closed(inner, f"{path}/{key}" if at is None else f"{path}/{key}/{_escaped(at)}", is_whole, open_parts)
+    for key, at, inner, is_whole in _inner(schema, whole):
+        value = _closed(inner, is_whole, open_parts)
         if at is None:
             made[key] = value
         else:
@@ -56,19 +59,18 @@ def _closed(schema: Schema, path: str, whole: bool, open_parts: set[str]) -> Sch
     return made
 
 
-def _references(schema: Schema, path: str, whole: bool, open_parts: set[str]) -> Iterator[tuple[str, bool]]:
+def _references(schema: Schema, whole: bool, open_parts: set[int]) -> Iterator[tuple[str, bool]]:
     """Yield each reference: (where it points to, whether no other schema says anything of the same value)."""
     if not isinstance(schema, Mapping):
         return
-    whole = whole and path not in open_parts
+    whole = whole and id(schema) not in open_parts
     if isinstance(reference := schema.get("$ref"), str):
         yield reference, whole and not (schema.keys() - {"$ref"}) & _SHAPING
-    for key, at, inner, is_whole in _inner(schema, path, whole):
-        deeper = f"{path}/{key}" if at is None else f"{path}/{key}/{_escaped(at)}"
-        yield from _references(inner, deeper, is_whole, open_parts)
+    for _, _, inner, is_whole in _inner(schema, whole):
+        yield from _references(inner, is_whole, open_parts)
 
 
-def _inner(schema: Mapping[str, Any], path: str, whole: bool) -> Iterator[tuple[str, Any, Schema, bool]]:
+def _inner(schema: Mapping[str, Any], whole: bool) -> Iterator[tuple[str, Any, Schema, bool]]:
     """Yield (keyword, place in what it holds, schema, whether no other says anything of its value) of each within."""
     for key in ("properties", "patternProperties", "$defs", "definitions"):
         if isinstance(inner := schema.get(key), Mapping):
@@ -83,7 +85,3 @@ def _inner(schema: Mapping[str, Any], path: str, whole: bool) -> Iterator[tuple[
         if isinstance(inner := schema.get(key), list):
             alone = not (schema.keys() - {key}) & _SHAPING and (key != "allOf" or len(inner) == 1)
             yield from ((key, n, one, whole and alone) for n, one in enumerate(inner))
-
-
-def _escaped(name: Any) -> str:
-    return str(name).replace("~", "~0").replace("/", "~1")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from cairn.system.tenant_cache import TenantCache
+from cairn.text.chat.messages import length
 from cairn.text.grammar.compile_parent import GrammarHelper
 from cairn.text.grammar.compile_wire import MEMORY, SECONDS, Compile, GrammarVerdict, Vocab
-from cairn.text.grammar.grammar import GrammarError, Shape, Structure, Wanted
+from cairn.text.grammar.grammar import GrammarError, Shape, Structure, ToolChoice, Wanted
 from cairn.text.grammar.vocabulary import TokenTable
 from cairn.text.output.call_formats import CallFormat
-from cairn.text.output.call_grammar import callable_tools, lark_of_calls
+from cairn.text.output.call_grammar import Offered, callable_tools, lark_of_calls
 from cairn.text.output.output_parser import further_markers
+from cairn.text.render.fair_time import LongTexts
+from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import InvalidRequest
 from cairn.types.request import Grammar, OutputFormat
 
@@ -34,9 +38,10 @@ class HeldAnswer(NamedTuple):
 class Compiler:
     """One model's grammars. Every method runs on one event loop."""
 
-    def __init__(self, table: Callable[[Vocab], TokenTable]) -> None:
-        """`table` reads the tokens of a vocabulary, in a thread."""
+    def __init__(self, table: Callable[[Vocab], TokenTable], long: LongTexts) -> None:
+        """`table` reads the tokens of a vocabulary, in a thread; schemas of tools that are long are read in `long`."""
         self._helper = GrammarHelper(table)
+        self._long = long
         self._known: TenantCache[tuple[Compile, GrammarVerdict]] = TenantCache(KEPT_BYTES, _known_bytes)
 
     async def held_to(
@@ -84,17 +89,16 @@ class Compiler:
         """
         choice = wanted.choice
         structure = None if choice.required else wanted.structure
-        alone = choice.required or structure is not None
+        work = partial(_calls, form, tools, choice, alone=choice.required or structure is not None)
+        long = length(tools) > INLINE
         try:
-            held = callable_tools(tools, choice.names, None, choice.strict)
-            calls = lark_of_calls(form, held, required=alone, parallel=choice.parallel)
+            calls, held = await self._long.run(share, work, None) if long else work(None)
             made = await self._compiled(calls, structure, output, "tools", share)
             return made._replace(warnings=(*made.warnings, *(one for tool in held for one in tool.warnings)))
         except (InvalidRequest, GrammarError):
             pass  # of one tool at least
         try:
-            held = callable_tools(tools, choice.names, choice.strict, choice.strict)
-            calls = lark_of_calls(form, held, required=alone, parallel=choice.parallel)
+            calls, held = await self._long.run(share, work, choice.strict) if long else work(choice.strict)
         except GrammarError as error:
             raise InvalidRequest(f"tools cannot be followed: {error}", field="tools") from None
         if structure is not None:
@@ -130,6 +134,19 @@ class Compiler:
             raise InvalidRequest(f"{field} cannot be followed: {verdict.error}", field=field)
         made = Grammar(text=verdict.text, bytes=verdict.bytes, growth=verdict.growth)
         return HeldAnswer(made, verdict.warnings)
+
+
+def _calls(
+    form: CallFormat,
+    tools: Sequence[Mapping[str, Any]],
+    choice: ToolChoice,
+    held: Sequence[str] | None,
+    *,
+    alone: bool,
+) -> tuple[str, list[Offered]]:
+    """Return the grammar of calls, and of which; `alone`: an answer is nothing else. Raises as `callable_tools`."""
+    found = callable_tools(tools, choice.names, held, choice.strict)
+    return lark_of_calls(form, found, required=alone, parallel=choice.parallel), found
 
 
 def _known_bytes(known: tuple[Compile, GrammarVerdict]) -> int:

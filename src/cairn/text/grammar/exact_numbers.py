@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from cairn.text.grammar.json_schema import EXACT, SchemaError, kinds_of
 from cairn.text.grammar.lark import BLANKS, json_part, literal
+from cairn.text.grammar.references import resolved
 
 _BLANK = rf"/({BLANKS})?/"
 _LONG = re.compile(r"[0-9]{16}")
@@ -89,7 +90,7 @@ class _ExactWriter:
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference not in self._known:
             self._known[reference] = False  # while it is looked at
-            self._known[reference] = self.needs(self._target(reference))
+            self._known[reference] = self.needs(resolved(self._root, reference))
         if isinstance(reference, str) and self._known[reference]:
             return True
         return any(map(self.needs, _parts_of(schema)))
@@ -119,17 +120,10 @@ class _ExactWriter:
             return self._array(schema)
         raise SchemaError(f"a whole number beyond 2^53 cannot be held to beside {sorted(said)}: leave it out")
 
-    def _target(self, reference: str) -> Any:
-        found = self._root
-        for part in reference.removeprefix("#").strip("/").split("/") if reference.strip("#/") else ():
-            part = part.replace("~1", "/").replace("~0", "~")
-            found = found.get(part) if isinstance(found, Mapping) else None
-        return found
-
     def _reference(self, reference: str) -> str:
         if reference not in self._written:
             name = self._written[reference] = self._rules.new("ref")  # it may come back to itself
-            self._rules.rule(name, self.of(self._target(reference)))
+            self._rules.rule(name, self.of(resolved(self._root, reference)))
         return self._written[reference]
 
     def _named(self, kind: str, body: str) -> str:
@@ -152,7 +146,7 @@ class _ExactWriter:
 
     def _object(self, schema: Mapping[str, Any]) -> str:
         known = schema.get("properties", {})
-        needed = schema.get("required", [])
+        needed = dict.fromkeys(schema.get("required", ()))
         others = schema.get("additionalProperties", True)
         members = [(self._pair(_text(name), self.of(one)), name in needed) for name, one in known.items()]
         members += [(self._pair(_text(name), self.of(others)), True) for name in needed if name not in known]

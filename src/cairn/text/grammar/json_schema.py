@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from cairn.text.grammar.closed_objects import closed
 from cairn.text.grammar.patterns import FORMATS, KNOWN_FORMATS, without_look_ahead
+from cairn.text.grammar.references import resolved
 
 MAX_DEPTH = 128
 MAX_OPTIONAL = 400
@@ -26,6 +27,10 @@ MAX_MULTIPLE = 100_000
 """Of `multipleOf`: a number has as many states, of up to 500 bytes, and they are all made when it is compiled."""
 EXACT = 1 << 53
 """Beyond this whole numbers are no longer exact where numbers are doubles, as llguidance's are."""
+MOST_KNOWN = 1 << 14
+"""Bytes of a schema that is kept prepared for the next time."""
+MOST_PLACE = 120
+"""Characters of a place in a schema, as an error tells it."""
 MOST_TOLD = 8
 """Warnings of one schema."""
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
@@ -55,6 +60,7 @@ _REPEATS = "an object may name a key twice, so how many it has cannot be held to
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "additionalItems")
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 
 Schema = Any
 Node = dict[str, Any]
@@ -80,9 +86,15 @@ def prepared(schema: Schema, *, strict: bool) -> Prepared:
     return Prepared(closed(made), tuple(worker.warnings[:MOST_TOLD]))
 
 
-@functools.lru_cache(maxsize=512)
 def prepared_text(schema: bytes, strict: bool) -> Prepared:
     """Return `prepared` of a schema's JSON. The result is shared, so nobody may change it."""
+    if len(schema) <= MOST_KNOWN:
+        return _known(schema, strict)
+    return prepared(json.loads(schema), strict=strict)
+
+
+@functools.lru_cache(maxsize=512)
+def _known(schema: bytes, strict: bool) -> Prepared:
     return prepared(json.loads(schema), strict=strict)
 
 
@@ -191,6 +203,7 @@ class _Worker:
 
     def schema(self, schema: Schema, path: str, depth: int) -> Schema:
         """Prepare one schema within the whole, which stands at `path`."""
+        path = path[: MOST_PLACE + 1]
         if depth > MAX_DEPTH:
             raise SchemaError("the schema is nested too deeply")
         if isinstance(schema, bool):
@@ -199,6 +212,7 @@ class _Worker:
             raise SchemaError(f"{_at(path)}a schema must be an object or a boolean")
         node = dict(schema)
         self._types(node, path)
+        _check_kinds(node, path)
         _drop_of_other_types(node)
         _drop_what_says_nothing(node)
         for step in (self._numbers, self._formats, self._patterns, self._names, self._unevaluated, self._cannot):
@@ -224,7 +238,7 @@ class _Worker:
             if not isinstance(kind, str) or kind not in _TYPES:
                 raise SchemaError(f"{_at(path)}type {str(kind)[:64]!r} is none of JSON's: {', '.join(sorted(_TYPES))}")
         reference = node.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#") and _resolved(self._root, reference) is None:
+        if isinstance(reference, str) and reference.startswith("#") and resolved(self._root, reference) is None:
             raise SchemaError(f"{_at(path)}$ref {reference[:64]!r} points to nothing in the schema")
 
     def _numbers(self, node: Node, path: str) -> None:
@@ -327,6 +341,23 @@ _UNHELD: Mapping[str, tuple[str, ...]] = {
 """Keywords, and those that say nothing without them."""
 
 
+def _check_kinds(node: Node, path: str) -> None:
+    """Raise SchemaError where a keyword holds a value of a kind that it cannot have."""
+    required = node.get("required", [])
+    for keys, kind, name in ((_MAPS, Mapping, "an object"), ((*_LISTS, "enum", "required"), list, "a list")):
+        for key in keys:
+            if key in node and not isinstance(node[key], kind):
+                raise SchemaError(f"{_at(path)}{key} must be {name}")
+    if not all(isinstance(one, str) for one in required):
+        raise SchemaError(f"{_at(path)}required must be a list of names")
+    for key in _COUNTS:
+        value = node.get(key, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != value // 1:
+            raise SchemaError(f"{_at(path)}{key} must be a whole number from 0 on")
+        if key in node:
+            node[key] = int(value)
+
+
 def kinds_of(node: Mapping[str, Any]) -> list[Any]:
     """Return the types that a schema allows by name, as they are written; none where it names none."""
     kinds = node.get("type", [])
@@ -415,24 +446,6 @@ def _add_pattern(node: Node, pattern: str) -> None:
         node["allOf"] = [*(node["allOf"] if isinstance(node.get("allOf"), list) else []), {"pattern": pattern}]
 
 
-def _resolved(root: Schema, reference: str) -> Schema | None:
-    """Return the schema that a reference within the whole points to, True for an anchor, None where there is none."""
-    if reference in ("#", "#/"):
-        return root
-    if not reference.startswith("#/"):
-        return True  # an anchor, which llguidance looks up
-    found = root
-    for part in reference[2:].split("/"):
-        part = part.replace("~1", "/").replace("~0", "~").replace("%25", "%")
-        if isinstance(found, list) and part.isdecimal() and int(part) < len(found):
-            found = found[int(part)]
-        elif isinstance(found, Mapping) and part in found:
-            found = found[part]
-        else:
-            return None
-    return found
-
-
 def _at(path: str) -> str:
     """Return the beginning of a sentence that says where in a schema something is."""
-    return f"at {path[1:][:120]}, " if path else ""
+    return f"at {path[1:][:MOST_PLACE]}, " if path else ""

@@ -6,7 +6,7 @@ Fractions of a second and numbers of a duration have a bounded length: a model t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 _LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _DATE = (
@@ -45,6 +45,8 @@ _SAME: Mapping[str, str] = {
     ),
 }
 """Patterns with look-ahead that libraries make of decimal numbers, addresses and durations, and the same without."""
+MOST_AHEAD = 16
+"""Things that a pattern may look ahead for at its beginning."""
 _LOOK = re.compile(r"\(\?(?:[=!]|<[=!])|\\(?:[1-9]|k<)")
 """Looking ahead, behind, or at what a group has read."""
 
@@ -60,7 +62,7 @@ def without_look_ahead(pattern: str) -> list[str] | None:
     at = 1
     while pattern.startswith("^(?=") and pattern.startswith("(?=", at):
         end = _closing(pattern, at)
-        if end is None:
+        if end is None or len(parts) == MOST_AHEAD:
             return None
         parts.append(f"^(?:{pattern[at + 3 : end]})")
         at = end + 1
@@ -94,14 +96,14 @@ def _has_choice(pattern: str) -> bool:
     return False
 
 
-def _signs(pattern: str, at: int) -> list[tuple[str, int]]:
-    """Return (sign, place) of the round brackets, bars and backslashes from a place on, outside character classes."""
-    found = []
+def _signs(pattern: str, at: int) -> Iterator[tuple[str, int]]:
+    """Yield (sign, place) of the round brackets, bars and backslashes from a place on, outside character classes."""
     listed = False
     while at < len(pattern):
         one = pattern[at]
         if one == "\\":
-            found += [] if listed else [(one, at)]
+            if not listed:
+                yield one, at
             at += 1
         elif listed:
             listed = one != "]"
@@ -110,6 +112,5 @@ def _signs(pattern: str, at: int) -> list[tuple[str, int]]:
             at += 1 + (pattern[at + 1 : at + 2] == "^")  # a bracket that comes first stands for itself
             continue
         elif one in "()|":
-            found.append((one, at))
+            yield one, at
         at += 1
-    return found

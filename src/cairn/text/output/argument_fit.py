@@ -15,6 +15,10 @@ import msgspec
 
 MAX_SHAPE = 1024
 """Characters of a shape; a schema with a longer one is kept less deep."""
+MOST_SCHEMA = 1 << 18
+"""Bytes of a schema; of a longer one anything fits."""
+MOST_KNOWN = 1 << 14
+"""Bytes of a schema whose shape is kept for the next time."""
 _DEEPEST = 3
 _BRANCHES = ("anyOf", "oneOf")
 _OPENING = frozenset({"patternProperties", "unevaluatedProperties", "$ref", "anyOf", "oneOf", "allOf"})
@@ -27,12 +31,14 @@ def shape_of(parameters: Any) -> str:
     if not isinstance(parameters, Mapping) or not parameters:
         return ""
     try:
-        return _shape_of(_encoder.encode(parameters))
+        schema = _encoder.encode(parameters)
+        if len(schema) > MOST_SCHEMA:
+            return ""
+        return _known_shape(schema) if len(schema) <= MOST_KNOWN else _shape_of(schema)
     except (TypeError, ValueError, OverflowError, RecursionError):
         return ""
 
 
-@functools.lru_cache(maxsize=1024)
 def _shape_of(parameters: bytes) -> str:
     schema = json.loads(parameters)
     for depth in range(_DEEPEST, -1, -1):
@@ -40,6 +46,11 @@ def _shape_of(parameters: bytes) -> str:
         if len(shape) <= MAX_SHAPE:
             return "" if shape == "{}" else shape
     return ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _known_shape(parameters: bytes) -> str:
+    return _shape_of(parameters)
 
 
 def _pruned(schema: Any, depth: int) -> Any:

@@ -103,10 +103,7 @@ class CallFormat:
     @property
     def tags(self) -> ValueTags:
         """The tags of its arguments."""
-        opened = self.open.partition("{name}")[0].strip()
-        begins = [opened] if len(opened) > 1 else []
-        begins += [] if self.close.strip() else self.begins
-        return ValueTags(self.value_end, self.key, self.close, self.end, begins)
+        return _tags_of(self)
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -117,6 +114,14 @@ class CallFormat:
         parts = [part.replace("{name}", "").replace("{id}", "") for part in written]
         found = [one for part in parts for one in CONTROL.findall(part)]
         return tuple(dict.fromkeys([*found, self.value_end] if self.kind == "braces" else found))
+
+
+@functools.lru_cache(maxsize=64)
+def _tags_of(form: CallFormat) -> ValueTags:
+    opened = form.open.partition("{name}")[0].strip()
+    begins = [opened] if len(opened) > 1 else []
+    begins += [] if form.close.strip() else form.begins
+    return ValueTags(form.value_end, form.key, form.close, form.end, begins)
 
 
 FORMATS: tuple[CallFormat, ...] = (

@@ -45,9 +45,10 @@ def callable_tools(
 ) -> list[Offered]:
     """The tools that may be called. Only the arguments of those that are `held` (None: of all) fit their schemas.
 
-    Raises GrammarError for a schema of a `strict` one that cannot be held to in full.
+    Raises GrammarError for a schema of a `strict` one that cannot be held to in full, and for schemas that are too
+    long.
     """
-    found = []
+    found, size = [], 0
     for tool in tools:
         function = tool["function"]
         name = function["name"]
@@ -56,18 +57,25 @@ def callable_tools(
         if held is not None and name not in held:
             found.append(Offered(name, ANY_OBJECT))
             continue
+        given = _encoded(function.get("parameters") or NO_ARGUMENTS)
+        size += len(given)
+        if len(given) > MAX_TEXT or size > 4 * MAX_TEXT:
+            raise GrammarError(
+                f"{name[:64]}: the schemas of one tool may have {MAX_TEXT} bytes, of all tools {4 * MAX_TEXT}"
+            )
         try:
-            schema, told = prepared_text(_encoded(function.get("parameters") or NO_ARGUMENTS), name in strict)
+            schema, told = prepared_text(given, name in strict)
         except (SchemaError, RecursionError) as error:
             raise GrammarError(f"{name[:64]}: {error}") from None
-        found.append(Offered(name, schema, tuple(f"tools: {name[:64]}: {one}" for one in told)))
+        held_to = schema if isinstance(schema, Mapping) else ANY_OBJECT
+        found.append(Offered(name, held_to, tuple(f"tools: {name[:64]}: {one}" for one in told)))
     return found
 
 
 def _encoded(schema: Any) -> bytes:
     try:
         return _encoder.encode(schema)
-    except (OverflowError, TypeError):  # whole numbers of any size
+    except (OverflowError, TypeError, UnicodeEncodeError):  # whole numbers of any size, and half surrogates
         return json.dumps(schema).encode()
 
 
@@ -103,7 +111,7 @@ class _Grammar:
     def __init__(self, form: CallFormat) -> None:
         self._form = form
         self._rules: list[str] = []
-        self._size = 0
+        self._size = self._json_size = 0
         self._count = 0
 
     def text(self) -> str:
@@ -143,9 +151,13 @@ class _Grammar:
         """JSON of a schema. GrammarError where that cannot be written."""
         try:
             check_bounds(schema)
-            return expression(schema, self)
+            written = expression(schema, self)
         except SchemaError as error:
             raise GrammarError(str(error)) from None
+        self._json_size += len(written)
+        if self._json_size > 4 * MAX_TEXT:  # here too: many are made before they are part of a rule
+            raise GrammarError(f"the tools make a grammar of more than {4 * MAX_TEXT} characters, the limit")
+        return written
 
     def new(self, kind: str) -> str:
         """A name that no rule has."""

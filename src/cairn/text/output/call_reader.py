@@ -78,7 +78,7 @@ class XmlProgress:
             self.call = BegunCall(self._name)
             self._arguments = TaggedArguments(self.call)
         known = known_names(self._tools[self._name])
-        self._values = ValueScanner(XML_TAGS, self.place, known, self._keys, mends=mends)
+        self._values = ValueScanner(XML_TAGS, self.place, self._key, known, self._keys, mends=mends)
         return True
 
     def _value(self) -> bool:

@@ -91,7 +91,7 @@ class SectionReader(GrowingText):
         self._pending: ParsedCall | None = None
         self._name = self._key = self._id = ""
         self._is_text = self._own = False
-        self._values = ValueScanner(form.tags, 0, (), (), mends=self._mends) if form.kind == "tagged" else None
+        self._values: ValueScanner | None = None
         self._members: dict[str, str] = {}
         self._scanner = JsonScanner()
         self._streamed = frozenset(self._tools) if begins and marked and not form.ids_last else frozenset[str]()
@@ -330,8 +330,9 @@ class SectionReader(GrowingText):
             self._next += self._text[self._next] == "\n"
         self._scanner = JsonScanner()
         self._from = self._told = self._next
-        given = {*self._members, self._key}
-        self._values = ValueScanner(self._form.tags, self._next, known_names(tool), given, mends=self._mends)
+        self._values = ValueScanner(
+            self._form.tags, self._next, self._key, known_names(tool), self._members, mends=self._mends
+        )
         self._is_text = known
         self._at = _SectionAt.TEXT_VALUE if known else _SectionAt.JSON_VALUE
 

@@ -108,6 +108,8 @@ class Splitter:
         self._pattern: re.Pattern[str] | None = None
         self._look_for_tags()
         self._held = ""
+        self._ahead: list[str] = []
+        """What is still to be read of what came, in pieces, the last one first."""
         self._one_call = output.one_call
         self._call: CallReader | SectionReader | BracketReader | None = None
         self._bare: BareReader | None = None
@@ -147,12 +149,15 @@ class Splitter:
 
     def push(self, text: str) -> list[Piece]:
         """Split what is certain by now."""
-        if len(text) <= PUSHED:  # a token's, nearly always
-            self._total += len(text)
-            return self._push(text)
         pieces: list[Piece] = []
-        for start in range(0, len(text), PUSHED):
-            pieces += self.push(text[start : start + PUSHED])
+        if len(text) <= PUSHED:  # a token's, nearly always
+            self._ahead.append(text)
+        else:
+            self._read_later(text)
+        while self._ahead:
+            more = self._ahead.pop()
+            self._total += len(more)
+            self._push(more, pieces)
         return pieces
 
     def finish(self, *, by_model: bool) -> list[Piece]:
@@ -206,8 +211,24 @@ class Splitter:
         self._total -= len(text)
         return self.push(text)
 
-    def _push(self, text: str) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _read_later(self, text: str) -> None:
+        """Put a text before what is still to be read, in pieces."""
+        last = (len(text) - 1) // PUSHED * PUSHED
+        self._ahead += [text[start : start + PUSHED] for start in range(last, -1, -PUSHED)]
+
+    def _back(self, again: str, text: str, at: int) -> tuple[int, str]:
+        """Return the place and the text to go on with where `again`, which ends before text[at], is to be read once
+        more. A long one comes in pieces, like any text."""
+        if len(again) <= at:
+            return at - len(again), text
+        if len(again) <= PUSHED:
+            return 0, again + text[at:]
+        self._total -= len(again) + len(text) - at
+        self._read_later(text[at:])
+        self._read_later(again)
+        return 0, ""
+
+    def _push(self, text: str, pieces: list[Piece]) -> None:
         text = self._held + text
         self._held = ""
         at = 0
@@ -222,7 +243,6 @@ class Splitter:
                 at = self._feed_text(text, at, pieces)
         if self.over and self.shown is None and at < len(text):
             self.shown = self._total - (len(text) - at)
-        return pieces
 
     # ------------------------------------------------------------------------------------------ content and reasoning
 
@@ -362,7 +382,7 @@ class Splitter:
             self._put(pieces, "text", self._failed(reader))
         elif self._lines is not None:
             self._lines.fresh()
-        return _back(reader.again, text, at)
+        return self._back(reader.again, text, at)
 
     def _failed(self, reader: CallReader | SectionReader | BracketReader) -> str:
         """Note that a reader found no call; return what it read, without what is to be read again."""
@@ -382,7 +402,7 @@ class Splitter:
         if not reader.failed:
             return at, text
         self._bare = None
-        return _back(reader.kept, text, at)
+        return self._back(reader.kept, text, at)
 
     def _finish_bare(self, pieces: list[Piece], *, by_model: bool) -> None:
         bare, self._bare = self._bare, None
@@ -406,7 +426,7 @@ class Splitter:
         self._thinking = None
         self._not_called()
         self._put(pieces, "reasoning", reader.opening)
-        return _back(reader.again, text, len(text))
+        return self._back(reader.again, text, len(text))
 
     def _finish_thinking(self, pieces: list[Piece], *, by_model: bool) -> None:
         while self._thinking is not None:
@@ -482,8 +502,3 @@ class Splitter:
 def _pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
     """Return the pattern of any of some tags, with the line break that sets it apart."""
     return re.compile("|".join("\n?" + re.escape(tag) for tag in dict.fromkeys(tags)))
-
-
-def _back(again: str, text: str, at: int) -> tuple[int, str]:
-    """The place and the text to go on with where `again`, which ends before text[at], is to be read once more."""
-    return (at - len(again), text) if len(again) <= at else (0, again + text[at:])

@@ -8,7 +8,7 @@ argument which the tool has and the call has not yet, or at one that ends the ca
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from typing import NamedTuple
 
 MAX_NAME = 256
@@ -98,9 +98,12 @@ class ValueTags:
         }
         """What follows each closer where it ends a call for certain."""
         name_end = key[1].partition("{kind}")[0].partition("\n")[0].strip()
-        self.named = re.compile(rf"{re.escape(self.key)}\s*+([^<>\n\"]{{1,128}}?)\s*{re.escape(name_end)}")
+        self.named = re.compile(
+            rf"{re.escape(self.key)}\s{{0,64}}+([^<>\n\"]{{1,128}}+)\s{{0,64}}+{re.escape(name_end)}"
+        )
         self.closing = re.compile(re.escape(self.value_end))
         self.any = re.compile("|".join(map(re.escape, (self.value_end, self.key, *self.closers))))
+        self.longest = max(map(len, (self.value_end, self.key, *self.closers)))
 
 
 class ValueEnd(NamedTuple):
@@ -119,13 +122,15 @@ class ValueScanner:
     """Looks for the end of one value in a text that grows. Linear: each tag is decided once."""
 
     def __init__(
-        self, tags: ValueTags, start: int, known: Collection[str], given: Collection[str], *, mends: bool
+        self, tags: ValueTags, start: int, key: str, known: Collection[str], given: Container[str], *, mends: bool
     ) -> None:
-        """Begin at text[start]. `known` are the arguments of the tool, empty where they are not known, and `given`
-        those that the call has already. `mends`: the closing tag may be missing."""
-        self._tags, self._start, self._known, self._given = tags, start, known, given
+        """Begin at text[start], the value of the argument `key`. `known` are the arguments of the tool, empty where
+        they are not known, and `given` those that the call has already. `mends`: the closing tag may be missing."""
+        self._tags, self._start, self._key, self._known, self._given = tags, start, key, known, given
         self._pattern = tags.any if mends else tags.closing
         self._from = start
+        self._blank_end = 0
+        """Up to where blanks were passed over behind the tag that is being decided."""
         self._closer: int | None = None
         """The first closer, which ends the value where no closing tag comes."""
 
@@ -160,14 +165,13 @@ class ValueScanner:
                 self._from = at
                 return None
             self._from = found.end()
-        longest = max(map(len, (tags.value_end, tags.key, *tags.closers)))
-        self._from = max(self._from, len(text) - longest + 1)
+        self._from = max(self._from, len(text) - tags.longest + 1)
         return ValueEnd(self._closer, self._closer) if whole and self._closer is not None else None
 
     def _follows(self, text: str, at: int, wanted: Collection[str]) -> bool | None:
         """Tell whether one of some tags comes next; None where the text so far does not tell."""
-        blank = _BLANK.match(text, at)
-        at = blank.end() if blank else at
+        blank = _BLANK.match(text, max(at, self._blank_end))
+        at = self._blank_end = blank.end() if blank else at
         if any(text.startswith(one, at) for one in wanted):
             return True
         rest = text[at : at + max(map(len, wanted), default=0)]
@@ -180,5 +184,6 @@ class ValueScanner:
         named = self._tags.named.match(text, at)
         if named is None:
             return None if not whole and len(text) - at < 256 else False
-        follows = named[1] not in self._given and (not self._known or named[1] in self._known)
+        name = named[1].rstrip()
+        follows = name != self._key and name not in self._given and (not self._known or name in self._known)
         return ValueEnd(at, at) if follows else False

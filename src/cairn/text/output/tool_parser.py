@@ -186,14 +186,15 @@ def calls_in_xml(text: str, offered: Iterable[OfferedTool], *, mends: bool = Tru
         known = known_names(tool)
         arguments: dict[str, str] = {}
         while key := XML_KEY.match(text, at):
-            scanner = ValueScanner(XML_TAGS, key.end(), known, {*arguments, key[1].strip()}, mends=mends)
+            argument = key[1].strip()
+            scanner = ValueScanner(XML_TAGS, key.end(), argument, known, arguments, mends=mends)
             end = scanner.find(text, whole=True)
-            if end is None or key[1].strip() in arguments:
+            if end is None or argument in arguments:
                 return None
             value, at = text[key.end() : end.end], end.behind
             if "</parameter>" in value and "<parameter=" in value:
                 return None
-            arguments[key[1].strip()] = xml_value(value, is_text=key[1].strip() not in tool.values)
+            arguments[argument] = xml_value(value, is_text=argument not in tool.values)
         close = XML_CLOSE.match(text, at)
         if close is None or not name:
             return None

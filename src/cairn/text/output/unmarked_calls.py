@@ -33,8 +33,9 @@ LEAST = 3
 MOST_BLANK = 64
 """White space between a sign and the quote behind it; behind more a quote is a character like others."""
 MOST_FENCE = 64
-"""Characters of a line that may close a code fence."""
+"""Characters of a line that opens or closes a code fence, as far as they are looked at."""
 _BLANK = re.compile(r"\s*+")
+_LINE_BLANK = re.compile(r"[ \t]*+")
 _INDENT = re.compile(r" {0,3}")
 _FENCE = re.compile(r"(`{3,}|~{3,})")
 _JSON_FENCE = re.compile(r"(?:```[a-z_]{0,16}\s{0,16})?")
@@ -43,7 +44,8 @@ _AFTER_FENCED = re.compile(r"\s{0,16}(?:`{1,2}|```\s{0,16})?")
 _OF_A_CALL = frozenset({"", "name", "arguments", "parameters", "id", "type", "function"})
 """Members of an answer that is nothing but a call, and the key that is not read yet."""
 _AFTER_BARE = re.compile(r"\s{0,16}")
-_KEY = re.compile(r"\s*+([^\s:=,(){}\[\]<>\"']{0,128})\s*+")
+_KEY = re.compile(r"([^\s:=,(){}\[\]<>\"']{0,128})\s{0,64}")
+_OPENED = re.compile(r"[({]")
 
 
 def unmarked_form(output: OutputFormat) -> CallFormat | None:
@@ -131,11 +133,11 @@ class LineWatch:
         if self._fence:
             return self._in_fence(rest, ended=ended)
         if (found := _FENCE.match(rest)) is not None:
-            if found.end() == len(rest) and not ended:
+            if found.end() == len(rest) < MOST_FENCE and not ended:
                 return None
-            self._fence = found[1]
+            self._fence = found[1][:MOST_FENCE]
             return -1
-        if any(rest.startswith(one) for one in self._openings):
+        if rest.startswith(self._openings):
             return start
         partial = rest in ("`", "``", "~", "~~") or any(one.startswith(rest) for one in self._openings)
         return None if partial and not ended else -1
@@ -174,6 +176,8 @@ class BracketReader:
         self._at = _BracketAt.HEAD
         self._next = 0
         """Where looking goes on."""
+        self._blank_end = 0
+        """Up to where blanks were passed over behind what is being decided."""
         self._depth = 0
         self._quote = ""
         self._end = 0
@@ -235,10 +239,10 @@ class BracketReader:
 
     def _head(self) -> None:
         """Fail where behind the first bracket stands neither its end nor the name of an argument."""
-        opened = re.search(r"[({]", self._text)
+        opened = _OPENED.search(self._text)
         if opened is None:
             return
-        key = _KEY.match(self._text, opened.end())
+        key = _KEY.match(self._text, self._behind_blanks(opened.end()))
         following = self._text[key.end() : key.end() + 1] if key else ""
         if not following:
             return
@@ -271,10 +275,10 @@ class BracketReader:
             if token != self._quote:
                 return True
             if token == self._mark:
-                blank = _BLANK.match(self._text, behind)
-                behind = blank.end() if blank else behind
+                behind = self._behind_blanks(behind)
                 following = self._text[behind : behind + 1]
                 if not following and not whole:
+                    self._next = at
                     return False
                 self._quote = "" if following in tuple(",}]):=") else token
             else:
@@ -297,16 +301,24 @@ class BracketReader:
 
     def _tail(self, *, whole: bool) -> None:
         """Read behind the call: the mark that would have ended its section, and the end of the line."""
-        rest = self._text[self._end :].lstrip(" \t")
         mark = self._form.end.strip()
-        if mark and rest.startswith(mark):
-            self._end = len(self._text) - len(rest) + len(mark)
+        at = self._behind_blanks(self._end, _LINE_BLANK)
+        rest = self._text[at : at + max(len(mark), 1)]
+        if mark and rest == mark:
+            self._end = at + len(mark)
             self._at = _BracketAt.CLOSED
         elif rest.startswith("\n") or (not rest and whole):
-            self._end = len(self._text) - len(rest)
+            self._end = at
             self._at = _BracketAt.CLOSED
         elif rest and (whole or not mark.startswith(rest)):
             self._at = _BracketAt.FAILED
+
+    def _behind_blanks(self, at: int, blanks: re.Pattern[str] = _BLANK) -> int:
+        """Return the place behind the blanks that begin at one; those that were there the last time are not looked at
+        again."""
+        found = blanks.match(self._text, max(at, self._blank_end))
+        self._blank_end = found.end() if found else at
+        return self._blank_end
 
 
 class BareReader:

@@ -1,0 +1,103 @@
+"""What a disk store remembers beside its chunks: how many bytes it wrote lately, and which blocks were seen.
+
+    <store>/written     see `record`
+    <store>/seen        records of `kv.pool.seen_blocks`, one after another, added to and now and then written anew
+
+Neither is needed for any answer. What a power cut takes of `seen`, which is never synced, only explains less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from cairn.kv.disk.folder import blocks
+from cairn.kv.disk.record import read_record, write_record
+from cairn.kv.disk.state import DiskState
+
+SEEN = "seen"
+_MOST_SEEN = 4 << 20
+_WRITTEN, _MAGIC = "written", b"cairn kv written"
+
+
+class Notes:
+    """Both files of one store. One thread at a time; a disk that fails is asked again with the next news."""
+
+    def __init__(self, state: DiskState) -> None:
+        self._state = state
+        self._written: tuple[tuple[float, int], ...] = ()
+        self._seen = b""
+        self._appends = False
+        """Whether `seen` is there and whole."""
+        self._counted: dict[str, int] = {}
+        """Bytes on the disk of each file that the index counts."""
+
+    def load(self) -> None:
+        """Read what the folder has; its files count already. Raises `OSError` as the system does."""
+        folder, self._seen = self._state.folder, b""
+        beside = {entry.name: entry for entry in folder.files.list(folder.folder)}
+        self._written = read_record(folder, _WRITTEN, _MAGIC, tuple[tuple[float, int], ...]) or ()
+        self._appends = SEEN in beside
+        if self._appends:
+            file = folder.files.open(folder.folder / SEEN, "read")
+            try:
+                self._seen = file.read(0, _MOST_SEEN)
+            finally:
+                file.close()
+        self._counted = {name: beside[name].disk for name in (_WRITTEN, SEEN) if name in beside}
+
+    def recall_written(self) -> Sequence[tuple[float, int]]:
+        """As the folder had it when it was opened."""
+        return self._written
+
+    def remember_written(self, written: Sequence[tuple[float, int]]) -> None:
+        """In the place of what it had."""
+        folder = self._state.folder
+        self._write(_WRITTEN, 16 * len(written), lambda: write_record(folder, _WRITTEN, _MAGIC, tuple(written)))
+
+    def recall_seen(self) -> bytes:
+        """As the folder had it when it was opened."""
+        return self._seen
+
+    def remember_seen(self, records: bytes, *, anew: bool) -> None:
+        """Beside what it has; `anew`: in the place of that."""
+        work = self._append if self._appends and not anew else self._replace
+        self._appends = False
+        self._appends = self._write(SEEN, len(records), partial(work, records))
+
+    def _replace(self, records: bytes) -> None:
+        folder = self._state.folder
+        temporary, size = folder.write(folder.folder, [records])
+        try:
+            folder.files.replace(temporary, folder.folder / SEEN)
+        except OSError:
+            folder.discard(temporary, size)
+            raise
+
+    def _append(self, records: bytes) -> None:
+        file = self._state.folder.files.open(self._state.folder.folder / SEEN, "append")
+        try:
+            file.append(records)
+        finally:
+            file.close()
+
+    def _write(self, name: str, size: int, work: Callable[[], None]) -> bool:
+        """Write a file, and count what it takes then; whether that could be done."""
+        state, files = self._state, self._state.folder.files
+        if state.failing:
+            return False
+        state.make_room(blocks(size))
+        try:
+            state.write(blocks(size), work)
+            file = files.open(state.folder.folder / name, "read")
+            try:
+                disk = blocks(file.size())
+            finally:
+                file.close()
+        except OSError as error:
+            state.fail("write", error)
+            return False
+        with state.mutex:
+            state.index.bytes += disk - self._counted.get(name, 0)
+            self._counted[name] = disk
+        return True

@@ -1,0 +1,45 @@
+"""Small files beside the chunks of a store, each replaced whole: magic, XXH3-128 of the rest, msgpack."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, TypeVar
+
+import msgspec
+import xxhash
+
+from cairn.kv.disk.folder import StoreFolder
+
+T = TypeVar("T")
+
+_DIGEST = 16
+_LARGEST = 1 << 20
+
+
+def write_record(folder: StoreFolder, name: str, magic: bytes, value: Any) -> None:
+    """Put a value into the store's file of this name, durably. Raises `OSError` as the system does."""
+    data = msgspec.msgpack.encode(value)
+    temporary, size = folder.write(folder.folder, [magic + xxhash.xxh3_128_digest(data), data])
+    try:
+        folder.files.replace(temporary, folder.folder / name)
+    except OSError:
+        folder.discard(temporary, size)
+        raise
+    folder.files.sync_folder(folder.folder)
+
+
+def read_record(folder: StoreFolder, name: str, magic: bytes, kind: type[T]) -> T | None:
+    """Return what the file says; None where there is none, or it is not whole."""
+    try:
+        file = folder.files.open(folder.folder / name, "read")
+    except FileNotFoundError:
+        return None
+    try:
+        found = file.read(0, _LARGEST)
+    finally:
+        file.close()
+    start, data = len(magic) + _DIGEST, found[len(magic) + _DIGEST :]
+    if found[:start] == magic + xxhash.xxh3_128_digest(data):
+        with contextlib.suppress(msgspec.MsgspecError):
+            return msgspec.msgpack.decode(data, type=kind)
+    return None

@@ -1,0 +1,24 @@
+"""What a reference of a JSON schema points to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def resolved(root: Any, reference: str) -> Any:
+    """Return the schema that a reference within the whole points to, True for an anchor, None where there is none."""
+    if reference in ("#", "#/"):
+        return root
+    if not reference.startswith("#/"):
+        return True  # an anchor, which llguidance looks up
+    found = root
+    for part in reference[2:].split("/"):
+        part = part.replace("~1", "/").replace("~0", "~").replace("%25", "%")
+        if isinstance(found, list) and part.isdecimal() and len(part) < 10 and int(part) < len(found):
+            found = found[int(part)]
+        elif isinstance(found, Mapping) and part in found:
+            found = found[part]
+        else:
+            return None
+    return found
