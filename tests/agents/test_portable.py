@@ -251,7 +251,7 @@ async def test_nothing_that_was_asked_for_comes_in_with_a_file(folder: Path) -> 
         asked = with_turn(1, sampling=SamplingParams(max_tokens=5, top_k=1 << 40), stop=("x",), engine=b"")
         await at.agents.import_agent("default", forged(data, asked), "eve")
         for _ in range(2):
-            with pytest.raises(Conflict, match="came from a file"):
+            with pytest.raises(Conflict, match="was imported"):
                 await at.agents.resume("default", "eve", request=at.service.next_id())
             await at.again()
 

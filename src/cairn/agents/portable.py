@@ -432,14 +432,11 @@ def _wrong(what: str) -> InvalidRequest:
 
 
 _BEHIND = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
-"""Bytes that follow a value's first byte: of numbers and small extensions the value, of arrays and maps the length."""
 _BEHIND |= {0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
-"""First byte -> how many bytes follow before the next value: of numbers and small extensions the value itself, of
-arrays and maps their length."""
+"""Bytes that follow a value's first byte: of numbers and small extensions the value, of arrays and maps the length."""
 _COUNTED = {0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xC7: (1, 1), 0xC8: (2, 1), 0xC9: (4, 1)}
-"""First byte of bytes, extensions and strings -> (bytes of the length, further bytes that it does not count)."""
 _COUNTED |= {0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0)}
-"""First byte of bytes, extensions and texts -> bytes of the length, and bytes beside what is counted."""
+"""First byte of bytes, extensions and strings -> (bytes of the length, further bytes that it does not count)."""
 
 
 def count_values(data: bytes, most: int) -> int:
