@@ -31,7 +31,7 @@ from cairn.frontend.supervisor import STORE_SECONDS
 from cairn.router.models import Models
 from cairn.router.served_model import ServedModel
 from cairn.system.interfaces import Network
-from cairn.system.posix import SystemClock, SystemFiles, SystemNetwork, SystemRng
+from cairn.system.posix import FACTS, SystemClock, SystemFiles, SystemNetwork, SystemRng
 from cairn.types.errors import CairnError, ConfigError
 from cairn.types.model_spec import Kind
 
@@ -238,7 +238,17 @@ _TRY: Mapping[Kind, tuple[str, str]] = {
 """The route to try first, and what to send it."""
 
 
+_OPEN = "Everyone who can reach this address can use it: no API key is set."
+
+
 def _announce(url: str, others: Sequence[str], service: Service, config: Config) -> None:
+    everyone = not has_keys(config) and not is_local(config.host)
+    if config.log_format == "json":  # for programs: facts, and nothing to try
+        facts = {"model": service.name, "url": url, "other_urls": list(others)}
+        log.info("serves %s at %s", service.name, url, extra={FACTS: facts})
+        if everyone:
+            log.warning(_OPEN)
+        return
     key = ' -H "Authorization: Bearer $CAIRN_API_KEY"' if has_keys(config) else ""
     route, given = _TRY[service.spec.kind]
     body = f'{{"model": "{service.name}", {given}}}'
@@ -252,8 +262,8 @@ def _announce(url: str, others: Sequence[str], service: Service, config: Config)
     else:
         _say(config, "It answers no chats. Try:")
     _say(config, f"  curl {url}/v1/{route} -H 'Content-Type: application/json'{key} -d '{escape(body)}'")
-    if not has_keys(config) and not is_local(config.host):
-        _say(config, "[bold red]Everyone who can reach this address can use it: no API key is set.[/bold red]")
+    if everyone:
+        _say(config, f"[bold red]{_OPEN}[/bold red]")
 
 
 class _Talk(Console):

@@ -16,6 +16,7 @@ import typer
 
 from cairn.cli import (
     agents,
+    backup,
     bench,
     cache,
     chat,
@@ -94,6 +95,7 @@ for _group in (
     collection,
     cache,
     doctor,
+    backup,
     bench,
     options,
 ):

@@ -40,7 +40,7 @@ class HttpStream:
         return Answer(
             text="".join(self._text),
             reasoning="".join(self._reasoning),
-            tool_calls=tuple(ToolCall(*self._calls[index]) for index in sorted(self._calls)),
+            tool_calls=tuple(ToolCall(id, name, said) for _, (id, name, said) in sorted(self._calls.items())),
             finish_reason=self._reason,
             usage=usage,
             cache=self._cache,

@@ -49,7 +49,7 @@ WITHOUT_MODEL = re.compile(
 )
 """Routes for POST that use no model, or, as those of collections do, find theirs themselves."""
 AGENTS = re.compile(r"/v1/agents/([^/]+)(?:/[a-z]+)?")
-REQUESTS = re.compile(r"/v1/(?:requests|responses)/(?!(?:input_tokens|compact)$)([^/]+)(?:/[a-z_]+)?")
+REQUESTS = re.compile(r"/v1/(?:requests|responses)/(?!(?:input_tokens|compact)\Z)([^/]+)(?:/[a-z_]+)?")
 """A request or a stored response, by its id."""
 READ_OF_MODEL = ("/props", "/slots")
 """Routes for GET that describe a model. All others for GET use none: some, as /v1/events, are followed for hours."""
