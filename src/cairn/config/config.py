@@ -207,11 +207,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = None
     kv_dtype: Annotated[
-        Literal["auto", "f32", "bf16", "f16"],
+        Literal["auto", "f32", "bf16", "f16", "q8"],
         Meta(
             description="Type of KV in the pool and in stores; 'auto': f32 for models of less than 64 MiB (in 16 "
             "bits), else bf16. 'f16' is eight times finer than bf16; a model whose keys or values might pass its "
-            "largest number, 65,504, is held in bf16 all the same, and the start says so."
+            "largest number, 65,504, is held in bf16 all the same, and the start says so. 'q8' takes half the memory "
+            "of bf16 and rounds to 8 bits; it needs 'cairn cache check-codec MODEL --kv-dtype q8' first."
         ),
     ] = "auto"
     # scheduling
