@@ -183,6 +183,16 @@ def test_config_shows_how_the_model_is_sampled_and_who_says_so():
     assert rows["sampling.repetition_penalty"] == ("1", "default")
 
 
+def test_config_shows_which_sampling_options_say():
+    done = run("config", "--default-temperature", "0.3", "--default-top-k", "0")
+    rows = {line.split("\t")[0]: tuple(line.split("\t")[1:]) for line in done.stdout.splitlines()}
+    assert rows["default_temperature"] == ("0.3", "--default-temperature")
+    assert (rows["sampling.temperature"], rows["sampling.top_k"]) == (("0.3", "options"), ("0", "options"))
+    assert rows["sampling.top_p"] == ("0.95", "default")
+    done = run("config", "--default-top-p", "1.5")
+    assert done.returncode != 0 and "default-top-p" in done.stderr
+
+
 def test_a_switch_can_be_turned_off_again(elsewhere):
     (elsewhere / "cairn.toml").write_text("unsafe_no_auth = true\n")
     assert "unsafe_no_auth\ttrue\tunsafe_no_auth in cairn.toml" in run("config").stdout

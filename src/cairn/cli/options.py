@@ -13,6 +13,7 @@ from typer.core import TyperOption
 
 from cairn.cli.trust import TRUST_PARAMETERS, TrustFlags
 from cairn.cli.trust import chosen as chosen_trust
+from cairn.config.config import Config
 from cairn.config.option import Option, local_options, options
 from cairn.config.resolve import Resolved, resolve
 from cairn.types.errors import CairnError
@@ -199,22 +200,25 @@ def register(app: typer.Typer) -> None:
             value: Any = getattr(resolved.config, option.name)
             shown = "not set" if value is None and option.kind == "secret" else _shown(value)
             rows.append((option.name, shown, resolved.source(option.name)))
-        table(("option", "value", "from"), [*rows, *_sampling(resolved.config.model)])
+        table(("option", "value", "from"), [*rows, *_sampling(resolved.config)])
 
 
-def _sampling(model: str) -> list[tuple[str, str, str]]:
+def _sampling(config: Config) -> list[tuple[str, str, str]]:
     """What applies where a request says nothing, as rows; one that says why where the model cannot be read."""
-    from cairn.frontend.requests import sampling_defaults
+    from cairn.frontend.requests import sampling_defaults, with_options
     from cairn.models.files import is_gguf
     from cairn.models.hub import hub
     from cairn.models.spec.config import load_spec
 
     try:
-        place = hub.locate(model)
-        spec = load_spec(place, identify=False)
+        place = hub.locate(config.model)
+        spec = with_options(load_spec(place, identify=False), config)
     except CairnError as error:
         return [("sampling", "not known", str(error))]
     sources = {"model": place.name if is_gguf(place) else "generation_config.json", "default": "default"}
+    sources["option"] = "options"
+    if spec.makers is not None:
+        sources["makers"] = f"{spec.makers.source}, read {spec.makers.read}"
     return [
         (f"sampling.{name}", _shown(value), sources[source])
         for name, (value, source) in sampling_defaults(spec).items()
