@@ -25,7 +25,7 @@ from cairn.agents.log.segment import Record
 from cairn.agents.savings import LINES
 from cairn.agents.types import TurnInfo
 from cairn.frontend.service import Service
-from cairn.text.chat.message_builder import MessageBuilder
+from cairn.text.chat.messages import MessageBuilder
 from cairn.text.chat.prompt import Sampled
 from cairn.text.chat.replay import AnswerIdentity
 from cairn.types.errors import (

@@ -19,7 +19,7 @@ from typing import Any
 
 from cairn.config.config import Config
 from cairn.text.chat.prompt import Chat
-from cairn.text.chat.sampled import visible_ids
+from cairn.text.chat.replay import visible_ids
 from cairn.text.output.stream import TextStream
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.outputs import Delta, FinishReason

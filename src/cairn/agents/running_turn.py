@@ -18,7 +18,7 @@ from cairn.agents.turn_tree import Agent, Turn
 from cairn.frontend.service import Service
 from cairn.frontend.stream import RequestStream, merge
 from cairn.system.interfaces import Clock
-from cairn.text.chat.message_builder import MessageBuilder, reasoning_tokens
+from cairn.text.chat.messages import MessageBuilder, reasoning_tokens
 from cairn.text.output.stream import TextStream
 from cairn.types.errors import CairnError, Cancelled, GenerationFailed, Unavailable
 from cairn.types.outputs import REPETITION, Delta, Done, Event, FinishReason, Usage

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cairn.text.chat.message_builder import MessageBuilder, message_of
+from cairn.text.chat.messages import MessageBuilder, message_of
 from cairn.types.errors import CairnError, Cancelled, DeadlineExceeded, GenerationFailed, InvalidRequest
 from cairn.types.outputs import Delta, Done, FinishReason, TokenLogprob, Usage
 from cairn.types.request import Request

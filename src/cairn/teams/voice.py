@@ -19,7 +19,7 @@ from cairn.agents.turns import Gate
 from cairn.agents.types import TurnInfo
 from cairn.frontend.requests import SamplingOptions
 from cairn.frontend.service import Service
-from cairn.text.chat.message_builder import MessageBuilder
+from cairn.text.chat.messages import MessageBuilder
 from cairn.text.grammar.grammar import Wanted
 from cairn.types.errors import Conflict, GenerationFailed, NotFound, NotLoaded, Overloaded
 from cairn.types.outputs import Delta, Done

@@ -12,7 +12,7 @@ import msgspec
 from cairn.frontend.miss_explainer import told_of
 from cairn.frontend.requests import SamplingOptions
 from cairn.frontend.service import Service
-from cairn.text.chat.message_builder import MessageBuilder
+from cairn.text.chat.messages import MessageBuilder
 from cairn.text.grammar.grammar import Wanted
 from cairn.types.errors import GenerationFailed, Overloaded
 from cairn.types.outputs import Delta, Done

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cairn.frontend.request_state import joined
-from cairn.text.chat.message_builder import MessageBuilder, plain, said_of
+from cairn.text.chat.messages import MessageBuilder, plain, said_of
 from cairn.types.outputs import Delta, Event, FinishReason, ToolCallDelta
 from tests.api.openai.test_responses import keeping
 from tests.api.scripted import ScriptedService, done

@@ -15,9 +15,8 @@ import cairn
 from cairn.config.config import Config
 from cairn.text.chat import messages as plain
 from cairn.text.chat.messages import plain_message, unused_marks
-from cairn.text.chat.named_templates import NAMED
 from cairn.text.chat.prompt import Chat
-from cairn.text.chat.templates import load_templates
+from cairn.text.chat.templates import NAMED, load_templates
 from cairn.text.output.json_scan import MAX_DEPTH
 from cairn.text.output.stream import TextStream
 from cairn.text.output.tool_parser import offered_tools

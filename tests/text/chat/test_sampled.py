@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cairn.text.chat.replay import answer_of, arguments_meant
-from cairn.text.chat.sampled import offered_by, opener, visible_ids
+from cairn.text.chat.replay import answer_of, arguments_meant, offered_by, opener, visible_ids
 from cairn.text.output.reasoning_formats import THINK
 from cairn.text.output.stream import TextStream
 from cairn.text.tokens.tokenizer import Tokenizer
@@ -114,7 +113,7 @@ def test_ids_beyond_a_stop_string_are_never_replayed(
     tokenizer: Tokenizer, tail: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Known failure 22."""
-    monkeypatch.setattr("cairn.text.chat.sampled._TAIL", tail)
+    monkeypatch.setattr("cairn.text.chat.replay._TAIL", tail)
     rng = random.Random(1)
     checked = 0
     for _ in range(200):

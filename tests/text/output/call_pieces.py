@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from cairn.text.output.pieces import Piece
+from cairn.text.output.tool_parser import Piece
 from cairn.types.outputs import ToolCallDelta
 
 

@@ -13,8 +13,7 @@ import pytest
 from cairn.text.output.call_formats import BY_NAME, name_of
 from cairn.text.output.json_scan import JsonScanner
 from cairn.text.output.output_parser import splitter
-from cairn.text.output.pieces import Piece
-from cairn.text.output.tool_parser import offered_tools, written_id
+from cairn.text.output.tool_parser import Piece, offered_tools, written_id
 from cairn.types.outputs import ToolCallDelta
 from cairn.types.request import OutputFormat
 from tests.text.output.call_pieces import whole_calls

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cairn.text.output.output_parser import MOST_LEAD, Splitter
-from cairn.text.output.pieces import Piece
+from cairn.text.output.tool_parser import Piece
 from cairn.types.outputs import ToolCallDelta
 from cairn.types.request import OfferedTool, OutputFormat
 

@@ -12,8 +12,8 @@ import pytest
 from cairn.frontend.request_state import RequestState
 from cairn.text.output.call_formats import BY_NAME, name_of
 from cairn.text.output.output_parser import splitter
-from cairn.text.output.pieces import Piece
 from cairn.text.output.stream import TextStream
+from cairn.text.output.tool_parser import Piece
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.outputs import Delta, FinishReason, Output, TokenKind, TokenLogprob, ToolCallDelta, logprobs_of
 from cairn.types.request import OfferedTool, OutputFormat, Request

@@ -25,7 +25,7 @@ from cairn.api.http.call import HTTPCall, encode
 from cairn.api.http.not_found import anthropic_error
 from cairn.config.config import Config
 from cairn.frontend.service import Service
-from cairn.text.chat.message_builder import arguments_of
+from cairn.text.chat.messages import arguments_of
 from cairn.types.errors import CairnError
 from cairn.types.outputs import Delta, Done, FinishReason, ToolCallDelta
 

@@ -23,7 +23,7 @@ from cairn.config.config import Config
 from cairn.frontend.miss_explainer import PromptOrigin
 from cairn.frontend.service import Service
 from cairn.frontend.stream import RequestStream, merge
-from cairn.text.chat.message_builder import MessageBuilder, reasoning_tokens
+from cairn.text.chat.messages import MessageBuilder, reasoning_tokens
 from cairn.types.errors import (
     CairnError,
     Cancelled,

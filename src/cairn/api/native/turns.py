@@ -28,7 +28,7 @@ from cairn.api.native.agent_schemas import PATH, ResumeBody, TurnBody, check_acc
 from cairn.api.openai.chat import names_of
 from cairn.config.config import Config
 from cairn.frontend.service import Service
-from cairn.text.chat.message_builder import plain
+from cairn.text.chat.messages import plain
 from cairn.types.errors import InvalidRequest
 
 

@@ -35,7 +35,7 @@ from cairn.api.ollama.schemas import (
 from cairn.api.openai.chat import check_suffix, encode_text
 from cairn.config.config import Config
 from cairn.frontend.service import Service
-from cairn.text.chat.message_builder import arguments_of
+from cairn.text.chat.messages import arguments_of
 from cairn.text.chat.replay import arguments_meant
 from cairn.types.errors import CairnError, InvalidRequest
 from cairn.types.outputs import Delta, Done, FinishReason, TokenKind, TokenLogprob, ToolCallDelta, logprobs_of

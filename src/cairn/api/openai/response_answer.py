@@ -23,7 +23,7 @@ from cairn.api.http.call import encode
 from cairn.api.openai.file_search import CitedText, Searched
 from cairn.api.openai.responses_items import MARKS, Called, call_item
 from cairn.api.openai.responses_schemas import ResponseBody
-from cairn.text.chat.message_builder import MessageBuilder
+from cairn.text.chat.messages import MessageBuilder
 from cairn.types.errors import CairnError, ContextTooLong
 from cairn.types.outputs import Delta, Done, FinishReason, TokenKind, TokenLogprob, ToolCallDelta, Usage, logprobs_of
 from cairn.types.stats import CacheReport

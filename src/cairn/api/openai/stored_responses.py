@@ -35,7 +35,7 @@ from cairn.api.openai.responses_items import Called, items_of
 from cairn.api.openai.responses_schemas import instructed, tools_of
 from cairn.config.config import Config
 from cairn.frontend.service import Service
-from cairn.text.chat.message_builder import plain, said_of
+from cairn.text.chat.messages import plain, said_of
 from cairn.types.errors import Conflict, InvalidRequest, NotFound, Overloaded, UnknownResponse
 from cairn.types.outputs import Usage
 

@@ -4,12 +4,163 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cairn.text.output.json_scan import MAX_DEPTH
 from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import InvalidRequest, Unsupported
+from cairn.types.outputs import Delta, TokenKind, ToolCallDelta
+
+_TEXT = """You can call functions. Each line is one of them:
+{tools}
+
+To call a function, write its name and its arguments as JSON between these tags, and wait for the result:
+<tool_call>
+{{"name": "<the name>", "arguments": {{<the arguments>}}}}
+</tool_call>"""
+
+
+def with_tools_by_instruction(
+    messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Plain messages, of which the first says which tools there are and how to call them: behind a system's text, or
+    before anybody else's."""
+    lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
+    text = _TEXT.format(tools="\n".join(lines))
+    first, *rest = messages
+    said = first["content"] or ""
+    whole = f"{said}\n\n{text}" if first["role"] == "system" else f"{text}\n\n{said}"
+    return [{**first, "content": whole}, *rest]
+
+
+ORDER = "order"
+"""Of a message that is kept: in which order its parts were said, where that is not the usual one."""
+_USUAL = ("reasoning", "text", "call")
+
+
+class MessageBuilder:
+    """What an answer has said so far."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, list[str]] = {"reasoning": [], "text": []}
+        self._calls: dict[int, list[str]] = {}
+        """Index -> id, name and pieces of the arguments."""
+        self._order: list[list[Any]] = []
+        """The parts as they were said: ["reasoning" or "text", characters], or ["call", index]."""
+
+    def __bool__(self) -> bool:
+        return bool(self._order)
+
+    def add(self, delta: Delta) -> None:
+        """Take the next piece."""
+        self._say("reasoning", delta.reasoning)
+        self._say("text", delta.text)
+        for piece in delta.tool_calls:
+            if piece.index not in self._calls:
+                self._order.append(["call", piece.index])
+            self._calls.setdefault(piece.index, [piece.id, piece.name]).append(piece.arguments)
+
+    def _say(self, kind: str, text: str) -> None:
+        if not text:
+            return
+        self._pieces[kind].append(text)
+        if self._order and self._order[-1][0] == kind:
+            self._order[-1][1] += len(text)
+        else:
+            self._order.append([kind, len(text)])
+
+    @property
+    def text(self) -> str:
+        """The content."""
+        return "".join(self._pieces["text"])
+
+    @property
+    def reasoning(self) -> str:
+        """What it thought."""
+        return "".join(self._pieces["reasoning"])
+
+    @property
+    def calls(self) -> list[tuple[str, str, str]]:
+        """(id, name, arguments) of each tool call."""
+        return [(one[0], one[1], "".join(one[2:])) for _, one in sorted(self._calls.items())]
+
+    def parts(self) -> list[Delta]:
+        """Return what was said, in order: each delta is one stretch of reasoning or of text, or one whole call."""
+        whole, at = {"reasoning": self.reasoning, "text": self.text}, {"reasoning": 0, "text": 0}
+        found = []
+        for kind, size in self._order:
+            if kind == "call":
+                id, name, *pieces = self._calls[size]
+                call = ToolCallDelta(index=size, id=id, name=name, arguments="".join(pieces))
+                found.append(Delta(tool_calls=(call,)))
+            else:
+                text = whole[kind][at[kind] : at[kind] + size]
+                at[kind] += size
+                found.append(Delta(text=text) if kind == "text" else Delta(reasoning=text))
+        return found
+
+    def message(self) -> dict[str, Any]:
+        """Return the message as OpenAI's API has it."""
+        return message_of(self.text, self.reasoning, self.calls)
+
+    def kept(self) -> dict[str, Any]:
+        """Return the message as it is kept: with its order, where that is not the usual one."""
+        ranks = [_USUAL.index(kind) for kind, _ in self._order]
+        return self.message() | ({} if ranks == sorted(ranks) else {ORDER: self._order})
+
+
+def plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a kept message without what is only kept."""
+    return {name: value for name, value in message.items() if name != ORDER}
+
+
+def said_of(message: Mapping[str, Any] | None) -> MessageBuilder:
+    """Return what a kept message says, in the order in which it was said."""
+    said = MessageBuilder()
+    if message is None:
+        return said
+    rest = {"reasoning": message.get("reasoning_content") or "", "text": message.get("content") or ""}
+    calls = message.get("tool_calls") or ()
+    usual = [*((kind, len(text)) for kind, text in rest.items()), *(("call", index) for index in range(len(calls)))]
+    for kind, size in message.get(ORDER) or usual:
+        if kind == "call":
+            one = calls[size]
+            function = one["function"]
+            call = ToolCallDelta(index=size, id=one["id"], name=function["name"], arguments=function["arguments"])
+            said.add(Delta(tool_calls=(call,)))
+        else:
+            text, rest[kind] = rest[kind][:size], rest[kind][size:]
+            said.add(Delta(text=text) if kind == "text" else Delta(reasoning=text))
+    return said
+
+
+def reasoning_tokens(delta: Delta) -> int:
+    """Return how many tokens of reasoning a delta tells of, its tags among them."""
+    return delta.kinds.count(TokenKind.REASONING) + delta.kinds.count(TokenKind.REASONING_TAG)
+
+
+def message_of(text: str, reasoning: str, calls: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
+    """The assistant's message; its content is None where the model only called tools."""
+    message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [
+            {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for id, name, arguments in calls
+        ]
+    return message
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The arguments of a call as an object, for APIs that have them so: what is none stands under one name."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = text
+    return value if isinstance(value, dict) else {"arguments": value}
+
 
 _THOUGHT = re.compile(r"\s*<think>\n*+(.*?)\n?</think>\n*", re.DOTALL)
 _NAMES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "text"}) | {

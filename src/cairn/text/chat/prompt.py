@@ -22,9 +22,25 @@ from cairn.config.config import Config
 from cairn.system.interfaces import Clock
 from cairn.system.posix import SystemClock
 from cairn.text.chat.call_ids import with_ids
-from cairn.text.chat.messages import length, plain_message, texts_in, unused_marks, with_message_texts, with_texts
-from cairn.text.chat.replay import AnswerIdentity, Prefix, ReplayTable, answer_of, assemble
-from cairn.text.chat.sampled import offered_by, opener, visible_ids
+from cairn.text.chat.messages import (
+    length,
+    plain_message,
+    texts_in,
+    unused_marks,
+    with_message_texts,
+    with_texts,
+    with_tools_by_instruction,
+)
+from cairn.text.chat.replay import (
+    AnswerIdentity,
+    Prefix,
+    ReplayTable,
+    answer_of,
+    assemble,
+    offered_by,
+    opener,
+    visible_ids,
+)
 from cairn.text.chat.template_traits import Traits, find_traits, fitted, in_parts, left_out, standing_in
 from cairn.text.chat.templates import (
     ANSWERED,
@@ -35,7 +51,6 @@ from cairn.text.chat.templates import (
     turn_ends,
     unusable,
 )
-from cairn.text.chat.tools_by_instruction import with_tools_by_instruction
 from cairn.text.grammar.compiler import Compiler, HeldAnswer
 from cairn.text.grammar.grammar import ANYTHING, Structure, Wanted
 from cairn.text.grammar.vocabulary import TokenTable, token_table

@@ -17,9 +17,8 @@ import enum
 import re
 
 from cairn.text.output.json_scan import JsonScanner
-from cairn.text.output.pieces import PUSHED, Piece
 from cairn.text.output.token_kinds import Run
-from cairn.text.output.tool_parser import call_id, whole_json
+from cairn.text.output.tool_parser import PUSHED, Piece, call_id, whole_json
 from cairn.types.outputs import TokenKind, ToolCallDelta
 from cairn.types.request import OutputFormat
 

@@ -12,9 +12,9 @@ import copy
 from collections.abc import Sequence
 
 from cairn.text.output.output_parser import all_markers, markers, splitter
-from cairn.text.output.pieces import Piece
 from cairn.text.output.repetition import RepetitionWatch
 from cairn.text.output.token_kinds import Run, TokenKinds
+from cairn.text.output.tool_parser import Piece
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.outputs import Delta, FinishReason, TokenKind, ToolCallDelta, joined_calls
 from cairn.types.request import Request

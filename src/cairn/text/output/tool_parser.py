@@ -37,7 +37,16 @@ from cairn.text.output.begun_calls import OWN_ID
 from cairn.text.output.json_scan import JsonScanner
 from cairn.text.output.tagged_values import ValueScanner, ValueTags
 from cairn.text.tokens.tokenizer import valid_text
+from cairn.types.outputs import ToolCallDelta
 from cairn.types.request import OfferedTool
+
+Content = tuple[str, str]
+"""("text" or "reasoning", characters)."""
+Piece = Content | ToolCallDelta
+
+PUSHED = 1_024
+"""Characters that a splitter takes at once: it copies what is behind a tag, so a long text goes through in pieces."""
+
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"

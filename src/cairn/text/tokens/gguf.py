@@ -7,7 +7,7 @@ gets vocabulary and merges as they are: by way of a tokenizer.json, 150,000 of e
     gpt2    byte-level BPE: merges are listed; `tokenizer.ggml.pre` names the split
     llama   SentencePiece BPE with byte fallback: pieces with scores, from which the merges follow
     gemma4  the same with its merges listed, and no space before a text
-    bert    pieces of words, the longest first: see `gguf_encoder`
+    bert    pieces of words, the longest first (encoders)
 """
 
 from __future__ import annotations
@@ -20,17 +20,60 @@ from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.models import BPE
+from tokenizers.models import BPE, WordPiece
+from tokenizers.processors import TemplateProcessing
 
-from cairn.models.gguf.encoder import is_encoder
+from cairn.models.gguf.encoder import check_tokens, is_encoder
 from cairn.models.gguf.reader import Gguf
 from cairn.models.gguf.spec import named_ids
 from cairn.models.spec.end_tokens import UNMISTAKABLE, Middle, is_spelt_as_control
 from cairn.text.tokens.detokenizer import BYTE_TOKEN
-from cairn.text.tokens.gguf_encoder import spelt, surround, wordpiece
 from cairn.text.tokens.tokenizer_checks import check_added
 from cairn.types.errors import ModelError, ModelFileError
 from cairn.types.model_spec import MAX_VOCAB
+
+BEGINS = "\u2581"
+_GOES_ON = "##"
+
+
+def spelt(token: str, control: bool) -> str:
+    """A token as the tokenizer's own files have it."""
+    if control or not token:
+        return token
+    return token[1:] if token.startswith(BEGINS) and len(token) > 1 else _GOES_ON + token
+
+
+def wordpiece(gguf: Gguf, tokens: list[str], vocab: dict[str, int]) -> tuple[WordPiece, dict[str, Any]]:
+    """The model of `tokens` as they are spelt, and what a tokenizer.json has around it."""
+    unknown = [tokens[i] for i in named_ids(gguf, "unknown", len(tokens), absent=True)]
+    unknown += [token for token in ("[UNK]", "<unk>") if token in vocab]
+    if not unknown:
+        raise ModelFileError(f"{gguf.paths[0]}: does not name the token of what is unknown")
+    small = not any(one.isupper() for token in tokens if not token.startswith("[") for one in token)
+    return WordPiece(vocab, unk_token=unknown[0], max_input_chars_per_word=100), {
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": small,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": _GOES_ON, "cleanup": True},
+    }
+
+
+def surround(library: Tokenizer, gguf: Gguf, tokens: list[str]) -> None:
+    """Give a tokenizer the template of its encoder: a token before a text, one behind each; BERT's second texts are of
+    a kind of their own."""
+    begin, end = check_tokens(gguf)
+    kind = int(gguf.metadata["general.architecture"] == "bert")
+    library.post_processor = TemplateProcessing(
+        single=f"{tokens[begin]} $A {tokens[end]}",
+        pair=f"{tokens[begin]} $A {tokens[end]} $B:{kind} {tokens[end]}:{kind}",
+        special_tokens=[(tokens[begin], begin), (tokens[end], end)],
+    )
+
 
 PLAIN, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Kinds of tokens, as `tokenizer.ggml.token_type` numbers them."""
