@@ -176,7 +176,7 @@ class ScriptedService:
         self.output = OutputFormat()
         self.template = "enable_thinking"
         self.thinks = self.calls_tools = True
-        self.tells_tools = False
+        self.instructs_tools = False
         self._config = config or Config()
         self._ids = itertools.count(1)
 
@@ -196,7 +196,7 @@ class ScriptedService:
     async def grammar(self, structure: Any, output: Any, *, share: str = "") -> HeldAnswer:
         return HeldAnswer()
 
-    def knows(self, name: str) -> bool:
+    def mentions(self, name: str) -> bool:
         return name in self.template
 
     def remember(self, tenant: str, prompt: Sequence[int], generated: Sequence[int], message: Any) -> None:

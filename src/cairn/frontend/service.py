@@ -190,7 +190,7 @@ class Service:
         await self._supervisor.loaded()
         self.controls = hidden_controls(self.tokenizer)
         """Text -> id of the control tokens that are never shown."""
-        self.chat.knows_engine(self.info.context, self.info.vocab, self.spec.eos_ids)
+        self.chat.set_engine(self.info.context, self.info.vocab, self.spec.eos_ids)
         self.spec = with_options(self._with_ends(self.spec), self._config)
         if self._config.tokenizer is not None:
             check_fits(self.spec, self._config.tokenizer, self.tokenizer.largest_id)

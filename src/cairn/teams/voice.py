@@ -169,7 +169,7 @@ class AgentVoice:
 
     def _args(self, caller: Caller, options: SamplingOptions) -> Mapping[str, Any] | None:
         """Return template arguments that turn reasoning off if the budget is 0 and the template allows it."""
-        without = options.reasoning_budget == 0 and self._service(caller).chat.knows("enable_thinking")
+        without = options.reasoning_budget == 0 and self._service(caller).chat.mentions("enable_thinking")
         return {"enable_thinking": False} if without else None
 
     async def _head(self, tenant: str, agent: str, before: int) -> TurnInfo | None:

@@ -91,7 +91,7 @@ class ServiceAnswerer:
         service = asker.service
         assert service is not None
         chat = service.chat
-        plain = options.reasoning_budget == 0 and chat.knows("enable_thinking")
+        plain = options.reasoning_budget == 0 and chat.mentions("enable_thinking")
         prompt = await chat.prompt(
             list(messages),
             None,

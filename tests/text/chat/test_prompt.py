@@ -378,7 +378,7 @@ async def test_long_texts_are_encoded_off_the_event_loop(start: Start, monkeypat
     await chat.prompt([{"role": "user", "content": "short"}])
     assert threads == []
     await chat.prompt([{"role": "user", "content": "long " * INLINE}])
-    assert threads == [chat._read, chat._encode]
+    assert threads == [chat._check, chat._encode]
 
 
 async def test_what_a_template_makes_far_too_long_is_not_encoded_whole(
@@ -542,7 +542,7 @@ async def test_every_named_template_shows_every_message(start: Start, name: str)
     for part in ("get_weather", "Århus", "rain", "sun", "thanks"):
         assert part in decoded(chat, called.tokens)
     assert "get_weather" in decoded(chat, (await chat.prompt(messages, TOOLS)).tokens)
-    assert chat.calls_tools == (name == "chatml") != chat.tells_tools
+    assert chat.calls_tools == (name == "chatml") != chat.instructs_tools
 
 
 # -- nothing vanishes -----------------------------------------------------------------------------------------------
@@ -1027,11 +1027,11 @@ async def test_long_chats_are_read_beside_the_loop(monkeypatch: pytest.MonkeyPat
     def read(self: Chat, *chat: object) -> None:
         seen.append(threading.current_thread() is threading.main_thread())
 
-    monkeypatch.setattr(Chat, "_read", read)
+    monkeypatch.setattr(Chat, "_check", read)
     chat = object.__new__(Chat)
     chat.long = LongTexts()
     for size in (10, INLINE + 1):
-        await chat._read_apart("", [{"role": "assistant", "reasoning_content": "x" * size}], None, None)
+        await chat._checked("", [{"role": "assistant", "reasoning_content": "x" * size}], None, None)
     assert seen == [True, False]
 
 
@@ -1039,13 +1039,13 @@ async def test_many_values_without_text_are_read_beside_the_loop(start: Start, m
     """They have no characters, so they were read on the loop, and each cost its depth: it stood still for seconds."""
     chat = await start(context=131_072)
     seen = []
-    real = chat._read
+    real = chat._check
 
     def read(*given: Any) -> Any:
         seen.append(threading.current_thread() is threading.main_thread())
         return real(*given)
 
-    monkeypatch.setattr(chat, "_read", read)
+    monkeypatch.setattr(chat, "_check", read)
     values = json.loads("[" * 55 + ",".join(['""'] * 60_000) + "]" * 55)
     function = {"name": "f", "parameters": {"type": "object", "enum": values}}
     await chat.prompt([{"role": "user", "content": "x"}], [{"type": "function", "function": function}])

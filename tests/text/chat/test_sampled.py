@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cairn.text.chat.replay import answer_of, arguments_meant, offered_by, opener, visible_ids
+from cairn.text.chat.replay import answer_of, offered_by, opener, parsed_arguments, visible_ids
 from cairn.text.output.reasoning_formats import THINK
 from cairn.text.output.stream import TextStream
 from cairn.text.tokens.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ def test_a_call_keeps_its_ids_broken_or_cut_or_in_many_pieces(
     message, tokens = seen(qwen, [*ids, *([qwen.eos_id or 0] if ended else [])], output, ended=ended)
     ((call,), arguments) = message["tool_calls"], message["tool_calls"][0]["function"]["arguments"]
     assert message["content"] == "" and call["function"]["name"] == "f" and len(arguments) > 2000
-    assert isinstance(arguments_meant(arguments), dict) == whole or (not ended and not whole)
+    assert isinstance(parsed_arguments(arguments), dict) == whole or (not ended and not whole)
     again = msgspec.structs.replace(output, offered=offered_by(message))
     assert visible_ids(qwen, tokens, message, again) == ids
     assert answer_of(message) is not None

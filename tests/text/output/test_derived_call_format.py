@@ -118,12 +118,12 @@ async def test_a_model_uses_what_its_template_shows(tmp_path: Path) -> None:
         prompt = await chat.prompt([{"role": "user", "content": "hi"}], TOOLS)
         form = form_by(prompt.output.calls)
         assert form is not None and (form.named, form.arguments) == ("tool", "with")
-        assert chat.calls_tools and not chat.tells_tools
+        assert chat.calls_tools and not chat.instructs_tools
         assert "To call a function" not in chat.tokenizer.decode(prompt.tokens, skip_special=False)
         unknown = await Chat.start(
             write_model(tmp_path / "n", byte_level(), QWEN_CONFIG, template(NOT_TOLD["texts cut"])), Config()
         )
-        assert unknown.tells_tools and not unknown.calls_tools
+        assert unknown.instructs_tools and not unknown.calls_tools
         await unknown.close()
     finally:
         await chat.close()

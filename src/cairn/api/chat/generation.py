@@ -164,7 +164,7 @@ def shown_tools(body: ChatBody) -> list[dict[str, Any]] | None:
 
 def warn_of_tools(call: HTTPCall, service: Service, tools: Sequence[Any] | None) -> None:
     """Tell where the model learns of tools otherwise than by its template."""
-    if tools and service.chat.tells_tools:
+    if tools and service.chat.instructs_tools:
         call.warn(
             "the model's chat template shows no tools: it is told of them in its first message, and how well it calls "
             "them depends on the model"

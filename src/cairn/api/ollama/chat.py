@@ -36,7 +36,7 @@ from cairn.api.openai.chat import check_suffix, encode_text
 from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.text.chat.messages import arguments_of
-from cairn.text.chat.replay import arguments_meant
+from cairn.text.chat.replay import parsed_arguments
 from cairn.types.errors import CairnError, InvalidRequest
 from cairn.types.outputs import Delta, Done, FinishReason, TokenKind, TokenLogprob, ToolCallDelta, logprobs_of
 
@@ -250,7 +250,7 @@ class Text(LineFormat):
 
 def _uncut(calls: list[ToolCallDelta], done: Done) -> list[ToolCallDelta]:
     """Return calls without one that the end has cut: its arguments have to be an object here."""
-    cut = done.reason is FinishReason.LENGTH and calls and not isinstance(arguments_meant(calls[-1].arguments), dict)
+    cut = done.reason is FinishReason.LENGTH and calls and not isinstance(parsed_arguments(calls[-1].arguments), dict)
     return calls[:-1] if cut else calls
 
 

@@ -1,8 +1,8 @@
-"""Ids of calls as a chat template takes them, which need not be the ids that the client sees.
+"""Call ids in the form that a chat template needs, which may differ from the client's ids.
 
-Mistral's templates refuse every id but one of nine letters and digits, Kimi's write `functions.NAME:INDEX` and nothing
-else of a call's name. Each id is made from the messages up to its call alone, so a longer conversation renders the same
-beginning.
+Mistral's templates refuse every id but nine letters and digits; Kimi's take a call's name from the id
+`functions.NAME:INDEX`. Each id depends only on the messages up to its call, so a longer conversation renders the same
+prefix.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from cairn.text.output.tool_parser import written_id
 
 CallIds = Literal["any", "nine", "kimi"]
-"""The ids a template takes: any text; nine letters and digits; `functions.NAME:INDEX`."""
+"""The ids a template accepts: any text; nine letters and digits; `functions.NAME:INDEX`."""
 
 SIZE = 9
 _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -25,7 +25,7 @@ _KIMI = re.compile(r"functions\.(.{1,256}):([0-9]{1,9})", re.DOTALL)
 
 
 def with_ids(messages: Sequence[dict[str, Any]], kind: CallIds) -> list[dict[str, Any]]:
-    """Return plain messages whose calls and results have ids that the template takes, the same in both."""
+    """Return plain messages with ids that the template accepts, the same in a call and its result."""
     if kind == "any":
         return [*messages]
     make = _NineIds().make if kind == "nine" else _KimiIds().make
@@ -34,15 +34,15 @@ def with_ids(messages: Sequence[dict[str, Any]], kind: CallIds) -> list[dict[str
 
 
 class _Pending:
-    """The new ids of the calls so far, and which of the last answer's calls have no result yet."""
+    """New ids of the calls so far, and the last answer's calls that have no result yet."""
 
     def __init__(self, make: Callable[[str, str], str]) -> None:
-        """Take `make`: (name of a tool, the client's id) -> the id that the template is given."""
+        """Take `make`: (tool name, client's id) -> template's id."""
         self._make = make
         self._by_id: dict[str, str] = {}
-        """The client's id -> the template's, of the newest call that has it."""
+        """Client's id -> template's id, of the newest call with that id."""
         self._open: list[tuple[str, str, str]] = []
-        """(name, the client's id, the template's id) of calls whose result has not come."""
+        """(name, client's id, template's id) of the calls without a result."""
 
     def renamed(self, message: dict[str, Any]) -> dict[str, Any]:
         if calls := message.get("tool_calls"):
@@ -61,23 +61,26 @@ class _Pending:
         return {**call, "id": made}
 
     def _result(self, message: dict[str, Any]) -> str:
-        """Return the id of a result: by the client's id, else that of the next call of its name without a result, else
-        a new one, for a call that is not in the conversation."""
+        """Return the template's id of a result.
+
+        It is matched by the client's id, or without one to the next open call of its name. A result without a call gets
+        a new id.
+        """
         given, name = message.get("tool_call_id"), message.get("name")
         given = given if isinstance(given, str) else ""
         for called, id, made in self._open:
             if id == given if given else name in (None, called):
                 self._open.remove((called, id, made))
                 return made
-        found = self._by_id.get(given) if given else None
-        if found is None:
-            found = self._make(name if isinstance(name, str) and name else "unknown", given)
-            self._by_id[given] = found
-        return found
+        made_id = self._by_id.get(given) if given else None
+        if made_id is None:
+            made_id = self._make(name if isinstance(name, str) and name else "unknown", given)
+            self._by_id[given] = made_id
+        return made_id
 
 
 class _NineIds:
-    """Makes ids of nine letters and digits, each once."""
+    """Maker of unique ids of nine letters and digits."""
 
     def __init__(self) -> None:
         self._used: set[str] = set()
@@ -85,21 +88,21 @@ class _NineIds:
     def make(self, name: str, given: str) -> str:
         own = written_id(given)
         if _NINE.fullmatch(own):
-            # The model wrote it into its answer, which stands in the prompt as it was sampled.
+            # The model wrote this id itself, and its answer is replayed as it was sampled.
             self._used.add(own)
             return own
         end = _HEX_END.fullmatch(given)
-        found = end[1] if end else given
+        made_id = end[1] if end else given
         times = 0
-        while not _NINE.fullmatch(found) or found in self._used:
-            found = _hashed(f"{given} {times}")
+        while not _NINE.fullmatch(made_id) or made_id in self._used:
+            made_id = _hashed(f"{given} {times}")
             times += 1
-        self._used.add(found)
-        return found
+        self._used.add(made_id)
+        return made_id
 
 
 class _KimiIds:
-    """Makes `functions.NAME:INDEX`, where the index counts the calls of the conversation."""
+    """Maker of `functions.NAME:INDEX`; the index counts the calls of the conversation."""
 
     def __init__(self) -> None:
         self._next = 0

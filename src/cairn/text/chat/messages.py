@@ -1,4 +1,4 @@
-"""OpenAI's chat messages -> the plain dicts that chat templates of the Hugging Face hub expect."""
+"""OpenAI's chat messages: built from an answer's pieces, and converted to the plain dicts that templates expect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import InvalidRequest, Unsupported
 from cairn.types.outputs import Delta, TokenKind, ToolCallDelta
 
-_TEXT = """You can call functions. Each line is one of them:
+_TOOL_INSTRUCTIONS = """You can call functions. Each line is one of them:
 {tools}
 
 To call a function, write its name and its arguments as JSON between these tags, and wait for the result:
@@ -24,10 +24,9 @@ To call a function, write its name and its arguments as JSON between these tags,
 def with_tools_by_instruction(
     messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Plain messages, of which the first says which tools there are and how to call them: behind a system's text, or
-    before anybody else's."""
+    """Describe the tools and how to call them in the first message: after a system text, before any other text."""
     lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
-    text = _TEXT.format(tools="\n".join(lines))
+    text = _TOOL_INSTRUCTIONS.format(tools="\n".join(lines))
     first, *rest = messages
     said = first["content"] or ""
     whole = f"{said}\n\n{text}" if first["role"] == "system" else f"{text}\n\n{said}"
@@ -35,25 +34,25 @@ def with_tools_by_instruction(
 
 
 ORDER = "order"
-"""Of a message that is kept: in which order its parts were said, where that is not the usual one."""
+"""Field of a stored message: the order of its parts, if it is not the usual one."""
 _USUAL = ("reasoning", "text", "call")
 
 
 class MessageBuilder:
-    """What an answer has said so far."""
+    """An assistant message assembled from the deltas of an answer."""
 
     def __init__(self) -> None:
         self._pieces: dict[str, list[str]] = {"reasoning": [], "text": []}
         self._calls: dict[int, list[str]] = {}
-        """Index -> id, name and pieces of the arguments."""
+        """Index -> [id, name, pieces of the arguments...]."""
         self._order: list[list[Any]] = []
-        """The parts as they were said: ["reasoning" or "text", characters], or ["call", index]."""
+        """The parts in order: ["reasoning" or "text", characters] or ["call", index]."""
 
     def __bool__(self) -> bool:
         return bool(self._order)
 
     def add(self, delta: Delta) -> None:
-        """Take the next piece."""
+        """Append the next delta."""
         self._say("reasoning", delta.reasoning)
         self._say("text", delta.text)
         for piece in delta.tool_calls:
@@ -77,7 +76,7 @@ class MessageBuilder:
 
     @property
     def reasoning(self) -> str:
-        """What it thought."""
+        """The reasoning."""
         return "".join(self._pieces["reasoning"])
 
     @property
@@ -86,7 +85,7 @@ class MessageBuilder:
         return [(one[0], one[1], "".join(one[2:])) for _, one in sorted(self._calls.items())]
 
     def parts(self) -> list[Delta]:
-        """Return what was said, in order: each delta is one stretch of reasoning or of text, or one whole call."""
+        """Return the parts in order; each delta is one stretch of reasoning or text, or one whole call."""
         whole, at = {"reasoning": self.reasoning, "text": self.text}, {"reasoning": 0, "text": 0}
         found = []
         for kind, size in self._order:
@@ -101,22 +100,22 @@ class MessageBuilder:
         return found
 
     def message(self) -> dict[str, Any]:
-        """Return the message as OpenAI's API has it."""
+        """Return the message in OpenAI's format."""
         return message_of(self.text, self.reasoning, self.calls)
 
     def kept(self) -> dict[str, Any]:
-        """Return the message as it is kept: with its order, where that is not the usual one."""
+        """Return the message as it is stored: with its order of parts if that is not the usual one."""
         ranks = [_USUAL.index(kind) for kind, _ in self._order]
         return self.message() | ({} if ranks == sorted(ranks) else {ORDER: self._order})
 
 
 def plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a kept message without what is only kept."""
+    """Return a stored message without the fields that only storage uses."""
     return {name: value for name, value in message.items() if name != ORDER}
 
 
 def said_of(message: Mapping[str, Any] | None) -> MessageBuilder:
-    """Return what a kept message says, in the order in which it was said."""
+    """Rebuild the parts of a stored message in their original order."""
     said = MessageBuilder()
     if message is None:
         return said
@@ -136,12 +135,15 @@ def said_of(message: Mapping[str, Any] | None) -> MessageBuilder:
 
 
 def reasoning_tokens(delta: Delta) -> int:
-    """Return how many tokens of reasoning a delta tells of, its tags among them."""
+    """Count the reasoning tokens of a delta, tags included."""
     return delta.kinds.count(TokenKind.REASONING) + delta.kinds.count(TokenKind.REASONING_TAG)
 
 
 def message_of(text: str, reasoning: str, calls: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
-    """The assistant's message; its content is None where the model only called tools."""
+    """Build an assistant message; `calls` are (id, name, arguments).
+
+    The content is None if the model only called tools.
+    """
     message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -154,7 +156,7 @@ def message_of(text: str, reasoning: str, calls: Sequence[tuple[str, str, str]])
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """The arguments of a call as an object, for APIs that have them so: what is none stands under one name."""
+    """Return a call's arguments as an object; any other value is wrapped as {"arguments": value}."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -166,20 +168,20 @@ _THOUGHT = re.compile(r"\s*<think>\n*+(.*?)\n?</think>\n*", re.DOTALL)
 _NAMES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "text"}) | {
     "object", "array", "string", "integer", "number", "boolean", "null"
 }  # fmt: skip
-"""Roles, and the types of parts, calls and schemas: a template compares with them, so they stay as they are."""
+"""Roles, and types of parts, calls and schemas: templates compare with them, so they are never changed."""
 _DEEPEST = 1000
-"""Values are walked through so deep, which is deeper than they can be rendered: a list of Python's may hold itself."""
+"""Most levels of nesting that are walked. Rendering stops earlier; a Python list may contain itself."""
 
 
 _MARKS = [chr(code) for block in (range(0xFDE0, 0xFDF0), range(0x10F000, 0x10FF00)) for code in block]
 
 
 def plain_message(message: Mapping[str, Any], index: int, *, thinks: bool) -> dict[str, Any]:
-    """One message as a template sees it; fields that are None or unknown are left out.
+    """Convert one message to the form that templates expect; fields that are None or unknown are dropped.
 
-    Content is a text (text parts are joined by line breaks), `developer` is `system`, the arguments of a tool call are
-    an object. If the template knows reasoning (`thinks`), content that begins with `<think>...</think>` is taken apart,
-    so that the template decides what becomes of it. Raises InvalidRequest or Unsupported naming the field.
+    Content becomes one text (parts joined by line breaks), `developer` becomes `system`, a call's arguments become an
+    object. If the template knows reasoning (`thinks`), a leading `<think>...</think>` is split off, so that the
+    template decides whether to keep it. Raises InvalidRequest or Unsupported naming the field.
     """
     where = f"messages[{index}]"
     role = message.get("role")
@@ -208,14 +210,18 @@ def plain_message(message: Mapping[str, Any], index: int, *, thinks: bool) -> di
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, keys included. InvalidRequest for a key that is none, as Python's dicts may have, and
-    for values nested more than 1000 deep."""
+    """Yield every text in a JSON value, keys included.
+
+    Raises InvalidRequest for a key that is not a text, as Python's dicts may have, and beyond 1000 levels.
+    """
     return (item for item in _values_in(value) if isinstance(item, str))
 
 
 def length(value: Any) -> int:
-    """How much there is to read in a JSON value: characters of texts, and one for all that has none, which takes its
-    time too. Counted until it is more than INLINE. Raises as `texts_in` does."""
+    """Return the size of a JSON value: its texts' characters, and 1 for every other item.
+
+    Counting stops above INLINE. Raises as `texts_in` does.
+    """
     count = 0
     for item in _values_in(value):
         count += max(len(item), 1) if isinstance(item, str) else 1
@@ -225,7 +231,8 @@ def length(value: Any) -> int:
 
 
 def _values_in(value: Any) -> Iterator[Any]:
-    """All there is in a JSON value, itself and keys included. Without recursion, by which each would cost its depth."""
+    """Yield every item of a JSON value, itself and keys included."""
+    # Not recursive: nested generators would pay the depth again for every item.
     levels: list[Iterator[Any]] = [iter((value,))]
     while levels:
         if len(levels) > _DEEPEST:
@@ -252,7 +259,7 @@ def _key(key: object) -> str:
 
 
 def unused_marks(texts: Iterable[str]) -> tuple[str, str]:
-    """Two private characters that no text contains. InvalidRequest where there are none."""
+    """Return two private-use characters that no text contains. Raises InvalidRequest if all are used."""
     used = {mark for text in texts if not text.isascii() for mark in set(text)}
     free = (mark for mark in _MARKS if mark not in used)
     try:
@@ -262,7 +269,7 @@ def unused_marks(texts: Iterable[str]) -> tuple[str, str]:
 
 
 def with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with `change` applied to every text, keys included, but for the roles and types that there are."""
+    """Apply `change` to every text of a JSON value, keys included; known roles and types stay unchanged."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -273,7 +280,7 @@ def with_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def with_message_texts(message: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """A plain message with `change` applied to every text in it, but for roles, types and the names of its fields."""
+    """Apply `change` to every text of a plain message, except roles, types and field names."""
     made = {key: item if _is_name(key, item) else with_texts(item, change) for key, item in message.items()}
     if "tool_calls" in message:
         made["tool_calls"] = [
@@ -310,8 +317,11 @@ def _content(content: Any, field: str) -> str:
 
 
 def _call(call: Any, field: str) -> dict[str, Any]:
-    """A tool call with its arguments as an object. Arguments that are no JSON object, or one deeper than a call may be,
-    stay as they are: an answer that was cut in the middle of a call must not spoil every later turn."""
+    """Return a tool call with its arguments parsed to an object.
+
+    Arguments that are not a JSON object, or are nested too deeply, stay a text: an answer that was cut in the middle
+    of a call must not make every later turn fail.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{field}.function.name must be a text", field=f"{field}.function.name")
@@ -327,7 +337,7 @@ def _call(call: Any, field: str) -> dict[str, Any]:
 
 
 def _is_deep(value: dict[str, Any]) -> bool:
-    """Whether it is nested deeper than MAX_DEPTH."""
+    """Return whether a value is nested deeper than MAX_DEPTH."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         items = (item for each in level for item in (each.values() if isinstance(each, dict) else each))

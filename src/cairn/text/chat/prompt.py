@@ -1,8 +1,8 @@
-"""Messages -> prompt ids, as the model's chat template says.
+"""Chat messages -> prompt ids, through the model's chat template.
 
 messages -> plain dicts (`messages`), control tokens in their texts broken up by a mark (`control_tokens`)
-         -> made to fit what the template can show (`template_traits`), rendered in a process of its own (`render`)
-         -> ids (`tokenizer`), answers of old put back as they were sampled (`replay`)
+         -> adapted to what the template can show (`template_traits`), rendered in a helper process (`render`)
+         -> ids (`tokenizer`), earlier answers replaced by the ids that were sampled (`replay`)
 """
 
 from __future__ import annotations
@@ -69,47 +69,50 @@ from cairn.types.request import Grammar, OfferedTool, OutputFormat
 log = logging.getLogger("cairn.text")
 T = TypeVar("T")
 SEARCHED_INLINE = 1 << 18
-"""Characters that are gone through on the event loop: it takes some milliseconds at most."""
+"""Most characters of a rendered text that are searched on the event loop, which takes a few milliseconds."""
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
-"""Names in a template that are the server's to set, beside those of the special tokens."""
+"""Template variables that only the server sets, beside the special tokens' names."""
 
 _NAMED = re.compile(r"""\.([^\W\d]\w*)|(['"])([\w-]+)\2""")
-"""A field that a template looks up, or a word that it compares with."""
+"""A field that a template looks up, or a string literal that it compares with."""
 NO_TEMPLATE = "this model has no chat template"
 ELSE = "use /v1/completions, or start the server with --chat-template NAME or FILE"
-"""What can be done without one."""
+"""What to do without a chat template, for error messages."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A chat as the model will see it."""
+    """A chat encoded for the model."""
 
     tokens: tuple[int, ...]
     output: OutputFormat
-    """How the answer is to be read."""
+    """How to parse the answer."""
     grammar: Grammar | None = None
-    """`Request.grammar`: what the answer has to be."""
+    """`Request.grammar`: the constraint on the answer."""
     warnings: tuple[str, ...] = ()
-    """What was wanted of the answer and it is not held to."""
+    """Requested constraints that are not enforced."""
 
 
 class Sampled(NamedTuple):
-    """The ids that were sampled for an answer, and by what they are found again."""
+    """The ids that were sampled for an answer, and the key of their entry in the replay table."""
 
     before: bytes
-    """SHA-256 of the ids before it."""
+    """SHA-256 of the ids before the answer."""
     answer: AnswerIdentity
     ids: Sequence[int]
     opened: int
-    """How many of the ids end the prompt that was answered."""
+    """How many of the ids come from the end of the prompt: the template opened the reasoning there."""
 
 
-class _Read(NamedTuple):
-    """A chat that was checked: the template's name, messages before and after control tokens in them were broken up."""
+class _CheckedChat(NamedTuple):
+    """A validated chat, ready to be rendered."""
 
     template: str
+    """Name of the template."""
     clean: list[dict[str, Any]]
+    """Plain messages as the client sent them."""
     plain: list[dict[str, Any]]
+    """The same with control tokens in their texts broken up, as they are rendered."""
     traits: Traits
     offered: tuple[OfferedTool, ...]
     tools: Any
@@ -117,40 +120,40 @@ class _Read(NamedTuple):
     mark: str
     edge: str
     form: CallFormat | None
-    """How tools are called; None where there are none."""
+    """The format of tool calls; None without tools."""
 
 
 class Chat:
-    """One model's chats. Made by `Chat.start`; every method runs on the event loop that started it."""
+    """One model's chat encoding. Made by `Chat.start`; every method runs on the event loop that started it."""
 
     def __init__(
         self, tokenizer: Tokenizer, templates: Mapping[str, str], config: Config, clock: Clock | None = None
     ) -> None:
-        """`templates`: name -> text, none for a model that has no chat template. `clock` tells them the date."""
+        """Take `templates` (name -> text; empty without a chat template) and the `clock` that dates them."""
         self._clock = clock or SystemClock()
         self.context: int | None = None
-        """Tokens that the engine takes, once it has told."""
+        """The engine's context in tokens; None until `set_engine`."""
         self._vocab: int | None = None
-        """Tokens that the model has, once the engine has told."""
+        """The model's vocabulary size; None until `set_engine`."""
         self._ends: tuple[int, ...] = ()
-        """Those of them that end an answer, beside the tokenizer's."""
+        """The engine's end tokens, beside the tokenizer's."""
         self.long = LongTexts()
         self.tokenizer = tokenizer
         self._templates = templates
         self._named = {match[1] or match[3] for text in templates.values() for match in _NAMED.finditer(text)}
         self._forms = {name: format_of(text) for name, text in templates.items()}
-        """How each template shows calls."""
+        """Template name -> its format of tool calls."""
         self._thought = thoughts_of(templates.values())
-        """How the model sets what it thinks apart."""
+        """How the model marks its reasoning."""
         self._thinks = thinks(self._thought, templates.values())
         self._keep_reasoning = config.reasoning_history == "keep"
-        self._tells_tools = config.tool_instructions
+        self._instructs_tools = config.tool_instructions
         self.replays = ReplayTable()
-        """What was sampled for messages that may come back."""
+        """The ids sampled for messages that may come back."""
         self._traits = {name: (Traits(), Traits()) for name in templates}
-        """The traits of each template, without tools and with them."""
+        """Template name -> its traits (without tools, with tools)."""
         self._refusal = NO_TEMPLATE
-        """Why there is no renderer."""
+        """Why there is no renderer, for error messages."""
         self._grammars = Compiler(self._token_table, self.long)
         self._renderer: Renderer | None = None
         if templates:
@@ -163,8 +166,8 @@ class Chat:
     async def start(cls, folder: Path, config: Config, clock: Clock | None = None) -> Chat:
         """Read a model's tokenizer and chat templates and start the process that renders them.
 
-        Raises ModelFileError if one of their files is broken, ConfigError if `chat_template` names none that can be
-        used. A model without a template, or with one that does not compile, starts; `prompt` then refuses.
+        Raises ModelFileError if one of their files is broken, ConfigError if the option `chat_template` names no usable
+        template. A model without a template, or with one that does not compile, starts; `prompt` then refuses.
         """
         given = None if config.chat_template is None else await asyncio.to_thread(given_template, config.chat_template)
         process = launch()
@@ -197,8 +200,10 @@ class Chat:
         return chat
 
     async def _look_at_templates(self, declared: Any) -> None:
-        """Find out what each template shows of messages, what it ends the assistant's turns with, and how it calls
-        tools. `declared`: the model's response template."""
+        """Probe each template: what it shows of messages, how it ends assistant turns, and how it writes tool calls.
+
+        `declared` is the model's response template.
+        """
         assert self._renderer is not None
         renderer = self._renderer
 
@@ -214,7 +219,7 @@ class Chat:
         for name in self._templates:
             try:
                 self._traits[name] = await find_traits(partial(render, name))
-            except CairnError as error:  # a machine that has no time to find out
+            except CairnError as error:  # an overloaded machine: the probes ran out of time
                 log.warning("what the chat template shows of messages is not known: %s", error)
         plain = self._traits["default"][0]
         given = {} if plain.absent else {"tools": None, "documents": None}
@@ -222,7 +227,7 @@ class Chat:
             text = await render("default", in_parts(ANSWERED, plain.parts), given)
         except CairnError:
             text = None
-        if text is not None and not self._thought.turn:  # there a part of an answer ends so, and it goes on
+        if text is not None and not self._thought.turn:  # with `turn` the same token ends one part of an answer
             self.tokenizer.end_ids |= turn_ends(text, self.tokenizer)
         ends = {text for text, i in self.tokenizer.controls.ids.items() if i in self.tokenizer.end_ids}
         for name, text in self._templates.items():
@@ -236,23 +241,23 @@ class Chat:
 
     @property
     def template(self) -> str:
-        """The text of the template that chats are rendered with; empty where the model has none."""
+        """Text of the default template; empty without one."""
         return self._templates.get("default", "")
 
     @property
     def thinks(self) -> bool:
-        """Whether a template knows reasoning."""
+        """Whether the templates mark reasoning."""
         return self._thinks
 
     @property
     def calls_tools(self) -> bool:
-        """Whether a template shows tools, and calls of them are read."""
+        """Whether a template shows tools and their calls can be parsed."""
         return any(self._teaches(name) for name in self._templates)
 
     @property
-    def tells_tools(self) -> bool:
-        """Whether tools are told of in the first message, because no template shows them."""
-        return self._tells_tools and not self.calls_tools
+    def instructs_tools(self) -> bool:
+        """Whether tools are described in the first message, because no template shows them."""
+        return self._instructs_tools and not self.calls_tools
 
     async def prompt(
         self,
@@ -267,32 +272,32 @@ class Chat:
         """Render and encode a chat up to the beginning of the assistant's next message.
 
         Messages are OpenAI's: role, content (text or text parts), reasoning_content, tool_calls, tool_call_id, name.
-        `template_args` are variables of the template, such as enable_thinking; `share` is whose time is taken; `wanted`
-        is what the answer has to be. Raises
-        InvalidRequest or Unsupported naming the field, ContextTooLong for a chat far beyond the context, Overloaded if
-        too many of that share wait to be rendered.
+        `template_args` are variables of the template, such as enable_thinking; `share` is the tenant whose time is
+        used; `wanted` is the constraint on the answer. Raises InvalidRequest or Unsupported naming the field,
+        ContextTooLong for a chat far beyond the context, Overloaded if too many requests of `share` wait to be
+        rendered.
         """
-        chat = await self._read_apart(share, messages, tools, template_args)
+        chat = await self._checked(share, messages, tools, template_args)
         found = dict(self._answers(tenant, chat.clean))
         answers = {f"{chat.edge}{n}{chat.edge}": answer for n, answer in found.items()}
         conversations = [chat.plain]
         if found:
-            stand_ins = zip(found, answers, strict=True)
-            shown = dict(enumerate(chat.plain)) | {n: self._marked(chat.plain[n], text) for n, text in stand_ins}
+            pairs = zip(found, answers, strict=True)
+            shown = dict(enumerate(chat.plain)) | {n: self._stand_in(chat.plain[n], text) for n, text in pairs}
             conversations.append(list(shown.values()))
         try:
             texts = await self._render(chat, conversations, share)
         except InvalidRequest:
             if not found:
                 raise
-            texts = await self._render(chat, [chat.plain], share)  # the template wants the answers as they are
+            texts = await self._render(chat, [chat.plain], share)  # the template refuses marks in place of answers
         await self._check_shown(chat, texts[0], share)
         await self._check_length(texts[0], chat.mark, share)
         if sum(map(len, texts)) > INLINE:
             tokens = await self.long.run(share, self._encode, texts, chat.mark, answers, tenant)
         else:
             tokens = self._encode(texts, chat.mark, answers, tenant)
-        return await self._held_to(chat, self._prompt(chat, texts[0], tokens), wanted, tools, share)
+        return await self._with_grammar(chat, self._prompt(chat, texts[0], tokens), wanted, tools, share)
 
     async def extend(
         self,
@@ -305,17 +310,17 @@ class Chat:
         template_args: Mapping[str, Any] | None = None,
         wanted: Wanted = ANYTHING,
     ) -> Prompt | None:
-        """The prompt for new messages behind `before`, the exact ids of a conversation whose last message is an answer.
+        """Append new messages to `before`, the exact ids of a conversation whose last message is an answer.
 
-        Only what the new messages add is encoded. None where the template does not tell what that is: `prompt` then
-        renders and encodes the conversation as a whole. Raises as `prompt` does.
+        Only the text of the new messages is encoded. Returns None if that text cannot be told apart in the rendering:
+        the caller then encodes the whole conversation with `prompt`. Raises as `prompt` does.
         """
         if self._thought.shut and (not before or before[-1] not in self.tokenizer.control_ids):
             return None  # the answer was cut
-        chat = await self._read_apart(share, [*messages, *new], tools, template_args)
+        chat = await self._checked(share, [*messages, *new], tools, template_args)
         answer = f"{chat.edge}0{chat.edge}"
         shown = list(chat.plain)
-        shown[len(messages) - 1] = self._marked(shown[len(messages) - 1], answer)
+        shown[len(messages) - 1] = self._stand_in(shown[len(messages) - 1], answer)
         try:
             (text,) = await self._render(chat, [shown], share)
         except InvalidRequest:
@@ -327,18 +332,18 @@ class Chat:
         _, added = place
         if answer in added or next(self.tokenizer.controls.find(added), None) is None:
             return None
-        if await self._lost(chat.plain[len(messages) :], added, share):
+        if await self._missing(chat.plain[len(messages) :], added, share):
             return None
         await self._check_length(added, chat.mark, share)
         encode = self.tokenizer.encode_rendered
         long = len(added) > INLINE
         ids = await self.long.run(share, encode, added, chat.mark) if long else encode(added, chat.mark)
-        return await self._held_to(chat, self._prompt(chat, added, [*before, *ids]), wanted, tools, share)
+        return await self._with_grammar(chat, self._prompt(chat, added, [*before, *ids]), wanted, tools, share)
 
-    async def _held_to(
-        self, chat: _Read, prompt: Prompt, wanted: Wanted, tools: Sequence[Mapping[str, Any]] | None, share: str
+    async def _with_grammar(
+        self, chat: _CheckedChat, prompt: Prompt, wanted: Wanted, tools: Sequence[Mapping[str, Any]] | None, share: str
     ) -> Prompt:
-        """The prompt with the grammar of what is wanted, if anything is."""
+        """Return the prompt with the grammar for the wanted constraints, if there are any."""
         held = await self._grammars.held_to(wanted, prompt.output, tools, chat.form, share)
         output = prompt.output
         if tools and chat.form is not None:
@@ -349,60 +354,62 @@ class Chat:
         return msgspec.structs.replace(prompt, grammar=held.grammar, warnings=held.warnings, output=output)
 
     async def grammar(self, structure: Structure | None, output: OutputFormat, *, share: str = "") -> HeldAnswer:
-        """Return what an answer that is read by `output` is held to.
+        """Return the grammar that `structure` puts on an answer parsed by `output`.
 
-        Raises InvalidRequest naming the field for what cannot be compiled, or not within the limits; else as `prompt`.
+        Raises InvalidRequest naming the field if it does not compile within the limits; else as `prompt`.
         """
         return await self._grammars.held_to(Wanted(structure=structure), output, None, None, share)
 
     async def same_grammar(self, text: str, output: OutputFormat, *, share: str = "") -> Grammar | None:
-        """Return the grammar of a text that was `Grammar.text` before a restart; None where it is empty. Raises as
-        `grammar`."""
+        """Rebuild a grammar from its `Grammar.text` after a restart; None for an empty text. Raises as `grammar`."""
         return await self._grammars.again(text, output, share)
 
-    async def _read_apart(self, share: str, *chat: Any) -> _Read:
-        """`_read`, where it may take long in a thread: of what a template drops there may be megabytes."""
-        return await self.long.run(share, self._read, *chat) if length(chat) > INLINE else self._read(*chat)
+    async def _checked(self, share: str, *chat: Any) -> _CheckedChat:
+        """Check a chat, in a thread if it is long: parts that the template drops may hold megabytes."""
+        return await self.long.run(share, self._check, *chat) if length(chat) > INLINE else self._check(*chat)
 
-    def _read(
+    def _check(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         template_args: Mapping[str, Any] | None,
-    ) -> _Read:
-        """Check a chat and make it plain."""
+    ) -> _CheckedChat:
+        """Validate a chat and convert it to plain messages."""
         if self._renderer is None:
             raise InvalidRequest(f"{self._refusal}; {ELSE}", field="messages")
         if not messages:
             raise InvalidRequest("messages is empty; it must hold at least one message", field="messages")
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         traits = self._traits[name][bool(tools)]
-        form = self._forms[name] if self._teaches(name) else BY_NAME["hermes"] if self._tells_tools else None
+        form = self._forms[name] if self._teaches(name) else BY_NAME["hermes"] if self._instructs_tools else None
         if tools and form is None:
             raise Unsupported(
-                "this model's chat template does not show tools, or not how to call them in a form that is read here, "
-                "and --no-tool-instructions keeps the model from being told of them in its first message",
+                "this model's chat template does not show tools, or shows calls in a format that is not supported; "
+                "leave out --no-tool-instructions to describe tools in the first message",
                 field="tools",
             )
         arguments = self._arguments(template_args or {})
         try:
             clean = [plain_message(message, n, thinks=self._thinks) for n, message in enumerate(messages)]
             mark, edge = unused_marks([*texts_in([clean, tools or [], arguments]), *self._templates.values()])
-            broken = partial(self._broken, mark=mark)
+            break_up = partial(self._break_up, mark=mark)
             shown = tools if self._teaches(name) else None
-            told = clean if not tools or shown else with_tools_by_instruction(clean, tools)
-            named = with_ids(told, traits.ids)
-            plain = [self._with_thinking(with_message_texts(message, broken)) for message in named]
-            offered = with_texts(shown or None, broken)
-            given = {valid_text(name): with_texts(value, broken) for name, value in arguments.items()}
+            instructed = clean if not tools or shown else with_tools_by_instruction(clean, tools)
+            named = with_ids(instructed, traits.ids)
+            plain = [self._with_thinking(with_message_texts(message, break_up)) for message in named]
+            offered = with_texts(shown or None, break_up)
+            given = {valid_text(name): with_texts(value, break_up) for name, value in arguments.items()}
         except RecursionError:
             raise InvalidRequest("messages or tools are nested too deeply", field="messages") from None
         known = offered_tools(tools or (), xml=form is not None and form.kind == "tagged")
-        return _Read(name, clean, plain, traits, known, offered, given, mark, edge, form if tools else None)
+        return _CheckedChat(name, clean, plain, traits, known, offered, given, mark, edge, form if tools else None)
 
-    def _marked(self, message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-        """An answer that a mark stands for. Where a template writes something around it, and looks back at the calls
-        that results belong to, they stay, and the mark stands in one."""
+    def _stand_in(self, message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+        """Return an assistant message whose content is `mark`.
+
+        A template with turn markers looks back at the calls that results belong to, so there the calls stay and the
+        mark is the first call's arguments.
+        """
         if not (self._thought.turn and message.get("tool_calls")):
             return {"role": "assistant", "content": mark}
         first, *others = message["tool_calls"]
@@ -410,18 +417,17 @@ class Chat:
         return {"role": "assistant", "content": "", "tool_calls": [first, *others]}
 
     def _with_thinking(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message with its reasoning by the name that the templates of gpt-oss know it by; they refuse it beside a
-        content and calls."""
+        """Add `thinking`, gpt-oss's name for reasoning; its templates refuse it beside both content and calls."""
         said = message.get("reasoning_content")
         if self._thought is not HARMONY or not said or (message["content"] and message.get("tool_calls")):
             return message
         return {**message, "thinking": said}
 
     def _teaches(self, name: str) -> bool:
-        """Whether a template shows tools and a form of calls that `output_parser` reads."""
+        """Whether a template shows tools and a call format that `output_parser` reads."""
         return self._traits[name][True].offers and self._forms[name] is not None
 
-    async def _render(self, chat: _Read, conversations: list[Any], share: str) -> list[str]:
+    async def _render(self, chat: _CheckedChat, conversations: list[Any], share: str) -> list[str]:
         assert self._renderer is not None
         now = self._clock.time_ns() / 1e9
         nothing = {} if chat.traits.absent else {"tools": None, "documents": None}
@@ -432,12 +438,12 @@ class Chat:
         job = Job(template=chat.template, payload=payload, marks=chat.mark + chat.edge, now=now)
         return [self.tokenizer.begun_chat(text) for text in await self._renderer.render(job, share)]
 
-    async def _check_shown(self, chat: _Read, text: str, share: str) -> None:
-        """InvalidRequest naming the message where the template leaves one's content or calls out. Reasoning it may."""
-        lost = await self._lost(chat.plain, text, share)
+    async def _check_shown(self, chat: _CheckedChat, text: str, share: str) -> None:
+        """Raise InvalidRequest if the template drops a message's content or calls. Reasoning may be dropped."""
+        lost = await self._missing(chat.plain, text, share)
         if not lost:
             return
-        # Not there as they are: a template may write them in another way, and then shows what stands in for them.
+        # A template may write a text in another form (escaped, say). Then it shows a stand-in in the text's place.
         shown = list(chat.plain)
         names = {one: f"{chat.edge}{number}{chat.edge}" for number, one in enumerate(lost)}
         for n in {n for n, _ in lost}:
@@ -446,28 +452,31 @@ class Chat:
         try:
             (text,) = await self._render(chat, [shown], share)
         except InvalidRequest:
-            return  # it looks at them
-        absent = await self._apart(text, share, lambda: [one for one in lost if names[one] not in text])
+            return  # the template inspects the texts, so it does not drop them
+        absent = await self._in_thread_if_long(text, share, lambda: [one for one in lost if names[one] not in text])
         for n, kind in absent:
             field = f"messages[{n}].{kind}"
             raise InvalidRequest(f"this model's chat template leaves {field} out of the prompt", field=field)
 
-    async def _lost(self, messages: Sequence[dict[str, Any]], text: str, share: str) -> list[tuple[int, str]]:
-        """Look for what a template leaves out."""
-        return await self._apart(text, share, partial(left_out, messages, text))
+    async def _missing(self, messages: Sequence[dict[str, Any]], text: str, share: str) -> list[tuple[int, str]]:
+        """Return (index, field) of the messages that the template leaves out."""
+        return await self._in_thread_if_long(text, share, partial(left_out, messages, text))
 
-    async def _apart(self, text: str, share: str, work: Callable[[], T]) -> T:
-        """Do what goes through a rendered text a few times, in a thread where that is long."""
+    async def _in_thread_if_long(self, text: str, share: str, work: Callable[[], T]) -> T:
+        """Run `work`, which searches `text` a few times; in a thread if the text is long."""
         return await self.long.run(share, work) if len(text) > SEARCHED_INLINE else work()
 
     async def _check_length(self, rendered: str, mark: str, share: str) -> None:
-        """What a template put into the prompt: contents, tools, calls, and of reasoning what it keeps."""
+        """Raise ContextTooLong for a rendered text far beyond the context.
+
+        It is measured after rendering, because a template may drop reasoning.
+        """
         if self.context is not None:
             encode = partial(self.tokenizer.encode_rendered, mark=mark)
             await check_length(encode, [rendered], self.context, "messages", self.long, share)
 
-    def _prompt(self, chat: _Read, text: str, tokens: Sequence[int]) -> Prompt:
-        """`text`: what was rendered, or its end."""
+    def _prompt(self, chat: _CheckedChat, text: str, tokens: Sequence[int]) -> Prompt:
+        """Build the prompt; `text` is the rendered text or its end."""
         thought = text[-64:].rstrip().endswith(self._thought.open)
         return Prompt(
             tuple(tokens),
@@ -477,7 +486,7 @@ class Chat:
                 reasoning_open=thought and self._thinks,
                 tools=chat.form is not None,
                 xml=chat.form is not None and FUNCTION in self._templates[chat.template],
-                calls=_read_apart(chat.form),
+                calls=_reader_name(chat.form),
                 offered=chat.offered,
             ),
         )
@@ -485,9 +494,9 @@ class Chat:
     def remember(
         self, tenant: str, prompt_tokens: Sequence[int], generated_tokens: Sequence[int], message: Mapping[str, Any]
     ) -> Sampled | None:
-        """Keep what was sampled for `message`, as the client saw it, so that it can be put back when it returns.
+        """Store the ids sampled for `message` (as the client saw it), to be reused when the message comes back.
 
-        Returns what is kept, for `recall` after a restart; None where that cannot be told exactly.
+        Returns the stored entry, for `recall` after a restart; None if the ids of the visible text are not certain.
         """
         sampled = self.sampled(prompt_tokens, generated_tokens, message)
         if sampled is not None:
@@ -495,16 +504,16 @@ class Chat:
         return sampled
 
     def recall(self, tenant: str, sampled: Sampled) -> None:
-        """Put into the table what `remember` once returned."""
+        """Put an entry that `remember` returned back into the replay table."""
         self.replays.put(tenant, sampled.before, sampled.answer, sampled.ids)
 
     def sampled(
         self, prompt_tokens: Sequence[int], generated_tokens: Sequence[int], message: Mapping[str, Any]
     ) -> Sampled | None:
-        """What stands in the context for `message` when the conversation goes on; None if that cannot be told."""
+        """Return the ids that represent `message` when the conversation goes on; None if they are not certain."""
         ended = bool(generated_tokens) and generated_tokens[-1] in self.tokenizer.end_ids
         if self._renderer is None or (self._thought.turn and not ended):
-            return None  # an answer that was cut lacks what a form writes behind it
+            return None  # a cut answer lacks the closing tokens of its format
         seen = plain_message(message, 0, thinks=False)
         answer = answer_of(plain_message(message, 0, thinks=self._thinks))
         size = opener(self.tokenizer, prompt_tokens, self._thought)
@@ -526,7 +535,7 @@ class Chat:
                 reasoning_open=thought,
                 tools=tools,
                 xml=tools and any(FUNCTION in text for text in self._templates.values()),
-                calls=next(filter(None, map(_read_apart, self._forms.values())), "") if tools else "",
+                calls=next(filter(None, map(_reader_name, self._forms.values())), "") if tools else "",
                 offered=called if tools else (),
                 one_call=one_call,
                 held=only,
@@ -537,21 +546,20 @@ class Chat:
                 return Sampled(Prefix().digest(before), answer, opened + ids, len(opened))
         return None
 
-    def knows(self, name: str) -> bool:
-        """Whether a template looks at an argument of this name."""
+    def mentions(self, name: str) -> bool:
+        """Return whether a template mentions an argument of this name."""
         return any(name in text for text in self._templates.values())
 
     async def close(self) -> None:
-        """End the processes that render and compile."""
+        """Stop the processes that render templates and compile grammars."""
         try:
             await self._grammars.close()
         finally:
             if self._renderer is not None:
                 await self._renderer.close()
 
-    def knows_engine(self, context: int, vocab: int, ends: Sequence[int]) -> None:
-        """Take note of what the engine has told: tokens of its context, those that the model has, and those that end
-        an answer."""
+    def set_engine(self, context: int, vocab: int, ends: Sequence[int]) -> None:
+        """Store the engine's context length and vocabulary size in tokens, and its end tokens."""
         self.context, self._vocab, self._ends = context, vocab, tuple(ends)
 
     def _token_table(self, marks: tuple[str, ...]) -> TokenTable:
@@ -559,7 +567,7 @@ class Chat:
         return token_table(self.tokenizer, vocab, self._ends, marks)
 
     def _answers(self, tenant: str, messages: list[dict[str, Any]]) -> list[tuple[int, AnswerIdentity]]:
-        """(place, identity) of the assistant messages that may have been sampled here."""
+        """Return (index, identity) of the assistant messages that may have been sampled here."""
         found = []
         for n, message in enumerate(messages):
             answer = answer_of(message) if message["role"] == "assistant" else None
@@ -567,8 +575,8 @@ class Chat:
                 found.append((n, answer))
         return found
 
-    def _broken(self, text: str, mark: str) -> str:
-        """What a template looks up or compares with stays as it is where that is a part of a control token only."""
+    def _break_up(self, text: str, mark: str) -> str:
+        """Break up control tokens in `text`; words that the template looks up stay whole unless they hold one."""
         return self.tokenizer.controls.break_up(valid_text(text), mark, whole=text not in self._named)
 
     def _arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -594,8 +602,8 @@ class Chat:
         )
 
 
-def _read_apart(form: CallFormat | None) -> str:
-    """What a form that has a reader of its own is told by."""
+def _reader_name(form: CallFormat | None) -> str:
+    """Return the name of a format that has a reader of its own, else an empty string."""
     return name_of(form) if form is not None and not form.plain else ""
 
 

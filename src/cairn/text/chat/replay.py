@@ -1,15 +1,15 @@
 """Exact replay: an assistant message that comes back unchanged becomes the very ids that were sampled for it.
 
-Rendering and encoding an old answer again may give other ids than were sampled (reasoning left out, JSON written
-anew, another split into tokens), and then nothing that was computed after it can be used again. So what was sampled
-is remembered, found again by tenant, the exact ids before the message, its visible content byte for byte and its tool
-calls as parsed JSON, and put into the prompt in place of what the template makes of the message:
+Rendering and encoding an old answer again may give other ids than were sampled (reasoning dropped, JSON reformatted,
+another split into tokens), and then no KV after it can be reused. So the sampled ids are stored under the tenant, the
+exact ids before the message, its visible content byte for byte and its tool calls as parsed JSON. They replace the
+template's rendering of the message in the prompt:
 
-    marked rendering    A0 <mark 0> A1 <mark 1> A2     each remembered answer is one mark
-    plain rendering     A0 answer 0 A1 answer 1 A2     what a template makes of them
+    marked rendering    A0 <mark 0> A1 <mark 1> A2     each stored answer is one mark
+    plain rendering     A0 answer 0 A1 answer 1 A2     the template's own rendering
     prompt              ids(A0) sampled 0 ids(A1) sampled 1 ids(A2)
 
-Where nothing fits, the plain rendering is used, encoded as a whole. Nothing here touches the outside world.
+If no entry matches, the plain rendering is encoded as a whole. Nothing here touches the outside world.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from cairn.types.outputs import ToolCallDelta
 from cairn.types.request import OfferedTool, OutputFormat
 
 ENTRY_COST = 64
-"""Tokens that an entry counts in the bound beside its own ids: keys and objects."""
+"""Overhead of an entry (keys and objects), in tokens of the table's limit."""
 MAX_MISSES = 8
-"""Remembered answers that may fail to fit before the rest of a conversation is left to the template."""
+"""Failed lookups after which the rest of a conversation is left to the template."""
 
 
 class AnswerIdentity(NamedTuple):
-    """What identifies an assistant message: `visible` must be equal; reasoning must be equal unless left out."""
+    """The identity of an assistant message: `visible` must be equal; reasoning must be equal unless it is absent."""
 
     visible: bytes
     reasoning: str
 
 
 def answer_of(message: Mapping[str, Any]) -> AnswerIdentity | None:
-    """The identity of an assistant message; None if it says nothing or holds what is no part of an answer."""
+    """Return the identity of an assistant message; None if it is empty or has fields that no answer has."""
     content = message.get("content") or ""
     calls = message.get("tool_calls") or []
     known = {"role", "content", "reasoning_content", "tool_calls"}
@@ -64,8 +64,10 @@ def answer_of(message: Mapping[str, Any]) -> AnswerIdentity | None:
 
 
 def _canonical(arguments: Any) -> str:
-    """Return JSON that is the same for the same value, whatever its spacing and order; a text that is no JSON as it is,
-    which no other call's arguments can be."""
+    """Return canonical JSON of the arguments, independent of spacing and key order.
+
+    A text that is not JSON is returned unchanged: it cannot equal any canonical JSON.
+    """
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
@@ -73,8 +75,8 @@ def _canonical(arguments: Any) -> str:
     return json.dumps(value, sort_keys=True, allow_nan=False)
 
 
-def arguments_meant(arguments: Any) -> Any:
-    """Return the arguments of a call as parsed JSON. A text that is none stays as it is: calls are broken, or cut."""
+def parsed_arguments(arguments: Any) -> Any:
+    """Parse a call's arguments; a text that is not JSON (a broken or cut call) is returned unchanged."""
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
@@ -82,7 +84,7 @@ def arguments_meant(arguments: Any) -> Any:
 
 
 class Prefix:
-    """The ids before a message, and their digest, both growing."""
+    """The ids before a message and their digest; ids can be appended."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -94,49 +96,46 @@ class Prefix:
         self._digest.update(array("I", ids).tobytes())
 
     def digest(self, more: Sequence[int] = ()) -> bytes:
-        """SHA-256 of the ids so far and `more`, 4 bytes each."""
+        """Return the SHA-256 of the ids so far and `more`, 4 bytes each."""
         digest = self._digest.copy()
         digest.update(array("I", more).tobytes())
         return digest.digest()
 
 
 class ReplayTable:
-    """What was sampled, by (tenant, ids before, visible answer): bounded, the least recently used goes first.
-
-    Safe to use from several threads.
-    """
+    """Sampled ids by (tenant, ids before, visible answer); a bounded LRU table. Thread-safe."""
 
     def __init__(self, limit: int = 1 << 22) -> None:
-        """`limit`: tokens kept, with `ENTRY_COST` more for each entry."""
+        """Keep at most `limit` tokens; each entry counts `ENTRY_COST` more."""
         self._limit = limit
         self._entries: OrderedDict[bytes, bytes] = OrderedDict()
-        """As `_packed`. One object of bytes for each: there are many of them, and most are short."""
+        """Key -> entry, packed into one bytes object: there are many entries, and most are short."""
         self._visible: Counter[int] = Counter()
-        """How many entries there are of an answer, whatever was before it."""
+        """Short digest of tenant and answer -> number of entries, whatever came before."""
         self._tokens = 0
-        """What counts against the limit now."""
+        """Tokens that count against the limit now."""
         self._lock = threading.Lock()
 
     def put(self, tenant: str, before: bytes, answer: AnswerIdentity, ids: Sequence[int]) -> None:
-        """Remember the ids that follow the prefix with digest `before`."""
-        said = _said(tenant, answer)
-        key = _key(said, before)
+        """Store the ids that follow the prefix with digest `before`."""
+        visible_key = _visible_key(tenant, answer)
+        key = _key(visible_key, before)
         with self._lock:
             self._drop(key)
-            self._entries[key] = _packed(said, ids, answer.reasoning)
-            self._visible[_short(said)] += 1
+            self._entries[key] = _packed(visible_key, ids, answer.reasoning)
+            self._visible[_short(visible_key)] += 1
             self._tokens += len(ids) + ENTRY_COST
             while self._tokens > self._limit:
                 self._drop(next(iter(self._entries)))
 
     def knows(self, tenant: str, answer: AnswerIdentity) -> bool:
-        """Whether this tenant ever got this answer, in whatever conversation."""
+        """Return whether an entry holds this answer for this tenant, in any conversation."""
         with self._lock:
-            return _short(_said(tenant, answer)) in self._visible
+            return _short(_visible_key(tenant, answer)) in self._visible
 
     def find(self, tenant: str, before: bytes, answer: AnswerIdentity) -> Sequence[int] | None:
-        """The ids sampled for an answer behind exactly these ids, unless the client changed the reasoning it sends."""
-        key = _key(_said(tenant, answer), before)
+        """Return the ids sampled for an answer after exactly these ids; None if the client changed the reasoning."""
+        key = _key(_visible_key(tenant, answer), before)
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -151,40 +150,44 @@ class ReplayTable:
         entry = self._entries.pop(key, None)
         if entry is None:
             return
-        said, ids, _ = _unpacked(entry)
+        visible_key, ids, _ = _unpacked(entry)
         self._tokens -= len(ids) + ENTRY_COST
-        self._visible[said] -= 1
-        if not self._visible[said]:
-            del self._visible[said]
+        self._visible[visible_key] -= 1
+        if not self._visible[visible_key]:
+            del self._visible[visible_key]
 
 
-def _said(tenant: str, answer: AnswerIdentity) -> bytes:
-    """Digest of a tenant and what it saw."""
+def _visible_key(tenant: str, answer: AnswerIdentity) -> bytes:
+    """Return the digest of a tenant and the visible answer."""
     return hashlib.sha256(answer.visible + tenant.encode("utf-8", "surrogatepass")).digest()
 
 
-def _key(said: bytes, before: bytes) -> bytes:
-    return hashlib.sha256(said + before).digest()
+def _key(visible_key: bytes, before: bytes) -> bytes:
+    return hashlib.sha256(visible_key + before).digest()
 
 
-def _short(said: bytes) -> int:
-    """Enough of it to count by: two that fall together cost a lookup in vain."""
-    return int.from_bytes(said[:7], "little")
+def _short(visible_key: bytes) -> int:
+    """Return 7 bytes of a digest as a number, to count by; a collision costs only a failed lookup."""
+    return int.from_bytes(visible_key[:7], "little")
 
 
 _HEAD = struct.Struct("<QI")
 
 
-def _packed(said: bytes, ids: Sequence[int], reasoning: str) -> bytes:
-    """What an answer is counted by, its ids, and the reasoning."""
-    return _HEAD.pack(_short(said), len(ids)) + array("I", ids).tobytes() + reasoning.encode("utf-8", "surrogatepass")
+def _packed(visible_key: bytes, ids: Sequence[int], reasoning: str) -> bytes:
+    """Pack an entry: short digest, ids, reasoning."""
+    return (
+        _HEAD.pack(_short(visible_key), len(ids))
+        + array("I", ids).tobytes()
+        + reasoning.encode("utf-8", "surrogatepass")
+    )
 
 
 def _unpacked(entry: bytes) -> tuple[int, array[int], str]:
-    said, count = _HEAD.unpack_from(entry)
+    visible_key, count = _HEAD.unpack_from(entry)
     end = _HEAD.size + 4 * count
     ids = array("I", entry[_HEAD.size : end])
-    return said, ids, entry[end:].decode("utf-8", "surrogatepass")
+    return visible_key, ids, entry[end:].decode("utf-8", "surrogatepass")
 
 
 def assemble(
@@ -196,12 +199,12 @@ def assemble(
     separable: Callable[[str], bool],
     thought: ThoughtFormat = THINK,
 ) -> list[int]:
-    """The ids of a conversation with every answer that is found put back.
+    """Return the ids of a conversation in which every stored answer is replaced by its sampled ids.
 
-    `plain` and `marked` are the two renderings, `marks` the marks in order (one at least) and the answers they stand
-    for; a mark is nowhere in `plain`. `find` looks up what was sampled behind the ids with a digest. `separable` tells
-    whether a text holds a control token: only then can its place in the plain rendering not be mistaken for something
-    a user wrote. `thought`: what stands around an answer.
+    `plain` and `marked` are the two renderings, `marks` the marks in order (at least one) and their answers; no mark
+    occurs in `plain`. `find` looks up the ids sampled after the prefix with a digest. `separable` returns whether a
+    text holds a control token: only then is its place in the plain rendering unambiguous, since users cannot write
+    one. `thought` is the reasoning format around an answer.
     """
     parts = _between(plain, marked, list(marks), thought)
     if parts is None or not all(separable(text) for text, _ in parts[1:]):
@@ -225,10 +228,10 @@ def assemble(
 
 
 def _between(plain: str, marked: str, marks: list[str], thought: ThoughtFormat = THINK) -> list[tuple[str, str]] | None:
-    """(text before an answer, the answer as the template writes it), in order, and the text after the last.
+    """Return (text before an answer, the answer as the template writes it) in order; the last pair is the rest.
 
-    None if the marks did not come out once each and in order, or if the renderings differ in more than the answers.
-    An empty thought that a template puts before an answer without reasoning belongs to the answer.
+    Returns None unless each mark was rendered once and in order, and the renderings differ only in the answers. An
+    empty thought that a template puts before an answer without reasoning counts as part of the answer.
     """
     texts = []
     for mark in marks:
@@ -253,12 +256,14 @@ def _between(plain: str, marked: str, marks: list[str], thought: ThoughtFormat =
 
 
 _OPENER_TOKENS = 8
-_TAIL = 64  # tokens looked at one by one at first: what is cut off is short
+_TAIL = 64  # tokens decoded one by one at first: the cut-off part is usually short
 
 
 def opener(tokenizer: Tokenizer, prompt: Sequence[int], form: ThoughtFormat) -> int:
-    """How many ids at the end of a prompt open (or open and close) the reasoning: a template writes them for the
-    turn to come, and not in front of an answer of old."""
+    """Count the ids at the end of a prompt that open (or open and close) the reasoning.
+
+    A template writes them for the next turn, not before earlier answers.
+    """
     think = tokenizer.token_id(form.markers[0])
     tail = list(prompt[-_OPENER_TOKENS:])
     if think is None or think not in tail:
@@ -272,16 +277,16 @@ def opener(tokenizer: Tokenizer, prompt: Sequence[int], form: ThoughtFormat) -> 
 def visible_ids(
     tokenizer: Tokenizer, generated: Sequence[int], message: Mapping[str, Any], output: OutputFormat
 ) -> list[int] | None:
-    """The ids of `generated` up to the end of what `message` shows; None if that cannot be told exactly.
+    """Return the ids of `generated` up to the end of the text that `message` shows; None if that is not exact.
 
-    A stop string, an incomplete character and the end token are not part of it. Where a token reaches beyond what is
-    visible it is dropped whole, and the visible text that it began is encoded again.
+    Stop strings, incomplete characters and the end token are left out. A token that reaches beyond the visible text is
+    dropped, and the visible text that it began is encoded again.
     """
     skip = (tokenizer.special_ids | (tokenizer.end_ids & tokenizer.control_ids)) - {
         i for tag in {*markers(output), *thoughts(output).markers} if (i := tokenizer.token_id(tag)) is not None
     }
     ids = list(generated)
-    # What a form writes around a content is the model's, and only what ends the answer is the template's to write.
+    # With turn markers the tokens around the content are the model's own; the template writes only the end token.
     behind = tokenizer.end_ids if thoughts(output).turn else skip
     while ids and ids[-1] in behind:
         ids.pop()
@@ -289,14 +294,14 @@ def visible_ids(
     certain = detokenizer.push(ids)
     text = certain + detokenizer.flush()
     shown = message.get("content") or ""
-    for by_model in (True, False):  # who ended it decides on a call without its last brace
+    for by_model in (True, False):  # whether the model ended the answer decides on a call without its last brace
         content, reasoning, calls, end = _parse(text, output, by_model=by_model)
         same = _same_calls(calls, message.get("tool_calls") or [])
         if same and reasoning == (message.get("reasoning_content") or ""):
             break
     else:
         return None
-    if end is not None:  # what follows was dropped
+    if end is not None:  # the text after `end` was dropped
         return _cut(tokenizer, ids, skip, text[:end].rstrip("\n")) if end >= 0 and content == shown else None
     if content == shown and certain == text:
         return ids
@@ -306,7 +311,7 @@ def visible_ids(
 
 
 def offered_by(message: Mapping[str, Any]) -> tuple[OfferedTool, ...]:
-    """The tools that a message calls, as far as reading its text again needs them: which were offered is not kept."""
+    """Derive tools from the calls of a message, enough to parse its text again: the offered tools are not stored."""
     values: dict[str, set[str]] = {}
     known: dict[str, dict[str, Any]] = {}
     for call in message.get("tool_calls") or ():
@@ -320,15 +325,17 @@ def offered_by(message: Mapping[str, Any]) -> tuple[OfferedTool, ...]:
 
 
 def _begun(arguments: Any) -> dict[str, Any]:
-    """Return the arguments that are whole in a text that is no JSON, because the call is broken or was cut."""
+    """Return the complete arguments in the text of a broken or cut call."""
     scanner = JsonScanner()
     scanner.feed(arguments if isinstance(arguments, str) else "")
     return {key: json.loads(value) for key, value in scanner.members}
 
 
 def _parse(text: str, output: OutputFormat, *, by_model: bool) -> tuple[str, str, list[tuple[str, str]], int | None]:
-    """Content, reasoning and tool calls (name, arguments) of a whole text, and how many of its characters hold them
-    where the rest was dropped; -1 where that cannot be told."""
+    """Parse a whole answer into content, reasoning, tool calls (name, arguments) and the end of the kept text.
+
+    The end is a number of characters if the parser dropped the rest, -1 if that number is unknown, else None.
+    """
     reader = splitter(output, 0, 0)
     texts = {"text": "", "reasoning": ""}
     calls: list[tuple[str, str]] = []
@@ -342,13 +349,13 @@ def _parse(text: str, output: OutputFormat, *, by_model: bool) -> tuple[str, str
 
 
 def _same_calls(calls: list[tuple[str, str]], shown: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the calls read from the text are the ones of the message, arguments compared as parsed JSON."""
+    """Return whether the parsed calls equal the message's calls, arguments compared as parsed JSON."""
     if len(calls) != len(shown):
         return False
     try:
         for (name, arguments), call in zip(calls, shown, strict=True):
-            given = arguments_meant(call["function"]["arguments"])
-            if name != call["function"]["name"] or arguments_meant(arguments) != given:
+            given = parsed_arguments(call["function"]["arguments"])
+            if name != call["function"]["name"] or parsed_arguments(arguments) != given:
                 return False
     except (KeyError, TypeError, ValueError, RecursionError):
         return False
@@ -356,7 +363,7 @@ def _same_calls(calls: list[tuple[str, str]], shown: Sequence[Mapping[str, Any]]
 
 
 def _cut(tokenizer: Tokenizer, ids: list[int], skip: frozenset[int], visible: str) -> list[int] | None:
-    """The fewest ids that show the most of `visible` and nothing else, then the encoding of the rest of it."""
+    """Return the ids that show the longest prefix of `visible` and nothing else, then the encoding of its rest."""
     tail = _TAIL
     while True:
         detokenizer = tokenizer.detokenizer(skip=skip)

@@ -1,8 +1,7 @@
-"""What a chat template does with messages: found out by rendering probes, and messages made to fit it.
+"""Traits of a chat template, found by rendering probes, and messages adapted to them.
 
-A template that was written for other messages than it gets leaves things out without a word: a content that it reads
-only as parts, a call that it does not know, a tool's result. What it shows is seen in what it renders, so a few small
-conversations are rendered when a model is loaded, and texts looked for that only the probe can have put there.
+A template silently drops what it was not written for: content that it reads only as parts, tool calls, tool results.
+So a few small conversations are rendered when a model is loaded, and the output is searched for the probes' texts.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from cairn.text.chat.call_ids import CallIds
 
 Message = dict[str, Any]
 Render = Callable[[list[Message], dict[str, Any]], Awaitable[str | None]]
-"""Conversation, variables -> the text; None where the template refuses or fails."""
+"""Conversation, variables -> rendered text; None if the template refuses or fails."""
 
 USER, SYSTEM, SAID, MORE = "probe of user", "probe of system", "probe of answer", "probe of more"
 NAME, VALUE, RESULT, TOOL, KEY = "probe_call", "probe of value", "probe of result", "probe_tool", "probe_key"
@@ -24,7 +23,7 @@ _IDS: Mapping[CallIds, tuple[str, ...]] = {
     "nine": ("probe0001",),
     "kimi": (f"functions.{NAME}:0",),
 }
-"""Ids of the probe, of each kind."""
+"""Kind of ids -> ids of probe calls."""
 ASKED: Message = {"role": "user", "content": USER}
 OFFERED: Message = {
     "type": "function",
@@ -37,34 +36,34 @@ OFFERED: Message = {
 
 
 LOOKS = 64
-"""How often a rendered text is looked through for what is not where it is awaited."""
+"""How many times over a rendered text is searched for contents that are out of order."""
 
 
 class Traits(NamedTuple):
-    """What a template does where tools are offered, or where none are."""
+    """A template's behaviour, with tools or without."""
 
     absent: bool = False
-    """Tools that there are not must be undefined, not None."""
+    """Without tools, the variable `tools` must be undefined, not None."""
     parts: frozenset[str] = frozenset()
     """Roles whose content it reads only as a list of parts."""
     calls: bool = True
-    """It shows the calls of an answer."""
+    """It shows an answer's calls."""
     beside: bool = True
-    """It shows what an answer says beside its calls."""
+    """It shows an answer's content beside its calls."""
     apart: bool = False
-    """It shows both as two answers, one after the other."""
+    """It shows content and calls if they are two messages, one after the other."""
     results: bool = True
-    """It shows what tools gave."""
+    """It shows tool results."""
     offers: bool = False
-    """It shows the tools that are offered."""
+    """It shows the offered tools."""
     ids: CallIds = "any"
-    """Which ids of calls it takes, or shows names by."""
+    """The kind of call ids that it accepts, or takes names from."""
     middle: bool = True
-    """It shows a system message that follows others, and there: one that it moved would change all that follows."""
+    """It shows a later system message in its place; if it moved one, the prompt before it would change."""
 
 
 async def find_traits(render: Render) -> tuple[Traits, Traits]:
-    """A template's traits without tools and with them."""
+    """Return a template's traits without tools and with tools."""
     nothing: dict[str, Any] = {"tools": None, "documents": None}
     with_none, without = await render([ASKED], nothing), await render([ASKED], {})
     absent = without is not None and (with_none is None or len(without) < len(with_none))
@@ -98,7 +97,7 @@ async def _find_parts(render: Render, given: dict[str, Any]) -> frozenset[str]:
 
 
 async def _find_calls(render: Render, traits: Traits, given: dict[str, Any]) -> Traits:
-    """The traits with those of calls and results."""
+    """Return the traits completed by those of calls and results."""
 
     async def shows(conversation: list[Message], *probes: str) -> bool:
         return _shows(await render(in_parts(conversation, traits.parts), given), *probes)
@@ -116,7 +115,7 @@ async def _find_calls(render: Render, traits: Traits, given: dict[str, Any]) -> 
 
 
 async def _find_ids(render: Render, traits: Traits, given: dict[str, Any]) -> CallIds:
-    """The kind of ids with which a template shows most of a call and its result; of equals the first."""
+    """Return the kind of ids with which a template shows most of a call and its result; the first on a tie."""
 
     async def shown(id: str) -> int:
         call, result = _called(id)
@@ -138,7 +137,7 @@ async def _find_ids(render: Render, traits: Traits, given: dict[str, Any]) -> Ca
 
 
 def _called(id: str) -> tuple[Message, Message]:
-    """A call and its result under an id."""
+    """Return a probe call and its result with this id."""
     call = {"type": "function", "id": id, "function": {"name": NAME, "arguments": {KEY: VALUE}}}
     result = {"role": "tool", "content": RESULT, "tool_call_id": id, "name": NAME}
     return {"role": "assistant", "content": "", "tool_calls": [call]}, result
@@ -153,7 +152,7 @@ def _shows(text: str | None, *probes: str) -> bool:
 
 
 def in_parts(messages: Sequence[Message], roles: Iterable[str]) -> list[Message]:
-    """The messages with the content of these roles as a list of one part."""
+    """Return the messages with the content of these roles as a list of one part."""
     roles = {*roles, "tool"} if {"user", "assistant"} <= set(roles) else set(roles)
     return [
         {**one, "content": [{"type": "text", "text": one["content"]}]} if one["role"] in roles else one
@@ -162,12 +161,14 @@ def in_parts(messages: Sequence[Message], roles: Iterable[str]) -> list[Message]
 
 
 def fitted(messages: Sequence[Message], traits: Traits) -> list[Message]:
-    """Return plain messages as a template with these traits shows all of them: calls and results that it does not know
-    are text, in the tags of the Hermes format."""
-    made = _Joining()
-    told = False
-    """The last of them holds what tools gave, as a user's text; what a user says next goes on there."""
-    for message in messages if traits.middle else _with_systems_told(messages):
+    """Adapt plain messages so that a template with these traits shows all of them.
+
+    Calls and results that it does not know become text in the tags of the Hermes format.
+    """
+    made = _MessageList()
+    open_result = False
+    """Whether the last message is a tool result as a user's text, to which the next user text is appended."""
+    for message in messages if traits.middle else _with_late_systems_as_user(messages):
         calls = message.get("tool_calls")
         result = message["role"] == "tool" and not traits.results
         if result:
@@ -180,16 +181,16 @@ def fitted(messages: Sequence[Message], traits: Traits) -> list[Message]:
             else:
                 text = "\n".join(filter(None, [message["content"], *map(_as_text, calls)]))
                 message = {**said, "content": text}
-        if told and message["role"] == "user":
-            made.go_on("\n", message["content"])
+        if open_result and message["role"] == "user":
+            made.append_text("\n", message["content"])
         else:
             made.append(message)
-            told = result
+            open_result = result
     return in_parts(made.messages(), traits.parts)
 
 
-class _Joining:
-    """Messages of which the last may go on. Texts are joined once, however many become one."""
+class _MessageList:
+    """A message list whose last content can be appended to; texts are joined once, so it stays linear."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
@@ -201,16 +202,16 @@ class _Joining:
         return str(self._messages[-1]["role"]) if self._messages else ""
 
     def append(self, message: Message) -> None:
-        """Begin another message."""
+        """Add a message."""
         self._join()
         self._messages.append(message)
 
-    def go_on(self, between: str, text: str) -> None:
-        """Put a text behind the content of the last message."""
+    def append_text(self, between: str, text: str) -> None:
+        """Append a text to the content of the last message."""
         self._more += [between, text]
 
     def messages(self) -> list[Message]:
-        """Return all of them."""
+        """Return all messages."""
         self._join()
         return self._messages
 
@@ -221,25 +222,24 @@ class _Joining:
             self._more = []
 
 
-def _with_systems_told(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with one system message at most, the first: what others say stands in its place, in a user's
-    turn.
+def _with_late_systems_as_user(messages: Sequence[Message]) -> list[Message]:
+    """Turn every system message but a leading one into a user turn at its place.
 
-    Where users' turns would follow each other by that, they are one: many templates want them to alternate.
+    User turns that become neighbours by that are merged: many templates require alternating roles.
     """
-    made = _Joining()
+    made = _MessageList()
     folded = False
-    """What a user says next goes on in the last message."""
+    """Whether the next user text is appended to the last message."""
     for message in messages:
         role = message["role"]
         if role == "system" and made.role == "system":
-            made.go_on("\n\n", message["content"])
+            made.append_text("\n\n", message["content"])
             continue
         late = role == "system" and bool(made.role)
         if late:
             message = {"role": "user", "content": f"<system-reminder>\n{message['content']}\n</system-reminder>"}
         if message["role"] == "user" and made.role == "user" and (late or folded):
-            made.go_on("\n", message["content"])
+            made.append_text("\n", message["content"])
         else:
             made.append(message)
         folded = late or (folded and role == "user")
@@ -247,7 +247,7 @@ def _with_systems_told(messages: Sequence[Message]) -> list[Message]:
 
 
 def _as_text(call: Message) -> str:
-    """A call as text. Arguments that are no JSON object stand as they are."""
+    """Return a call as text; arguments that are not a JSON object are written unchanged."""
     function = call["function"]
     name, arguments = function["name"], function["arguments"]
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
@@ -255,11 +255,10 @@ def _as_text(call: Message) -> str:
 
 
 def left_out(messages: Sequence[Message], text: str) -> list[tuple[int, str]]:
-    """Return what of plain messages is not found in what was rendered of them, as it is but for white space around it:
-    (index, "content" or "tool_calls").
+    """Return (index, "content" or "tool_calls") of the messages whose texts are missing from the rendering.
 
-    Texts are looked for in their order, so that all together take one pass. Those that stand elsewhere take one each:
-    after LOOKS of them no more is looked at.
+    White space around a text is ignored. Texts are searched in order, so together they take one pass. A text that is
+    out of order takes a pass of its own; after LOOKS of these the search stops.
     """
     found: list[tuple[int, str]] = []
     search = _Finder(text)
@@ -275,22 +274,22 @@ def left_out(messages: Sequence[Message], text: str) -> list[tuple[int, str]]:
 
 
 class _Finder:
-    """Looks for texts in a longer one, from where the last was found on and then from the beginning."""
+    """A bounded search for texts in a longer one: from the last match on, then from the beginning."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._at = self._near = 0
-        """Behind the last content, and behind the last name that was found behind it."""
+        """End of the last content; place of the last name found after it."""
         self._left = LOOKS * (len(text) + 1)
         self._seen: set[str] = set()
 
     @property
     def spent(self) -> bool:
-        """As much was looked through as may be."""
+        """Whether the search budget is used up."""
         return self._left < 0
 
     def passes(self, wanted: str) -> bool:
-        """Find a content, and go behind it."""
+        """Find a content and move past it; return whether it was found."""
         place = self._find(wanted, self._at)
         if place < 0:
             place = self._find(wanted, 0)  # some templates move a message
@@ -299,7 +298,7 @@ class _Finder:
         return place >= 0
 
     def finds(self, name: str) -> bool:
-        """Find the name of a call, which stays behind the content."""
+        """Find the name of a call after the last content; return whether it was found."""
         if name in self._seen:
             return True
         place = self._find(name, self._near)
@@ -311,7 +310,7 @@ class _Finder:
         return True
 
     def _find(self, wanted: str, start: int) -> int:
-        """Return the place of a text; one that is not looked for any more counts as found where this stands."""
+        """Return the index of `wanted`, -1 if it is absent, `start` if the budget is used up."""
         if self.spent:
             return start
         place = self._text.find(wanted, start)
@@ -320,7 +319,7 @@ class _Finder:
 
 
 def standing_in(message: Message, others: Mapping[str, str]) -> Message:
-    """A message with its content, or the names of its calls, replaced by others: those that `left_out` named."""
+    """Replace a message's content or its calls' names by stand-ins, keyed as `left_out` names them."""
     if "content" in others:
         message = {**message, "content": others["content"]}
     if "tool_calls" in others:

@@ -1,4 +1,4 @@
-"""The tokenizer and the chat templates that come with a model, or a template that is given in their place."""
+"""A model's chat templates, and the named templates that can replace them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _CHATML = """\
 
 
 def _turns(user: str, assistant: str, prompt: str, system: str, *, begin: str = "{{ bos_token }}") -> str:
-    """A template that writes each message by its role. In `user`, `assistant` and `system`, TEXT is the content."""
+    """Build a template that writes each message by its role; TEXT stands for the content."""
 
     def written(text: str) -> str:
         before, _, after = text.partition("TEXT")
@@ -63,7 +63,7 @@ def _turns(user: str, assistant: str, prompt: str, system: str, *, begin: str = 
 
 
 def _folded(template: str) -> str:
-    """For models without a system role: its text begins the first user's."""
+    """Change a template for models without a system role: the system text goes before the first user's."""
     return (
         "{% set ns = namespace(system='') %}{% if messages[0].role == 'system' %}"
         "{% set ns.system = messages[0].content | trim %}{% set messages = messages[1:] %}{% endif %}"
@@ -116,19 +116,18 @@ NAMED: dict[str, str] = {
     "vicuna": _turns("USER: TEXT\n", "ASSISTANT: TEXT</s>\n", "ASSISTANT:", "TEXT\n\n"),
     "alpaca": _turns("### Instruction:\nTEXT\n\n", "### Response:\nTEXT\n\n", "### Response:\n", "TEXT\n\n"),
 }
-"""Templates by the name of the format, as other programs call it."""
+"""Format name, as other programs call it -> template."""
 
 
 _GO = re.compile(r"\{\{-?\s*(?:\.[A-Z]|(?:if|range|with|else|end|block|template)\b|\$)")
-"""What only a template of Go's text/template has: Ollama's are such."""
+"""Syntax that only Go's text/template has; Ollama's templates use it."""
 
 
 def load_text(folder: Path, given: str | None = None) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer and the chat templates of a folder or a GGUF file, which is read once.
+    """Load the tokenizer and the chat templates of a folder or a GGUF file, which is read once.
 
-    `given`: a tokenizer.json in place of the model's own.
-    Raises ModelFileError, and ModelError for an architecture that is not built: before the tokenizer is, which may take
-    seconds.
+    `given` is a tokenizer.json that replaces the model's own. Raises ModelFileError, and ModelError for an unsupported
+    architecture: that is checked first, because building a tokenizer may take seconds.
     """
     parsed = None
     if is_gguf(folder):
@@ -144,11 +143,11 @@ def load_text(folder: Path, given: str | None = None) -> tuple[Tokenizer, dict[s
 
 
 def load_templates(folder: Path, parsed: Gguf | None = None) -> dict[str, str]:
-    """The chat templates of a folder or a GGUF file by name, {} if it has none; "default" is always among them.
+    """Return the chat templates of a folder or a GGUF file by name; one is "default" unless there are none.
 
-    chat_template.jinja and additional_chat_templates/*.jinja come before chat_template.json, which comes before
-    tokenizer_config.json (a text, or a list of {name, template}). `parsed`: the GGUF file, where it was read. Raises
-    ModelFileError naming the file.
+    chat_template.jinja and additional_chat_templates/*.jinja override chat_template.json, which overrides
+    tokenizer_config.json (a text, or a list of {name, template}). `parsed` is the GGUF file if it was already read.
+    Raises ModelFileError naming the file.
     """
     if is_gguf(folder):
         from cairn.models.gguf.reader import read_gguf
@@ -157,7 +156,7 @@ def load_templates(folder: Path, parsed: Gguf | None = None) -> dict[str, str]:
         templates = gguf.load_templates(parsed or read_gguf(folder))
     else:
         templates = _templates_of(folder)
-    if len(templates) == 1:  # whatever it is called
+    if len(templates) == 1:  # whatever its name
         templates["default"] = next(iter(templates.values()))
     if templates and "default" not in templates:
         raise ModelFileError(
@@ -193,12 +192,12 @@ def _templates_of(folder: Path) -> dict[str, str]:
 
 
 def response_template(folder: Path) -> Any:
-    """What a model declares of how its answers are read (`declared_call_format`); None where it says nothing of it."""
+    """Return the model's declared `response_template` (see `declared_call_format`); None without one."""
     return None if is_gguf(folder) else read_optional_json(folder / "tokenizer_config.json").get("response_template")
 
 
 def given_template(given: str) -> str:
-    """A template by name or from a file. Raises ConfigError."""
+    """Return a template by its name in NAMED or read from a file. Raises ConfigError."""
     if given in NAMED:
         return NAMED[given]
     path = Path(given).expanduser()
@@ -217,15 +216,18 @@ def _bad_template(why: str) -> ConfigError:
 
 
 def unusable(templates: Mapping[str, str], why: str) -> str:
-    """Why templates cannot be used, in words for a person: `why` is what compiling said."""
+    """Return why templates cannot be used; `why` is the compiler's message."""
     if any(_GO.search(text) for text in templates.values()):
-        return "it is a Go template, as Ollama has them, and no jinja2 one"
+        return "it is a Go template (as Ollama uses), not a jinja2 template"
     return why
 
 
 def defaults(template: str, tools: Any, now: float) -> dict[str, Any]:
-    """What other servers give to a template beside its messages, where it asks for it: thinking is on unless it is
-    turned off; today's date; and the tools' functions by their older name. `now`: seconds since 1970."""
+    """Return the variables that other servers also set, as far as the template mentions them.
+
+    `enable_thinking` is True, `date_string` is today's date, `functions` are the tools' functions. `now` is in seconds
+    since 1970.
+    """
     found: dict[str, Any] = {}
     if re.search(r"\benable_thinking\b", template):
         found["enable_thinking"] = True
@@ -236,22 +238,21 @@ def defaults(template: str, tools: Any, now: float) -> dict[str, Any]:
     return found
 
 
-# What a template ends the assistant's turns with is found by rendering a conversation of these.
 _SAID = ("qzjfirst", "qzjsecond", "qzjthird")
-"""Words that no template writes."""
+"""Contents of ANSWERED: words that no template writes by itself."""
 _ROLES = ("user", "assistant", "user")
 
 
 ANSWERED = [{"role": role, "content": text} for role, text in zip(_ROLES, _SAID, strict=True)]
-"""A conversation of these."""
+"""A probe conversation; its rendering shows how a template ends the assistant's turns (`turn_ends`)."""
 
 
 def turn_ends(text: str, tokenizer: Tokenizer) -> frozenset[int]:
-    """The ids that end an answer, of the conversation ANSWERED as it was rendered; none where it cannot be told.
+    """Return the ids that end an answer, from the rendering of ANSWERED; an empty set if that is not certain.
 
-    What stands behind an answer may also begin the next turn. It does where the whole text begins with it, or where it
-    is all that stands there and stood before the first question too; but not where the text begins with plain text and
-    the question has it behind it as well: then turns begin with plain text.
+    The control token after an answer may instead begin the next turn. It does if the whole text starts with it, or if
+    it is the only control token there and also precedes the first question. It does not if the text starts with plain
+    text and the same token also follows the question: then turns begin with plain text.
     """
     before, _, rest = text.partition(_SAID[0])
     between, answered, rest = rest.partition(_SAID[1])

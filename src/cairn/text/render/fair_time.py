@@ -1,6 +1,6 @@
-"""What all tenants share to make prompts: the process that renders templates, and threads for long texts.
+"""Fair sharing among tenants of the process that renders templates and of threads for long texts.
 
-Whose turn it is, is said by `RoundRobin`: nobody waits for more than one job of each other tenant.
+Turns are given round robin: a job waits for at most one job of each other tenant per round.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cairn.types.errors import Overloaded
 P = ParamSpec("P")
 T = TypeVar("T")
 AT_ONCE = 2
-"""Long texts that are worked on at once: more would take the processors from the model."""
+"""Long texts processed at once; more would take the processors from the model."""
 LONGEST_RETRY = 600.0
 _WEIGHT = 0.2
 
@@ -27,20 +27,22 @@ class _Waiter:
     turn: asyncio.Future[None]
     patient: bool
     used: float = 0.0
-    """What others of the same share have used since it came."""
+    """Seconds of processor time that others of the same share have used since it began to wait."""
 
 
 class SharedTurns:
-    """So many `places`, and a turn for each tenant. Who waits is refused once others of the same share have used `most`
-    seconds of processor time meanwhile."""
+    """A semaphore of `places`, shared round robin among tenants.
+
+    A waiter is refused once others of the same share have used `most` seconds of processor time while it waited.
+    """
 
     def __init__(self, most: float = inf, places: int = 1, what: str = "the chat template") -> None:
-        """`what` the turns are for, as who is refused is told."""
+        """Take the limits; `what` names the resource in error messages."""
         self._most, self._what = most, what
         self._free = places
         self._waiting: RoundRobin[_Waiter] = RoundRobin()
         self._each = 0.0
-        """Seconds that a turn takes."""
+        """Moving average of the seconds that a turn takes."""
 
     async def take(self, share: str = "", *, patient: bool = False) -> None:
         """Wait for a turn. Raises Overloaded, but not if `patient`."""
@@ -56,17 +58,17 @@ class SharedTurns:
             if turn.cancelled():
                 self._forget(share, waiter)
             elif turn.done() and turn.exception() is None:
-                self.give(share, 0.0)  # it was given the turn and does not take it
+                self.give(share, 0.0)  # the turn was granted before the cancellation; pass it on
             raise
 
     def give(self, share: str, spent: float) -> None:
-        """The turn is over, and has taken so many seconds: the next one's, if any waits."""
+        """End a turn that took `spent` seconds and grant it to the next waiter, if there is one."""
         self._each += _WEIGHT * (spent - self._each)
         for waiter in self._waiting.line(share):
             waiter.used += spent
         for share, waiter in self._waiting.tagged():
             if waiter.turn.done():
-                continue  # it was cancelled, and goes by itself
+                continue  # cancelled: it removes itself
             refused = waiter.used > self._most and not waiter.patient
             if refused:
                 ahead = self._each * len(self._waiting.line(share))
@@ -89,13 +91,16 @@ class SharedTurns:
 
 
 class LongTexts:
-    """Threads in which long texts are read, counted and encoded, `AT_ONCE` at a time."""
+    """Threads that parse, count and encode long texts, `AT_ONCE` at a time."""
 
     def __init__(self) -> None:
         self._turns = SharedTurns(places=AT_ONCE)
 
     async def run(self, share: str, work: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
-        """`work(*args)`, when it is the tenant's turn, which is over when the work is, whoever still waits for it."""
+        """Run `work(*args, **more)` in a thread when it is the tenant's turn.
+
+        The turn ends when the work ends, even if the caller is cancelled earlier.
+        """
         await self._turns.take(share)
         done = asyncio.ensure_future(asyncio.to_thread(work, *args, **more))
         done.add_done_callback(lambda _: self._turns.give(share, 0.0))

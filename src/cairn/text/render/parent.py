@@ -1,4 +1,4 @@
-"""The parent's side of `cairn.text.render.process`: keeps one rendering process, and replaces it when it overruns."""
+"""The parent's side of `cairn.text.render.process`: keeps one rendering process and replaces it when it fails."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from cairn.text.render.render_wire import Job, Rendered, Setup
 from cairn.types.errors import CairnError, InvalidRequest, ModelFileError, Unavailable
 
 START_TIMEOUT = 120.0
-"""Seconds for the process to start and compile the templates, on a machine however busy: what compiling may take is
-bounded by its own processor time."""
+"""Seconds for the process to start and compile the templates, however busy the machine is. Compiling itself is bounded
+by processor time."""
 STALLED = 15.0
-"""Seconds without an answer after which the process is taken for stuck: what a job may take is bounded by its own
-processor time, so this says something of the machine and nothing of the messages."""
+"""Seconds without an answer after which the process counts as stuck. Jobs are bounded by processor time, so a stall is
+the machine's fault, not the messages'."""
 PATIENCE = 2.0
-"""Times a job's limit that others of a tenant may use of the process's time before one of its that waits is refused."""
+"""A waiting job is refused once other jobs of its tenant have used this many times a job's time limit."""
 OURS = ""
-"""Whose turns the server's own are, among those of tenants."""
+"""The share of the server's own jobs."""
 
 
 def launch() -> HelperProcess:
-    """Start a process; it imports what it needs meanwhile. Raises OSError."""
+    """Start a process and return at once; it imports its modules meanwhile. Raises OSError."""
     return HelperProcess.launch("cairn.text.render.process")
 
 
 class Renderer:
-    """Renders one job at a time, within `Setup.timeout` seconds of processor time each.
+    """Renderer of chat templates: one job at a time, at most `Setup.timeout` seconds of processor time each.
 
     Every method runs on one event loop.
     """
@@ -46,11 +46,11 @@ class Renderer:
 
     @property
     def pid(self) -> int | None:
-        """The rendering process, if one runs."""
+        """Process id of the rendering process; None if there is none."""
         return None if self._process is None else self._process.pid
 
     async def start(self, process: HelperProcess | None = None) -> None:
-        """Start the process, or take over one. Raises ModelFileError if a template is no valid template."""
+        """Start the process, or take over a launched one. Raises ModelFileError if a template does not compile."""
         await self._turns.take(OURS, patient=True)
         try:
             await self._spawn(process)
@@ -58,10 +58,10 @@ class Renderer:
             self._turns.give(OURS, 0.0)
 
     async def render(self, job: Job, share: str = OURS) -> list[str]:
-        """Return one text a conversation; `share`: of which tenant's time.
+        """Return one text per conversation; `share` is the tenant whose time is used.
 
-        Raises InvalidRequest (field `messages`) if the template refuses or cannot render them, takes too long or too
-        much memory; Overloaded if the process is busy with others of the tenant; Unavailable if it is stuck.
+        Raises InvalidRequest (field `messages`) if the template refuses or cannot render them or exceeds its time or
+        memory; Overloaded if the process is busy with other jobs of the tenant; Unavailable if it is stuck.
         """
         try:
             data = frame(job)
@@ -84,12 +84,12 @@ class Renderer:
         return answer.texts
 
     async def settled(self) -> None:
-        """Wait until the process that takes the place of one that overran is there."""
+        """Wait until a failed process has been replaced."""
         while self._background:
             await asyncio.wait(self._background)
 
     async def close(self) -> None:
-        """End the process and wait until it is gone."""
+        """Stop the process and wait until it is gone."""
         self._closed = True
         await self._turns.take(OURS, patient=True)
         self._end()
@@ -110,13 +110,13 @@ class Renderer:
         except (EOFError, OSError, msgspec.MsgspecError):
             raise InvalidRequest("the chat template broke down over these messages", field="messages") from None
         finally:
-            # Also when the caller was cancelled: an answer still to come belongs to nobody.
+            # Also if the caller was cancelled: the pending answer must not reach the next job.
             if not answered:
                 self._end()
         return answer
 
     async def _twice(self, data: bytes) -> Rendered:
-        """Make one exchange; another with a new process if this one is gone, which need not be the messages' fault."""
+        """Exchange one frame; retry once with a new process if this one died, perhaps not because of the messages."""
         try:
             return await self._within(data)
         except TimeoutError:
@@ -127,7 +127,7 @@ class Renderer:
             return await self._within(data)
 
     async def _within(self, data: bytes) -> Rendered:
-        """Make one exchange. Raises InvalidRequest if the process used up its time over it."""
+        """Exchange one frame. Raises InvalidRequest if the process used up its processor time."""
         process = self._process
         if process is None:
             raise EOFError
@@ -142,7 +142,7 @@ class Renderer:
             raise
 
     async def _spawn(self, process: HelperProcess | None = None) -> None:
-        """Start a process, unless there is one, and wait until it has compiled the templates."""
+        """Start a process, unless one is passed, and wait until it has compiled the templates."""
         if self._closed:
             raise Unavailable("the server is shutting down")
         started = False
@@ -172,7 +172,7 @@ class Renderer:
             self._keep(process.kill())
 
     def _warm(self) -> None:
-        """Have a process ready for the next request if this one took it down."""
+        """Start a new process in the background if the last job took the old one down."""
         if self._process is None and not self._closed:
             self._keep(asyncio.ensure_future(self._restart()))
 
@@ -191,7 +191,7 @@ class Renderer:
     def _forget(self, work: asyncio.Future[Any]) -> None:
         self._background.discard(work)
         if not work.cancelled():
-            work.exception()  # a failed restart shows again when the next request needs the process
+            work.exception()  # retrieved so that asyncio does not log it; the next request meets the failure again
 
 
 def _rendered(data: bytes) -> Rendered:

@@ -1,10 +1,9 @@
-"""The process in which chat templates are rendered; run as `python -m cairn.text.render.process`.
+"""The process that renders chat templates; run as `python -m cairn.text.render.process`.
 
-A template is a program from a model file. It runs here, in jinja2's immutable sandbox, with a bound on memory and on
-processor time, so that a bomb costs its own request and this process and nothing else. The time is the process's own,
-so a busy machine makes nothing too slow: the system ends the process by SIGPROF when it has had enough, whatever it is
-doing. The parent talks over file descriptor 0, a socket; the process ends when that closes. It
-imports as little as it can: it is started with every server and again after every kill.
+A template is a program from a model file. It runs here in jinja2's immutable sandbox, with bounds on memory and
+processor time, so a bomb costs only its own request and this process. Processor time does not depend on how busy the
+machine is; the kernel ends the process by SIGPROF when it is used up. The parent talks over file descriptor 0, a
+socket; the process ends when that closes. It imports little, because it starts with every server and after every kill.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from cairn.system.helper_limits import bound_memory, cpu_seconds, memory_in_use,
 from cairn.text.render.render_wire import Job, Rendered, Setup
 
 MEMORY = 48 << 20
-"""Bytes of address space that rendering may add, beside `MEMORY_FACTOR` times the size of the job itself."""
+"""Bytes of address space that rendering may add, beside `MEMORY_FACTOR` times the size of the job."""
 MEMORY_FACTOR = 16
 COMPILE_SECONDS = 5.0
-"""Most seconds of processor time to compile a model's templates; past that the process ends."""
+"""Most seconds of processor time to compile a model's templates; after that the process ends."""
 
 
 class TemplateRaised(jinja2.TemplateError):
-    """The template called `raise_exception`."""
+    """An error raised by the template through `raise_exception`."""
 
 
 class _Generation(Extension):
-    """`{% generation %}`: marks what the assistant wrote, for training; here its body is rendered as it is."""
+    """The tag `{% generation %}`, which marks assistant text for training; here only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as an instance attribute)
 
@@ -52,23 +51,24 @@ class _Generation(Extension):
 
 
 @jinja2.pass_context
-def _as_it_is(_: jinja2.runtime.Context, value: object) -> object:
-    """What jinja2 does with a value before it prints it: nothing. Because this takes the context, and optimizing is
-    off, compiling computes no constant expression, and so no bomb goes off before a job's bounds are set."""
+def _unchanged(_: jinja2.runtime.Context, value: object) -> object:
+    """Return a value unchanged before jinja2 prints it."""
+    # It takes the context, and optimizing is off, so compiling evaluates no constant expression: no bomb can go off
+    # before a job's bounds are set.
     return value
 
 
 class _Functions(list[Any]):
-    """Tools as `functions`: printed as JSON, which some templates do with them; others walk through them."""
+    """The variable `functions`: some templates print it and expect JSON, others iterate over it."""
 
     def __str__(self) -> str:
         return json.dumps(list(self), ensure_ascii=False, indent=4)
 
 
 def environment(marks: Callable[[], str] = str, now: Callable[[], float] = time.time) -> ImmutableSandboxedEnvironment:
-    """jinja2 as chat templates of the Hugging Face hub expect it (transformers, "Writing a chat template").
+    """Return the jinja2 environment that Hugging Face chat templates expect (transformers, "Writing a chat template").
 
-    `marks` tells the characters that JSON escapes must not hide, `now` the seconds since 1970.
+    `marks` returns the characters that JSON escapes must not hide, `now` the seconds since 1970.
     """
 
     def tojson(
@@ -90,7 +90,7 @@ def environment(marks: Callable[[], str] = str, now: Callable[[], float] = time.
         trim_blocks=True,
         lstrip_blocks=True,
         optimized=False,
-        finalize=_as_it_is,
+        finalize=_unchanged,
         extensions=[_Generation, "jinja2.ext.loopcontrols"],
     )
     made.filters["tojson"] = tojson
@@ -99,8 +99,8 @@ def environment(marks: Callable[[], str] = str, now: Callable[[], float] = time.
     return made
 
 
-def _sentence(error: BaseException) -> str:
-    """Why a template failed, in one line and without a word of the prompt beyond what the template itself says."""
+def _failure(error: BaseException) -> str:
+    """Return why a template failed, in one line, without prompt text beyond the template's own message."""
     if isinstance(error, TemplateRaised):
         return f"the chat template refuses these messages: {error.message}"
     if isinstance(error, MemoryError):
@@ -111,8 +111,8 @@ def _sentence(error: BaseException) -> str:
     return f"the chat template cannot render these messages: {line or type(error).__name__}"
 
 
-class _Room:
-    """Renders jobs. One `Setup`, then any number of jobs."""
+class _RenderLoop:
+    """The compiled templates of one `Setup`, and the jobs rendered with them."""
 
     def __init__(self, setup: Setup) -> None:
         self._marks = ""
@@ -128,7 +128,7 @@ class _Room:
         self._base = memory_in_use()
 
     def render(self, job: Job, size: int) -> Rendered:
-        """`size` is the length of the job's frame in bytes. Raises MemoryError past the bound."""
+        """Render a job; `size` is the length of its frame in bytes. Raises MemoryError beyond the bound."""
         began = cpu_seconds()
         self._marks = job.marks
         self._now = job.now
@@ -154,7 +154,7 @@ class _Room:
 
 
 def main() -> None:
-    """Serve the parent until it closes the socket or a job went out of bounds."""
+    """Serve the parent until it closes the socket or a job exceeds its bounds."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides: it closes the socket or kills
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -165,7 +165,7 @@ def main() -> None:
     if data is None:
         return
     try:
-        room = _Room(msgspec.msgpack.decode(data, type=Setup))
+        loop = _RenderLoop(msgspec.msgpack.decode(data, type=Setup))
     except jinja2.TemplateSyntaxError as error:
         channel.sendall(frame(Rendered(error=f"line {error.lineno}: {error.message}")))
         return
@@ -179,14 +179,14 @@ def main() -> None:
         del data
         spent = False
         try:
-            answer = frame(room.render(job, size))
+            answer = frame(loop.render(job, size))
         except Exception as error:
             spent = isinstance(error, MemoryError)
-            answer = b"" if spent else frame(Rendered(error=_sentence(error)))
+            answer = b"" if spent else frame(Rendered(error=_failure(error)))
         if spent:
-            # Give the memory back before anything else is built; the parent starts a fresh process.
+            # Free the memory before the answer is built; the parent starts a new process.
             del job
-            channel.sendall(frame(Rendered(error=_sentence(MemoryError()), last=True)))
+            channel.sendall(frame(Rendered(error=_failure(MemoryError()), last=True)))
             return
         channel.sendall(answer)
 
