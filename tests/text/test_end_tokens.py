@@ -142,7 +142,7 @@ def test_folders_have_the_first_token_where_their_template_writes_it(tmp_path: P
     made = Tokenizer.load(
         text_models.write_model(tmp_path, text_models.byte_level("llama3"), text_models.LLAMA3_CONFIG)
     )
-    assert made.begun_chat("x") == "x" and made.encode_prompt("x")[0] == made.bos_id
+    assert made.with_bos("x") == "x" and made.encode_prompt("x")[0] == made.bos_id
 
 
 # -- raw prompts ------------------------------------------------------------------------------------------------

@@ -235,7 +235,7 @@ def test_bos_is_put_where_the_model_wants_it(tmp_path: Path) -> None:
         ids = ours.encode_prompt("x<|begin_of_text|>", special=False)
         assert ours.bos_id not in ids[1:]
         begun = "<|begin_of_text|>x" if ids[0] == ours.bos_id else "x"
-        assert ours.begun_chat("x") == begun and ours.begun_chat("<|begin_of_text|>x") == "<|begin_of_text|>x"
+        assert ours.with_bos("x") == begun and ours.with_bos("<|begin_of_text|>x") == "<|begin_of_text|>x"
         assert ours.encode_prompt("<|begin_of_text|>x").count(ours.bos_id) == 1
         return ids[0] == ours.bos_id
 
@@ -393,20 +393,20 @@ def test_named_tokens_that_are_none_are_left_out_and_of_several_the_first_is_nam
     )
     ours = Ours.load(path)
     assert ours.special_tokens["eos_token"] == "<|im_end|>" and ours.bos_id is None
-    assert ours.encode_prompt("a") == ours.encode("a") and ours.begun_chat("a") == "a"
+    assert ours.encode_prompt("a") == ours.encode("a") and ours.with_bos("a") == "a"
 
 
 def test_bytes_that_a_vocabulary_lacks_are_known(tmp_path: Path) -> None:
     folder = text_models.write_model(tmp_path / "model", published("gpt-2"), QWEN_CONFIG)
     data = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     vocab = data["model"]["vocab"]
-    assert Ours.load(folder).unspelt_bytes == frozenset()
+    assert Ours.load(folder).missing_bytes == frozenset()
     vocab["unused"] = vocab.pop("\u0104")  # the byte 4
     vocab["unused too"] = vocab.pop("\u00c0")  # no byte of UTF-8
     data["model"]["merges"] = [pair for pair in data["model"]["merges"] if "\u0104" not in "".join(pair)]
     (folder / "tokenizer.json").write_text(json.dumps(data), "utf-8")
     ours = Ours.load(folder)
-    assert ours.unspelt_bytes == {4} and ours.encode_raw(".\x04.", "") == ours.encode("..")
+    assert ours.missing_bytes == {4} and ours.encode_raw(".\x04.", "") == ours.encode("..")
     with pytest.raises(InvalidRequest, match="only bytes that the vocabulary lacks: 0x04") as caught:
         ours.encode_raw("\x04\x04", "")
     assert caught.value.field == "prompt" and ours.encode_raw("", "") == []

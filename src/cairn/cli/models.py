@@ -207,7 +207,7 @@ def _lacking(folder: Path) -> str:
         tokenizer, _ = load_text(folder)
     except CairnError:
         return ""
-    return _named(tokenizer.unspelt_bytes)
+    return _named(tokenizer.missing_bytes)
 
 
 def _named(lacking: frozenset[int]) -> str:
@@ -236,7 +236,7 @@ def facts(model: str) -> list[tuple[str, str]]:
         ("parameters", _count(parameters(spec))),
         ("layers", f"{spec.layers} of width {spec.hidden}, {spec.heads} heads, {spec.kv_heads} of keys and values"),
         ("context", f"{spec.context} tokens" + (f", a window of {window} in some layers" if window else "")),
-        ("vocabulary", f"{spec.vocab} tokens{_without(tokenizer.unspelt_bytes)}"),
+        ("vocabulary", f"{spec.vocab} tokens{_without(tokenizer.missing_bytes)}"),
         ("quantisation", _shares(sizes)),
         ("size", amount(sizes.total())),
         *_purpose(spec),

@@ -200,7 +200,7 @@ class Service:
                 self.tokenizer.vocab_size,
                 self.spec.vocab,
             )
-        if lacking := self.tokenizer.unspelt_bytes:
+        if lacking := self.tokenizer.missing_bytes:
             log.debug(  # said where the model is pulled, and by `cairn show`; not at every start
                 "the vocabulary lacks the bytes %s: they are left out of prompts",
                 " ".join(f"{byte:02x}" for byte in sorted(lacking)),

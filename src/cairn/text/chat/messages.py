@@ -269,7 +269,7 @@ def unused_marks(texts: Iterable[str]) -> tuple[str, str]:
 
 
 def with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Apply `change` to every text of a JSON value, keys included; known roles and types stay unchanged."""
+    """Return a JSON value with `change` applied to every text, keys included, except known roles and types."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -280,7 +280,7 @@ def with_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def with_message_texts(message: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """Apply `change` to every text of a plain message, except roles, types and field names."""
+    """Return a plain message with `change` applied to every text, except roles, types and field names."""
     made = {key: item if _is_name(key, item) else with_texts(item, change) for key, item in message.items()}
     if "tool_calls" in message:
         made["tool_calls"] = [

@@ -424,7 +424,7 @@ class Chat:
         return {**message, "thinking": said}
 
     def _teaches(self, name: str) -> bool:
-        """Whether a template shows tools and a call format that `output_parser` reads."""
+        """Return whether a template shows tools in a call format that `output_parser` reads."""
         return self._traits[name][True].offers and self._forms[name] is not None
 
     async def _render(self, chat: _CheckedChat, conversations: list[Any], share: str) -> list[str]:
@@ -436,7 +436,7 @@ class Chat:
         shown = [fitted(conversation, chat.traits) for conversation in conversations]
         payload = _json({"messages": shown, "variables": variables})
         job = Job(template=chat.template, payload=payload, marks=chat.mark + chat.edge, now=now)
-        return [self.tokenizer.begun_chat(text) for text in await self._renderer.render(job, share)]
+        return [self.tokenizer.with_bos(text) for text in await self._renderer.render(job, share)]
 
     async def _check_shown(self, chat: _CheckedChat, text: str, share: str) -> None:
         """Raise InvalidRequest if the template drops a message's content or calls. Reasoning may be dropped."""

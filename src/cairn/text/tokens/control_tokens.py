@@ -1,4 +1,4 @@
-"""Control tokens: the added tokens that mean something to a model, and how text is kept from spelling them."""
+"""Control tokens: added tokens with a meaning for the model, and how users' texts are kept from spelling them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from tokenizers import AddedToken
 
 _SAME_DIGITS = str.maketrans("123456789", "000000000")
-"""Thousands of reserved tokens differ in their numbers alone: looked at without those, they are few to search."""
+"""Maps all digits to 0. Thousands of reserved tokens differ only in their number, so few texts remain to search."""
 
 
 def is_control(token: AddedToken) -> bool:
-    """Whether an added token is a control token: a special one, or a bracketed word such as `<think>` or `[INST]`.
+    """Return whether an added token is a control token: special, or a bracketed word such as `<think>` or `[INST]`.
 
-    Other added tokens (runs of spaces, common words) are ordinary text. One character cannot be told from text.
+    Other added tokens (runs of spaces, common words) and single characters are ordinary text.
     """
     text = token.content
     bracketed = (text[:1], text[-1:]) in (("<", ">"), ("[", "]"))
@@ -24,7 +24,7 @@ def is_control(token: AddedToken) -> bool:
 
 
 class Controls:
-    """A model's control tokens (text -> id), and for each an alias that nobody can type: it is random a process."""
+    """A model's control tokens (text -> id), each with an alias that nobody can type: random in every process."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self.ids = dict(ids)
@@ -42,7 +42,7 @@ class Controls:
         self._longest = max(map(len, self.ids), default=0)
 
     def find(self, text: str) -> Iterator[tuple[int, int]]:
-        """(start, end) of every control token in `text`: the longest at each place, overlapping ones too."""
+        """Yield (start, end) of every control token in `text`: the longest at each place, overlapping ones too."""
         if self._heads is None:
             return
         for match in self._heads.finditer(text):
@@ -53,7 +53,7 @@ class Controls:
                     break
 
     def with_aliases(self, text: str) -> str:
-        """`text` with each control token, from left to right, replaced by its alias."""
+        """Replace each control token in `text`, from left to right, by its alias."""
         pieces, end = [], 0
         for start, stop in self.find(text):
             if start >= end:
@@ -62,12 +62,12 @@ class Controls:
         return "".join([*pieces, text[end:]]) if pieces else text
 
     def break_up(self, text: str, mark: str, *, whole: bool = True) -> str:
-        """`text` with `mark` inside whatever is a control token or could become part of one beside other text.
+        """Insert `mark` into every control token in `text`, and wherever `text` could become part of one.
 
-        Ends are covered so that two texts that a template puts side by side, trimmed or not, cannot spell one together;
-        and so is a text that stands within a token, for a template that writes both of its ends (`'<' ~ key ~ '>'`),
-        unless `whole` is False. A mark stands between two characters of `text`, or behind a text that is only one, and
-        is no blank: trimming a text works as before.
+        The ends are covered, so that two texts that a template joins, trimmed or not, cannot spell a control token
+        together. Unless `whole` is False, so is a text that is the inside of one, for templates that write both its
+        ends (`'<' ~ key ~ '>'`). A mark goes between two characters, or after a text of one character, and is not white
+        space: trimming a text works as before.
         """
         cuts = {start + 1 for start, _ in self.find(text)}
         cuts |= self._at_ends(text)
@@ -75,13 +75,13 @@ class Controls:
         if len(core) < len(text):
             cuts.update(at + cut for cut in self._at_ends(core))
         if whole and 0 < len(core) <= self._longest - 2 and core.translate(_SAME_DIGITS) in self._insides:
-            # As far behind as can be: names that a template sorts then mostly keep their order.
+            # As late as possible, so that names that a template sorts mostly keep their order.
             cuts.add(at + max(len(core) - 1, 1))
         edges = [0, *sorted(cuts), len(text)]
         return mark.join(text[a:b] for a, b in itertools.pairwise(edges)) if cuts else text
 
     def _at_ends(self, text: str) -> set[int]:
-        """Where to cut `text` so that its ends begin or end no control token."""
+        """Return where to cut `text` so that its ends cannot begin or end a control token."""
         cuts: set[int] = set()
         longest = min(self._longest, len(text))
         if self._heads is not None and self._heads.search(text, len(text) - longest):

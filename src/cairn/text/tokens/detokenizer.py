@@ -1,11 +1,12 @@
-"""Token ids -> text, piece by piece: the pieces join to exactly what decoding all ids at once gives.
+"""Token ids -> text, piece by piece; the pieces join to exactly the text that decoding all ids at once gives.
 
-What a decoder of a tokenizer.json does (the `tokenizers` library) comes in three kinds, and each has its own way of
-being exact while it streams:
+The decoders of tokenizer.json (the `tokenizers` library) come in three kinds, each streamed exactly in its own way:
 
     bytes    byte-level BPE: tokens are bytes; a character is passed on when its last byte has come
     runs     SentencePiece with byte fallback: a run of byte tokens is valid or invalid as a whole
     pieces   each token has a text of its own, but the first one may lose its leading space
+
+Any other decoder is streamed by decoding a window of recent ids.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ from tokenizers import Tokenizer as Library
 V = TypeVar("V")
 
 RUN_STEPS = ("Replace", "ByteFallback", "Fuse", "Strip")
-"""The decoders of SentencePiece-style tokenizers, in the order in which `_RunDetokenizer` is exact for them."""
+"""Decoder steps of SentencePiece-style tokenizers, in the order for which `_RunDetokenizer` is exact."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 NEVER = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
-"""Bytes that no UTF-8 has."""
+"""Bytes that never occur in UTF-8."""
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-"""How byte fallback spells a byte."""
+"""A byte token of byte fallback."""
 
 
 class Detokenizer(Protocol):
-    """The text of one stream of ids."""
+    """A streaming decoder of ids."""
 
     def push(self, ids: Sequence[int]) -> str:
-        """Text that is now certain; "" while a character is incomplete."""
+        """Return the text that is now certain; "" while a character is incomplete."""
         ...
 
     def flush(self) -> str:
-        """The rest, incomplete bytes as U+FFFD. Nothing may be pushed afterwards."""
+        """Return the rest, incomplete bytes as U+FFFD. Nothing may be pushed afterwards."""
         ...
 
 
 class _ByteDetokenizer:
-    """Tokens are bytes; text is their UTF-8 with every maximal invalid part as one U+FFFD."""
+    """Detokenizer for tokens that are bytes; every maximal invalid part of the UTF-8 is one U+FFFD."""
 
     __slots__ = ("_decoder", "_skip", "_table")
 
@@ -59,10 +60,10 @@ class _ByteDetokenizer:
 
 
 class _RunDetokenizer:
-    """Tokens are texts or single bytes; `strip` leading spaces of the whole are dropped.
+    """Detokenizer for tokens that are texts or single bytes; `strip` leading spaces of the whole text are dropped.
 
-    As in the library's ByteFallback, a run of byte tokens that is not valid UTF-8 as a whole becomes one U+FFFD a
-    byte. So a run is passed on when it ends.
+    As in the library's ByteFallback, a run of byte tokens that is not valid UTF-8 as a whole becomes one U+FFFD per
+    byte, so a run is passed on when it ends.
     """
 
     __slots__ = ("_run", "_skip", "_strip", "_table")
@@ -111,7 +112,7 @@ class _RunDetokenizer:
 
 
 class _PieceDetokenizer:
-    """Every token has a text, which depends only on whether the token is the first that is not skipped."""
+    """Detokenizer for tokens whose text depends only on whether they are the first that is not skipped."""
 
     __slots__ = ("_first", "_first_text", "_skip", "_table")
 
@@ -138,9 +139,9 @@ class _PieceDetokenizer:
 
 
 class _WindowDetokenizer:
-    """For any other decoder: decode a window of recent ids twice, with and without the new ones.
+    """Detokenizer for any other decoder: it decodes a window of recent ids with and without the new ones.
 
-    Exact wherever a token's text depends on at most the window before it.
+    It is exact if a token's text depends on at most the window before it.
     """
 
     __slots__ = ("_decode", "_ids", "_shown", "_skip")
@@ -151,7 +152,7 @@ class _WindowDetokenizer:
         self._decode = decode
         self._skip = skip
         ids = [i for i in after if i not in skip][-self.WINDOW :]
-        # Within a character that begins or ends there, nothing tells what was shown of it.
+        # If a character is incomplete at the border, it is unknown which part of it was shown.
         self._ids = [] if REPLACEMENT in decode(ids) else ids
         self._shown = len(self._ids)
 
@@ -169,7 +170,7 @@ class _WindowDetokenizer:
         if text.endswith(REPLACEMENT) and not final:
             if end - self._shown <= self.WINDOW:
                 return ""
-            # So many tokens are no beginning of a character: without this, all of them would be decoded ever again.
+            # So many tokens cannot be one incomplete character: without this, all of them would be decoded every time.
             end = self._certain(text)
             text = self._decode(self._ids[:end])
         if self._shown > 4 * self.WINDOW:
@@ -180,18 +181,20 @@ class _WindowDetokenizer:
         return text[len(before) :]
 
     def _certain(self, text: str) -> int:
-        """How many of the ids, whose text is `text`, stand before a character that may be incomplete: it has at most
-        three bytes yet, and no character is cut."""
+        """Return how many of the ids, whose text is `text`, come before a possibly incomplete character.
+
+        Such a character has at most three bytes so far; the cut splits no character.
+        """
         size = len(self._ids)
         cuts = range(size - 3, size)
         return next((n for n in cuts if self._decode(self._ids[:n]) + self._decode(self._ids[n:]) == text), size)
 
 
 class Decoding:
-    """How one tokenizer's ids become text: the decoder of its tokenizer.json, by kind."""
+    """Decoding of one tokenizer's ids, by the kind of its decoder in tokenizer.json."""
 
     def __init__(self, library: Library, decoder: dict[str, Any] | None) -> None:
-        """`decoder` is tokenizer.json's, as JSON."""
+        """Take the library's tokenizer and `decoder`, the parsed JSON of tokenizer.json."""
         self._library = library
         steps = _steps(decoder)
         self._kind = _kind(steps)
@@ -205,7 +208,7 @@ class Decoding:
         self._pieces = _Memo(self._inner_piece)
 
     def stream(self, skip: Collection[int], after: Sequence[int] = ()) -> Detokenizer:
-        """A detokenizer that leaves out the ids in `skip`; the text of those in `after` came before."""
+        """Return a detokenizer that leaves out the ids in `skip` and continues the text of `after`."""
         if self._kind == "bytes":
             return _ByteDetokenizer(self._bytes, skip)
         if self._kind == "runs":
@@ -215,15 +218,15 @@ class Decoding:
             return _PieceDetokenizer(self._first_piece, self._pieces, skip, first)
         return _WindowDetokenizer(lambda ids: str(self._library.decode(ids, skip_special_tokens=False)), skip, after)
 
-    def unspelt_bytes(self) -> frozenset[int]:
-        """Bytes of UTF-8 that no token of a byte-level vocabulary stands for: encoding leaves them out."""
+    def missing_bytes(self) -> frozenset[int]:
+        """Return the bytes of UTF-8 that a byte-level vocabulary lacks: encoding drops them."""
         if self._kind != "bytes":
             return frozenset()
         lacking = {byte for character, byte in _BYTES.items() if self._library.token_to_id(character) is None}
         return frozenset(lacking - NEVER)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token in the middle of a text stands for; b"" for an unknown id."""
+        """Return the bytes of a token in the middle of a text; b"" for an unknown id."""
         if self._kind == "bytes":
             return self._bytes[token]
         if self._kind == "runs":
@@ -235,7 +238,7 @@ class Decoding:
         text = self._library.id_to_token(token) or ""
         try:
             return bytes([_BYTES[character] for character in text])
-        except KeyError:  # an added token that is not spelt in the byte alphabet
+        except KeyError:  # an added token, which is not written in the byte alphabet
             return text.encode()
 
     def _run_piece(self, token: int) -> str | int | None:
@@ -261,12 +264,12 @@ class Decoding:
 
 
 def _any_text(ids: Sequence[int], skip: Collection[int], table: Mapping[int, object]) -> bool:
-    """Whether any of the ids is text: neither skipped nor unknown."""
+    """Return whether any of the ids is text: neither skipped nor unknown."""
     return any(i not in skip and table[i] is not None for i in ids)
 
 
 class _Memo(dict[int, V]):
-    """A table that computes an entry when it is first asked for."""
+    """A table that computes an entry on its first use."""
 
     def __init__(self, compute: Callable[[int], V]) -> None:
         super().__init__()
@@ -278,7 +281,10 @@ class _Memo(dict[int, V]):
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Character -> byte of GPT-2's byte-level alphabet: printable bytes are themselves, the rest follow from U+0100."""
+    """Return character -> byte of GPT-2's byte-level alphabet.
+
+    Printable bytes are themselves, the rest follow from U+0100.
+    """
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(rest)}
@@ -288,7 +294,7 @@ _BYTES = _byte_alphabet()
 
 
 def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The decoders of a (nested) sequence, in order."""
+    """Return the decoders of a (nested) sequence, in order."""
     if decoder is None:
         return []
     if decoder.get("type") == "Sequence":
@@ -297,7 +303,7 @@ def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _kind(steps: list[dict[str, Any]]) -> str:
-    """Which detokenizer is exact for these decoders: "bytes", "runs", "pieces" or "window"."""
+    """Return which detokenizer is exact for these decoders: "bytes", "runs", "pieces" or "window"."""
     kinds = [step["type"] for step in steps]
     bare = [kind for kind in kinds if kind != "Fuse"]
     if bare == ["ByteLevel"]:

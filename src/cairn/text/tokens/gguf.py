@@ -1,13 +1,13 @@
 """The tokenizer and the chat templates inside a GGUF file.
 
-The file holds the vocabulary (texts, kinds, scores or merges) and a name for how text is split before it is merged.
-From these the tokenizer that the model came with is rebuilt, as far as a file tells (see `_sentencepiece`). The library
-gets vocabulary and merges as they are: by way of a tokenizer.json, 150,000 of each would take twice as long.
+The file holds the vocabulary (texts, kinds, scores or merges) and the name of the split that precedes merging. From
+these the model's original tokenizer is rebuilt, as far as the file allows (see `_sentencepiece`). Vocabulary and merges
+are passed to the library directly: through a tokenizer.json, 150,000 of each would take twice as long.
 
     gpt2    byte-level BPE: merges are listed; `tokenizer.ggml.pre` names the split
     llama   SentencePiece BPE with byte fallback: pieces with scores, from which the merges follow
-    gemma4  the same with its merges listed, and no space before a text
-    bert    pieces of words, the longest first (encoders)
+    gemma4  the same with listed merges and no space before a text
+    bert    WordPiece (encoders): the longest piece first
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ BEGINS = "\u2581"
 _GOES_ON = "##"
 
 
-def spelt(token: str, control: bool) -> str:
-    """A token as the tokenizer's own files have it."""
+def wordpiece_spelling(token: str, control: bool) -> str:
+    """Return a WordPiece token in the spelling of tokenizer.json."""
     if control or not token:
         return token
     return token[1:] if token.startswith(BEGINS) and len(token) > 1 else _GOES_ON + token
 
 
 def wordpiece(gguf: Gguf, tokens: list[str], vocab: dict[str, int]) -> tuple[WordPiece, dict[str, Any]]:
-    """The model of `tokens` as they are spelt, and what a tokenizer.json has around it."""
+    """Return the WordPiece model of `tokens` and the other parts of its tokenizer.json. Raises ModelFileError."""
     unknown = [tokens[i] for i in named_ids(gguf, "unknown", len(tokens), absent=True)]
     unknown += [token for token in ("[UNK]", "<unk>") if token in vocab]
     if not unknown:
-        raise ModelFileError(f"{gguf.paths[0]}: does not name the token of what is unknown")
+        raise ModelFileError(f"{gguf.paths[0]}: does not name an unknown token")
     small = not any(one.isupper() for token in tokens if not token.startswith("[") for one in token)
     return WordPiece(vocab, unk_token=unknown[0], max_input_chars_per_word=100), {
         "normalizer": {
@@ -64,8 +64,10 @@ def wordpiece(gguf: Gguf, tokens: list[str], vocab: dict[str, int]) -> tuple[Wor
 
 
 def surround(library: Tokenizer, gguf: Gguf, tokens: list[str]) -> None:
-    """Give a tokenizer the template of its encoder: a token before a text, one behind each; BERT's second texts are of
-    a kind of their own."""
+    """Set the post-processor of an encoder: one token before the text, one after each text of a pair.
+
+    With BERT the second text has token type 1.
+    """
     begin, end = check_tokens(gguf)
     kind = int(gguf.metadata["general.architecture"] == "bert")
     library.post_processor = TemplateProcessing(
@@ -76,18 +78,18 @@ def surround(library: Tokenizer, gguf: Gguf, tokens: list[str]) -> None:
 
 
 PLAIN, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""Kinds of tokens, as `tokenizer.ggml.token_type` numbers them."""
+"""Token kinds, as numbered by `tokenizer.ggml.token_type`."""
 ADDED = frozenset((UNKNOWN, CONTROL, USER))
-"""Those of tokens that are recognised as a whole."""
+"""Kinds of added tokens, which are recognised before a text is split."""
 
 _WRITTEN = re.compile(r"<[^\s<>'\"]{1,64}>|\[[^\s\[\]'\"]{1,64}\]")
-"""What may be a control token in a template's source."""
+"""Possible control tokens in a template's source."""
 
 MAX_PIECE = 1024
-"""Most characters of a SentencePiece piece; published ones have at most some hundred."""
+"""Most characters of a SentencePiece piece; published models have at most some hundred."""
 MAX_MERGED = 1 << 24
-"""Most characters of all merges of SentencePiece pieces together, or few long pieces would take memory without bound.
-Llama 2's 32,000 tokens have 61,249 merges of 329,061 characters, Gemma's 262,144 have 514,906 of 3,117,918."""
+"""Most characters of all derived SentencePiece merges: a few long pieces could otherwise take unbounded memory. Llama
+2's 32,000 tokens have 61,249 merges of 329,061 characters, Gemma's 262,144 have 514,906 of 3,117,918."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
@@ -115,7 +117,7 @@ _SIGNS = (
 
 
 def _split(*patterns: str) -> list[dict[str, Any]]:
-    """What splits by each pattern in turn."""
+    """Return pre-tokenizers that split by each pattern in turn, then map bytes to characters."""
     splits = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in patterns
@@ -157,11 +159,11 @@ SPLITS: dict[str, list[dict[str, Any]]] = {
     "starcoder": _DIGITS,
     "tekken": _split(_TEKKEN),
 }
-"""`tokenizer.ggml.pre` -> the pre-tokenizers of the models that have it."""
+"""`tokenizer.ggml.pre` -> pre-tokenizers."""
 _BEGINNING = frozenset(("llama-bpe", "llama-v3", "llama3", "pixtral", "lfm2", "tekken"))
-"""Splits of models that start a text with BOS unless told otherwise."""
+"""Splits of models that start a text with BOS unless the file says otherwise."""
 WHOLE_WORDS = _BEGINNING | {"glm4"}
-"""Splits of models that take a word that is a token as it is."""
+"""Splits of models that keep a word that is a token, without applying merges."""
 COMPOSED = frozenset(("qwen2", "qwen35", "deepseek-r1-qwen", "modern-bert"))
 """Splits of models that normalise text to NFC."""
 
@@ -177,13 +179,13 @@ NAMES = {
 
 
 def load_tokenizer(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any], dict[str, Any]]:
-    """What a file says: the tokenizer, its decoder as a tokenizer.json has it, and a tokenizer_config.json.
+    """Rebuild the tokenizer of a file; return it with the decoder and settings of tokenizer(_config).json.
 
-    Raises `ModelFileError` for a broken vocabulary, `ModelError` naming a kind of tokenizer or split that is not built.
+    Raises `ModelFileError` for a broken vocabulary, `ModelError` naming an unsupported kind of tokenizer or split.
     """
     fields = gguf.fields
     tokens, kinds = _vocabulary(gguf)
-    check_added(sum(kind in ADDED for kind in kinds), gguf.paths[0])  # before anything is built of so many
+    check_added(sum(kind in ADDED for kind in kinds), gguf.paths[0])  # before they take memory
     model = fields.text("tokenizer.ggml.model", "")
     if model == "gpt2":
         bpe: Any
@@ -193,7 +195,7 @@ def load_tokenizer(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any], dict[str, Any
         bpe, around = _sentencepiece(gguf, tokens, kinds)
         bos = True
     elif model == "bert":
-        tokens = [spelt(token, kind in ADDED) for token, kind in zip(tokens, kinds, strict=True)]
+        tokens = [wordpiece_spelling(token, kind in ADDED) for token, kind in zip(tokens, kinds, strict=True)]
         bpe, around = wordpiece(gguf, tokens, _ranked(gguf, tokens, kinds))
         bos = False
     elif model == "gemma4":
@@ -206,7 +208,7 @@ def load_tokenizer(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any], dict[str, Any
     encodes = is_encoder(gguf)
     config: dict[str, Any] = {"add_bos_token": not encodes and fields.flag("tokenizer.ggml.add_bos_token", bos)}
     if fields.flag("tokenizer.ggml.add_eos_token", False) and not encodes:
-        config["add_eos_token"] = True  # behind whole texts
+        config["add_eos_token"] = True  # after whole texts
     for name, key in NAMES.items():
         for i in named_ids(gguf, key, len(tokens), absent=name != "eos_token")[:1]:
             config[name] = tokens[i]
@@ -226,7 +228,7 @@ def load_tokenizer(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any], dict[str, Any
 
 
 def named_middle(gguf: Gguf) -> Middle | None:
-    """The tokens for filling in the middle that a file names."""
+    """Return the fill-in-the-middle tokens that a file names; None if it lacks one."""
     tokens = gguf.metadata["tokenizer.ggml.tokens"]
     for names in (("fim_pre", "fim_suf", "fim_mid"), ("prefix", "suffix", "middle")):
         found = [i for name in names for i in named_ids(gguf, name, len(tokens), absent=True)[:1]]
@@ -236,7 +238,7 @@ def named_middle(gguf: Gguf) -> Middle | None:
 
 
 def named_tokens(gguf: Gguf, text_of: Callable[[int], str | None]) -> dict[str, Any]:
-    """A tokenizer_config.json of what a file says of special tokens by their ids, for a tokenizer that it has not."""
+    """Return the special tokens that a file names by id, as tokenizer_config.json, for a tokenizer from elsewhere."""
     config: dict[str, Any] = {}
     if gguf.fields.has("tokenizer.ggml.add_bos_token"):
         config["add_bos_token"] = gguf.fields.flag("tokenizer.ggml.add_bos_token", False)
@@ -248,7 +250,7 @@ def named_tokens(gguf: Gguf, text_of: Callable[[int], str | None]) -> dict[str, 
 
 
 def load_templates(gguf: Gguf) -> dict[str, str]:
-    """The chat templates in a file by name, {} if it has none."""
+    """Return the chat templates in a file by name."""
     prefix = "tokenizer.chat_template"
     found = {}
     for key in gguf.metadata:
@@ -259,7 +261,7 @@ def load_templates(gguf: Gguf) -> dict[str, str]:
 
 
 def _vocabulary(gguf: Gguf) -> tuple[list[str], list[int]]:
-    """Texts and kinds of all tokens; where the file has no kinds, what their texts tell of them."""
+    """Return the texts and kinds of all tokens; kinds that the file lacks are derived from the texts."""
     path = gguf.paths[0]
     tokens = gguf.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens or not all(isinstance(one, str) for one in tokens):
@@ -275,7 +277,7 @@ def _vocabulary(gguf: Gguf) -> tuple[list[str], list[int]]:
 
 
 def _numbers(gguf: Gguf, key: str, count: int, types: str, what: str) -> list[float]:
-    """`count` finite numbers of the `types` that numpy has letters for."""
+    """Return the `count` finite numbers of a key; `types` are numpy's kind letters. Raises ModelFileError."""
     values = gguf.metadata.get(key)
     listable = isinstance(values, np.ndarray) and values.shape == (count,) and values.dtype.kind in types
     if values is None or not listable or not np.isfinite(values).all():
@@ -285,7 +287,7 @@ def _numbers(gguf: Gguf, key: str, count: int, types: str, what: str) -> list[fl
 
 
 def _ranked(gguf: Gguf, tokens: list[str], kinds: list[int]) -> dict[str, int]:
-    """Text -> id. Places that were only filled up have no text, so their ids are unknown ones."""
+    """Return text -> id. Padding entries are left out, so their ids are unknown."""
     found: dict[str, int] = {}
     for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
         if token and (kind != UNUSED or token in UNMISTAKABLE):
@@ -296,7 +298,7 @@ def _ranked(gguf: Gguf, tokens: list[str], kinds: list[int]) -> dict[str, int]:
 
 
 def _added(tokens: list[str], kinds: list[int], mistaken: set[str]) -> list[AddedToken]:
-    """Tokens that are recognised as a whole, before anything is split; `mistaken` are control tokens of other types."""
+    """Return the added tokens; `mistaken` are control tokens that the file gives another kind."""
     return [
         AddedToken(token, normalized=False, special=kind != USER or token in mistaken)
         for token, kind in zip(tokens, kinds, strict=True)
@@ -305,10 +307,10 @@ def _added(tokens: list[str], kinds: list[int], mistaken: set[str]) -> list[Adde
 
 
 def _mistaken(gguf: Gguf, tokens: list[str], kinds: list[int], config: dict[str, Any]) -> set[str]:
-    """Control tokens to which the file gives another type.
+    """Return the texts of control tokens that the file gives another kind.
 
-    They are those that it names (`bos_token`, ...), those that end a turn by their text, and those that its chat
-    templates write. A token that merges can make is ordinary text, whoever writes it.
+    They are the tokens that it names (`bos_token`, ...), those whose text is known to end a turn, and those that its
+    chat templates write. A token that merges can produce is ordinary text, even if a template writes it.
     """
     written = {text for template in load_templates(gguf).values() for text in _WRITTEN.findall(template)}
     wanted = {text for text in config.values() if isinstance(text, str) and is_spelt_as_control(text)}
@@ -326,7 +328,7 @@ def _mistaken(gguf: Gguf, tokens: list[str], kinds: list[int], config: dict[str,
 
 
 def _byte_bpe(gguf: Gguf, tokens: list[str], kinds: list[int]) -> tuple[BPE, dict[str, Any]]:
-    """The model, and what a tokenizer.json has around it."""
+    """Return the byte-level BPE model and the other parts of its tokenizer.json."""
     path, named = gguf.paths[0], gguf.fields.text("tokenizer.ggml.pre", "")
     if not named:
         raise ModelError(
@@ -344,18 +346,18 @@ def _byte_bpe(gguf: Gguf, tokens: list[str], kinds: list[int]) -> tuple[BPE, dic
 
 
 def _merged(gguf: Gguf, vocab: dict[str, int], **options: Any) -> BPE:
-    """The model of the merges that a file lists."""
+    """Return the BPE model of the merges that a file lists. Raises ModelFileError."""
     path, listed = gguf.paths[0], gguf.metadata.get("tokenizer.ggml.merges")
     if not isinstance(listed, list):
         raise ModelFileError(f"{path}: tokenizer.ggml.merges must be a list of texts")
-    listed = list(dict.fromkeys(listed))  # of one that stands twice the first counts, as with llama.cpp
+    listed = list(dict.fromkeys(listed))  # of equal merges the first counts, as in llama.cpp
     try:
-        # A token may begin with a space of its own only where spaces are written as another character.
+        # Spaces inside tokens are written as another character, so a space only separates the two tokens.
         pairs = [tuple(merge.split(" ")) for merge in listed]
         try:
             return BPE(vocab, pairs, **options)
         except Exception:
-            # What merges unknown tokens, or to one, could never be used.
+            # Merges of unknown tokens, or to one, could never apply: leave them out.
             pairs = [pair for pair in pairs if len(pair) != 2 or {*pair, "".join(pair)} <= vocab.keys()]
             return BPE(vocab, pairs, **options)
     except Exception as error:  # the library raises bare Exception
@@ -363,8 +365,10 @@ def _merged(gguf: Gguf, vocab: dict[str, int], **options: Any) -> BPE:
 
 
 def _spaced_bpe(gguf: Gguf, tokens: list[str], kinds: list[int]) -> tuple[BPE, dict[str, Any]]:
-    """The model and what a tokenizer.json has around it, of texts whose spaces are written "\u2581" and that are merged
-    as a whole, with a token for each byte of what has none."""
+    """Return a BPE model with byte fallback and the other parts of its tokenizer.json.
+
+    Spaces are written as "\u2581", and a text is merged as a whole, without a split.
+    """
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN and token), None)
     options = {"unk_token": unknown, "byte_fallback": True, "fuse_unk": True}
     return _merged(gguf, _ranked(gguf, tokens, kinds), **options), {
@@ -382,16 +386,16 @@ def _spaced_bpe(gguf: Gguf, tokens: list[str], kinds: list[int]) -> tuple[BPE, d
 
 
 def _bad_merge(path: Path, merges: list[Any]) -> ModelFileError:
-    """What to say of the first merge that is none."""
+    """Return the error for the first invalid merge."""
     found = next((one for one in merges if not isinstance(one, str) or len(one.split(" ")) != 2), None)
     return ModelFileError(f"{path}: tokenizer.ggml.merges must hold pairs of tokens, found {found!r:.80}")
 
 
 def _sentencepiece(gguf: Gguf, tokens: list[str], kinds: list[int]) -> tuple[BPE, dict[str, Any]]:
-    """The model, and what a tokenizer.json has around it.
+    """Return the BPE model and the other parts of its tokenizer.json.
 
-    A file cannot tell whether the model came with "▁" before a whole text only or after control tokens too. It gets it
-    in both places, as with llama.cpp; a tokenizer.json that says "first" has one "▁" less there.
+    A file does not say whether the model was trained with "▁" before a whole text only, or after control tokens too.
+    It is put in both places, as in llama.cpp; a tokenizer.json with "first" has no "▁" after control tokens.
     """
     scores = _numbers(gguf, "tokenizer.ggml.scores", len(tokens), "iuf", "finite numbers")
     vocab = _ranked(gguf, tokens, kinds)
@@ -421,22 +425,22 @@ def _sentencepiece(gguf: Gguf, tokens: list[str], kinds: list[int]) -> tuple[BPE
 
 
 def _merges(vocab: dict[str, int], scores: list[float], path: Path) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, the piece with the best score first.
+    """Return every pair of pieces that joins to a third, ordered by the score of the third, best first.
 
-    Raises `ModelFileError` beyond `MAX_MERGED`.
+    Raises `ModelFileError` above `MAX_MERGED` characters.
     """
     found: list[tuple[float, int, int, int, str, str]] = []
     own, characters = {piece: piece for piece in vocab}, 0
     for piece, number in vocab.items():
         score = -scores[number]
         for cut in range(1, len(piece)):
-            # The vocabulary's own texts, not those that were cut out to look for them.
+            # The vocabulary's own string objects: keeping the slices would take more memory.
             if (left := own.get(piece[:cut])) is None or (right := own.get(piece[cut:])) is None:
                 continue
             characters += len(piece)
             if characters > MAX_MERGED:
                 raise ModelFileError(f"{path}: the merges of its tokens have more than {MAX_MERGED} characters")
-            # Among ways of the same score the longer left part comes first, as where these models were converted.
+            # With equal scores the longer left part comes first, as in the converters of these models.
             found.append((score, -cut, cut - len(piece), number, left, right))
     found.sort()
     return [(left, right) for *_, left, right in found]

@@ -1,6 +1,6 @@
-"""A folder's tokenizer and chat templates -> the metadata that a GGUF file keeps them in; the inverse of `gguf`.
+"""A folder's tokenizer and chat templates -> GGUF metadata; the inverse of `gguf`.
 
-What is written is only a hint of how text is split, so `check_same` compares the file's tokenizer with the folder's.
+GGUF stores only the name of a split, so `check_same` compares the written tokenizer with the folder's.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _SAMPLES = (
 
 
 def texts_of(folder: Path, vocab: int, eos_ids: tuple[int, ...]) -> dict[str, Any]:
-    """Tokenizer and templates of a folder with safetensors as GGUF metadata.
+    """Return the tokenizer and templates of a folder with safetensors as GGUF metadata.
 
-    `vocab` is the rows of the embedding, `eos_ids` what ends an answer. Raises `ModelError` for a tokenizer that GGUF
-    has no name for, `ModelFileError` for a broken one.
+    `vocab` is the number of embedding rows, `eos_ids` the tokens that end an answer. Raises `ModelError` for a
+    tokenizer that GGUF cannot name, `ModelFileError` for a broken one.
     """
     path = folder / "tokenizer.json"
     tokenizer = Tokenizer.load(folder)
@@ -56,7 +56,7 @@ def texts_of(folder: Path, vocab: int, eos_ids: tuple[int, ...]) -> dict[str, An
 
 
 def check_same(folder: Path, written: Path) -> None:
-    """Raise `ModelError` if the tokenizer or the templates of a GGUF file are not those of the folder."""
+    """Raise `ModelError` if the tokenizer or the templates of a GGUF file differ from the folder's."""
     ours, theirs = Tokenizer.load(folder), Tokenizer.load(written)
     samples = [*_SAMPLES, " ".join(_SAMPLES), *(f"a {text} b{text}" for text in ours.special_tokens.values())]
     for text in [*samples, *(f"{control}x {control}\n{control}" for control in ours.controls.ids)]:
@@ -106,7 +106,7 @@ def _is_byte(text: str) -> bool:
 
 
 def _split_name(data: dict[str, Any], path: Path) -> str:
-    """The name of how a byte-level tokenizer splits text."""
+    """Return GGUF's name for the split of a byte-level tokenizer. Raises ModelError if it has none."""
     wanted, composed = _steps(data["pre_tokenizer"]), data.get("normalizer") is not None
     whole = bool(data["model"].get("ignore_merges"))
     for name, steps in SPLITS.items():
@@ -120,7 +120,7 @@ def _split_name(data: dict[str, Any], path: Path) -> str:
 
 
 def _steps(splitter: Any) -> list[Any]:
-    """A pre-tokenizer without what does not change the tokens."""
+    """Return the steps of a pre-tokenizer without options that do not change the tokens."""
     if not isinstance(splitter, dict):
         return []
     if splitter["type"] == "Sequence":

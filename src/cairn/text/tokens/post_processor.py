@@ -1,8 +1,7 @@
-"""Whole texts, and pairs of them, as a model that reads all at once was trained on them.
+"""Inputs of encoders: whole texts and pairs with the special tokens that the model was trained on.
 
-The tokenizer's own template says what stands before, between and behind texts, such as `[CLS] one [SEP] two [SEP]`,
-and which tokens are of the second kind. The texts between are encoded as any user's text is: a control token that is
-written in one is ordinary text.
+The tokenizer's template gives the tokens before, between and after texts, such as `[CLS] one [SEP] two [SEP]`, and the
+token types. The texts are encoded like any user's text: a control token written in one is ordinary text.
 """
 
 from __future__ import annotations
@@ -14,30 +13,30 @@ from tokenizers import Tokenizer as Library
 
 
 class WholeInput(NamedTuple):
-    """A text, or a pair, ready to be computed."""
+    """A text or a pair, ready for the model."""
 
     tokens: tuple[int, ...]
     second: int = 0
-    """Where tokens of the second kind begin; 0: there are none."""
+    """Index of the first token of type 1; 0: there are none."""
 
 
 class Affixes(NamedTuple):
-    """What a tokenizer's template puts around one text and around two."""
+    """The special tokens that a tokenizer's template puts around one text and around a pair."""
 
     before: tuple[int, ...]
     behind: tuple[int, ...]
     pair: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-    """Before the first, between the two and behind the second."""
+    """Tokens before the first text, between the two and after the second."""
     typed: bool
-    """Whether the second text's tokens are of another kind."""
+    """Whether the second text's tokens have type 1."""
 
     def whole(self, text: Sequence[int], limit: int | None = None) -> WholeInput:
-        """One text of which at most `limit` tokens are left, affixes included."""
+        """Return the input of one text, cut to at most `limit` tokens, affixes included."""
         room = len(text) if limit is None else max(0, limit - len(self.before) - len(self.behind))
         return WholeInput((*self.before, *text[:room], *self.behind))
 
     def both(self, first: Sequence[int], second: Sequence[int], limit: int | None = None) -> WholeInput:
-        """Two texts of which at most `limit` tokens are left: the longer one loses them."""
+        """Return the input of a pair, cut to at most `limit` tokens, affixes included; the longer text is cut first."""
         before, between, behind = self.pair
         most = len(first) + len(second)
         room = most if limit is None else max(0, limit - len(before) - len(between) - len(behind))
@@ -53,8 +52,10 @@ class Affixes(NamedTuple):
 
 
 def affixes(library: Library, before: Sequence[int], end: int | None) -> Affixes:
-    """Those of a tokenizer. `before`: what begins a text by its settings; `end`: what ends one, where they want that
-    and the template does not do it."""
+    """Return the affixes of a tokenizer.
+
+    `before` (BOS by its settings) and `end` (EOS by its settings) are used if its template adds nothing there.
+    """
     bare = library.encode("a", add_special_tokens=False).ids
     if not bare:
         return Affixes(tuple(before), (), ((), (), ()), False)

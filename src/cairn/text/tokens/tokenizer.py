@@ -1,9 +1,9 @@
-"""Text <-> token ids, by the model's own tokenizer.json, or by what its GGUF file holds; there is no fallback.
+"""Text <-> token ids, by the model's own tokenizer.json or the vocabulary in its GGUF file; there is no fallback.
 
-Two tokenizers share one model. The *full* one is the file as it is: it recognises control tokens (`<|im_end|>`,
+Two tokenizers share one model. The *full* one is the file unchanged: it recognises control tokens (`<|im_end|>`,
 `<think>`) in a text, so only text that Cairn itself wrote may go through it. The *plain* one knows each control token
-by an alias that nobody can type, so control tokens in a text are ordinary text; where a chat template wrote one,
-`encode_rendered` puts its alias. Both split, normalise and merge alike, so apart from that the ids are the same.
+by an alias that nobody can type, so control tokens in a text are ordinary text; for those that a chat template wrote,
+`encode_rendered` inserts the alias. Both split, normalise and merge alike, so all other ids are equal.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ if TYPE_CHECKING:
     from cairn.models.gguf.reader import Gguf
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""The special tokens that transformers names; chat templates may use them by these names."""
+"""Special token names of transformers; chat templates may use them as variables."""
 
 
 INLINE = 4_096
-"""Most characters or tokens that are worth no thread: more of them would hold other requests up meanwhile."""
+"""Most characters or tokens to process on the event loop; more would delay other requests."""
 
 
 MAX_LISTED = 1 << 20
-"""Most tokens, and most merges, of a tokenizer.json; the largest models have some 300,000 and 600,000."""
+"""Most tokens, and most merges, in a tokenizer.json; the largest models have some 300,000 and 600,000."""
 _COMMAS = 1 << 16
-"""Commas and brackets that stand in the texts of tokens and merges: many more than any vocabulary has."""
+"""Allowance for commas and brackets inside the texts of tokens and merges; far more than any vocabulary has."""
 
 
 class _Model(msgspec.Struct, frozen=True):
-    """The part of it that is looked at."""
+    """The parts of tokenizer.json's `model` that are checked."""
 
     vocab: msgspec.Raw = msgspec.Raw(b"null")
     merges: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class _File(msgspec.Struct):
-    """The part of tokenizer.json that the library does not show."""
+    """The parts of tokenizer.json that the library does not expose."""
 
     decoder: dict[str, Any] | None = None
     normalizer: dict[str, Any] | None = None
@@ -71,7 +71,7 @@ class _File(msgspec.Struct):
 
 
 class Tokenizer:
-    """One model's tokenizer. Its methods may be called from several threads at once."""
+    """One model's tokenizer. Thread-safe."""
 
     def __init__(
         self,
@@ -82,30 +82,30 @@ class Tokenizer:
         begins_chats: bool = False,
         middle: Middle | None = None,
     ) -> None:
-        """`library` is taken over; `decoder` is tokenizer.json's, `config` tokenizer_config.json's.
+        """Take over `library`; `decoder` comes from tokenizer.json, `config` from tokenizer_config.json.
 
-        `begins_chats`: the token that starts a text stands before a chat too, whether or not its template writes it.
-        `middle`: the tokens for filling in the middle that the model's file names.
+        `begins_chats`: BOS is put before chats too if their template does not write it. `middle`: the
+        fill-in-the-middle tokens that the model's file names.
         """
         library.no_truncation()
         library.no_padding()
         if isinstance(library.model, BPE):
-            library.model.dropout = None  # by which, in training, the same text becomes other tokens each time
+            library.model.dropout = None  # a training option that makes tokenization random
         self._full = library
         self._config = config
         self.special_tokens = {name: text for name in SPECIAL_NAMES if (text := _content(config.get(name)))}
         """Name ("bos_token", ...) -> text of the special tokens that the model names."""
         added = library.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        """Ids that are no text: decoding leaves them out."""
+        """Ids that decoding leaves out."""
         self.controls = Controls({token.content: i for i, token in added.items() if is_control(token)})
-        """The tokens that a user must not be able to write."""
+        """The control tokens; users' texts must never encode to them."""
         self.control_ids = frozenset(self.controls.ids.values())
         self._decoding = Decoding(library, decoder)
-        self.unspelt_bytes = (
-            self._decoding.unspelt_bytes() if getattr(library.model, "unk_token", None) is None else frozenset()
+        self.missing_bytes = (
+            self._decoding.missing_bytes() if getattr(library.model, "unk_token", None) is None else frozenset()
         )
-        """Bytes that the vocabulary lacks, and that are left out of a text."""
+        """Bytes that the vocabulary lacks; encoding drops them."""
         self._plain, self._real = self._with_aliases(library)
         unk = library.token_to_id(self.special_tokens.get("unk_token", ""))
         model = library.model
@@ -114,22 +114,22 @@ class Tokenizer:
         self._prefix = self._bos_prefix()
         wants_end = config.get("add_eos_token") is True
         self.affixes = affixes(library, self._prefix, self.eos_id if wants_end else None)
-        """What stands around whole texts."""
+        """Special tokens around whole texts and pairs."""
         self._begins_chats = begins_chats and bool(self._prefix)
         ends = known_ends(library.token_to_id, self.special_ids.__contains__)
         self.end_ids = frozenset(ends if self.eos_id is None else (*ends, self.eos_id))
-        """Tokens that end an answer: the tokenizer's own, and those that are spelt so. `Chat` adds the template's."""
+        """Tokens that end an answer: EOS and tokens with a known spelling. `Chat` adds those of its template."""
         self.middle = middle or known_middle(self.controls.ids)
-        """The tokens for filling in the middle, of a model that has them."""
+        """Fill-in-the-middle tokens; None for a model without them."""
 
     @classmethod
     def load(cls, folder: Path, parsed: Gguf | None = None) -> Tokenizer:
-        """Read tokenizer.json and, where present, tokenizer_config.json and special_tokens_map.json; or a GGUF file.
+        """Read tokenizer.json and, if present, tokenizer_config.json and special_tokens_map.json; or a GGUF file.
 
-        `parsed`: the GGUF file, where it was read. Raises ModelFileError naming the file that is missing or broken.
+        `parsed` is the GGUF file if it was already read. Raises ModelFileError naming the missing or broken file.
         """
         if is_gguf(folder):
-            from cairn.models.gguf.reader import read_gguf  # it needs numpy, and nothing else here does
+            from cairn.models.gguf.reader import read_gguf  # imported here because it needs numpy
             from cairn.text.tokens import gguf
 
             read = parsed or read_gguf(folder)
@@ -137,15 +137,15 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.exists():
             raise ModelFileError(
-                f"{path}: the file is missing; a model folder must hold a tokenizer.json{_other(folder)}"
+                f"{path}: the file is missing; a model folder must hold a tokenizer.json{_vocabulary_hint(folder)}"
             )
         return cls._read(path, folder)
 
     @classmethod
     def given(cls, path: Path, folder: Path, parsed: Gguf | None = None) -> Tokenizer:
-        """Read a tokenizer.json in place of the one of the model in `folder`. Raises ModelFileError as `load`.
+        """Read the tokenizer.json at `path` instead of the model's own. Raises ModelFileError as `load`.
 
-        Which tokens begin and end a text is said by the files beside it, else by the model's own.
+        BOS and EOS come from the files beside it, else from the model in `folder`.
         """
         if companions(path) or not is_gguf(folder):
             return cls._read(path, path.parent if companions(path) else folder)
@@ -164,10 +164,10 @@ class Tokenizer:
         *,
         begins_chats: bool = False,
     ) -> Tokenizer:
-        """Read a tokenizer.json, with what its settings in `folder` say, or else what `named` says."""
+        """Read a tokenizer.json with the settings in `folder`, or those that `named` returns if `folder` is None."""
         try:
             text = read_small(path, MAX_TOKENIZER_BYTES, "tokenizer.json")
-            file = _looked_at(text, path)
+            file = _checked_file(text, path)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ModelFileError(f"{path}: not a tokenizer.json of the tokenizers library ({error})") from error
         with ThreadPoolExecutor(1) as beside:
@@ -196,7 +196,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens, added ones included."""
+        """Number of tokens, added ones included."""
         return int(self._full.get_vocab_size(with_added_tokens=True))
 
     @property
@@ -206,56 +206,58 @@ class Tokenizer:
 
     @property
     def bos_id(self) -> int | None:
-        """The token that starts a text, where the model names one."""
+        """BOS, the token that starts a text; None if the model names none."""
         return self.token_id(self.special_tokens.get("bos_token", ""))
 
     @property
     def eos_id(self) -> int | None:
-        """tokenizer_config.json's end of text. What ends a generation is `ModelSpec.eos_ids`."""
+        """EOS of tokenizer_config.json; None without one. Generation ends at `ModelSpec.eos_ids`."""
         return self.token_id(self.special_tokens.get("eos_token", ""))
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token spelt `text` in the vocabulary."""
+        """Return the id of the token spelt `text`; None if there is none."""
         return self._full.token_to_id(text)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Ids of `text`, nothing put before or after it. Control tokens in it are ordinary text unless `special`."""
+        """Encode `text` without BOS or EOS. Control tokens in it are ordinary text unless `special`."""
         if special:
             return _ids(self._full, valid_text(text))
         return self._encode(valid_text(text))
 
     def encode_prompt(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids of a raw completion prompt, for which its writer is the template: control tokens in it are control
-        tokens, unless `special` is False. BOS once if the tokenizer wants one, also where the text has it."""
-        return self._begun(self.encode(text, special=special))
+        """Encode a raw completion prompt. Control tokens in it are control tokens unless `special` is False.
+
+        If the tokenizer wants BOS, the ids begin with exactly one, also if the text already has it.
+        """
+        return self._with_bos(self.encode(text, special=special))
 
     def encode_raw(self, prompt: str | Sequence[int], suffix: str, *, special: bool = True) -> list[int]:
-        """Ids of a raw prompt, text or ids; with a `suffix`, which needs `middle`, for what stands between the two.
+        """Encode a raw prompt (text or ids); with a `suffix`, ask the model for the text between both (needs `middle`).
 
-        Raises InvalidRequest for a text of which nothing is left, because the vocabulary lacks all of its bytes.
+        Raises InvalidRequest if the vocabulary lacks all bytes of the prompt.
         """
         if not suffix:
             if not isinstance(prompt, str):
                 return list(prompt)
             ids = self.encode_prompt(prompt, special=special)
-            if prompt and not ids and (lacking := self.unspelt_bytes.intersection(valid_text(prompt).encode())):
+            if prompt and not ids and (lacking := self.missing_bytes.intersection(valid_text(prompt).encode())):
                 named = ", ".join(f"0x{byte:02X}" for byte in sorted(lacking))
                 raise InvalidRequest(f"the prompt holds only bytes that the vocabulary lacks: {named}", field="prompt")
             return ids
         assert self.middle is not None
         before = self.encode(prompt, special=special) if isinstance(prompt, str) else prompt
-        before = before[len(self._prefix) :] if self._is_begun(before) else before
+        before = before[len(self._prefix) :] if self._has_bos(before) else before
         after = self.encode(suffix, special=special)
-        return self._begun([self.middle.prefix, *before, self.middle.suffix, *after, self.middle.middle])
+        return self._with_bos([self.middle.prefix, *before, self.middle.suffix, *after, self.middle.middle])
 
-    def _begun(self, ids: Sequence[int]) -> list[int]:
-        return list(ids) if self._is_begun(ids) else [*self._prefix, *ids]
+    def _with_bos(self, ids: Sequence[int]) -> list[int]:
+        return list(ids) if self._has_bos(ids) else [*self._prefix, *ids]
 
-    def _is_begun(self, ids: Sequence[int]) -> bool:
+    def _has_bos(self, ids: Sequence[int]) -> bool:
         return list(ids[: len(self._prefix)]) == self._prefix
 
-    def begun_chat(self, text: str) -> str:
-        """A rendered chat template with the token that starts a text, where the model wants it and it is not there."""
+    def with_bos(self, text: str) -> str:
+        """Put BOS before a rendered chat if the model wants it there and the template did not write it."""
         if not self._begins_chats:
             return text
         (bos,) = self._prefix
@@ -263,21 +265,21 @@ class Tokenizer:
         return text if spelt not in self.controls.ids or text.lstrip().startswith(spelt) else spelt + text
 
     def encode_rendered(self, text: str, mark: str = "") -> list[int]:
-        """Ids of a rendered chat template: its control tokens are recognised, except those broken up by `mark`.
+        """Encode a rendered chat: control tokens are recognised, except those broken up by `mark`.
 
-        `mark` (see `Controls.break_up`) is taken out, so the ids are those of the text without it.
+        `mark` (see `Controls.break_up`) is removed, so the ids are those of the text without it.
         """
         text = self.controls.with_aliases(valid_text(text))
         return self._encode(text.replace(mark, "") if mark else text)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of `ids`; special tokens are left out unless told otherwise, unknown ids always."""
+        """Decode `ids`; special tokens are left out if `skip_special`, unknown ids always."""
         return str(self._full.decode(list(ids), skip_special_tokens=skip_special))
 
     def spell(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, control tokens included, as `encode_prompt` reads it back to the same ids where any does.
+        """Return a text of `ids`, control tokens included, that `encode_prompt` reads back to the same ids if possible.
 
-        A tokenizer that puts a space before every text puts it behind control tokens too, where decoding shows it.
+        A tokenizer that puts a space before every text also puts one after control tokens, where decoding shows it.
         """
         plain = self.decode(ids, skip_special=False)
         if self.encode(plain, special=True) == list(ids):
@@ -294,23 +296,23 @@ class Tokenizer:
         return spelt if self.encode(spelt, special=True) == list(ids) else plain
 
     def detokenizer(self, *, skip: Collection[int] | None = None, after: Sequence[int] = ()) -> Detokenizer:
-        """Decode a stream: the pieces join to exactly `decode` of all ids. `skip` replaces the special ids.
+        """Return a streaming decoder whose pieces join to exactly `decode` of all ids; `skip` replaces the special ids.
 
-        `after`: ids whose text this one goes on. The pieces join to what `decode` adds to that, but that a
-        character that they began and did not end counts as broken.
+        `after`: earlier ids whose text the stream continues. The pieces join to what `decode` adds to that text; a
+        character that `after` left incomplete counts as broken.
         """
         return self._decoding.stream(self.special_ids if skip is None else skip, after)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token in the middle of a text stands for; b"" for an unknown id."""
+        """Return the bytes of a token in the middle of a text; b"" for an unknown id."""
         return self._decoding.token_bytes(token)
 
     def _encode(self, text: str) -> list[int]:
-        """Ids by the plain tokenizer; aliases in `text` become the control tokens' ids."""
+        """Encode by the plain tokenizer; aliases in `text` become the control tokens' ids."""
         ids = _ids(self._plain, text)
         real = self._real
         if not self._spellable.isdisjoint(ids):
-            # The model's own vocabulary has a control token as a piece, and the text met it.
+            # The model's vocabulary has a control token as an ordinary piece, and the text matched it.
             if self._unspellable is None:
                 self._unspellable = self._with_aliases(_without_pieces(self._full, self.controls.ids))
             plain, real = self._unspellable
@@ -320,10 +322,10 @@ class Tokenizer:
     def _with_aliases(
         self, library: Library, *, normalized: bool = True, spare: int = 0
     ) -> tuple[Library, dict[int, int]]:
-        """A tokenizer on `library`'s model that knows control tokens by alias only, and its ids -> the real ones.
+        """Return a tokenizer on `library`'s model that knows control tokens by alias only, and its ids -> real ids.
 
-        `normalized` False looks for aliases before normalising, whatever the file says. `spare` ids that would be next
-        are passed over.
+        With `normalized` False aliases are matched before normalising, whatever the file says. The next `spare` ids are
+        skipped.
         """
         plain = Library(library.model)
         if self._full.normalizer is not None:
@@ -348,19 +350,19 @@ class Tokenizer:
         )
         given = {i: plain.token_to_id(aliases.get(token.content, token.content)) for i, token in added}
         if not spare and any(library.model.id_to_token(given[i]) is not None for i in self.control_ids):
-            # A vocabulary with holes: new ids begin at its size, and some of those are taken.
+            # A vocabulary with holes: new ids begin at its size, and some of those are already used.
             size = library.get_vocab_size(with_added_tokens=False)
             last = max(library.get_vocab(with_added_tokens=False).values())
             return self._with_aliases(library, normalized=normalized, spare=last + 1 - size)
         seen = plain.encode("a".join(["", *aliases.values(), ""]), add_special_tokens=False).ids
         if normalized and not {given[i] for i in self.control_ids}.issubset(seen):
-            # A normaliser that puts something before every text also puts it before what is looked for, and so hides it
-            # inside a text. A template's control token must always be seen.
+            # A normaliser that prepends something to every text also prepends it to the alias, which then never matches
+            # inside a text. A template's control token must always be recognised.
             return self._with_aliases(library, normalized=False, spare=spare)
         return plain, {cast(int, new): i for i, new in given.items() if new != i}
 
     def _bos_prefix(self) -> list[int]:
-        """What the tokenizer puts before a text: by tokenizer_config.json's word, else by its post-processor."""
+        """Return the ids that the tokenizer puts before a text, by tokenizer_config.json or by its post-processor."""
         wanted = self._config.get("add_bos_token")
         if wanted is False:
             return []
@@ -373,8 +375,8 @@ class Tokenizer:
 
 
 def _ids(library: Library, text: str) -> list[int]:
-    """Ids of `text`. The library's plain `encode` holds Python's lock, so that a long text in a thread would stop all
-    others; its batches do not."""
+    """Encode `text` with the library."""
+    # A batch of one: `encode` holds the GIL, so a long text in a thread would stop all other threads.
     with no_panic(_cannot_encode):
         (encoding,) = library.encode_batch_fast([text], add_special_tokens=False)
     return list(encoding.ids)
@@ -385,7 +387,7 @@ def _cannot_encode(why: str) -> InvalidRequest:
 
 
 def valid_text(text: str) -> str:
-    """`text` with lone surrogates, which UTF-8 cannot hold, as U+FFFD."""
+    """Replace lone surrogates, which UTF-8 cannot encode, by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -393,10 +395,10 @@ def valid_text(text: str) -> str:
     return text
 
 
-def _looked_at(text: bytes, path: Path) -> _File:
-    """What is looked at of a tokenizer.json. Raises ModelFileError for one that holds more than any model's.
+def _checked_file(text: bytes, path: Path) -> _File:
+    """Parse and check a tokenizer.json. Raises ModelFileError if it holds more than any model's.
 
-    What the tokenizers library builds takes ten times the file's size, so it is counted before there is any of it.
+    The tokenizers library needs ten times the file's size in memory, so the limits are checked before it is called.
     """
     file = msgspec.json.decode(text, type=_File)
     known = 0
@@ -414,7 +416,7 @@ def _looked_at(text: bytes, path: Path) -> _File:
 
 
 def _library(data: str, path: Path) -> Library:
-    """The tokenizer that a tokenizer.json describes; `path` is for the message."""
+    """Build the tokenizer of a tokenizer.json; `path` is for the error message."""
     try:
         with no_panic(ModelFileError):
             return Library.from_str(data)
@@ -423,13 +425,13 @@ def _library(data: str, path: Path) -> Library:
 
 
 def _content(token: object) -> str:
-    """The text of a special token as tokenizer_config.json writes it: a string, or an object with `content`."""
+    """Return the text of a special token in tokenizer_config.json: a string, or an object with `content`."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else ""
 
 
-_OTHER_FILES = {
+_UNSUPPORTED_FILES = {
     "tekken.json": "a vocabulary of Mistral's own",
     "tokenizer.model": "a SentencePiece vocabulary",
     "spiece.model": "a SentencePiece vocabulary",
@@ -438,21 +440,21 @@ _OTHER_FILES = {
 }
 
 
-def _other(folder: Path) -> str:
-    """Return what a message says of a folder's vocabularies that are not read, "" where it has none."""
-    found = next((name for name in _OTHER_FILES if (folder / name).is_file()), None)
+def _vocabulary_hint(folder: Path) -> str:
+    """Return an error hint about a vocabulary file in an unsupported format; "" if the folder has none."""
+    found = next((name for name in _UNSUPPORTED_FILES if (folder / name).is_file()), None)
     if found is None:
         return ""
     return (
-        f", and {found} ({_OTHER_FILES[found]}) is not read; give another folder's with --tokenizer, or write one: "
+        f", and {found} ({_UNSUPPORTED_FILES[found]}) is not read; give another folder's with --tokenizer, or write one: "
         "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
     )
 
 
 def _as_decoder(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tokens of added_tokens.json (text -> id) as tokenizer_config.json lists them (id -> token).
+    """Return the tokens of added_tokens.json (text -> id) in tokenizer_config.json's form (id -> token).
 
-    Special are those that the configuration names, as in transformers. Raises ModelFileError for an id that is none.
+    As in transformers, the tokens that the configuration names are special. Raises ModelFileError for an invalid id.
     """
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
     named = [*(config.get(name) for name in SPECIAL_NAMES), *(extra if isinstance(extra, list) else ())]
@@ -466,10 +468,10 @@ def _as_decoder(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add_missing(library: Library, decoder: object, path: Path) -> None:
-    """Add the tokens that only tokenizer_config.json lists (`added_tokens_decoder`: id -> token), or added_tokens.json.
+    """Add the tokens that only tokenizer_config.json (`added_tokens_decoder`: id -> token) or added_tokens.json lists.
 
-    One that is in the model's vocabulary keeps its id there; it is added if it is special, because as a piece of the
-    vocabulary it is ordinary text.
+    A token in the model's vocabulary keeps its id; it is added only if it is special, because as a piece of the
+    vocabulary it would be ordinary text.
     """
     if not isinstance(decoder, dict):
         return
@@ -491,8 +493,7 @@ def _add_missing(library: Library, decoder: object, path: Path) -> None:
 
 
 def _add_named(library: Library, config: Mapping[str, Any]) -> None:
-    """Add the special tokens that tokenizer_config.json names (`bos_token`, ...) and the model's vocabulary has, and
-    those that end a turn by their text."""
+    """Add the vocabulary's special tokens that tokenizer_config.json names (`bos_token`, ...) or that end a turn."""
     added = {token.content for token in library.get_added_tokens_decoder().values()}
     texts = dict.fromkeys([*(_content(config.get(name)) for name in SPECIAL_NAMES), *sorted(UNMISTAKABLE)])
     tokens = [
@@ -500,12 +501,12 @@ def _add_named(library: Library, config: Mapping[str, Any]) -> None:
         for text in texts
         if text not in added and library.token_to_id(text) is not None
     ]
-    # One character, as a padding that some models name, is also text.
+    # A single character, which some models name as padding, is also ordinary text.
     library.add_tokens([token for token in tokens if is_control(token)])
 
 
 def _without_pieces(library: Library, texts: Collection[str]) -> Library:
-    """`library`'s model with the vocabulary pieces `texts` respelt so that no text can match them; ids stay."""
+    """Return a copy of `library` in which no text can match the vocabulary pieces `texts`; ids do not change."""
     data = json.loads(library.to_str())
     model = data["model"]
     names = {text: f"\ufdd4{secrets.token_hex(8)}\ufdd5" for text in texts}

@@ -1,13 +1,13 @@
-"""Whether a stranger's tokenizer.json can be let loose on text: what it makes of a text is bounded, and so is its time.
+"""Safety checks of an untrusted tokenizer.json: bounds on the size of its output and on its time.
 
-A normaliser that writes a thousand letters for each one takes all memory, a pattern like `(a+)+$` all time, and the
-library's way to report some faults is a panic. So, before a tokenizer is used:
+A normaliser that writes a thousand letters for each one takes all memory, a pattern like `(a+)+$` takes all time, and
+the library reports some faults by a panic. So, before a tokenizer is used:
 
-    growth     bytes out for a byte in, told by the file alone: more than `MAX_GROWTH` is refused
+    growth     output bytes per input byte, computed from the file: more than `MAX_GROWTH` is refused
     patterns   each is tried on texts that make bad ones backtrack, in a process with bounds on time and memory
     panics     become errors, here and wherever the library is called later (`no_panic`)
 
-The process is run as `python -m cairn.text.tokens.tokenizer_checks`. A verdict is kept as long as the program runs.
+The process is run as `python -m cairn.text.tokens.tokenizer_checks`. Verdicts are cached while the program runs.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ from cairn.system.helper_process import helper_command, helper_environment
 from cairn.types.errors import CairnError, ModelFileError
 
 MAX_GROWTH = 256.0
-"""Bytes that normalisers and pre-tokenisers may make of one. SentencePiece's NFKC table reaches 99, others 22."""
+"""Most output bytes per input byte of normalisers and pre-tokenisers. SentencePiece's NFKC table reaches 99, others
+22."""
 MAX_PREPENDED = 1024
 MAX_ADDED = 1 << 16
-"""Tokens that are recognised as a whole; models have at most some 30,000, and each takes time at every start."""
+"""Most added tokens; models have at most some 30,000, and each takes time at every start."""
 MAX_STEPS = 1000
-"""Of normalisers and pre-tokenisers together: each is a pass over the text."""
+"""Most normaliser and pre-tokeniser steps together; each is a pass over the text."""
 CPU_SECONDS = 5
-"""What one check may take; the tokenizers in circulation take some tenths."""
+"""Most processor time of one check; known tokenizers take some tenths of a second."""
 WALL_SECONDS = 120.0
 MEMORY = 1 << 30
-"""Bytes of address space of the process."""
+"""Most bytes of address space of the process."""
 PROBE = 4_096
-"""Characters of a probe: a pattern that is quadratic in its length passes the library's own limit of retries."""
+"""Characters of a long probe: enough for a quadratic pattern to exceed the library's own limit of retries."""
 SHORT_PROBE = 28
-"""Characters from which an exponential pattern does not return."""
+"""Characters of a short probe: enough for an exponential pattern never to return."""
 
 _GROWTH = {"NFC": 3.0, "NFD": 4.0, "NFKC": 11.0, "NFKD": 11.0, "Lowercase": 1.5, "BertNormalizer": 4.0}
 _GROWTH |= {"ByteLevel": 2.0, "Metaspace": 3.0}
-"""The most bytes that each makes of one, by Unicode's tables (UAX 15) and the byte alphabet."""
+"""Step type -> most output bytes per input byte, by Unicode's tables (UAX 15) and the byte alphabet."""
 
 
 def growth(step: Mapping[str, Any] | None) -> float:
-    """The most bytes that a normaliser or pre-tokeniser, as tokenizer.json has it, makes of one byte."""
+    """Return the most output bytes per input byte of a normaliser or pre-tokeniser in tokenizer.json's form."""
     if not isinstance(step, Mapping):
         return 1.0
     kind = step.get("type")
@@ -59,7 +60,7 @@ def growth(step: Mapping[str, Any] | None) -> float:
     if kind == "Replace":
         pattern, content = step.get("pattern"), len(str(step.get("content", "")).encode())
         literal = pattern.get("String") if isinstance(pattern, Mapping) else None
-        # A pattern may match nothing at all, between any two characters.
+        # A pattern may match the empty text between any two characters.
         return max(1.0, content / len(literal.encode())) if isinstance(literal, str) and literal else 1.0 + content
     if kind == "Precompiled":
         return _charsmap_growth(step.get("precompiled_charsmap"))
@@ -67,24 +68,23 @@ def growth(step: Mapping[str, Any] | None) -> float:
 
 
 def _charsmap_growth(encoded: object) -> float:
-    """How much SentencePiece's table makes of a text. It holds the size of a trie in 4 bytes, the trie, then the texts
-    to write, each ended by 0."""
+    """Return the growth of SentencePiece's table: the size of a trie in 4 bytes, the trie, then texts ended by 0."""
     try:
         data = base64.b64decode(str(encoded or ""), validate=True)
     except ValueError:
-        return 1.0  # the library refuses it
+        return 1.0  # the library refuses such a table
     texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
     return max(1.0, *map(float, map(len, texts)))
 
 
 def check_added(count: int, path: Path) -> None:
-    """Raise ModelFileError for more tokens that are recognised as a whole than any model has."""
+    """Raise ModelFileError above MAX_ADDED added tokens."""
     if count > MAX_ADDED:
         raise ModelFileError(f"{path}: has {count} added tokens; the limit is {MAX_ADDED}")
 
 
 def steps(step: object) -> Iterator[Mapping[str, Any]]:
-    """All steps of a nested sequence."""
+    """Yield all steps of a nested sequence."""
     if isinstance(step, Mapping):
         yield step
         for part in (*(step.get("normalizers") or ()), *(step.get("pretokenizers") or ())):
@@ -97,9 +97,9 @@ def _patterns(*parts: object) -> list[str]:
 
 
 def fault(normalizer: Mapping[str, Any] | None, pre_tokenizer: Mapping[str, Any] | None) -> str | None:
-    """What is wrong with these parts of a tokenizer.json, as the end of a sentence; None if nothing is.
+    """Return the fault of these parts of a tokenizer.json, as the end of a sentence; None if there is none.
 
-    Raises OSError where the process cannot be started.
+    Raises OSError if the process cannot be started.
     """
     return _fault(json.dumps([normalizer, pre_tokenizer], sort_keys=True))
 
@@ -146,11 +146,11 @@ def _probed(parts: str, patterns: list[str]) -> str | None:
 
 
 def probes(pattern: str) -> Iterator[str]:
-    """Texts that a pattern matches for long and then does not: runs of one kind of character, or of its own letters."""
+    """Yield texts that a bad pattern matches for long before it fails: runs of one kind of character or of its own."""
     own = [*dict.fromkeys(one for one in pattern if one.isalnum())][:16]
     kinds = dict.fromkeys([*"aA0 \n\t.-'", "é", "中", *own])
     tail = "\x01!" + "\x01".join(["0A a.", *own]) + "\x01"
-    # It ends with one of each, since the library does not even try a pattern whose last letter is nowhere.
+    # The tail holds one of each, because the library does not try a pattern whose last letter is absent.
     pairs = [first + second for first, second in zip(kinds, [*kinds][1:], strict=False)]
     for size in (SHORT_PROBE, PROBE):
         for unit in (*kinds, *pairs):
@@ -159,7 +159,7 @@ def probes(pattern: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def no_panic(error: Callable[[str], CairnError]) -> Iterator[None]:
-    """Raise `error` of the reason instead of the library's panics, which are no Exceptions."""
+    """Raise `error(reason)` instead of a panic of the library, which is not an Exception."""
     try:
         yield
     except BaseException as panic:
@@ -169,7 +169,7 @@ def no_panic(error: Callable[[str], CairnError]) -> Iterator[None]:
 
 
 def main() -> None:
-    """Try the parts of a tokenizer.json on stdin; say on stdout what is tried, and `ok` at the end."""
+    """Try the parts of a tokenizer.json from stdin; print the number of each pattern tried, and `ok` at the end."""
     from tokenizers import Regex, Tokenizer, pre_tokenizers
 
     restrict(memory=MEMORY, seconds=CPU_SECONDS)
