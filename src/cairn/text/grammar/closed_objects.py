@@ -1,8 +1,8 @@
-"""Objects of a schema that have no other properties than those it names.
+"""Closing of a schema's objects: no properties beside those it names.
 
-A model that may add properties does, and libraries that make schemas of types mean those of the type. So an object
-with `properties` is closed at every depth, unless the schema says something of others, or is put together from parts:
-then each part alone does not name them all.
+A model that may add properties does, and libraries that derive schemas from types mean only the type's own. So an
+object with `properties` is closed at every depth, unless the schema mentions other properties or is combined from
+parts: one part alone does not name them all.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from cairn.text.grammar.references import resolved
 
 _OPENING = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "anyOf", "oneOf"})
 _OPENING |= {"allOf", "if", "then", "else", "dependentSchemas"}
-"""Keywords beside `properties` by which an object may have others."""
+"""Keywords that allow properties beside those in `properties`."""
 _SHAPING = _OPENING | {"properties", "required", "minProperties", "maxProperties"}
-"""Keywords that say something of an object's properties."""
+"""Keywords that constrain an object's properties."""
 MOST_ROUNDS = 16
-"""How often references are followed through parts; what is deeper stays open."""
+"""How often references are followed through parts; objects that are deeper stay open."""
 
 Schema = Any
 
 
 def closed(schema: Schema) -> Schema:
-    """Return a schema whose objects are closed where they name their properties."""
+    """Return a schema in which objects that name their properties are closed."""
     if not isinstance(schema, Mapping):
         return schema
     open_parts: set[int] = set()
@@ -40,7 +40,7 @@ def closed(schema: Schema) -> Schema:
 def _closed(schema: Schema, whole: bool, open_parts: set[int]) -> Schema:
     """Close one schema within the whole.
 
-    `whole`: no other schema says anything of the same value; `open_parts`: `id` of schemas that are parts of others.
+    `whole`: no other schema constrains the same value; `open_parts`: `id`s of schemas that are parts of others.
     """
     if not isinstance(schema, Mapping):
         return schema
@@ -60,7 +60,7 @@ def _closed(schema: Schema, whole: bool, open_parts: set[int]) -> Schema:
 
 
 def _references(schema: Schema, whole: bool, open_parts: set[int]) -> Iterator[tuple[str, bool]]:
-    """Yield each reference: (where it points to, whether no other schema says anything of the same value)."""
+    """Yield (target, whether no other schema constrains the same value) of each reference."""
     if not isinstance(schema, Mapping):
         return
     whole = whole and id(schema) not in open_parts
@@ -71,7 +71,7 @@ def _references(schema: Schema, whole: bool, open_parts: set[int]) -> Iterator[t
 
 
 def _inner(schema: Mapping[str, Any], whole: bool) -> Iterator[tuple[str, Any, Schema, bool]]:
-    """Yield (keyword, place in what it holds, schema, whether no other says anything of its value) of each within."""
+    """Yield (keyword, key or index in it, schema, whether no other constrains its value) of each subschema."""
     for key in ("properties", "patternProperties", "$defs", "definitions"):
         if isinstance(inner := schema.get(key), Mapping):
             yield from ((key, name, one, True) for name, one in inner.items())

@@ -1,4 +1,4 @@
-"""The front's side of `cairn.text.grammar.compile_process`: keeps one helper, from the first grammar on."""
+"""The front's side of `cairn.text.grammar.compile_process`: starts one helper with the first grammar and keeps it."""
 
 from __future__ import annotations
 
@@ -20,56 +20,56 @@ from cairn.text.render.fair_time import SharedTurns
 from cairn.types.errors import CairnError, InvalidRequest, Unavailable
 
 START_TIMEOUT = 120.0
-"""Seconds for the helper to start and to read a vocabulary, on a machine however busy."""
+"""Seconds for the helper to start and read a vocabulary, however busy the machine is."""
 STALLED = 60.0
-"""Seconds without an answer after which the helper is taken for stuck: what a grammar may take is bounded by its own
-processor time, so this says something of the machine and nothing of the grammar."""
+"""Seconds without an answer after which the helper counts as stuck. Grammars are bounded by processor time, so a stall
+is the machine's fault, not the grammar's."""
 PATIENCE = 2.0
-"""Times a grammar's limit that others of a tenant may use of the helper's time before one of its that waits is
-refused."""
+"""A waiting grammar is refused once other grammars of its tenant have used this many times a grammar's time limit."""
 OURS = ""
-"""Whose turns the server's own are, among those of tenants."""
+"""The share of the server's own jobs."""
 
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """One grammar on its way through the helper."""
+    """One grammar that is being compiled."""
 
     vocab: Vocab
     data: bytes
-    """The frame that asks for it."""
+    """The request frame."""
     given_up: bool = False
     sent: bool = False
 
 
 class GrammarHelper:
-    """Has one grammar compiled at a time, and whose turn it is goes around among the tenants.
+    """Client of the helper: one grammar at a time, in turn among the tenants.
 
     Every method runs on one event loop.
     """
 
     def __init__(self, table: Callable[[Vocab], TokenTable]) -> None:
-        """`table` reads the tokens of a vocabulary, in a thread."""
+        """Take `table`, which reads the tokens of a vocabulary; it is called in a thread."""
         self._table = table
         self._turns = SharedTurns(PATIENCE * SECONDS, what="what compiles grammars")
         self._helper: HelperProcess | None = None
         self._frames: dict[Vocab, bytes] = {}
-        """The vocabularies, as they are sent."""
+        """Vocabulary -> its frame."""
         self._has: set[Vocab] = set()
-        """Those that the helper has."""
+        """Vocabularies that the helper has received."""
         self._background: set[asyncio.Future[Any]] = set()
         self._closed = False
 
     @property
     def pid(self) -> int | None:
-        """The helper, if one runs."""
+        """Process id of the helper; None if there is none."""
         return None if self._helper is None else self._helper.pid
 
     async def compile(self, job: Compile, field: str, share: str) -> GrammarVerdict:
-        """Return what became of a grammar, which a client calls `field`. `share`: of which tenant's time.
+        """Compile a grammar and return the verdict.
 
-        Raises InvalidRequest for one that is far too long, Overloaded where others of the tenant keep the helper busy,
-        Unavailable where it does not answer. What a cancelled caller asked for is given up at once.
+        `field` is its name for error messages, `share` the tenant whose time is used. Raises InvalidRequest for one
+        that is far too long, Overloaded if the tenant's other grammars keep the helper busy, Unavailable if it does not
+        answer. If the caller is cancelled, the helper abandons the grammar at once.
         """
         try:
             turn = _Turn(job.vocab, frame(job))
@@ -90,7 +90,7 @@ class GrammarHelper:
             raise
 
     async def close(self) -> None:
-        """End the helper and wait until it is gone."""
+        """Stop the helper and wait until it is gone."""
         self._closed = True
         if self._helper is not None:
             self._helper.stop()
@@ -101,11 +101,11 @@ class GrammarHelper:
             await asyncio.wait(self._background)
 
     async def _answered(self, turn: _Turn) -> GrammarVerdict:
-        """Have a grammar compiled, whoever still waits for that."""
+        """Exchange a grammar with the helper, restarting it once; this goes on if the caller is cancelled."""
         try:
             try:
                 return await self._exchanged(turn)
-            except (EOFError, ConnectionError):  # the helper is gone, which need not be the grammar's fault
+            except (EOFError, ConnectionError):  # the helper died, perhaps not because of this grammar
                 self._end()
                 return await self._exchanged(turn)
         except TimeoutError:
@@ -118,7 +118,7 @@ class GrammarHelper:
     async def _exchanged(self, turn: _Turn) -> GrammarVerdict:
         helper = await self._ready(turn.vocab)
         verdict = GrammarVerdict(ended="given up")
-        while verdict.ended == "given up" and not turn.given_up:  # once more where one before it was meant
+        while verdict.ended == "given up" and not turn.given_up:  # the signal was meant for the grammar before
             turn.sent = True
             async with asyncio.timeout(STALLED):
                 verdict = msgspec.msgpack.decode(await helper.exchange(turn.data), type=GrammarVerdict)
@@ -131,7 +131,7 @@ class GrammarHelper:
                 os.kill(self._helper.pid, signal.SIGUSR1)
 
     async def _ready(self, vocab: Vocab) -> HelperProcess:
-        """Return the helper, which has this vocabulary; start it where there is none."""
+        """Return the helper after sending it this vocabulary; start it if there is none."""
         if self._closed:
             raise Unavailable("the server is shutting down")
         if self._helper is not None and not self._helper.runs:
@@ -165,11 +165,11 @@ class GrammarHelper:
     def _forget(self, work: asyncio.Future[Any]) -> None:
         self._background.discard(work)
         if not work.cancelled():
-            work.exception()  # who waits for it has it; nobody else wants it
+            work.exception()  # retrieved so that asyncio does not log it; the caller gets it too
 
 
 def _spent(work: asyncio.Future[GrammarVerdict]) -> float:
-    """Return the processor time of a grammar; what is said of none is taken for the most."""
+    """Return the processor seconds of a grammar; the limit if it failed without a verdict."""
     return SECONDS if work.cancelled() or work.exception() is not None else work.result().seconds
 
 

@@ -1,8 +1,8 @@
 """The helper that compiles grammars; run as `python -m cairn.text.grammar.compile_process`.
 
-It reads the model's tokens once and makes a process of its own for each grammar, which has them already, and bounds on
-memory and on processor time: a bomb costs that process, and the next grammar waits for nothing. The parent talks over
-file descriptor 0, a socket; the helper ends when that closes.
+It reads the model's tokens once and forks a process for each grammar, with bounds on memory and processor time: a bomb
+costs only that process, and the next grammar need not wait for a restart. The parent talks over file descriptor 0, a
+socket; the helper ends when that closes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from cairn.text.grammar.trial import trial
 from cairn.text.grammar.vocabulary import grammar_tokenizer
 
 NICER = 5
-"""How much later its turn is than that of the worker, whose steps have the same cores."""
+"""Niceness of the helper; the worker's steps run on the same cores."""
 _ENDED = {signal.SIGPROF: "seconds", signal.SIGXCPU: "seconds", signal.SIGABRT: "memory", signal.SIGKILL: "memory"}
-"""What ends a process that compiles; llguidance aborts where it gets no memory."""
+"""Signal that ended a compiling process -> the limit that it exceeded; llguidance aborts when memory runs out."""
 
 
 class CompileServer:
-    """Answers the parent, one grammar at a time."""
+    """Server of the parent's requests, one grammar at a time."""
 
     def __init__(self) -> None:
         self._tokenizers: dict[Vocab, Any] = {}
@@ -39,7 +39,7 @@ class CompileServer:
         self._given_up = False
 
     def give_up(self, *_: object) -> None:
-        """Take note that the parent wants the grammar of now no more (a signal handler)."""
+        """Abandon the current grammar at the parent's request (a signal handler)."""
         self._given_up = True
         if self._child:
             os.kill(self._child, signal.SIGKILL)
@@ -55,7 +55,7 @@ class CompileServer:
         self._tokenizers[message.vocab] = grammar_tokenizer(message.table)
         del message
         gc.collect()
-        gc.freeze()  # a process for a grammar does not look through it, so it need not be copied
+        gc.freeze()  # a forked process then never writes to these objects' pages, so they are not copied
         held_memory()
         return GrammarVerdict()
 
@@ -68,7 +68,7 @@ class CompileServer:
             _try(self._tokenizers[job.vocab], job, writing)
         self._child = child
         os.close(writing)
-        if self._given_up:  # between the fork and its number
+        if self._given_up:  # the signal came after the fork, before `_child` was set
             os.kill(child, signal.SIGKILL)
         data = bytearray()
         while piece := os.read(reading, 1 << 20):
@@ -92,11 +92,11 @@ def _children() -> float:
 
 
 def _try(tokenizer: Any, job: Compile, writing: int) -> None:
-    """Try a grammar, write the verdict and end: this is the process that is made for it."""
+    """Try a grammar, write the verdict and exit: the body of the forked process."""
     code = 1
     try:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        os.close(0)  # what is said to the parent is the helper's to say
+        os.close(0)  # only the helper may talk to the parent
         restrict(seconds=int(SECONDS) + 1)
         if (base := memory_in_use()) is not None:
             bound_memory(base + MEMORY)
@@ -121,7 +121,7 @@ def _verdict(tokenizer: Any, job: Compile) -> GrammarVerdict:
         return GrammarVerdict(ended="wrong", error="it is nested too deeply")
     except Exception as error:
         return GrammarVerdict(ended="wrong", error=f"it cannot be read: {' '.join(str(error).split())[:200]}")
-    except BaseException as panic:  # a panic of llguidance is no Exception
+    except BaseException as panic:  # a panic of llguidance is not an Exception
         return GrammarVerdict(ended="wrong", error=f"llguidance failed: {' '.join(str(panic).split())[:200]}")
 
 
@@ -134,7 +134,7 @@ def main() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     restrict()
     os.nice(NICER)
-    import llguidance  # noqa: F401  before any process is made for a grammar
+    import llguidance  # noqa: F401  imported before any fork
 
     channel = socket.socket(fileno=0)
     channel.sendall(frame(GrammarVerdict()))

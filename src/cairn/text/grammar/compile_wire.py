@@ -1,8 +1,7 @@
-"""What the front and the helper that compiles grammars say to each other.
+"""Protocol between the front and the helper that compiles grammars.
 
-The helper says that it is there by an empty `GrammarVerdict`. Each `Tokens` and each `Compile` is answered by one; the
-tokens of a vocabulary come before the first grammar that is compiled with them. On SIGUSR1 the helper gives up what it
-compiles.
+The helper first sends an empty `GrammarVerdict`. Each `Tokens` and each `Compile` is answered by one; a vocabulary's
+tokens are sent before the first grammar that uses them. On SIGUSR1 the helper abandons the grammar it is compiling.
 """
 
 from __future__ import annotations
@@ -16,26 +15,26 @@ from cairn.text.grammar.grammar import Shape
 from cairn.text.grammar.vocabulary import TokenTable
 
 Vocab = tuple[str, ...]
-"""Which vocabulary is meant: by the marks that are text in it (`token_table`)."""
+"""Identity of a vocabulary: the marks that count as text in it (`token_table`)."""
 SECONDS = 2.0
-"""Most processor time that compiling and trying a grammar may take."""
+"""Most seconds of processor time to compile and try a grammar."""
 MEMORY = 256 << 20
-"""Most bytes of address space that it may add."""
+"""Most bytes of address space that this may add."""
 KEPT_BYTES = 256 << 20
-"""Bytes of compiled grammars that the worker keeps."""
+"""Most bytes of compiled grammars that the worker keeps."""
 MOST_BYTES = KEPT_BYTES // PARTS
-"""Most bytes that one may hold: what one tenant may have of them."""
+"""Most bytes of one compiled grammar: one tenant's share of KEPT_BYTES."""
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
-    """A vocabulary."""
+    """A vocabulary for the helper."""
 
     vocab: Vocab
     table: TokenTable
 
 
 class Compile(msgspec.Struct, frozen=True, kw_only=True, tag="compile"):
-    """What an answer has to be, or the text of a grammar that was made of that before."""
+    """A grammar to compile: the shape of an answer, or the text of a grammar that was made before."""
 
     vocab: Vocab
     shape: Shape | None = None
@@ -43,17 +42,17 @@ class Compile(msgspec.Struct, frozen=True, kw_only=True, tag="compile"):
 
 
 class GrammarVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a grammar: its text and what it costs, or why it is refused."""
+    """The result of compiling a grammar: its text and cost, or why it is refused."""
 
     text: str = ""
     bytes: int = 0
-    """What it holds when it is compiled."""
+    """Memory of the compiled grammar."""
     warnings: tuple[str, ...] = ()
-    """What was wanted of answers and it does not hold them to."""
+    """Requested constraints that it does not enforce."""
     growth: int = 0
-    """Bytes more that it holds after each token of an answer, on the average."""
+    """Average bytes that each token of an answer adds."""
     ended: Literal["", "wrong", "seconds", "memory", "given up"] = ""
     error: str = ""
-    """What is `wrong` with it: the end of a sentence."""
+    """Why it is `wrong`: the end of a sentence."""
     seconds: float = 0.0
-    """Processor time that it took."""
+    """Processor time used."""

@@ -1,4 +1,4 @@
-"""What is wanted of an answer -> the grammar that it is held to, compiled in a process that a bomb may take down."""
+"""A client's constraints on an answer -> a grammar, compiled in a helper process that a bomb may take down."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from cairn.types.errors import InvalidRequest
 from cairn.types.request import Grammar, OutputFormat
 
 KEPT_BYTES = 32 << 20
-"""What is kept of grammars that are known to compile, or not to."""
+"""Most bytes of cached verdicts on grammars."""
 _KNOWN_BYTES = 512
-"""What a verdict takes beside its texts, and those of what was asked."""
+"""Bytes of a cached verdict beside its texts and those of its job."""
 
 
 class HeldAnswer(NamedTuple):
-    """What an answer is held to."""
+    """The constraint on an answer."""
 
     grammar: Grammar | None = None
-    """None where it may be anything."""
+    """None if the answer may be anything."""
     warnings: tuple[str, ...] = ()
-    """What a client wanted and it is not held to: sentences that name its field."""
+    """Requested constraints that are not enforced: sentences that name the client's field."""
 
 
 class Compiler:
-    """One model's grammars. Every method runs on one event loop."""
+    """Compiler of one model's grammars. Every method runs on one event loop."""
 
     def __init__(self, table: Callable[[Vocab], TokenTable], long: LongTexts) -> None:
-        """`table` reads the tokens of a vocabulary, in a thread; schemas of tools that are long are read in `long`."""
+        """Take `table`, which reads a vocabulary's tokens in a thread, and the threads for long tool schemas."""
         self._helper = GrammarHelper(table)
         self._long = long
         self._known: TenantCache[tuple[Compile, GrammarVerdict]] = TenantCache(KEPT_BYTES, _known_bytes)
@@ -52,10 +52,10 @@ class Compiler:
         form: CallFormat | None,
         share: str,
     ) -> HeldAnswer:
-        """Return what an answer that is read by `output` is held to.
+        """Return the constraint on an answer that is parsed by `output`; `form` is the format of tool calls.
 
-        Tools are called in a `form`. Raises InvalidRequest naming the field for what cannot be compiled, or not within
-        the limits; Overloaded and Unavailable as `GrammarHelper.compile`.
+        Raises InvalidRequest naming the field if it does not compile within the limits; Overloaded and Unavailable as
+        `GrammarHelper.compile`.
         """
         choice, structure = wanted.choice, wanted.structure
         asked = choice.required or choice.names is not None or choice.strict or structure is not None
@@ -66,13 +66,13 @@ class Compiler:
         return await self._compiled("", structure, output, structure.field, share)
 
     async def again(self, text: str, output: OutputFormat, share: str) -> Grammar | None:
-        """Return the grammar of a text that was `Grammar.text` before a restart; None where that is empty."""
+        """Rebuild a grammar from its `Grammar.text` after a restart; None for an empty text."""
         if not text:
             return None
         return (await self._tried(Compile(vocab=further_markers(output), text=text), "grammar", share)).grammar
 
     async def close(self) -> None:
-        """End the process that compiles."""
+        """Stop the process that compiles."""
         await self._helper.close()
 
     async def _calling(
@@ -85,7 +85,7 @@ class Compiler:
     ) -> HeldAnswer:
         """Return the grammar of answers that call tools.
 
-        A schema that cannot be held to is passed over, but of a tool that wants it to be.
+        A schema that cannot be enforced is ignored with a warning, unless its tool is strict.
         """
         choice = wanted.choice
         structure = None if choice.required else wanted.structure
@@ -96,13 +96,13 @@ class Compiler:
             made = await self._compiled(calls, structure, output, "tools", share)
             return made._replace(warnings=(*made.warnings, *(one for tool in held for one in tool.warnings)))
         except (InvalidRequest, GrammarError):
-            pass  # of one tool at least
+            pass  # at least one tool's schema does not compile: try again with only the strict tools' schemas
         try:
             calls, held = await self._long.run(share, work, choice.strict) if long else work(choice.strict)
         except GrammarError as error:
             raise InvalidRequest(f"tools cannot be followed: {error}", field="tools") from None
         if structure is not None:
-            await self._compiled("", structure, output, structure.field, share)  # it may be what is wrong
+            await self._compiled("", structure, output, structure.field, share)  # raises if the structure is at fault
         made = await self._compiled(calls, structure, output, "tools", share)
         told = f"tools: {', '.join(tool.name[:64] for tool in held if tool.name not in choice.strict)}"
         return made._replace(warnings=(*made.warnings, f"{told}: the arguments are not held to the schema"))
@@ -120,8 +120,10 @@ class Compiler:
         return await self._tried(Compile(vocab=further_markers(output), shape=shape), field, share)
 
     async def _tried(self, job: Compile, field: str, share: str) -> HeldAnswer:
-        """Return a grammar that compiles. Raises InvalidRequest naming the field for another: also at once where that
-        is known, since tools that cannot be held to come again with each turn."""
+        """Return the grammar if it compiles. Raises InvalidRequest naming the field if it does not.
+
+        Verdicts are cached, because tools that do not compile come again with each turn.
+        """
         known = self._known.get(share, job)
         verdict = await self._helper.compile(job, field, share) if known is None else known[1]
         if known is None and self._known.make_room(share, _known_bytes((job, verdict))):
@@ -144,13 +146,13 @@ def _calls(
     *,
     alone: bool,
 ) -> tuple[str, list[Offered]]:
-    """Return the grammar of calls, and of which; `alone`: an answer is nothing else. Raises as `callable_tools`."""
+    """Return the grammar of calls and its tools; `alone`: an answer must be calls. Raises as `callable_tools`."""
     found = callable_tools(tools, choice.names, held, choice.strict)
     return lark_of_calls(form, found, required=alone, parallel=choice.parallel), found
 
 
 def _known_bytes(known: tuple[Compile, GrammarVerdict]) -> int:
-    """Return what it takes to know a verdict: up to four bytes a character of each text."""
+    """Return the bytes of a cached verdict: up to four per character of each text."""
     job, verdict = known
     texts = [job.text, verdict.text, verdict.error, *verdict.warnings]
     if job.shape is not None:

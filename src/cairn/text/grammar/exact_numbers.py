@@ -1,8 +1,8 @@
-"""Schemas with whole numbers beyond 2^53 -> Lark, in which each of them is a literal text.
+"""Schemas with whole numbers beyond 2^53 -> Lark, in which each such number is a literal text.
 
-llguidance reads numbers of a schema as doubles, so 1234567890123456789 would be forced as 1234567890123456768. Of a
-schema that lists such a number (`const`, `enum`) what stands around it is written as rules here: objects, lists,
-choices and references. Everything else stays a schema within those.
+llguidance reads a schema's numbers as doubles, so 1234567890123456789 would be forced as 1234567890123456768. The parts
+of a schema around such a number (`const`, `enum`) are written as Lark rules here: objects, lists, choices and
+references. All other parts stay schemas within those rules.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _BLANK = rf"/({BLANKS})?/"
 _LONG = re.compile(r"[0-9]{16}")
 _KEY = r'/"[^"\\\x00-\x1F]*"/'
 _TOLD = frozenset({"title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs", "definitions"})
-"""Keywords that say nothing of a value, or hold what others point to."""
+"""Keywords that do not constrain a value, or hold definitions for references."""
 
 
 class Rules(Protocol):
-    """A grammar that grows."""
+    """A grammar to which rules can be added."""
 
     def new(self, kind: str) -> str:
-        """Return a name that no rule has."""
+        """Return an unused rule name that begins with `kind`."""
         ...
 
     def rule(self, name: str, body: str) -> None:
@@ -36,14 +36,14 @@ class Rules(Protocol):
 
 
 class RuleList:
-    """A grammar of its own."""
+    """A stand-alone grammar."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._count = 0
 
     def new(self, kind: str) -> str:
-        """Return a name that no rule has."""
+        """Return an unused rule name that begins with `kind`."""
         self._count += 1
         return f"{kind}{self._count}"
 
@@ -52,19 +52,19 @@ class RuleList:
         self._lines.append(f"{name}: {body}")
 
     def text(self, start: str) -> str:
-        """Return the whole grammar, which begins with an expression."""
+        """Return the whole grammar; `start` is the expression that it begins with."""
         return "\n".join([f"start: {start}", *self._lines]) + "\n"
 
 
 def is_exact(schema: Any) -> bool:
-    """Tell whether no number of a schema has so many digits that a double may not hold it."""
+    """Return whether all numbers of a schema have few enough digits to be exact as doubles."""
     return _LONG.search(json.dumps(schema)) is None
 
 
 def expression(schema: Any, rules: Rules) -> str:
     """Return the Lark expression of a schema's JSON.
 
-    Raises SchemaError where a number beyond 2^53 stands in a place that is not written here.
+    Raises SchemaError if a number beyond 2^53 is in a place that these rules do not support.
     """
     written = json_part(schema)
     if not _LONG.search(written):
@@ -73,7 +73,7 @@ def expression(schema: Any, rules: Rules) -> str:
 
 
 class _ExactWriter:
-    """Writes one schema."""
+    """Writer of one schema as Lark rules."""
 
     def __init__(self, root: Any, rules: Rules) -> None:
         self._root, self._rules = root, rules
@@ -82,14 +82,14 @@ class _ExactWriter:
         self._shared = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, dict) and key in root}
 
     def needs(self, schema: Any) -> bool:
-        """Tell whether a schema, or one that it points to, lists a number beyond 2^53."""
+        """Return whether a schema, or one that it refers to, lists a number beyond 2^53."""
         if not isinstance(schema, Mapping):
             return False
         if _is_beyond(schema.get("const")) or _is_beyond(schema.get("enum")):
             return True
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference not in self._known:
-            self._known[reference] = False  # while it is looked at
+            self._known[reference] = False  # until it is known, in case it refers to itself
             self._known[reference] = self.needs(resolved(self._root, reference))
         if isinstance(reference, str) and self._known[reference]:
             return True
@@ -122,7 +122,7 @@ class _ExactWriter:
 
     def _reference(self, reference: str) -> str:
         if reference not in self._written:
-            name = self._written[reference] = self._rules.new("ref")  # it may come back to itself
+            name = self._written[reference] = self._rules.new("ref")  # named first: it may refer to itself
             self._rules.rule(name, self.of(resolved(self._root, reference)))
         return self._written[reference]
 
@@ -132,7 +132,7 @@ class _ExactWriter:
         return name
 
     def _listed(self, schema: Mapping[str, Any], said: set[str]) -> str:
-        """Return the expression of listed values, as far as they are of the schema's types."""
+        """Return the expression of the listed values that have one of the schema's types."""
         if said - {"const", "enum", "type"}:
             raise SchemaError(f"a whole number beyond 2^53 cannot be held to beside {sorted(said)}: leave it out")
         kinds = kinds_of(schema)
@@ -161,7 +161,7 @@ class _ExactWriter:
         return self._named("pair", f'{key} {_BLANK} ":" {_BLANK} {value} {_BLANK}')
 
     def _members(self, members: Sequence[tuple[str, bool]]) -> str:
-        """Return the expression of (member, whether it must be there), in their order, with commas between them."""
+        """Return the expression of (member, whether it is required) in order, separated by commas."""
         behind, first = "", ""
         for member, needed in reversed(members):
             more = f"{_comma()} {member}"
@@ -195,11 +195,11 @@ _SHAPES: Mapping[str, tuple[type, str]] = {
     **dict.fromkeys(("properties", "patternProperties"), (dict, "an object")),
     **dict.fromkeys(("minItems", "maxItems"), (int, "a whole number")),
 }
-"""Keywords whose values are read here, and what each has to be."""
+"""Keyword -> type of its value, and the type's name."""
 
 
 def _check_shape(schema: Mapping[str, Any]) -> None:
-    """Raise SchemaError for a value that a keyword cannot have: elsewhere llguidance does."""
+    """Raise SchemaError for a keyword's value of the wrong type; for other schemas llguidance checks that."""
     for key in _SHAPES.keys() & schema.keys():
         kind, name = _SHAPES[key]
         if not isinstance(schema[key], kind):
@@ -213,7 +213,7 @@ _ARRAY = frozenset({"type", "items", "prefixItems", "minItems", "maxItems"})
 
 
 def _parts_of(schema: Mapping[str, Any]) -> list[Any]:
-    """Return the schemas within a schema that say something of its value or of parts of it."""
+    """Return the subschemas that constrain a schema's value or parts of it."""
     found: list[Any] = []
     for key in ("properties", "patternProperties"):
         found += schema[key].values() if isinstance(schema.get(key), Mapping) else []
@@ -239,7 +239,7 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def _literal(value: Any) -> str:
-    """Return a value as JSON has it, with blanks where they may stand."""
+    """Return the expression of a value's JSON, with optional white space."""
     if isinstance(value, Mapping):
         pairs = [f'{_text(key)} {_BLANK} ":" {_BLANK} {_literal(one)} {_BLANK}' for key, one in value.items()]
         return f'"{{" {_BLANK} ' + f" {_comma()} ".join(pairs) + ' "}"'
@@ -253,7 +253,7 @@ def _comma() -> str:
 
 
 def _text(name: str) -> str:
-    """Return the name of a property as a literal of Lark, in the quotes that JSON has around it."""
+    """Return a property name as a Lark literal, with JSON's quotes."""
     return literal(json.dumps(name, ensure_ascii=False))
 
 

@@ -1,10 +1,10 @@
-"""What an answer has to be -> the text that llguidance compiles: JSON of grammars that refer to each other.
+"""Constraints on an answer -> the text that llguidance compiles: JSON of grammars that refer to each other.
 
-A client says it as a JSON schema, a regular expression, a list of choices, or a grammar in Lark or GBNF. Reasoning may
-stand before it: a grammar is about the whole text of an answer, as `output_parser` reads it. It is made and tried in a
-helper process, where a bomb costs its own request alone (`trial`), and compiled again by the worker.
+A client gives a JSON schema, a regular expression, a list of choices, or a grammar in Lark or GBNF. A grammar covers
+the whole text of an answer as `output_parser` reads it, so reasoning may come first. It is made and tried in a helper
+process, where a bomb costs only its own request (`trial`), and compiled again by the worker.
 
-llguidance is imported where it is needed: no start waits for it.
+llguidance is imported inside functions, so that starting the server does not wait for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cairn.text.grammar.lark import literal, with_blanks
 from cairn.text.output.reasoning_formats import FORMS, HARMONY
 
 MAX_TEXT = 1 << 18
-"""Characters of what a client sends, and four times as many of what is made of it."""
+"""Most characters of a client's constraint; the grammar made from it may have four times as many."""
 MAX_CHOICES = 4096
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_000,
@@ -33,15 +33,15 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
-"""What compiling, and following, may take. Where llguidance allows 50,000 items a step, ambiguous grammars take seconds
-of it; a state takes up to 5 kB, and a text of bounded length has one for each of its characters."""
+"""llguidance's limits for compiling and following a grammar. With its default of 50,000 items per step, ambiguous
+grammars take seconds per step; a state takes up to 5 kB, and a text of bounded length has one per character."""
 MASK_SECONDS = 0.005
-"""Processor time of a mask that nobody minds; ordinary ones take a tenth of it."""
+"""Acceptable processor time of a mask; ordinary ones take a tenth of it."""
 SPARE_SECONDS = 1.0
-"""How much more the masks of one answer may take together: a step of all requests waits for each."""
+"""Most seconds above MASK_SECONDS of all masks of one answer: a step of all requests waits for each mask."""
 TOO_SLOW = "finding out what may follow takes too long"
 HARMONY_FINAL = "<|channel|>final<|message|>"
-"""Before an answer that is said to the user, where each message has a header."""
+"""Header of an answer to the user in Harmony's format."""
 _LEADS = {"": "", "may": "( think BREAKS )?", "open": "think BREAKS"}
 _INLINE = re.compile(r"%json\s*(?=\{)")
 
@@ -49,36 +49,36 @@ Kind = Literal["json", "regex", "choice", "lark", "gbnf", "grammar"]
 
 
 class GrammarError(ValueError):
-    """What was sent is no grammar, or one that cannot be followed: a sentence for its sender."""
+    """An invalid grammar, or one that cannot be followed; the message is for the client."""
 
 
 class Structure(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client wants an answer to be."""
+    """A client's constraint on the content of an answer."""
 
     kind: Kind
     """`grammar` is Lark or GBNF, whichever it looks like."""
     text: str
-    """The schema as JSON, the choices as a list in JSON, else as it was sent."""
+    """The schema as JSON, the choices as a JSON list, else the text as it was sent."""
     field: str = "response_format"
-    """What the client calls it."""
+    """The client's name for it, for error messages."""
     strict: bool = True
-    """A schema that an answer cannot be held to in full is an error; else that part is told and left out."""
+    """If True, a schema that cannot be enforced in full is an error; else that part is left out with a warning."""
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Which of the tools that were offered an answer may or must call."""
+    """The offered tools that an answer may or must call."""
 
     required: bool = False
     names: tuple[str, ...] | None = None
-    """These alone; None: any of them."""
+    """The allowed tools; None for all."""
     strict: tuple[str, ...] = ()
-    """Those whose arguments must fit their schema whoever calls them."""
+    """Tools whose arguments must fit their schema in full."""
     parallel: bool = True
-    """Whether one answer may call more than once."""
+    """Whether one answer may make several calls."""
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client wants of an answer."""
+    """All constraints of a client on an answer."""
 
     structure: Structure | None = None
     choice: ToolChoice = ToolChoice()
@@ -88,35 +88,35 @@ ANYTHING = Wanted()
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """All that an answer has to be: one of `structure` and `calls`, whichever there are."""
+    """The shape of a whole answer: either `structure` or `calls`, if both are given."""
 
     structure: Structure | None = None
     calls: str = ""
     """A Lark grammar of answers that call tools."""
     reasoning: Literal["", "may", "open"] = ""
-    """Whether reasoning may stand before it, or stands there because the prompt has opened it."""
+    """Whether reasoning may come first, or comes first because the prompt has opened it."""
     thoughts: str = ""
-    """In which form (`text.thoughts`)."""
+    """Name of the reasoning format."""
 
 
 def limits() -> Any:
-    """`LIMITS` as llguidance takes them."""
+    """Return `LIMITS` in llguidance's form."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(**LIMITS)
 
 
 class AnswerPart(NamedTuple):
-    """The part of a grammar that holds an answer to a structure."""
+    """The part of a grammar that enforces a structure."""
 
     grammar: Mapping[str, Any]
-    """As llguidance reads it."""
+    """The part in llguidance's form."""
     warnings: tuple[str, ...] = ()
-    """What a client wanted and answers are not held to: sentences that name its field."""
+    """Requested constraints that are not enforced: sentences that name the client's field."""
 
 
 def part_of(structure: Structure | None) -> AnswerPart | None:
-    """Return the part of a structure, which may not compile; None where there is no structure. Raises GrammarError."""
+    """Build the part of a structure, which may not compile; None without a structure. Raises GrammarError."""
     if structure is None:
         return None
     if structure.kind != "json":
@@ -126,10 +126,10 @@ def part_of(structure: Structure | None) -> AnswerPart | None:
 
 
 def loosened_part(structure: Structure | None) -> AnswerPart | None:
-    """Return the part of a structure that did not compile, without what llguidance does not build.
+    """Rebuild the part of a structure that did not compile, without the keywords that llguidance does not support.
 
-    None where nothing is to be left out: of what is no schema, and of one that a client wants to be held to in full.
-    Raises GrammarError for a schema that is wrong.
+    Returns None if nothing may be left out: for anything but a schema, and for a strict schema. Raises GrammarError
+    for an invalid schema.
     """
     if structure is None or structure.kind != "json" or structure.strict:
         return None
@@ -139,9 +139,9 @@ def loosened_part(structure: Structure | None) -> AnswerPart | None:
 
 
 def grammar_text(shape: Shape, part: AnswerPart | None = None) -> str:
-    """Return the grammar as llguidance reads it, which may not compile. Raises GrammarError.
+    """Return llguidance's text of a grammar, which may not compile. Raises GrammarError if it is too long.
 
-    `part`: that of the shape's structure; None: as `part_of` makes it.
+    `part` is that of the shape's structure; None: it is built by `part_of`.
     """
     part = part or part_of(shape.structure)
     text = grammar_of(shape, None if part is None else part.grammar)
@@ -151,7 +151,7 @@ def grammar_text(shape: Shape, part: AnswerPart | None = None) -> str:
 
 
 def _why_not(schema: Any) -> str:
-    """Return what llguidance has against a schema; "" for nothing."""
+    """Return llguidance's error for a schema; "" if it compiles."""
     from llguidance import LLMatcher
 
     text = json.dumps({"grammars": [{"json_schema": with_blanks(schema)}]}, ensure_ascii=False)
@@ -160,7 +160,7 @@ def _why_not(schema: Any) -> str:
 
 
 def grammar_of(shape: Shape, part: Mapping[str, Any] | None) -> str:
-    """The grammar as llguidance reads it; `part` is that of the structure."""
+    """Return llguidance's text of a grammar; `part` is that of the structure."""
     parts: list[Mapping[str, Any]] = []
     if shape.calls:
         parts.append({"name": "calls", "lark_grammar": shape.calls})
@@ -178,7 +178,7 @@ def grammar_of(shape: Shape, part: Mapping[str, Any] | None) -> str:
 
 
 def _schema_of(structure: Structure) -> tuple[Any, list[str]]:
-    """The schema that answers are held to, and what of the client's is left out."""
+    """Return the schema to enforce, and warnings about what is left out of the client's."""
     _check_length(structure.text)
     try:
         found = prepared(json.loads(structure.text), strict=structure.strict)
@@ -224,7 +224,7 @@ def _part(structure: Structure) -> dict[str, Any]:
 
 
 def _inline_schemas(lark: str) -> Iterator[Any]:
-    """Yield the JSON schemas that stand in a grammar; one that is not valid JSON is llguidance's to refuse."""
+    """Yield the JSON schemas inside a grammar; invalid JSON is left for llguidance to refuse."""
     decoder, at = json.JSONDecoder(), 0
     while found := _INLINE.search(lark, at):
         at = found.end()
@@ -242,5 +242,5 @@ def _from_gbnf(text: str, *, surely: bool) -> str:
         return str((gbnf_to_lark if surely else any_to_lark)(text))
     except RecursionError:
         raise GrammarError("the grammar is nested too deeply") from None
-    except Exception as error:  # the converter raises what it meets
+    except Exception as error:  # the converter raises errors of any type
         raise GrammarError(f"it cannot be read as GBNF: {' '.join(str(error).split())[:200]}") from None

@@ -1,9 +1,9 @@
-"""A client's JSON schema -> one that llguidance holds answers to exactly, and what of it nothing can hold them to.
+"""A client's JSON schema -> one that llguidance enforces exactly, and warnings about the parts that cannot be enforced.
 
-What says nothing is left out, what can be said in other words is: names of properties from a list or by a pattern,
-look-ahead at the beginning of a pattern, dates and times with fractions of bounded length. Objects that name their
-properties have no others (`closed_objects`). What cannot be held to is an error where the client asked for a strict
-answer, and is told and left out where it did not.
+Keywords without effect are left out; others are rewritten: property names from a list or by a pattern, look-ahead at
+the beginning of a pattern, dates and times with fractions of bounded length. Objects that name their properties have no
+others (`closed_objects`). A part that cannot be enforced is an error if the client asked for a strict answer; else it
+is left out with a warning.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from cairn.text.grammar.references import resolved
 
 MAX_DEPTH = 128
 MAX_OPTIONAL = 400
-"""Properties of one object that may be left out: each is up to four items of one step."""
+"""Most optional properties of one object: each takes up to four parser items per step."""
 MAX_MULTIPLE = 100_000
-"""Of `multipleOf`: a number has as many states, of up to 500 bytes, and they are all made when it is compiled."""
+"""Largest `multipleOf`: compiling makes that many states of up to 500 bytes."""
 EXACT = 1 << 53
-"""Beyond this whole numbers are no longer exact where numbers are doubles, as llguidance's are."""
+"""Largest whole number up to which doubles are exact; llguidance reads numbers as doubles."""
 MOST_KNOWN = 1 << 14
-"""Bytes of a schema that is kept prepared for the next time."""
+"""Most bytes of a schema whose prepared form is cached."""
 MOST_PLACE = 120
-"""Characters of a place in a schema, as an error tells it."""
+"""Most characters of a path in an error message."""
 MOST_TOLD = 8
-"""Warnings of one schema."""
+"""Most warnings per schema."""
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _OF_TYPE: Mapping[str, frozenset[str]] = {
@@ -47,7 +47,7 @@ _OF_TYPE: Mapping[str, frozenset[str]] = {
     "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
     "number": frozenset({*_BOUNDS, "multipleOf"}),
 }
-"""Keywords that say nothing of values of other types."""
+"""Type -> keywords that constrain only values of this type."""
 _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"}
 )
@@ -67,27 +67,29 @@ Node = dict[str, Any]
 
 
 class SchemaError(ValueError):
-    """Why answers cannot be held to a schema: a sentence for its sender."""
+    """A schema that is invalid or cannot be enforced; the message is for the client."""
 
 
 class Prepared(NamedTuple):
-    """A schema that answers can be held to."""
+    """A schema that can be enforced."""
 
     schema: Schema
     warnings: tuple[str, ...] = ()
-    """What of it they are not held to: sentences that go on the name of a field."""
+    """Parts that are not enforced: sentences that follow a field's name."""
 
 
 def prepared(schema: Schema, *, strict: bool) -> Prepared:
-    """Return a schema for llguidance. Raises SchemaError for one that is none, and if `strict` for what nothing can
-    hold an answer to."""
+    """Prepare a schema for llguidance.
+
+    Raises SchemaError for an invalid schema, and if `strict` for a part that cannot be enforced.
+    """
     worker = _Worker(schema, strict=strict)
     made = worker.schema(schema, "", 0)
     return Prepared(closed(made), tuple(worker.warnings[:MOST_TOLD]))
 
 
 def prepared_text(schema: bytes, strict: bool) -> Prepared:
-    """Return `prepared` of a schema's JSON. The result is shared, so nobody may change it."""
+    """Prepare a schema given as JSON. The result is shared and must not be changed."""
     if len(schema) <= MOST_KNOWN:
         return _known(schema, strict)
     return prepared(json.loads(schema), strict=strict)
@@ -102,13 +104,13 @@ _UNBUILT = (
     *("look-around", "backreference", "not supported", "disjoint", "Unimplemented", "oneOf", "circular references"),
     *("Unicode property", "unrecognized escape"),
 )
-"""What llguidance says of what it does not build, and not of a schema that is wrong."""
+"""Words in llguidance's errors for unsupported schemas, as opposed to invalid ones."""
 
 
 def loosened(schema: Schema, why_not: Callable[[Schema], str]) -> tuple[Schema, list[str]]:
-    """Return a prepared schema without what llguidance does not build, and what that is.
+    """Return a prepared schema without the parts that llguidance does not support, and warnings about them.
 
-    `why_not` says what it has against a schema. Raises SchemaError for what is wrong whoever reads it.
+    `why_not` returns llguidance's error for a schema, "" for none.
     """
     told: list[str] = []
     bad = {one for one in sorted(_patterns_in(schema)) if any(sign in why_not({"pattern": one}) for sign in _UNBUILT)}
@@ -134,7 +136,7 @@ def _patterns_in(schema: Schema) -> set[str]:
 
 
 def _without(schema: Schema, patterns: set[str], told: list[str], *, one_of: bool = False) -> Schema:
-    """Return a schema without some patterns, and if `one_of` with `anyOf` in place of `oneOf`; note both in `told`."""
+    """Return a schema without some patterns, and if `one_of` with `anyOf` for `oneOf`; append warnings to `told`."""
     if isinstance(schema, list):
         return [_without(one, patterns, told, one_of=one_of) for one in schema]
     if not isinstance(schema, Mapping):
@@ -150,7 +152,7 @@ def _without(schema: Schema, patterns: set[str], told: list[str], *, one_of: boo
 
 
 def check_bounds(schema: Schema, depth: int = 0) -> None:
-    """Raise SchemaError for what llguidance reads otherwise in a schema, or at a cost that grows with a number."""
+    """Raise SchemaError for keywords that llguidance misreads, or whose cost grows with a number."""
     if depth > MAX_DEPTH:
         raise SchemaError("the schema is nested too deeply")
     if isinstance(schema, Mapping):
@@ -164,7 +166,7 @@ def check_bounds(schema: Schema, depth: int = 0) -> None:
 
 
 def _check_cost(node: Mapping[str, Any]) -> None:
-    """Refuse what takes more than its share, also where an answer need not be held to it."""
+    """Raise SchemaError for what would cost too much, even if the schema is not strict."""
     properties, multiple = node.get("properties"), node.get("multipleOf")
     optional = len(properties.keys() - _required(node)) if isinstance(properties, Mapping) else 0
     if optional > MAX_OPTIONAL:
@@ -184,7 +186,7 @@ def _required(node: Mapping[str, Any]) -> set[str]:
 
 
 def _few_units(number: float) -> bool:
-    """Tell whether a number, in units of its last decimal place (25 for 2.5), is within `MAX_MULTIPLE`."""
+    """Return whether a number, in units of its last decimal place (25 for 2.5), is within `MAX_MULTIPLE`."""
     if isinstance(number, int):
         return abs(number) <= MAX_MULTIPLE
     if not math.isfinite(number):
@@ -195,14 +197,14 @@ def _few_units(number: float) -> bool:
 
 
 class _Worker:
-    """Walks through a schema, each part once."""
+    """Preparation of one schema; each part is visited once."""
 
     def __init__(self, root: Schema, *, strict: bool) -> None:
         self._root, self._strict = root, strict
         self.warnings: list[str] = []
 
     def schema(self, schema: Schema, path: str, depth: int) -> Schema:
-        """Prepare one schema within the whole, which stands at `path`."""
+        """Prepare the subschema at `path`."""
         path = path[: MOST_PLACE + 1]
         if depth > MAX_DEPTH:
             raise SchemaError("the schema is nested too deeply")
@@ -242,13 +244,13 @@ class _Worker:
             raise SchemaError(f"{_at(path)}$ref {reference[:64]!r} points to nothing in the schema")
 
     def _numbers(self, node: Node, path: str) -> None:
-        """Refuse bounds that a double does not hold, and drop those that no number of JSON's exceeds."""
+        """Refuse bounds that a double cannot hold, and drop those that no JSON number exceeds."""
         for key in _BOUNDS:
             value = node.get(key)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
             if isinstance(value, float) and abs(value) >= sys.float_info.max:
-                del node[key]  # no number of JSON's is beyond that
+                del node[key]  # no JSON number is beyond that
             elif abs(value) > EXACT:
                 raise SchemaError(
                     f"{_at(path)}{key} is beyond 2^53, where numbers are no longer exact: leave it out, or list the "
@@ -256,7 +258,7 @@ class _Worker:
                 )
 
     def _formats(self, node: Node, path: str) -> None:
-        """Write a format as a pattern where it has one; drop an unknown one (JSON Schema 2020-12, 7.2.3)."""
+        """Replace a format by its pattern if it has one; drop an unknown format (JSON Schema 2020-12, 7.2.3)."""
         name = node.get("format")
         if not isinstance(name, str):
             return
@@ -280,7 +282,7 @@ class _Worker:
             _add_pattern(node, one)
 
     def _names(self, node: Node, path: str) -> None:
-        """Write `propertyNames` by `properties` or `patternProperties`, where it lists names or has one pattern."""
+        """Rewrite `propertyNames` that lists names or has one pattern by `properties` or `patternProperties`."""
         names = node.pop("propertyNames", True)
         if _says_nothing(names, "string"):
             return
@@ -299,7 +301,7 @@ class _Worker:
             self._left_out(path, "propertyNames")
 
     def _unevaluated(self, node: Node, path: str) -> None:
-        """Write `unevaluatedProperties` as `additionalProperties` and the like, where no other schema is beside it."""
+        """Rewrite `unevaluatedProperties` as `additionalProperties` (and items alike) if no subschema is beside it."""
         alone = not node.keys() & {"allOf", "anyOf", "oneOf", "$ref", "if", "then", "else", "dependentSchemas", "not"}
         for key, same in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
             if key in node and (alone or same in node):
@@ -309,7 +311,7 @@ class _Worker:
                 del node[key]
 
     def _cannot(self, node: Node, path: str) -> None:
-        """Leave out what nothing can hold an answer to."""
+        """Leave out keywords that cannot be enforced."""
         for key, parts in _UNHELD.items():
             if key in node:
                 del node[key]
@@ -338,11 +340,11 @@ _UNHELD: Mapping[str, tuple[str, ...]] = {
     "if": ("then", "else"),
     "contains": ("minContains", "maxContains"),
 }
-"""Keywords, and those that say nothing without them."""
+"""Keyword that cannot be enforced -> keywords that have no effect without it."""
 
 
 def _check_kinds(node: Node, path: str) -> None:
-    """Raise SchemaError where a keyword holds a value of a kind that it cannot have."""
+    """Raise SchemaError for a keyword's value of the wrong type."""
     required = node.get("required", [])
     for keys, kind, name in ((_MAPS, Mapping, "an object"), ((*_LISTS, "enum", "required"), list, "a list")):
         for key in keys:
@@ -359,7 +361,7 @@ def _check_kinds(node: Node, path: str) -> None:
 
 
 def kinds_of(node: Mapping[str, Any]) -> list[Any]:
-    """Return the types that a schema allows by name, as they are written; none where it names none."""
+    """Return the types in a schema's `type`, unchecked; an empty list without `type`."""
     kinds = node.get("type", [])
     return list(kinds) if isinstance(kinds, list) else [kinds]
 
@@ -380,7 +382,7 @@ def _drop_what_says_nothing(node: Node) -> None:
 
 
 def _says_nothing(schema: Schema, kind: str = "") -> bool:
-    """Tell whether a schema allows every value of one type."""
+    """Return whether a schema allows every value of type `kind`."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, Mapping):
@@ -411,11 +413,11 @@ _NOTHING: Mapping[str, Callable[[Any, Node], bool]] = {
     "dependentSchemas": lambda value, node: isinstance(value, Mapping) and all(map(_says_nothing, value.values())),
     "dependencies": lambda value, node: value == {},
 }
-"""When a keyword says nothing of a value: in this order, since what stands alone says nothing."""
+"""Keyword -> whether it has no effect. The order matters: dropping one may leave another without effect."""
 
 
 def _listed(names: Schema) -> list[str] | None:
-    """Return the names that a schema of names lists; None where it says anything else."""
+    """Return the names listed by a schema of names; None if it has any other constraint."""
     if not isinstance(names, Mapping) or names.keys() - _ANNOTATIONS - {"type", "enum", "const"}:
         return None
     values = names.get("enum", [names["const"]] if "const" in names else None)
@@ -423,7 +425,7 @@ def _listed(names: Schema) -> list[str] | None:
 
 
 def _pattern_of_names(names: Schema) -> str:
-    """Return the one pattern that a schema of names asks for; "" where it asks for anything else."""
+    """Return the single pattern required by a schema of names; "" if it has any other constraint."""
     said = dict(names) if isinstance(names, Mapping) else {}
     rest = {key: value for key, value in said.items() if key not in _ANNOTATIONS and key != "type"}
     match rest:
@@ -439,7 +441,7 @@ def _pattern_of_names(names: Schema) -> str:
 
 
 def _add_pattern(node: Node, pattern: str) -> None:
-    """Hold a text to one more pattern."""
+    """Add a pattern to a schema of texts."""
     if "pattern" not in node:
         node["pattern"] = pattern
     else:
@@ -447,5 +449,5 @@ def _add_pattern(node: Node, pattern: str) -> None:
 
 
 def _at(path: str) -> str:
-    """Return the beginning of a sentence that says where in a schema something is."""
+    """Return the beginning of an error message that names the path in the schema."""
     return f"at {path[1:][:MOST_PLACE]}, " if path else ""

@@ -1,9 +1,8 @@
-"""A grammar in Lark -> one regular expression of the same texts, where it has one.
+"""A Lark grammar -> one regular expression for the same texts, if it has one.
 
-The input of a tool stands within a call: in JSON, where it is escaped, or between tags, of which it may hold none. What
-follows calls can say both of a pattern (`call_grammar`), and not of rules. A grammar whose rules do not come back to
-themselves is a pattern, written in pieces: each name stands for its body. What is ignored may stand before every token,
-and at the end.
+A tool's input is written within a call: escaped in JSON, or between tags that it must not contain. The grammar of calls
+(`call_grammar`) can express both for a pattern, but not for rules. A grammar without recursion is a pattern in which
+each name stands for its body. Ignored text may come before every token and at the end.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ import re
 from collections.abc import Callable, Mapping
 
 MOST = 8192
-"""Characters of a pattern. It is a part of the prompt."""
+"""Most characters of a pattern, which becomes part of the prompt."""
 MOST_READ = 1 << 16
-"""Characters of a grammar: one that makes so short a pattern is short itself."""
+"""Most characters of a grammar."""
 DEEPEST = 64
-"""Brackets and names within each other."""
+"""Most levels of nested brackets and names."""
 _TOKEN = re.compile(
     r"""(?P<blank>[ \t\f]+|//[^\n]*)
     | (?P<line>\r?\n)
@@ -51,28 +50,28 @@ COMMON: Mapping[str, str] = {
     "LF": r"\n",
     "NEWLINE": r"(?:\r?\n)+",
 }
-"""What `%import common.NAME` brings."""
+"""NAME of `%import common.NAME` -> pattern."""
 _ESCAPES = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "\f": r"\f"}
 _SAID = {"n": "\n", "r": "\r", "t": "\t", "f": "\f"}
 
 Token = tuple[str, str]
 Make = Callable[[int], str]
-"""A part of a rule: the pattern of it, so many names and brackets deep."""
+"""A part of a rule: nesting depth -> its pattern."""
 
 
 class NotRegular(ValueError):
-    """Why a grammar is not read as a pattern: what follows "it "."""
+    """A grammar has no pattern here; the message follows "it "."""
 
 
 def pattern_of(grammar: str) -> str:
-    """Return the pattern of a whole text that `start` allows. Raise NotRegular."""
+    """Return the pattern of the whole texts that `start` allows. Raises NotRegular."""
     if len(grammar) > MOST_READ:
         raise NotRegular(f"has more than {MOST_READ} characters")
     try:
         reader = _LarkReader(_tokens(grammar))
         reader.read()
         return reader.whole()
-    except RecursionError:  # names within names, with brackets in each
+    except RecursionError:  # nested names with brackets in each
         raise NotRegular("is nested too deeply") from None
 
 
@@ -90,7 +89,7 @@ def _tokens(grammar: str) -> list[Token]:
 
 
 class _LarkReader:
-    """Reads statements, one a line; what begins with a bar goes on with the one before."""
+    """Parser of statements, one per line; a line that begins with a bar continues the statement before it."""
 
     def __init__(self, tokens: list[Token]) -> None:
         self._tokens, self._at, self._depth = tokens, 0, 0
@@ -99,7 +98,7 @@ class _LarkReader:
         self._within: list[str] = []
         self._ignored: list[Make] = []
         self._terminal = False
-        """Whether what is read is a part of a token."""
+        """Whether the body of a token is being parsed."""
 
     # ------------------------------------------------------------------------------------------------- statements
 
@@ -147,7 +146,7 @@ class _LarkReader:
 
     def _define(self, name: str) -> None:
         self._terminal = name.upper() == name
-        if self._next() == ("sign", "."):  # which of several tokens it is does not matter here
+        if self._next() == ("sign", "."):  # a token's priority, which does not matter here
             self._at += 2
         self._expect(":")
         if name in self._bodies:
@@ -157,7 +156,7 @@ class _LarkReader:
     # ------------------------------------------------------------------------------------------------- expressions
 
     def _choice(self) -> Make:
-        """Alternatives, also on the lines that follow."""
+        """Parse alternatives, also on the following lines."""
         self._depth += 1
         if self._depth > DEEPEST:
             raise NotRegular("is nested too deeply")
@@ -180,7 +179,7 @@ class _LarkReader:
         return False
 
     def _run(self) -> Make:
-        """What stands one behind the other, up to the end of the line but within brackets."""
+        """Parse a sequence up to the end of the line; within brackets it may span lines."""
         parts: list[Make] = []
         while True:
             kind, text = self._next()
@@ -218,7 +217,7 @@ class _LarkReader:
         return lambda deep: f"(?:{inner(deep)}){text}"
 
     def _times(self, opened: str) -> str:
-        """`~ 3`, `~ 3..5`, `{3}`, `{3,}` or `{3,5}`, as a pattern has it."""
+        """Parse `~ 3`, `~ 3..5`, `{3}`, `{3,}` or `{3,5}` into a pattern's form."""
         least = self._take()[1]
         said = f"{{{least}}}"
         if self._next()[0] == "range" or self._next() == ("sign", ","):
@@ -232,7 +231,7 @@ class _LarkReader:
     # ------------------------------------------------------------------------------------------------- patterns
 
     def _named(self, name: str, deep: int) -> str:
-        """The pattern of a rule or a token."""
+        """Return the pattern of a rule or a token."""
         terminal = name.upper() == name
         if name not in self._known:
             self._known[name] = self._made(name, deep)
@@ -255,7 +254,7 @@ class _LarkReader:
         return bool(self._within) and self._within[-1].upper() == self._within[-1]
 
     def _blanks(self, deep: int) -> str:
-        """What is ignored, and may stand before a token."""
+        """Return the pattern of ignored text before a token."""
         if not self._ignored:
             return ""
         self._within.append("%IGNORE")
@@ -288,7 +287,7 @@ def _bounded(pattern: str) -> str:
 
 
 def _said(text: str) -> str:
-    """What a literal says."""
+    """Return the text of a literal."""
     return re.sub(r"\\(.)", lambda found: _SAID.get(found[1], found[1]), text[1:-1])
 
 
@@ -299,7 +298,7 @@ def _literal(text: str) -> str:
 
 
 def _spelt(text: str) -> str:
-    """One end of a range."""
+    """Return the pattern of one end of a range."""
     said = _said(text)
     if len(said) != 1:
         raise NotRegular(f"has a range of {text[:16]}")
@@ -307,11 +306,11 @@ def _spelt(text: str) -> str:
 
 
 def _escaped(one: str) -> str:
-    """A character as it stands in a pattern, also between brackets."""
+    """Return the pattern of a character, also valid inside brackets."""
     return _ESCAPES.get(one, "\\" + one if one in r"\.^$|?*+-(){}[]" else one)
 
 
 def _inner(text: str) -> str:
-    """The pattern between slashes, with its flags."""
+    """Return the pattern between slashes, with its flags."""
     pattern, _, flags = text[1:].rpartition("/")
     return f"(?{flags}:{pattern})".replace(r"\/", "/") if flags else f"(?:{pattern})".replace(r"\/", "/")

@@ -1,4 +1,4 @@
-"""Patterns of formats, and patterns in other words: what follows answers reads no look-ahead.
+"""Patterns of JSON Schema formats, and rewriting of patterns with look-ahead, which llguidance does not support.
 
 Fractions of a second and numbers of a duration have a bounded length: a model that may write digits for ever does.
 """
@@ -27,9 +27,9 @@ FORMATS: Mapping[str, str] = {
     "duration": f"^P(?:{_SPAN_OF_DATE}(?:{_SPAN_OF_DAY})?|{_SPAN_OF_DAY}|{_N}W)$",
     "uuid": "^[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}$",
 }
-"""Formats that are held to by a pattern."""
+"""Formats that are enforced by a pattern."""
 KNOWN_FORMATS = frozenset({*FORMATS, "email", "hostname", "ipv4", "ipv6", "uri"})
-"""Formats that are held to; others say nothing."""
+"""Formats that are enforced; others are ignored."""
 
 _SAME: Mapping[str, str] = {
     r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)$",
@@ -44,17 +44,17 @@ _SAME: Mapping[str, str] = {
         )
     ),
 }
-"""Patterns with look-ahead that libraries make of decimal numbers, addresses and durations, and the same without."""
+"""Patterns with look-ahead that libraries write for decimals, addresses and durations -> the same without it."""
 MOST_AHEAD = 16
-"""Things that a pattern may look ahead for at its beginning."""
+"""Most look-aheads at the beginning of a pattern."""
 _LOOK = re.compile(r"\(\?(?:[=!]|<[=!])|\\(?:[1-9]|k<)")
-"""Looking ahead, behind, or at what a group has read."""
+"""A look-ahead, a look-behind or a back-reference."""
 
 
 def without_look_ahead(pattern: str) -> list[str] | None:
-    """Return patterns that together allow what this one does, none of which looks ahead; None where there are none.
+    """Return patterns without look-ahead whose conjunction equals `pattern`; None if there are none.
 
-    What a pattern looks ahead for at its beginning (`^(?=A)B`) is a pattern of its own: `^(?:A)` and `^B`.
+    Look-aheads at the beginning (`^(?=A)B`) become patterns of their own: `^(?:A)` and `^B`.
     """
     if pattern in _SAME:
         return [_SAME[pattern]]
@@ -77,7 +77,7 @@ def _looks(pattern: str) -> bool:
 
 
 def _closing(pattern: str, at: int) -> int | None:
-    """Return where the group ends that begins at a place; None where it does not end."""
+    """Return the index of the bracket that closes the group at `at`; None if it is not closed."""
     depth = 0
     for sign, place in _signs(pattern, at):
         depth += 1 if sign == "(" else -1 if sign == ")" else 0
@@ -87,7 +87,7 @@ def _closing(pattern: str, at: int) -> int | None:
 
 
 def _has_choice(pattern: str) -> bool:
-    """Tell whether the whole pattern is a choice, so that a look-ahead before it is one of its first part alone."""
+    """Return whether the pattern is a choice at top level; a look-ahead before it then belongs to its first part."""
     depth = 0
     for sign, _ in _signs(pattern, 0):
         depth += 1 if sign == "(" else -1 if sign == ")" else 0
@@ -97,7 +97,7 @@ def _has_choice(pattern: str) -> bool:
 
 
 def _signs(pattern: str, at: int) -> Iterator[tuple[str, int]]:
-    """Yield (sign, place) of the round brackets, bars and backslashes from a place on, outside character classes."""
+    """Yield (sign, index) of round brackets, bars and backslashes from `at` on, outside character classes."""
     listed = False
     while at < len(pattern):
         one = pattern[at]

@@ -1,4 +1,4 @@
-"""What a reference of a JSON schema points to."""
+"""Resolution of references within a JSON schema."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def resolved(root: Any, reference: str) -> Any:
-    """Return the schema that a reference within the whole points to, True for an anchor, None where there is none."""
+    """Return the schema in `root` that a reference points to; True for an anchor, None if there is none."""
     if reference in ("#", "#/"):
         return root
     if not reference.startswith("#/"):

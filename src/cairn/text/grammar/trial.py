@@ -1,6 +1,6 @@
-"""A grammar is tried: compiled with the model's tokens, then followed for some tokens, to see what that costs.
+"""Trial of a grammar: compile it with the model's tokens, then follow it for some tokens to measure the cost.
 
-What runs here may take all memory and all time that it is given, so the helper does it in a process for each grammar
+This may use up all memory and time that it is given, so the helper runs it in a process per grammar
 (`compile_process`).
 """
 
@@ -30,38 +30,38 @@ from cairn.text.grammar.vocabulary import check_followed, compile_grammar
 WALK = 64
 """Tokens for which a grammar is followed."""
 WARM = 16
-"""The first of them: what they add is found out once, and does not go on."""
+"""The first of them, whose memory is computed once and does not count as growth."""
 FIRST = 4
-"""A grammar that breaks down within so many tokens does so whatever an answer says."""
+"""A grammar that fails within this many tokens fails for every answer."""
 SLOWEST = 0.1
-"""Most processor time that a mask may take: a step of all requests waits for it."""
+"""Most processor seconds of one mask: a step of all requests waits for it."""
 LEAD_SECONDS = 0.3 * SECONDS
-"""How long a grammar with reasoning before it may take to compile, for its answer to be compiled again, and followed,
+"""Most processor seconds of compiling a grammar with reasoning for which its answer is compiled again and followed
 alone."""
 WALK_SECONDS = 0.75 * SECONDS
-"""When it is followed no further, counted from the beginning of the trial."""
+"""Processor seconds from the beginning of the trial after which following stops."""
 
 
 class Followed(NamedTuple):
-    """What it took to follow a grammar."""
+    """The cost of following a grammar."""
 
     tokens: int
     grown: int
     """Bytes added."""
     growth: int
-    """Bytes added by each token on the average, but by the first ones (`WARM`) where there are others."""
+    """Average bytes added per token; the first `WARM` tokens are left out if there are more."""
     slowest: float
-    """Seconds of processor time that the slowest mask took."""
+    """Processor seconds of the slowest mask."""
     error: str
-    """Why it cannot be followed further; empty where it can."""
+    """Why it cannot be followed further; empty if it can."""
 
 
 def trial(tokenizer: Any, job: Compile) -> GrammarVerdict:
-    """Compile a grammar and follow it. `tokenizer`: llguidance's. Raises GrammarError for one that is refused."""
+    """Compile a grammar and follow it; `tokenizer` is llguidance's. Raises GrammarError if it is refused."""
     began = cpu_seconds()
     made = compile_job(tokenizer, job)
     matcher = made.matcher
-    matcher.compute_bitmask()  # the worker keeps what that finds out
+    matcher.compute_bitmask()  # its cached states count too, because the worker keeps them
     check_followed(matcher)
     held = max(0, held_memory() - made.before)
     if held > MOST_BYTES:
@@ -81,23 +81,23 @@ def trial(tokenizer: Any, job: Compile) -> GrammarVerdict:
 
 
 class CompiledJob(NamedTuple):
-    """A grammar as it compiles."""
+    """A compiled grammar."""
 
     text: str
     part: AnswerPart | None
-    """What holds answers to a structure."""
+    """The part that enforces a structure."""
     matcher: Any
     before: int
-    """Bytes of memory that were held before."""
+    """Bytes of memory that were held before compiling."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a client wanted and answers are not held to."""
+        """Requested constraints that are not enforced."""
         return () if self.part is None else self.part.warnings
 
 
 def compile_job(tokenizer: Any, job: Compile) -> CompiledJob:
-    """Compile a grammar; of a schema that need not be held to in full, without what does not compile."""
+    """Compile a grammar; if its schema is not strict, leave out what does not compile. Raises GrammarError."""
     text, part = job.text, None
     if job.shape is not None:
         part = part_of(job.shape.structure)
@@ -115,17 +115,16 @@ def compile_job(tokenizer: Any, job: Compile) -> CompiledJob:
 
 
 def _without_lead(tokenizer: Any, shape: Shape | None, made: CompiledJob, spent: float) -> Any:
-    """Return what follows the answer behind the reasoning: at random one would come to no end of that."""
+    """Return the matcher of the answer without the reasoning: random tokens would never leave the reasoning."""
     if shape is None or not shape.reasoning or spent > LEAD_SECONDS:
         return made.matcher
     return compile_grammar(tokenizer, grammar_text(msgspec.structs.replace(shape, reasoning=""), made.part))
 
 
 def follow(matcher: Any, ends: Collection[int], count: int, *, until: float, seed: int = 1) -> Followed:
-    """Follow random answers for `count` tokens in all, or `until` so much processor time is spent, as far as a worker
-    would.
+    """Follow random answers for `count` tokens in all, or until the process has used `until` processor seconds.
 
-    What copies of a matcher find out is shared, as it is among the requests of a worker.
+    It also stops when a worker would give up. Copies of a matcher share their caches, as a worker's requests do.
     """
     rng, tokens, slowest, spent, warm = random.Random(seed), 0, 0.0, 0.0, 0
     base, ended = held_memory(), sum(1 << end for end in ends)
@@ -140,7 +139,7 @@ def follow(matcher: Any, ends: Collection[int], count: int, *, until: float, see
         token = _some(int.from_bytes(mask, "little") & ~ended, rng, 8 * len(mask))
         if token is None or copy.is_stopped():
             copy = matcher.deep_copy()
-            tokens += 1  # the end is one too; and a grammar of nothing comes to an end here
+            tokens += 1  # the end counts as a token, so that the loop ends for a grammar of the empty text
             continue
         copy.consume_token(token)
         tokens += 1
@@ -158,7 +157,7 @@ def follow(matcher: Any, ends: Collection[int], count: int, *, until: float, see
 
 
 def _some(allowed: int, rng: random.Random, size: int) -> int | None:
-    """Return a random one of the tokens whose bits are set."""
+    """Return a random token whose bit is set; None if no bit is."""
     if not allowed:
         return None
     start = rng.randrange(size)

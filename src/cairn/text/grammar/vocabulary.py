@@ -1,6 +1,6 @@
-"""A model's tokens as llguidance knows them: the same in the process that tries grammars and in the worker.
+"""A model's tokens in llguidance's form, the same in the process that tries grammars and in the worker.
 
-llguidance is imported where it is needed: no start waits for it.
+llguidance is imported inside functions, so that starting the server does not wait for it.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ if TYPE_CHECKING:
     from cairn.text.tokens.tokenizer import Tokenizer
 
 CUT_TEXTS, CUT_BYTES = 2048, 512
-"""Texts of so many bytes whose tokens are remembered, and how many."""
+"""Most texts whose tokens are cached, and most bytes of such a text."""
 
 
 class TokenTable(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens of a model by their ids, and which of them are no text."""
+    """The bytes of a model's tokens by id, and its control tokens."""
 
     tokens: list[bytes]
     special: list[int]
-    """Control tokens, which a grammar's text never holds."""
+    """Control tokens, which a grammar's text never contains."""
     ends: list[int]
-    """Those of them that end an answer; there is one at least."""
+    """The control tokens that end an answer; at least one."""
 
 
 class Vocabulary(NamedTuple):
-    """A model's tokens as llguidance knows them, and which of them are no text."""
+    """llguidance's tokenizer of a model, and the model's control tokens."""
 
     tokenizer: Any
     controls: frozenset[int]
     closes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-    """The tag that ends reasoning, by the form of it (`text.thoughts`)."""
+    """Reasoning format -> ids of the tag that ends reasoning."""
 
 
 class GrammarTokenizer:
-    """What llguidance asks of a tokenizer.
+    """The tokenizer interface for llguidance, based on the model's own tokenizer.
 
-    Where a grammar leaves no choice, the model is held to the tokens in which its tokenizer would write the text.
+    If a grammar leaves no choice, the model is forced to the tokens in which its tokenizer would write the text.
     """
 
     bos_token_id = None
@@ -62,10 +62,8 @@ class GrammarTokenizer:
         self._known = lru_cache(CUT_TEXTS)(self._cut)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return tokens that are exactly these bytes: the tokenizer's own, or else the longest at each place.
-
-        Every answer of one form asks for the same few texts, at each token anew.
-        """
+        """Return tokens for exactly these bytes: the tokenizer's own encoding, else the longest token at each place."""
+        # Cached: all answers of one format ask for the same few texts, again at every token.
         return [*(self._known(text) if len(text) <= CUT_BYTES else self._cut(text))]
 
     def _cut(self, text: bytes) -> list[int]:
@@ -84,7 +82,7 @@ class GrammarTokenizer:
 
 
 class LongestTokens:
-    """What llguidance asks of a tokenizer, answered by itself: the longest token at each place."""
+    """The tokenizer interface for llguidance, answered by llguidance itself: the longest token at each place."""
 
     bos_token_id = None
 
@@ -93,15 +91,15 @@ class LongestTokens:
         self.cut: Callable[[str], list[int]] = lambda _: []
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return tokens of these bytes."""
+        """Return tokens for these bytes."""
         return self.cut(text.decode("utf-8", "replace"))
 
 
 def token_table(tokenizer: Tokenizer, vocab: int, ends: Sequence[int], marks: tuple[str, ...] = ()) -> TokenTable:
-    """Return the tokens of a model: control tokens that stand for no text may only end an answer.
+    """Return the tokens of a model. Control tokens, except markers that are read as text, may only end an answer.
 
-    `vocab`: how many tokens the model has; `ends`: those that end an answer; `marks`: what else is text, of the model's
-    own form of calls. Takes some tenths of a second for 150,000 tokens.
+    `vocab` is the number of tokens, `ends` the ids that end an answer, `marks` further markers of the model's own call
+    format. Takes some tenths of a second for 150,000 tokens.
     """
     shown = {tokenizer.token_id(marker) for marker in (*all_markers(tokenizer.token_id), *marks)}
     controls = (tokenizer.special_ids | tokenizer.control_ids | tokenizer.end_ids) - shown
@@ -112,7 +110,7 @@ def token_table(tokenizer: Tokenizer, vocab: int, ends: Sequence[int], marks: tu
             tokens[i] = b"\xff<|%d|>" % i
     special = sorted(i for i in controls if i < vocab)
     eos = sorted({*ends, *tokenizer.end_ids} & {*special})
-    if not eos:  # nothing ends an answer but its grammar
+    if not eos:  # no token ends an answer: only the grammar can
         tokens.append(b"\xff<|end|>")
         special, eos = [*special, vocab], [vocab]
     return TokenTable(tokens=tokens, special=special, ends=eos)
@@ -121,7 +119,7 @@ def token_table(tokenizer: Tokenizer, vocab: int, ends: Sequence[int], marks: tu
 def grammar_tokenizer(table: TokenTable, encode: Callable[[str], Sequence[int]] | None = None) -> Any:
     """Return llguidance's tokenizer of these tokens.
 
-    `encode`: text -> ids, as the model's own tokenizer writes it; None where nobody asks which tokens are forced.
+    `encode` is the model's own encoding (text -> ids); None if forced tokens are not needed.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -134,20 +132,22 @@ def grammar_tokenizer(table: TokenTable, encode: Callable[[str], Sequence[int]] 
     made = LLTokenizer(wrapper, eos_token=table.ends)
     if isinstance(cut, LongestTokens):
         cut.cut = made.greedy_tokenize
-        cut.tokens = wrapper.tokens = ()  # it has them now
+        cut.tokens = wrapper.tokens = ()  # `made` has its own copy
     return made
 
 
 def read_vocabulary(
     folder: Path, given: str | None, vocab: int, ends: Sequence[int], marks: tuple[str, ...] = ()
 ) -> Vocabulary:
-    """Return the vocabulary of a model. `given`: a tokenizer in place of the model's own; the others: as of
-    `token_table`. Raises ModelError."""
+    """Read the vocabulary of a model. Raises ModelError.
+
+    `given` is a tokenizer.json that replaces the model's own; the other arguments are those of `token_table`.
+    """
     from cairn.text.chat.templates import load_text
 
     tokenizer, _ = load_text(folder, given)
     table = token_table(tokenizer, vocab, ends, marks)
-    # A mark that is a token of the model is written as that: `<tool_call>` in letters is not what the model learnt.
+    # `special`: a mark that is a token is forced as that token; the model never learnt `<tool_call>` in letters.
     encode = partial(tokenizer.encode, special=True)
     closes = {}
     for form in THOUGHTS:
@@ -157,7 +157,7 @@ def read_vocabulary(
 
 
 def compile_grammar(tokenizer: Any, text: str) -> Any:
-    """Return llguidance's matcher of a grammar, to be copied. `tokenizer`: llguidance's. Raises GrammarError."""
+    """Return llguidance's matcher of a grammar, to be copied per answer. Raises GrammarError."""
     from llguidance import LLMatcher
 
     made = LLMatcher(tokenizer, text, log_level=0, limits=limits())
@@ -166,7 +166,7 @@ def compile_grammar(tokenizer: Any, text: str) -> Any:
 
 
 def check_followed(matcher: Any) -> None:
-    """Raise GrammarError where a matcher is out of action."""
+    """Raise GrammarError if a matcher has failed."""
     if matcher.is_error():
         said = " ".join(matcher.get_error().replace("<non-verbose/>", " ").split())[:400]
         raise GrammarError("no text fits it" if said == "NoExtensionBias" else said)

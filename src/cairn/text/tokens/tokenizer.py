@@ -446,7 +446,8 @@ def _vocabulary_hint(folder: Path) -> str:
     if found is None:
         return ""
     return (
-        f", and {found} ({_UNSUPPORTED_FILES[found]}) is not read; give another folder's with --tokenizer, or write one: "
+        f", and {found} ({_UNSUPPORTED_FILES[found]}) is not read; "
+        "give another folder's with --tokenizer, or write one: "
         "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
     )
 
@@ -493,7 +494,7 @@ def _add_missing(library: Library, decoder: object, path: Path) -> None:
 
 
 def _add_named(library: Library, config: Mapping[str, Any]) -> None:
-    """Add the vocabulary's special tokens that tokenizer_config.json names (`bos_token`, ...) or that end a turn."""
+    """Add vocabulary tokens that tokenizer_config.json names as special (`bos_token`, ...) or that end a turn."""
     added = {token.content for token in library.get_added_tokens_decoder().values()}
     texts = dict.fromkeys([*(_content(config.get(name)) for name in SPECIAL_NAMES), *sorted(UNMISTAKABLE)])
     tokens = [
