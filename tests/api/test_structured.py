@@ -309,11 +309,11 @@ def test_what_cannot_be_held_to_is_told_where_strict_was_not_asked_for(
     body = limits.get(path, {"max_tokens": 60}) | body
     answer = httpx.post(server.url + path, json=body, timeout=60, trust_env=False, verify=False)
     assert answer.status_code == 200, answer.text
-    assert answer.headers["x-cairn-warning"] == f'{field}: "not" is not held to'
+    assert answer.headers["x-cairn-warning"] == f'{field}: "not" is not enforced'
     body = body | {"stream": True}
     with httpx.Client(trust_env=False, verify=False, timeout=60) as http:
         stream = http.post(server.url + path, json=body)
-    assert stream.status_code == 200 and stream.headers["x-cairn-warning"] == f'{field}: "not" is not held to'
+    assert stream.status_code == 200 and stream.headers["x-cairn-warning"] == f'{field}: "not" is not enforced'
 
 
 def test_a_bomb_costs_its_own_request_alone(server: Served) -> None:
@@ -391,7 +391,7 @@ def test_a_strict_tool_that_cannot_be_held_to_is_named_and_another_is_not(server
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools" and "not" in refused.text
     answer = ask(server, tools=[loose], tool_choice="required", parallel_tool_calls=False, max_tokens=20)
     assert answer.json()["choices"][0]["finish_reason"] in ("tool_calls", "length")
-    assert answer.headers["x-cairn-warning"] == 'tools: f: "not" is not held to'
+    assert answer.headers["x-cairn-warning"] == 'tools: f: "not" is not enforced'
 
 
 def test_a_turn_of_an_agent_is_held_to_its_form(server: Served) -> None:
@@ -405,7 +405,7 @@ def test_a_turn_of_an_agent_is_held_to_its_form(server: Served) -> None:
             message = answer.json()["choices"][0]["message"]
             assert message["content"] in ('"red"', '"green"') or message["tool_calls"][0]["function"]["name"]
         told = http.post(turns, json={"messages": ASKED, "max_tokens": 60, "guided_json": NOT})
-        assert told.headers["x-cairn-warning"] == 'guided_json: "not" is not held to'
+        assert told.headers["x-cairn-warning"] == 'guided_json: "not" is not enforced'
         refused = http.post(turns, json={"messages": ASKED, "guided_regex": "("})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "guided_regex"
 

@@ -240,7 +240,7 @@ def test_a_field_of_pydantics(name: str) -> None:
 def test_a_field_of_pydantics_that_cannot_be_held_to(name: str) -> None:
     kind, word, wrong = NOT_HELD[name]
     schema = pydantic.create_model("Answer", x=(kind, ...)).model_json_schema()
-    with pytest.raises(GrammarError, match=f'at properties.x, "{word}" cannot be held to'):
+    with pytest.raises(GrammarError, match=f'at properties.x, "{word}" cannot be enforced'):
         held(schema)
     assert accepts(held(schema, strict=False), json.dumps({"x": wrong}))
 

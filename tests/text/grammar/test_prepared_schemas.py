@@ -221,7 +221,7 @@ def test_whole_numbers_beyond_2_53_that_are_listed_are_exact(schema: Any, good: 
 
 
 def test_a_number_beyond_2_53_in_a_place_that_is_not_written_is_told() -> None:
-    with pytest.raises(GrammarError, match="beyond 2\\^53 cannot be held to beside"):
+    with pytest.raises(GrammarError, match="beyond 2\\^53 cannot be enforced beside"):
         held({"properties": {"a": {"const": BIG}}, "patternProperties": {"^x": {}}, "type": "object"})
 
 
@@ -352,7 +352,7 @@ def test_what_cannot_be_held_to_is_an_error_if_strict_and_told_if_not(schema: An
         held(schema)
     found = held(schema, strict=False)
     assert len(found.warnings) == 1 and found.warnings[0].startswith("form: ") and f'"{word}' in found.warnings[0]
-    assert accepts(found.text, json.dumps(wrong)), "it is not held to"
+    assert accepts(found.text, json.dumps(wrong)), "it is not enforced"
     inner = {"type": "object", "properties": {"x": schema, "y": {"type": "integer"}}, "required": ["x", "y"]}
     found = held(inner, strict=False)
     assert accepts(found.text, json.dumps({"x": wrong, "y": 1})), "and all else is"

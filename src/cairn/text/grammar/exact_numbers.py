@@ -118,7 +118,7 @@ class _ExactWriter:
             return self._object(schema)
         if (kinds == ["array"] or not kinds) and said <= _ARRAY:
             return self._array(schema)
-        raise SchemaError(f"a whole number beyond 2^53 cannot be held to beside {sorted(said)}: leave it out")
+        raise SchemaError(f"a whole number beyond 2^53 cannot be enforced beside {sorted(said)}: leave it out")
 
     def _reference(self, reference: str) -> str:
         if reference not in self._written:
@@ -134,7 +134,7 @@ class _ExactWriter:
     def _listed(self, schema: Mapping[str, Any], said: set[str]) -> str:
         """Return the expression of the listed values that have one of the schema's types."""
         if said - {"const", "enum", "type"}:
-            raise SchemaError(f"a whole number beyond 2^53 cannot be held to beside {sorted(said)}: leave it out")
+            raise SchemaError(f"a whole number beyond 2^53 cannot be enforced beside {sorted(said)}: leave it out")
         kinds = kinds_of(schema)
         values = schema["enum"] if "enum" in said else [schema["const"]]
         values = [one for one in values if not kinds or any(_is_of(one, kind) for kind in kinds)]
@@ -177,7 +177,7 @@ class _ExactWriter:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if first and (least < len(first) or (item is not False and most != len(first))):
             raise SchemaError(
-                "a whole number beyond 2^53 cannot be held to in a list whose first items may be left out"
+                "a whole number beyond 2^53 cannot be enforced in a list whose first items may be left out"
             )
         if first:
             return f'"[" {_BLANK} ' + f" {_BLANK} {_comma()} ".join(first) + f' {_BLANK} "]"'

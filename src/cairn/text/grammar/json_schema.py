@@ -56,7 +56,7 @@ _DRAFTS = frozenset(
         ("s", "/2020-12"), ("s", "/2019-09"), ("", "-07"), ("", "-06"), ("", "-04"),
     )
 )  # fmt: skip
-_REPEATS = "an object may name a key twice, so how many it has cannot be held to"
+_REPEATS = "an object may name a key twice, so how many it has cannot be enforced"
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "additionalItems")
@@ -121,7 +121,7 @@ def loosened(schema: Schema, why_not: Callable[[Schema], str]) -> tuple[Schema, 
         why = why_not(schema)
     if why and any(sign in why for sign in _UNBUILT):
         kinds = kinds_of(schema) if isinstance(schema, Mapping) else []
-        told.append(f"the schema is not held to: {why[:160]}")
+        told.append(f"the schema is not enforced: {why[:160]}")
         schema = {"type": kinds} if kinds else True
     return schema, told
 
@@ -143,9 +143,9 @@ def _without(schema: Schema, patterns: set[str], told: list[str], *, one_of: boo
         return schema
     made = {key: _without(one, patterns, told, one_of=one_of) for key, one in schema.items()}
     if isinstance(made.get("pattern"), str) and made["pattern"] in patterns:
-        told.append(f'"pattern" {made.pop("pattern")[:64]!r} is not held to')
+        told.append(f'"pattern" {made.pop("pattern")[:64]!r} is not enforced')
     if one_of and isinstance(made.get("oneOf"), list):
-        told.append('"oneOf" is held to as "anyOf": more than one of its parts may fit')
+        told.append('"oneOf" is enforced as "anyOf": more than one of its parts may fit')
         choice = made.pop("oneOf")
         made = {**made, "anyOf": choice} if "anyOf" not in made else {**made, "allOf": [{"anyOf": choice}]}
     return made
@@ -158,7 +158,7 @@ def check_bounds(schema: Schema, depth: int = 0) -> None:
     if isinstance(schema, Mapping):
         least = schema.get("minProperties")
         if isinstance(least, int | float) and least > len(_required(schema)):
-            raise SchemaError(f'"minProperties" cannot be held to: {_REPEATS}')
+            raise SchemaError(f'"minProperties" cannot be enforced: {_REPEATS}')
         _check_cost(schema)
     if isinstance(schema, Mapping | list):
         for one in schema.values() if isinstance(schema, Mapping) else schema:
@@ -330,8 +330,8 @@ class _Worker:
     def _left_out(self, path: str, key: str, why: str = "") -> None:
         why = f": {why}" if why else ""
         if self._strict:
-            raise SchemaError(f'{_at(path)}"{key}" cannot be held to{why}')
-        self.warnings.append(f'{_at(path)}"{key}" is not held to{why}')
+            raise SchemaError(f'{_at(path)}"{key}" cannot be enforced{why}')
+        self.warnings.append(f'{_at(path)}"{key}" is not enforced{why}')
 
 
 _UNHELD: Mapping[str, tuple[str, ...]] = {
