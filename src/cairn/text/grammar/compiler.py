@@ -104,8 +104,8 @@ class Compiler:
         if structure is not None:
             await self._compiled("", structure, output, structure.field, share)  # raises if the structure is at fault
         made = await self._compiled(calls, structure, output, "tools", share)
-        told = f"tools: {', '.join(tool.name[:64] for tool in held if tool.name not in choice.strict)}"
-        return made._replace(warnings=(*made.warnings, f"{told}: the schema of the arguments is not enforced"))
+        unenforced = f"tools: {', '.join(tool.name[:64] for tool in held if tool.name not in choice.strict)}"
+        return made._replace(warnings=(*made.warnings, f"{unenforced}: the schema of the arguments is not enforced"))
 
     async def _compiled(
         self, calls: str, structure: Structure | None, output: OutputFormat, field: str, share: str

@@ -19,7 +19,9 @@ from cairn.text.grammar.references import resolved
 _BLANK = rf"/({BLANKS})?/"
 _LONG = re.compile(r"[0-9]{16}")
 _KEY = r'/"[^"\\\x00-\x1F]*"/'
-_TOLD = frozenset({"title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs", "definitions"})
+_NOT_CONSTRAINING = frozenset(
+    {"title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs", "definitions"}
+)
 """Keywords that do not constrain a value, or hold definitions for references."""
 
 
@@ -101,7 +103,7 @@ class _ExactWriter:
             shared = self._shared if isinstance(schema, dict) and "$ref" in json.dumps(schema) else {}
             return json_part({**shared, **schema} if isinstance(schema, dict) else schema)
         _check_shape(schema)
-        said = schema.keys() - _TOLD
+        said = schema.keys() - _NOT_CONSTRAINING
         if "const" in said or "enum" in said:
             return self._listed(schema, said)
         if "$ref" in said and len(said) == 1:

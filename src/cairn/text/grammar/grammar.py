@@ -121,8 +121,8 @@ def part_of(structure: Structure | None) -> AnswerPart | None:
         return None
     if structure.kind != "json":
         return AnswerPart(_part(structure))
-    schema, told = _schema_of(structure)
-    return AnswerPart(_json_part(schema), tuple(f"{structure.field}: {one}" for one in told))
+    schema, warnings = _schema_of(structure)
+    return AnswerPart(_json_part(schema), tuple(f"{structure.field}: {one}" for one in warnings))
 
 
 def loosened_part(structure: Structure | None) -> AnswerPart | None:
@@ -133,9 +133,9 @@ def loosened_part(structure: Structure | None) -> AnswerPart | None:
     """
     if structure is None or structure.kind != "json" or structure.strict:
         return None
-    schema, told = _schema_of(structure)
+    schema, warnings = _schema_of(structure)
     schema, more = loosened(schema, _why_not)
-    return AnswerPart(_json_part(schema), tuple(f"{structure.field}: {one}" for one in (*told, *more)))
+    return AnswerPart(_json_part(schema), tuple(f"{structure.field}: {one}" for one in (*warnings, *more)))
 
 
 def grammar_text(shape: Shape, part: AnswerPart | None = None) -> str:

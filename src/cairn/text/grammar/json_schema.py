@@ -31,7 +31,7 @@ MOST_KNOWN = 1 << 14
 """Most bytes of a schema whose prepared form is cached."""
 MOST_PLACE = 120
 """Most characters of a path in an error message."""
-MOST_TOLD = 8
+MAX_WARNINGS = 8
 """Most warnings per schema."""
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -83,9 +83,9 @@ def prepared(schema: Schema, *, strict: bool) -> Prepared:
 
     Raises SchemaError for an invalid schema, and if `strict` for a part that cannot be enforced.
     """
-    worker = _Worker(schema, strict=strict)
-    made = worker.schema(schema, "", 0)
-    return Prepared(closed(made), tuple(worker.warnings[:MOST_TOLD]))
+    preparation = _Preparation(schema, strict=strict)
+    made = preparation.schema(schema, "", 0)
+    return Prepared(closed(made), tuple(preparation.warnings[:MAX_WARNINGS]))
 
 
 def prepared_text(schema: bytes, strict: bool) -> Prepared:
@@ -112,18 +112,18 @@ def loosened(schema: Schema, why_not: Callable[[Schema], str]) -> tuple[Schema, 
 
     `why_not` returns llguidance's error for a schema, "" for none.
     """
-    told: list[str] = []
+    warnings: list[str] = []
     bad = {one for one in sorted(_patterns_in(schema)) if any(sign in why_not({"pattern": one}) for sign in _UNBUILT)}
-    schema = _without(schema, bad, told)
+    schema = _without(schema, bad, warnings)
     why = why_not(schema)
     if "oneOf" in why:
-        schema = _without(schema, set(), told, one_of=True)
+        schema = _without(schema, set(), warnings, one_of=True)
         why = why_not(schema)
     if why and any(sign in why for sign in _UNBUILT):
         kinds = kinds_of(schema) if isinstance(schema, Mapping) else []
-        told.append(f"the schema is not enforced: {why[:160]}")
+        warnings.append(f"the schema is not enforced: {why[:160]}")
         schema = {"type": kinds} if kinds else True
-    return schema, told
+    return schema, warnings
 
 
 def _patterns_in(schema: Schema) -> set[str]:
@@ -135,17 +135,17 @@ def _patterns_in(schema: Schema) -> set[str]:
     return own.union(*map(_patterns_in, schema.values()))
 
 
-def _without(schema: Schema, patterns: set[str], told: list[str], *, one_of: bool = False) -> Schema:
-    """Return a schema without some patterns, and if `one_of` with `anyOf` for `oneOf`; append warnings to `told`."""
+def _without(schema: Schema, patterns: set[str], warnings: list[str], *, one_of: bool = False) -> Schema:
+    """Return a schema without some patterns, and if `one_of` with `anyOf` for `oneOf`; append warnings to `warnings`."""
     if isinstance(schema, list):
-        return [_without(one, patterns, told, one_of=one_of) for one in schema]
+        return [_without(one, patterns, warnings, one_of=one_of) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
-    made = {key: _without(one, patterns, told, one_of=one_of) for key, one in schema.items()}
+    made = {key: _without(one, patterns, warnings, one_of=one_of) for key, one in schema.items()}
     if isinstance(made.get("pattern"), str) and made["pattern"] in patterns:
-        told.append(f'"pattern" {made.pop("pattern")[:64]!r} is not enforced')
+        warnings.append(f'"pattern" {made.pop("pattern")[:64]!r} is not enforced')
     if one_of and isinstance(made.get("oneOf"), list):
-        told.append('"oneOf" is enforced as "anyOf": more than one of its parts may fit')
+        warnings.append('"oneOf" is enforced as "anyOf": more than one of its parts may fit')
         choice = made.pop("oneOf")
         made = {**made, "anyOf": choice} if "anyOf" not in made else {**made, "allOf": [{"anyOf": choice}]}
     return made
@@ -196,7 +196,7 @@ def _few_units(number: float) -> bool:
     return exact.scaleb(max(0, -places if isinstance(places, int) else 0)) <= MAX_MULTIPLE
 
 
-class _Worker:
+class _Preparation:
     """Preparation of one schema; each part is visited once."""
 
     def __init__(self, root: Schema, *, strict: bool) -> None:

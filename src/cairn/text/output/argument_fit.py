@@ -1,7 +1,7 @@
-"""Whether the arguments of a call fit the schema of its tool: asked of calls that a text might only look like.
+"""Check of a call's arguments against its tool's schema, for texts that may only look like calls.
 
-A tool's schema is kept as its shape: types, names and values, without what only describes. What a shape does not say
-fits. Patterns are not run, so that a check costs no more than reading the arguments.
+A tool's schema is reduced to its shape: types, names and values, without descriptions. Anything that a shape does not
+mention fits. Patterns are not run, so a check costs no more than reading the arguments.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 import msgspec
 
 MAX_SHAPE = 1024
-"""Characters of a shape; a schema with a longer one is kept less deep."""
+"""Most characters of a shape; deeper levels of a larger schema are left out."""
 MOST_SCHEMA = 1 << 18
-"""Bytes of a schema; of a longer one anything fits."""
+"""Most bytes of a schema; with a longer one all arguments fit."""
 MOST_KNOWN = 1 << 14
-"""Bytes of a schema whose shape is kept for the next time."""
+"""Most bytes of a schema whose shape is cached."""
 _DEEPEST = 3
 _BRANCHES = ("anyOf", "oneOf")
 _OPENING = frozenset({"patternProperties", "unevaluatedProperties", "$ref", "anyOf", "oneOf", "allOf"})
-"""Keywords beside `properties` by which an object may have other members."""
+"""Keywords that allow members beside those in `properties`."""
 _encoder = msgspec.json.Encoder(enc_hook=str)
 
 
 def shape_of(parameters: Any) -> str:
-    """Return a tool's shape as JSON; "" where anything fits."""
+    """Return the shape of a tool's parameters as JSON; "" if anything fits."""
     if not isinstance(parameters, Mapping) or not parameters:
         return ""
     try:
@@ -54,7 +54,7 @@ def _known_shape(parameters: bytes) -> str:
 
 
 def _pruned(schema: Any, depth: int) -> Any:
-    """Return a schema without what only describes, and without anything below a depth."""
+    """Return a schema without descriptions and without anything more than `depth` levels down."""
     if not isinstance(schema, Mapping):
         return schema is not False and {}
     kept = {key: schema[key] for key in ("type", "enum", "const", "required") if key in schema}
@@ -81,13 +81,13 @@ def _read(shape: str) -> Any:
 
 
 def names_in(shape: str) -> frozenset[str]:
-    """Return the names of the arguments that a shape knows."""
+    """Return the argument names in a shape."""
     properties = _read(shape).get("properties")
     return frozenset(properties) if isinstance(properties, dict) else frozenset()
 
 
 def fits(arguments: str, shape: str) -> bool:
-    """Tell whether a JSON object fits a shape."""
+    """Return whether a JSON object fits a shape."""
     if not shape:
         return True
     try:

@@ -1,8 +1,8 @@
-"""Calls that are passed on while they are written.
+"""Calls that are streamed while they are written.
 
-Behind the mark of a section, the name of an offered tool and the beginning of its arguments stands a call, whatever
-follows. Its arguments are passed on as far as no later character can change them. If they turn out to be broken, they
-end as they were written, so that who gets the call sees what is wrong with it; if the answer is cut, they stay cut.
+After the mark of a section, the name of an offered tool and the beginning of its arguments, the text is a call whatever
+follows. Its arguments are streamed as far as no later character can change them. Broken arguments are streamed as they
+were written, so that the client sees what is wrong; if the answer is cut, they stay cut.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from cairn.text.output.json_scan import JsonScanner
 from cairn.text.tokens.tokenizer import valid_text
 
 OWN_ID = re.compile(r'"([0-9A-Za-z]{9})"')
-"""The id that a model writes into its call, as Mistral's do."""
+"""An id that the model writes into its call, as Mistral's models do."""
 
 
 class BegunCall:
-    """What is certain of a call that is being written."""
+    """The certain part of an incomplete call."""
 
     def __init__(self, name: str, id: str = "") -> None:
         self.name, self.id = name, id
@@ -28,40 +28,40 @@ class BegunCall:
 
     @property
     def arguments(self) -> str:
-        """The beginning of the arguments, as JSON."""
+        """The arguments so far, as JSON."""
         return "".join(self._pieces)
 
     def add(self, text: str) -> None:
-        """Add to the arguments."""
+        """Append to the arguments."""
         self._pieces.append(text)
 
     def since(self, piece: int) -> tuple[str, int]:
-        """Return the arguments from a piece on, and the number of the next one."""
+        """Return the arguments from a piece on, and the index of the next piece."""
         return "".join(self._pieces[piece:]), len(self._pieces)
 
 
 class BegunObject:
-    """Follows a call that is one JSON object, from its beginning to the end of its arguments."""
+    """A call that is one JSON object, streamed from the beginning to the end of its arguments."""
 
     def __init__(self, scanner: JsonScanner, offered: Collection[str], names: Mapping[str, str] | None = None) -> None:
-        """`names`: what the form calls "name" and "arguments"."""
+        """Follow `scanner`; `names` maps the format's member names to "name" and "arguments"."""
         self._scanner, self._offered, self._names = scanner, offered, names or {}
         self._name = self._id = ""
-        self._seen = self._told = self._next = 0
-        """Members that were looked at; characters and pieces of the arguments that were passed on."""
+        self._seen = self._sent = self._next = 0
+        """Number of members examined; number of characters and of pieces of the arguments that were streamed."""
         self._decided = False
         self.call: BegunCall | None = None
         """The call, once it is certain to be one."""
         self.end: int | None = None
-        """How many characters were read up to the end of its arguments."""
+        """Number of characters read up to the end of its arguments; None before."""
 
     @property
     def place(self) -> int:
-        """How many characters were read of what was passed on."""
+        """Number of characters from which the streamed part was read."""
         return self._scanner.certain[1] if self.end is None else self.end
 
     def look(self) -> None:
-        """Pass on what was read since the last time."""
+        """Stream what the scanner has read since the last time."""
         scanner = self._scanner
         while not self._decided and self._seen < len(scanner.members):
             self._member(*scanner.members[self._seen])
@@ -71,17 +71,17 @@ class BegunObject:
         if self.call is None or self.end is not None:
             return
         if self._seen < len(scanner.members):
-            self.call.add(scanner.members[self._seen][1][self._told :])
+            self.call.add(scanner.members[self._seen][1][self._sent :])
             self.end = scanner.ends[self._seen]
         elif scanner.member is not None:
             begin, end = max(self._next, scanner.member), scanner.certain[0]
             if end > begin:
                 text = scanner.between(begin, end)
                 self.call.add(text)
-                self._next, self._told = end, self._told + len(text)
+                self._next, self._sent = end, self._sent + len(text)
 
     def _member(self, key: str, value: str) -> None:
-        """Look at the next member of the object: its value, or the beginning of it."""
+        """Examine the next member of the object; `value` is its value or the beginning of it."""
         key = self._names.get(key, key)
         if key in ("name", "tool_name"):
             name = json.loads(value) if value.startswith('"') and not self._name else None
@@ -98,16 +98,16 @@ class BegunObject:
 
 
 class TaggedArguments:
-    """Writes arguments that stand in tags as a JSON object, as far as they are read."""
+    """Writer of arguments in tags as a JSON object, while they are read."""
 
     def __init__(self, call: BegunCall) -> None:
         self._call = call
         self._empty = True
         self._open = ""
-        """The argument of which a text has begun."""
+        """The argument whose text is incomplete."""
 
     def text(self, key: str, more: str) -> None:
-        """Add to the text that an argument is."""
+        """Append to the text of an argument."""
         if self._open != key:
             self._begin(key)
             self._call.add('"')
@@ -115,7 +115,7 @@ class TaggedArguments:
         self._call.add(json.dumps(valid_text(more), ensure_ascii=False)[1:-1])
 
     def value(self, key: str, written: str) -> None:
-        """Add a whole argument, whose text was begun or which is JSON."""
+        """Complete an argument: end its streamed text, or add its value as JSON."""
         if self._open == key:
             self._call.add('"')
         else:
@@ -133,8 +133,10 @@ class TaggedArguments:
 
 
 def up_to(text: str, at: int, marks: Sequence[str]) -> tuple[int, str]:
-    """Return where the first of some marks begins behind text[at], with the line break before it, and that mark; or
-    where the end of the text begins that may become one, and ""."""
+    """Return where the first of `marks` begins in text[at:], and the mark; both include a line break before it.
+
+    Without one, return where the suffix begins that may become a mark, and "".
+    """
     found = _any_of(tuple(marks)).search(text, at) if marks else None
     if found is not None:
         return found.start(), found.group()

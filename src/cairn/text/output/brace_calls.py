@@ -1,8 +1,8 @@
-"""Calls as Gemma writes them: `call:f{x:1,words:[<|"|>a<|"|>],more:{y:true}}`, a text between two of its own marks.
+"""Calls as Gemma writes them: `call:f{x:1,words:[<|"|>a<|"|>],more:{y:true}}`, with its own marks around texts.
 
-Keys stand bare; one between marks, or as JSON or Python has it, is read too. So is what Gemma writes in place of that
-now and then: a text whose first mark is missing (`{q:Paris, France<|"|>}`), one that holds marks itself, and arguments
-between round brackets (`call:f(x=1)`, `f(x: 1)`). What is no such call is none.
+Keys are bare; a key between marks, or quoted as in JSON or Python, is read too. So are common mistakes: a text whose
+first mark is missing (`{q:Paris, France<|"|>}`), one that contains marks, and arguments in round brackets
+(`call:f(x=1)`, `f(x: 1)`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _SCALAR = re.compile(r"[-+.0-9A-Za-z]{1,400}")
 
 
 class _NoCall(Exception):
-    """This is not how a call is written."""
+    """The text is not a call."""
 
 
 def brace_call(text: str, mark: str, before: str = "call:") -> ParsedCall | None:
-    """Return the call that a text is; None if it is anything else.
+    """Return the call that a text consists of; None for any other text.
 
-    `mark`: what stands around texts in it; `before`: what stands before its name, and may be left out.
+    `mark` is the mark around texts, `before` the optional text before the call's name.
     """
     start = len(text) - len(text.lstrip())
     found = _NAME.match(text, start + len(before) if text.startswith(before, start) else start)
@@ -43,7 +43,7 @@ def brace_call(text: str, mark: str, before: str = "call:") -> ParsedCall | None
 
 
 class _ValueReader:
-    """Reads values from left to right, each as JSON."""
+    """Reader that converts values to JSON, from left to right."""
 
     def __init__(self, text: str, at: int, mark: str) -> None:
         self._text, self._at, self._mark = text, at, mark
@@ -51,18 +51,18 @@ class _ValueReader:
         blank, closing = r"[ \t\r\n]*+", re.escape(mark)
         behind = r"[,}\])]" if round_brackets else r"[,}\]]"
         self._behind = re.compile(blank + behind)
-        """What follows a value."""
+        """Text that may follow a value."""
         self._close_value = re.compile(f"{closing}(?={blank}{behind})")
         self._close_key = re.compile(f"{closing}(?={blank}{'[:=]' if round_brackets else ':'})")
 
     @property
     def done(self) -> bool:
-        """Nothing is left."""
+        """Whether only white space is left."""
         self._skip()
         return self._at == len(self._text)
 
     def arguments(self) -> str:
-        """Read the arguments, in either kind of brackets, as a JSON object."""
+        """Read the arguments in curly or round brackets; return a JSON object."""
         if self._takes("{"):
             return self._object(0, "}", ":")
         if self._takes("("):
@@ -94,7 +94,7 @@ class _ValueReader:
         while not self._takes(close):
             if members and not self._takes(","):
                 raise _NoCall
-            if members and self._takes(close):  # behind a last comma
+            if members and self._takes(close):  # after a trailing comma
                 break
             key = self._key()
             if key in members or not any(self._takes(sign) for sign in signs):
@@ -123,8 +123,10 @@ class _ValueReader:
         return valid_text(found.group())
 
     def _quoted(self, closing: re.Pattern[str]) -> str:
-        """Read a text that has its opening mark, or quotes; "" where none begins here. It ends at the first mark that
-        something of a call follows."""
+        """Read a text with an opening mark or quotes; "" if none begins here.
+
+        It ends at the first mark that is followed by text which can continue the call.
+        """
         if self._takes(self._mark):
             end = closing.search(self._text, self._at)
             if end is None:
@@ -137,7 +139,7 @@ class _ValueReader:
         return text
 
     def _scalar(self) -> str:
-        """Read a number or a word of JSON's or Python's; "" where none stands here alone."""
+        """Read a number, or a word of JSON or Python; "" if the value here is anything else."""
         found = _SCALAR.match(self._text, self._at)
         scanner = JsonScanner()
         if found is None or not self._behind.match(self._text, found.end()):
@@ -149,7 +151,7 @@ class _ValueReader:
         return scanner.text.strip()
 
     def _unopened(self) -> str:
-        """Read a text whose opening mark is missing, up to its closing one."""
+        """Read a text whose opening mark is missing, up to its closing mark."""
         end = self._text.find(self._mark, self._at)
         behind = end + len(self._mark)
         if end <= self._at or not self._behind.match(self._text, behind):

@@ -1,19 +1,19 @@
-"""How models write calls of tools: one record a form, from which its parser and its grammar are made.
+"""The formats in which models write tool calls: one record per format, used by its parser and its grammar.
 
-A section of calls stands between `begin` and `end`; a call between `open`, which holds the tool's name, and `close`.
-What stands between those two is of one of six kinds:
+A section of calls is between `begin` and `end`, a call between `open`, which holds the tool's name, and `close`. The
+text between those two has one of six kinds:
 
     object    {"name": "f", "arguments": {"x": 1}}, perhaps several in a list
     named     the arguments alone, as JSON
-    tagged    each argument between tags, a text as it is and anything else as JSON
+    tagged    each argument between tags, a text unchanged and any other value as JSON
     python    f(x=1, y="a")
     braces    {x:1,y:<|"|>a<|"|>}, with marks around texts
     channel   the arguments alone, in a message on a channel (`harmony`)
 
-Which form a model uses is said by what comes with it (`declared_call_format`), or seen in its chat template: by signs,
-for the forms of the table below, or in how it writes calls (`derived_call_format`). `hermes`, `qwen_xml` and `llama`
-are read by `tool_parser`, whatever the template, `harmony` by the module of its name; the others by `call_section`,
-where the template shows them.
+A model's format is declared in its files (`declared_call_format`), or detected in its chat template: by signs, for the
+formats of the table below, or from how it renders calls (`derived_call_format`). `hermes`, `qwen_xml` and `llama` are
+read by `tool_parser` with every template, `harmony` by the module of its name, the others by `call_section` if the
+template shows them.
 """
 
 from __future__ import annotations
@@ -31,73 +31,74 @@ from cairn.text.output.tagged_values import ValueTags
 Kind = Literal["object", "named", "tagged", "python", "braces", "channel"]
 
 CONTROL = re.compile(r"<[^<>\s=\"]+>|\[[A-Z_]+\]")
-"""What in a form may be one token of the model."""
+"""A part of a format that may be one token of the model."""
 _LAST_KEY = re.compile(r'"([^"]+)"\s*:\s*\Z')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """One way to write calls. Line breaks and blanks in it are written, and need not be read."""
+    """One way to write calls. Its line breaks and blanks are generated, but not required when parsing."""
 
     name: str
     signs: tuple[str, ...]
-    """A template that shows this form holds all of these."""
+    """Texts that all occur in a template with this format."""
     kind: Kind
     begin: str = ""
-    """Before the first call; "" where an answer is a call and nothing else."""
+    """Text before the first call; "" if an answer is a call and nothing else."""
     end: str = ""
-    """After the last one; "" where the answer ends there."""
+    """Text after the last call; "" if the answer ends there."""
     open: str = ""
-    """Before a call, with {name} where its name stands, {index} for a number, {id} for letters and digits; of objects
-    and of Python nothing."""
+    """Text before a call's arguments, with {name}, {index} (a number) and {id} (letters and digits); empty for objects
+    and Python."""
     close: str = ""
-    """Behind it; of objects and of Python nothing."""
+    """Text after a call; empty for objects and Python."""
     joint: str = ""
-    """Between two calls."""
+    """Text between two calls."""
     apart: str = "\n"
-    """Between two sections."""
+    """Text between two sections."""
     listed: bool = False
-    """Objects stand in a list."""
+    """Whether objects are in a list."""
     others: tuple[tuple[str, str], ...] = ()
-    """What models write in place of `begin` and `end` now and then."""
+    """Alternatives to (`begin`, `end`) that models sometimes write."""
     id_mark: str = ""
-    """Stands between a call's name and an id that the model writes, where it writes one."""
+    """Text between a call's name and an optional id written by the model."""
     single: bool = False
-    """A section holds one call, and several stand one behind the other."""
+    """Whether a section holds one call, so that several calls are several sections."""
     head: str = '"name": '
-    """What an object holds before the name of its tool, with {index} for a number."""
+    """Text in an object before the tool's name, with {index} for a number."""
     arguments: str = "arguments"
-    """What an object calls its arguments."""
+    """Member name of an object's arguments."""
     tail: str = "}"
-    """Behind the arguments of an object."""
+    """Text after the arguments of an object."""
     key: tuple[str, str] = ("", "")
-    """Before and behind the name of an argument in tags; {kind} where the second says whether it is a text."""
+    """Texts before and after an argument's name in tags; the second has {kind} if it states whether the value is a
+    text."""
     words: tuple[str, str] = ("", "")
-    """What stands there of a text and of anything else."""
+    """The word for {kind} of a text and of any other value."""
     value_end: str = ""
-    """Behind its value; in braces what stands around a text."""
+    """Text after a value in tags; in braces the mark around a text."""
     plain: bool = False
-    """`tool_parser` reads it."""
+    """Whether `tool_parser` reads it."""
 
     @property
     def named(self) -> str:
-        """What an object calls the name of its tool."""
+        """Member name of an object's tool name."""
         found = _LAST_KEY.search(self.head)
         return found[1] if found else "name"
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """The marks that begin a section, without the blanks around them."""
+        """The marks that begin a section, without white space around them."""
         return tuple(mark for one in (self.begin, *(begin for begin, _ in self.others)) if (mark := one.strip()))
 
     @property
     def bare_name(self) -> bool:
-        """Nothing but white space stands behind a call's name, so that any text may look like one."""
+        """Whether only white space follows a call's name, so that any text may look like a call."""
         return self.kind in ("named", "tagged") and not self.open.partition("{name}")[2].strip()
 
     @property
     def ids_last(self) -> bool:
-        """Models may write the id of a call behind its arguments, so that it is not known before."""
+        """Whether models may write a call's id after its arguments."""
         return self.kind == "object" and (self.begin.strip() == "[TOOL_CALLS]" or '"id"' in self.tail)
 
     @property
@@ -107,7 +108,7 @@ class CallFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Parts of it that may be control tokens of a model, and must be read as text."""
+        """Parts that may be control tokens of a model and must be read as text."""
         others = [mark for pair in self.others for mark in pair]
         texts = [self.begin, self.end, self.open, self.close, self.joint, *self.key, self.value_end, self.id_mark]
         written = [*texts, *others]
@@ -291,15 +292,15 @@ FORMATS: tuple[CallFormat, ...] = (
     ),
     CallFormat(name="llama", signs=(), kind="object", arguments="parameters", single=True, plain=True),
 )
-"""The first whose signs a template holds is its form."""
+"""All formats; the first whose signs occur in a template is its format."""
 
 BY_NAME = {one.name: one for one in FORMATS}
 _BARE = re.compile(r"""\{\s*\\?"name\\?":""")
-"""How a template writes the beginning of a call that has no tags."""
+"""The beginning of a call without tags in a template's source."""
 
 
 def format_of(template: str) -> CallFormat | None:
-    """The form in which a template shows calls; None where it shows none that is known."""
+    """Return the known format in which a template shows calls; None if there is none."""
     for one in FORMATS:
         if one.signs and all(sign in template for sign in one.signs):
             return one
@@ -308,20 +309,20 @@ def format_of(template: str) -> CallFormat | None:
 
 @functools.lru_cache(maxsize=256)
 def form_by(name: str) -> CallFormat | None:
-    """The form that `name_of` tells; None for "" and for what is none."""
+    """Return the format for a text of `name_of`; None for "" and for an unknown format."""
     if not name.startswith("{"):
         return BY_NAME.get(name)
     try:
         return msgspec.json.decode(name, type=CallFormat)
-    except msgspec.DecodeError:  # of another version
+    except msgspec.DecodeError:  # written by another version of Cairn
         return None
 
 
 def name_of(form: CallFormat) -> str:
-    """What a form is told by: its name in the table, or all of it."""
+    """Return a text that identifies a format: its name in the table, or the whole format as JSON."""
     return form.name if BY_NAME.get(form.name) is form else msgspec.json.encode(form).decode()
 
 
 def markers_of(formats: Iterable[CallFormat]) -> tuple[str, ...]:
-    """The markers of several forms."""
+    """Return the distinct markers of several formats."""
     return tuple(dict.fromkeys(marker for one in formats for marker in one.markers))

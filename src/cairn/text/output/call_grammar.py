@@ -1,7 +1,7 @@
-"""A form of calls and the tools that were offered -> the grammar of answers that call them, in llguidance's Lark.
+"""A call format and the offered tools -> the grammar of answers that call them, in llguidance's Lark.
 
-What it allows, the parser of the same form reads as calls (`tool_parser`, `call_section`): names are literal, arguments
-are held to their schemas, and a text in tags never holds a tag that would end it.
+Everything that it allows is read as calls by the parser of the same format (`tool_parser`, `call_section`): names are
+literal, arguments fit their schemas, and a text in tags never contains a tag that would end it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from cairn.text.output.tool_parser import is_text
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
-"""The parameters of a tool that names none."""
+"""The parameters of a tool without any."""
 _encoder = msgspec.json.Encoder()
 _NO_CALL = r"~/[ \t\r\n]*(```[a-z_]*[ \t\r\n]*)?\{(.|\n)*/"
-"""A text that does not begin as the call of an answer without tags does."""
+"""A text that does not begin like a call without tags."""
 
 
 class Offered(NamedTuple):
-    """A tool as far as calls of it are held to it."""
+    """A tool and the schema that its calls must fit."""
 
     name: str
     schema: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
-    """What of its schema they are not held to."""
+    """Parts of its schema that are not enforced."""
 
 
 def callable_tools(
@@ -43,10 +43,9 @@ def callable_tools(
     held: Sequence[str] | None,
     strict: Sequence[str] = (),
 ) -> list[Offered]:
-    """The tools that may be called. Only the arguments of those that are `held` (None: of all) fit their schemas.
+    """Return the tools that may be called; only the schemas of the tools in `held` (None: of all) are enforced.
 
-    Raises GrammarError for a schema of a `strict` one that cannot be held to in full, and for schemas that are too
-    long.
+    Raises GrammarError for a schema of a `strict` tool that cannot be enforced in full, and for too long schemas.
     """
     found, size = [], 0
     for tool in tools:
@@ -64,11 +63,11 @@ def callable_tools(
                 f"{name[:64]}: the schemas of one tool may have {MAX_TEXT} bytes, of all tools {4 * MAX_TEXT}"
             )
         try:
-            schema, told = prepared_text(given, name in strict)
+            schema, warnings = prepared_text(given, name in strict)
         except (SchemaError, RecursionError) as error:
             raise GrammarError(f"{name[:64]}: {error}") from None
-        held_to = schema if isinstance(schema, Mapping) else ANY_OBJECT
-        found.append(Offered(name, held_to, tuple(f"tools: {name[:64]}: {one}" for one in told)))
+        enforced = schema if isinstance(schema, Mapping) else ANY_OBJECT
+        found.append(Offered(name, enforced, tuple(f"tools: {name[:64]}: {one}" for one in warnings)))
     return found
 
 
@@ -80,7 +79,10 @@ def _encoded(schema: Any) -> bytes:
 
 
 def lark_of_calls(form: CallFormat, tools: Sequence[Offered], *, required: bool, parallel: bool) -> str:
-    """Answers that call these tools: at least one where `required`, else text may stand alone or before the calls."""
+    """Return the grammar of answers that call these tools.
+
+    If `required` the answer is one call at least; else it is text, or text followed by calls.
+    """
     made = _Grammar(form)
     made.rule("call", " | ".join([made.call(tool) for tool in tools]))
     if form.kind == "channel":
@@ -106,7 +108,7 @@ def lark_of_calls(form: CallFormat, tools: Sequence[Offered], *, required: bool,
 
 
 class _Grammar:
-    """Rules, as they are needed."""
+    """A grammar of calls under construction."""
 
     def __init__(self, form: CallFormat) -> None:
         self._form = form
@@ -115,18 +117,18 @@ class _Grammar:
         self._count = 0
 
     def text(self) -> str:
-        """All of them."""
+        """Return the whole grammar."""
         return "\n".join(["%llguidance {}", *reversed(self._rules)]) + "\n"
 
     def rule(self, name: str, body: str) -> None:
-        """Add one. GrammarError where all of them have grown too long."""
+        """Add a rule. Raises GrammarError if the grammar becomes too long."""
         self._size += len(name) + len(body)
         if self._size > 4 * MAX_TEXT:
             raise GrammarError(f"the tools make a grammar of more than {4 * MAX_TEXT} characters, the limit")
         self._rules.append(f"{name}: {body}")
 
     def call(self, tool: Offered) -> str:
-        """The rule of a call of this tool."""
+        """Add the rule of a call of this tool and return its name."""
         form, name = self._form, self.new("f")
         if form.kind == "object":
             start = f'{{{form.head}{json.dumps(tool.name)}, "{form.arguments}": '
@@ -148,42 +150,42 @@ class _Grammar:
         return name
 
     def json(self, schema: Any) -> str:
-        """JSON of a schema. GrammarError where that cannot be written."""
+        """Return the expression of a schema's JSON. Raises GrammarError if there is none."""
         try:
             check_bounds(schema)
             written = expression(schema, self)
         except SchemaError as error:
             raise GrammarError(str(error)) from None
         self._json_size += len(written)
-        if self._json_size > 4 * MAX_TEXT:  # here too: many are made before they are part of a rule
+        if self._json_size > 4 * MAX_TEXT:  # checked here too: many expressions are built before they join a rule
             raise GrammarError(f"the tools make a grammar of more than {4 * MAX_TEXT} characters, the limit")
         return written
 
     def new(self, kind: str) -> str:
-        """A name that no rule has."""
+        """Return an unused rule name that begins with `kind`."""
         self._count += 1
         return f"{kind}{self._count}"
 
     def _tagged(self, schema: Mapping[str, Any]) -> str:
-        """Arguments in tags, in the order of the schema; those that are not required may be left out."""
+        """Return the expression of arguments in tags, in the schema's order; optional ones may be left out."""
         form = self._form
         parts = []
         for key, value, required in _arguments(schema):
             name = self.new("a")
-            told = form.words[0 if is_text(value) else 1]
-            before = _literal(form.key[0] + key + form.key[1].replace("{kind}", told))
+            word = form.words[0 if is_text(value) else 1]
+            before = _literal(form.key[0] + key + form.key[1].replace("{kind}", word))
             self.rule(name, f"{before} {self._value(value)}")
             parts.append(name if required else f"{name}?")
         return " ".join(parts)
 
     def _value(self, schema: Any) -> str:
-        """A value and the tag behind it."""
+        """Return the expression of a value and its closing tag."""
         form = self._form
         if not is_text(schema):
             return f"{self.json(schema)} {_literal(form.value_end)}"
         if isinstance(schema, Mapping) and _fits_tags(schema.get("enum"), self._stops()):
             return f"({' | '.join(map(_literal, schema['enum']))}) {_literal(form.value_end)}"
-        # A text ends where its tag comes; a line break before that is the model's to write.
+        # A text ends at its closing tag; whether a line break precedes the tag is up to the model.
         tag = form.value_end.strip()
         if pattern := _whole_pattern(schema):
             return f"{self._matching(pattern)} {_literal(form.value_end)}"
@@ -192,13 +194,13 @@ class _Grammar:
         return f"{name} {_literal(form.value_end.partition(tag)[2])}".rstrip()
 
     def _matching(self, pattern: str) -> str:
-        """A text that fits a pattern, and holds nothing that would end it."""
+        """Return the rule of a text that matches a pattern and contains nothing that would end it."""
         name = self.new("v").upper()
         self.rule(name, rf"/{pattern}/ & ~/(.|\n)*({_either(self._stops())})(.|\n)*/")
         return name
 
     def _stops(self) -> list[str]:
-        """What a text in tags may not hold: what ends its call or the section."""
+        """Return the texts that a text in tags must not contain: those that end its value, call or section."""
         parts = (self._form.value_end, self._form.close, self._form.end)
         return [part.strip() for part in parts if part.strip()]
 
@@ -209,7 +211,7 @@ class _Grammar:
         return "FREE"
 
     def _keywords(self, schema: Mapping[str, Any], is_: str, joint: str, value: Callable[[Any], str]) -> str:
-        """Keyword arguments: those that must be there, then any of the others."""
+        """Return the expression of keyword arguments: all required ones, then any of the others."""
         given = [(f"{_literal(key + is_)} {value(one)}", required) for key, one, required in _arguments(schema)]
         apart = _literal(joint)
         needed = [self._named("p", one) for one, required in given if required]
@@ -219,13 +221,16 @@ class _Grammar:
         if not others:
             return ""
         starts, rest = list[str](), ""
-        for one in reversed(others):  # what may follow each is one rule, which the one before it goes on with
+        for one in reversed(others):  # each rule of what may follow continues with the rule of the next
             starts.append(f"{one} {rest}".rstrip())
             rest = self._named("r", f"({apart} {one})? {rest}".rstrip())
         return f"({' | '.join(reversed(starts))})?"
 
     def _braced(self, schema: Any) -> str:
-        """A value in braces. How long texts and lists are is not held to, nor a pattern that is not of a whole text."""
+        """Return the expression of a value in braces.
+
+        Lengths of texts and lists are not enforced, nor is a pattern that does not cover a whole text.
+        """
         if not isinstance(schema, Mapping):
             return self._any()
         if isinstance(values := schema.get("enum"), list) and values:
@@ -248,14 +253,14 @@ class _Grammar:
         return self.json(schema) if kind in ("integer", "number", "boolean", "null") else self._any()
 
     def _marked(self) -> str:
-        """A text between marks."""
+        """Return the rule of a text between marks."""
         if not any(one.startswith("marked[lazy]:") for one in self._rules):
             mark = _literal(self._form.value_end)
             self.rule("marked[lazy]", f"{mark} {self._free()} {mark}")
         return "marked"
 
     def _any(self) -> str:
-        """Any value in braces."""
+        """Return the rule of any value in braces."""
         if not any(one.startswith("any:") for one in self._rules):
             self.rule("any", "marked | scalar | object | list")
             self.rule("scalar", f"{self.json({'type': ['number', 'boolean', 'null']})}")
@@ -266,7 +271,7 @@ class _Grammar:
         return "any"
 
     def _written(self, value: Any) -> str:
-        """A value of an enum as it is written in braces."""
+        """Return an enum's value as it is written in braces."""
         mark = self._form.value_end
         if isinstance(value, str):
             if mark in value or self._form.end in value:
@@ -283,7 +288,7 @@ class _Grammar:
 
 
 def _arguments(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
-    """(name, schema, whether it must be there) of each argument that a schema names."""
+    """Return (name, schema, whether it is required) of each argument that a schema names."""
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, Mapping):
         return []
@@ -299,23 +304,23 @@ def _arguments(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
 
 
 _NAME = re.compile(r"[^<>\n\"'=,(){}\s]{1,128}")
-"""Names of arguments that can stand in tags."""
+"""Argument names that can be written in tags."""
 
 
 def _fits_tags(values: Any, stops: Sequence[str]) -> bool:
-    """Whether an enum's values can be written in tags as they are."""
+    """Return whether an enum's values can be written in tags unchanged."""
     if not isinstance(values, list) or not values or not all(isinstance(one, str) for one in values):
         return False
     return not any(stop in one for one in values for stop in stops) and not any(one.strip() != one for one in values)
 
 
 def _either(texts: Sequence[str]) -> str:
-    """A pattern of any of these texts, as it stands between slashes."""
+    """Return a pattern of any of these texts, escaped for use between slashes."""
     return "|".join(re.escape(text).replace("/", r"\/") for text in texts)
 
 
 def _whole_pattern(schema: Any) -> str:
-    """The pattern of a whole text, as it stands between slashes; "" where a schema has none, or of a part only."""
+    """Return a schema's pattern, escaped for use between slashes; "" without one that covers the whole text."""
     pattern = schema.get("pattern") if isinstance(schema, Mapping) else None
     if not isinstance(pattern, str) or not (pattern.startswith("^(?:") and pattern.endswith(")$")):
         return ""
@@ -323,12 +328,12 @@ def _whole_pattern(schema: Any) -> str:
 
 
 def _kinds(kind: Any) -> list[str]:
-    """The types of a schema that has several, each once."""
+    """Return the distinct types of a schema with a list of types; [] for a single type."""
     return [one for n, one in enumerate(kind) if one not in kind[:n]] if isinstance(kind, list) else []
 
 
 def _numbered(text: str) -> str:
-    """A text with {index} for a number or {id} for letters and digits, at most once."""
+    """Return the expression of a text with at most one {index} (a number) or {id} (letters and digits)."""
     for made_up, pattern in (("{index}", "[0-9]{1,3}"), ("{id}", "[0-9A-Za-z]{9}")):
         before, found, behind = text.partition(made_up)
         if found:

@@ -1,4 +1,4 @@
-"""Reads the calls between two tags of `tool_parser`, from a text that comes in pieces."""
+"""Incremental reader of the calls between two tags of `tool_parser`."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ from cairn.text.output.tool_parser import (
 from cairn.types.request import OfferedTool, OutputFormat
 
 MOST_LACKING = 2
-"""Closing braces that may lack before a closing tag: that of the arguments and that of the call."""
+"""Most closing braces that may be missing before a closing tag: of the arguments and of the call."""
 _BRACES = re.compile(r"[ \t\n\r}]*")
 _END = re.compile(r"</function>\s{0,40}</tool_call>")
 _REACH = len("</function>" + CLOSE) + 40 - 1
 
 
 class XmlProgress:
-    """Follows functions in tags that come in pieces, and passes the first one on once its first argument begins."""
+    """Functions in tags that arrive in pieces; the first is streamed once its first argument begins."""
 
     def __init__(self, offered: Iterable[OfferedTool]) -> None:
         self._tools = {tool.name: tool for tool in offered}
         self.text = ""
-        """All that was read."""
+        """All text so far."""
         self.place = 0
-        """How many characters were read of what was passed on."""
+        """Number of characters from which the streamed part was read."""
         self._keys: set[str] = set()
         self._key = ""
         self._values: ValueScanner | None = None
-        """Looks for the end of the value that is being read."""
+        """Search for the end of the current value; None between values."""
         self._arguments: TaggedArguments | None = None
         self._over = False
         self.call: BegunCall | None = None
-        """The function, once it is certain to be one."""
+        """The call, once it is certain to be one."""
 
     def look(self, *, mends: bool) -> None:
-        """Pass on what was added to the text; `mends` as in `calls_in_xml`."""
+        """Stream what was added to the text; `mends` as in `calls_in_xml`."""
         while not self._over and (self._value() if self._values is not None else self._tag(mends=mends)):
             pass
 
     def _tag(self, *, mends: bool) -> bool:
-        """Read the name, the next argument's name, or the end; whether one was there."""
+        """Read the name, the next argument's name, or the end; return whether to go on."""
         if self.place == 0:
             found = XML_NAME.match(self.text)
             if found is not None:
@@ -82,7 +82,7 @@ class XmlProgress:
         return True
 
     def _value(self) -> bool:
-        """Pass on what is certain of a value; whether it has ended."""
+        """Stream the certain part of a value; return whether it has ended."""
         assert self._values is not None and self._arguments is not None
         end = self._values.find(self.text, whole=False)
         is_text = self._key not in self._tools[self._name].values
@@ -102,7 +102,7 @@ class XmlProgress:
 
 
 class _At(enum.Enum):
-    """What the next character belongs to."""
+    """The element that the next character belongs to."""
 
     START = enum.auto()
     JSON = enum.auto()
@@ -115,65 +115,67 @@ class _At(enum.Enum):
 
 
 class CallReader:
-    """Reads from just behind a `<tool_call>` up to its end."""
+    """Reader from just after a `<tool_call>` up to its end."""
 
     def __init__(self, opening: str, output: OutputFormat, *, begins: bool = True) -> None:
-        """`opening` is the text already consumed for this call: content if it turns out to be none. `begins`: a call is
-        one as soon as its arguments have begun."""
+        """Begin after `opening`, which is content if this turns out not to be a call.
+
+        `begins`: calls are streamed as soon as their arguments have begun.
+        """
         self._output = output
         self._offered = frozenset(tool.name for tool in output.offered) if begins else frozenset()
         self._opening = len(opening)
         self._kept = [opening]
-        """What was read since the last call that came out."""
+        """Text read since the last complete call."""
         self._at = _At.START
         self._scanner = JsonScanner()
         self._object = BegunObject(self._scanner, self._offered)
         self._object_from = 0
-        """Where in what was kept the object begins."""
+        """Index in the kept text where the object begins."""
         self._tag = ""
         """The beginning of a tag."""
         self._xml = XmlProgress(())
         self._broken: BegunCall | None = None
-        """A call whose arguments go on as they are written, up to a tag, of which `_tag` may be the beginning."""
+        """A broken call, streamed as it is written up to a tag, of which `_tag` may be the beginning."""
         self._calls: list[ParsedCall] = []
         self._rest: str | None = None
-        """What is kept of what was read up to here, where the rest of it belongs to a call or sets one apart."""
+        """Replacement for the kept text after the current element; None to keep all of it."""
         self._from = 0
 
     @property
     def begun(self) -> BegunCall | None:
-        """The call that is being written, if it is certain to be one."""
+        """The incomplete call, if it is certain to be a call."""
         if self._at in (_At.JSON, _At.LACKING):
             return self._object.call
         return self._broken or (self._xml.call if self._at is _At.XML else None)
 
     @property
     def closed(self) -> bool:
-        """The closing tag was read."""
+        """Whether the closing tag was read."""
         return self._at is _At.CLOSED
 
     @property
     def failed(self) -> bool:
-        """This is no call, or no longer one: `rest` is content, `again` is to be read again as what follows it."""
+        """Whether no further call can follow: `rest` is content, and `again` must be read again after it."""
         return self._at is _At.FAILED
 
     @property
     def rest(self) -> str:
-        """What was read and belongs to no call, without `again`."""
+        """The text read outside of calls, without `again`."""
         return "".join(self._kept)[: self._from]
 
     @property
     def again(self) -> str:
-        """What is to be read again: the end of what belongs to no call, in which another may begin."""
+        """The text that must be read again: the end of the text outside of calls, in which another call may begin."""
         return "".join(self._kept)[self._from :] if self.failed else ""
 
     def take(self) -> list[ParsedCall]:
-        """The calls that came out since the last time."""
+        """Return the calls completed since the last time."""
         calls, self._calls = self._calls, []
         return calls
 
     def feed(self, text: str, start: int) -> int:
-        """Read on from text[start]. Returns where it stopped: len(text) unless `closed` or `failed`."""
+        """Read text[start:] and return where it stopped: len(text) unless `closed` or `failed`."""
         at = start
         while at < len(text) and not self.closed and not self.failed:
             end = self._step(text, at)
@@ -188,8 +190,10 @@ class CallReader:
         return at
 
     def finish(self, *, by_model: bool) -> None:
-        """The text ends here, by the model's own will or because it was cut. A call that has begun is `begun` behind
-        a cut, and otherwise taken as it is."""
+        """End the text, `by_model` or because it was cut.
+
+        After a cut an incomplete call stays in `begun`; otherwise it is taken as it was written.
+        """
         if by_model and self._at in (_At.JSON, _At.LACKING) and self._scanner.lacking == 1:
             self._scanner.close()
             if any(key in ("arguments", "parameters") for key, _ in self._scanner.members):
@@ -208,7 +212,10 @@ class CallReader:
             self._part()
 
     def _part(self) -> None:
-        """Where in what was kept another call may begin: at the last opening tag, and behind a call anywhere."""
+        """Set where in the kept text another call may begin: at the last opening tag, else at its end.
+
+        After a complete call the text is read again from its beginning, unless an object begins there.
+        """
         kept = "".join(self._kept)
         last = kept.rfind(OPEN, self._opening)
         last -= last > self._opening and kept[last - 1] == "\n"  # the line break that sets it apart
@@ -216,7 +223,7 @@ class CallReader:
             self._from = last if last >= 0 else len(kept) - len(self._tag)
 
     def _step(self, text: str, at: int) -> int:
-        """Read one element; the place behind it, or where reading failed."""
+        """Read one element; return the index after it, or where reading failed."""
         if self._at is _At.JSON:
             return self._json(text, at)
         if self._at is _At.XML:
@@ -224,7 +231,7 @@ class CallReader:
         if self._at is _At.BROKEN:
             return self._more_broken(text, at)
         if self._at is _At.LACKING or self._tag:
-            return self._more_tag(text, at)  # no blank within a tag
+            return self._more_tag(text, at)  # a tag contains no white space
         blank = (_BRACES if self._at is _At.BEHIND else SPACE).match(text, at)
         end = blank.end() if blank else at
         if end == len(text):
@@ -258,7 +265,7 @@ class CallReader:
         self._calls += [] if call is None else [call]
 
     def _more_tag(self, text: str, at: int) -> int:
-        """Read on in the tag that has to stand here."""
+        """Continue reading the tag that must come here."""
         head = self._at is _At.START
         wanted = (FUNCTION if self._output.xml else "") if head else CLOSE
         piece = text[at : at + len(wanted) - len(self._tag)]
@@ -282,7 +289,7 @@ class CallReader:
 
     def _more_xml(self, text: str, at: int) -> int:
         xml, before = self._xml, len(self._xml.text)
-        kept, xml.text = xml.text, ""  # held by one name alone, a text is made longer in its place
+        kept, xml.text = xml.text, ""  # with only one reference CPython appends in place
         kept += text[at:]
         xml.text = kept
         del kept
@@ -296,7 +303,7 @@ class CallReader:
         return at + found.end() - before
 
     def _end_xml(self, text: str, close: str = "") -> None:
-        """Read all that stands before `close`. A broken call ends where another begins."""
+        """Read all functions before `close`. A broken call ends where another begins."""
         calls = calls_in_xml(text, self._output.offered, mends=not self._output.held)
         begun = self._xml.call
         self._at = _At.FAILED if calls is None else _At.CLOSED
@@ -311,7 +318,7 @@ class CallReader:
         self._calls += calls or []
 
     def _break(self) -> None:
-        """Go on with an object that is none: behind its arguments it is content, within them a broken call."""
+        """Continue an invalid streamed object: after its arguments it is content, within them a broken call."""
         kept, found = "".join(self._kept), self._object
         assert found.call is not None
         if found.end is not None:
@@ -322,7 +329,7 @@ class CallReader:
         self._broken.add(kept[self._object_from + found.place : len(kept) - len(self._tag)])
 
     def _more_broken(self, text: str, at: int) -> int:
-        """Read on up to the tag that ends a broken call, or begins another."""
+        """Read up to the tag that ends a broken call or begins another."""
         assert self._broken is not None
         read, before = self._tag + text[at:], len(self._tag)
         end, mark = up_to(read, 0, (CLOSE, OPEN))

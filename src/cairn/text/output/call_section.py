@@ -1,9 +1,8 @@
-"""Reads calls in the forms of `call_formats` that have a section of their own, from a text that comes in pieces.
+"""Incremental reader of calls in the formats of `call_formats` that have a section of their own.
 
-As in `tool_parser`, a call is passed on once its arguments have begun (`begun_calls`), and what is no call is content,
-all of it and unchanged. Calls in Python and in braces, and those behind which a model writes their ids, come whole.
-Linear: a text is looked at again only behind a mark that begins another section, and Python's calls only where their
-end comes.
+As in `tool_parser`, a call is streamed once its arguments have begun (`begun_calls`), and text that is not a call is
+content, complete and unchanged. Calls in Python's syntax and in braces, and those whose id follows them, come whole.
+Linear: text is read again only after a mark that begins another section, and Python's calls only at their end.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from cairn.text.tokens.tokenizer import valid_text
 from cairn.types.request import OfferedTool, OutputFormat
 
 MAX_ENDS = 32
-"""How often the end of Python's calls may turn out to stand in a text."""
+"""Most end marks that may turn out to be inside a text of Python's calls."""
 _MADE_UP = {"{index}": re.compile(r"[0-9]{0,9}"), "{id}": re.compile(r"[0-9A-Za-z]{0,64}")}
-"""What a model makes up where a form has these."""
+"""Placeholder in a format -> pattern of what the model makes up for it."""
 
 
 class _SectionAt(enum.Enum):
-    """What comes next."""
+    """The element that comes next."""
 
     SECTION = enum.auto()
     OPEN = enum.auto()
@@ -59,33 +58,33 @@ _SCANNED = frozenset(
         _SectionAt.BROKEN,
     }
 )
-"""What is read on where it stopped; all else is looked at again from its beginning, which is near."""
+"""States that continue where reading stopped; other elements are short and read again from their beginning."""
 
 
 class SectionReader(GrowingText):
-    """Reads from just behind the mark that begins a section up to its end: the same interface as `tools.CallReader`."""
+    """Reader from just after the mark that begins a section up to its end; same interface as `CallReader`."""
 
     def __init__(
         self, opening: str, output: OutputFormat, form: CallFormat, *, marked: bool = True, begins: bool = True
     ) -> None:
-        """`opening` is the text already consumed for this section: content if it turns out to be none.
+        """Begin after `opening`, which is content if this turns out not to be a section.
 
-        `marked`: it is the mark that begins a section. Without one a call has to fit its tool. `begins`: a call is one
-        as soon as its arguments have begun.
+        `marked`: `opening` is the mark of a section; without one a call has to fit its tool. `begins`: calls are
+        streamed as soon as their arguments have begun.
         """
         self._form = form
         self.marked = marked
-        """It began with the mark of a section."""
+        """Whether it began with the mark of a section."""
         self._tools = {tool.name: tool for tool in output.offered}
         self._mends = not output.held
         super().__init__(opening)
         self._opening = len(opening)
         self._at = _SectionAt.SECTION if marked else _SectionAt.OPEN
         self._start = 0
-        """Behind the last call that came out: what follows is content if it is none."""
+        """End of the last complete call; text after it that is not a call is content."""
         self._searched = self._from = 0
         self._over = False
-        """No more of the text comes."""
+        """Whether the text has ended."""
         self._ends = 0
         self._in_list = False
         self._pending: ParsedCall | None = None
@@ -95,49 +94,48 @@ class SectionReader(GrowingText):
         self._members: dict[str, str] = {}
         self._scanner = JsonScanner()
         self._streamed = frozenset(self._tools) if begins and marked and not form.ids_last else frozenset[str]()
-        """The tools whose calls are passed on while they are written."""
+        """The tools whose calls are streamed while they are written."""
         self._own_object = BegunObject(self._scanner, ())
         self._call: BegunCall | None = None
-        """The call that is passed on."""
+        """The call that is being streamed."""
         self._arguments: TaggedArguments | None = None
-        self._told = 0
-        """Up to where it was: pieces of the JSON of its arguments, or characters of a text."""
+        self._sent = 0
+        """How much of it was streamed: pieces of its arguments' JSON, or characters of a text."""
         self._calls: list[ParsedCall] = []
 
     @property
     def begun(self) -> BegunCall | None:
-        """The call that is being written, if it is certain to be one."""
+        """The incomplete call, if it is certain to be a call."""
         return self._call
 
     @property
     def closed(self) -> bool:
-        """The end of the section was read."""
+        """Whether the end of the section was read."""
         return self._at is _SectionAt.CLOSED
 
     @property
     def failed(self) -> bool:
-        """This is no call, or no longer one: `rest` is content, `again` is to be read again as what follows it."""
+        """Whether no further call can follow: `rest` is content, and `again` must be read again after it."""
         return self._at is _SectionAt.FAILED
 
     @property
     def rest(self) -> str:
-        """What was read and belongs to no call, without `again`."""
-        return self._text[self._start : self._again]
+        """The text read outside of calls, without `again`."""
+        return self._text[self._start : self._again_from]
 
     @property
     def again(self) -> str:
-        """What is to be read again: behind the end of the section, or the end of what belongs to no call, in which
-        another may begin."""
-        return self._text[self._next if self.closed else self._again :]
+        """The text that must be read again: after the section's end, or at the last mark in text outside of calls."""
+        return self._text[self._next if self.closed else self._again_from :]
 
     def take(self) -> list[ParsedCall]:
-        """The calls that came out since the last time."""
+        """Return the calls completed since the last time."""
         calls, self._calls = self._calls, []
         return calls
 
     def feed(self, text: str, start: int) -> int:
-        """Read on from text[start] to its end, which it returns; `again` is what was read too far."""
-        kept, self._text = self._text, ""  # held by one name alone, a text is made longer in its place
+        """Read text[start:] and return len(text); text read too far is in `again`."""
+        kept, self._text = self._text, ""  # with only one reference CPython appends in place
         kept += text[start:]
         self._text = kept
         del kept
@@ -154,8 +152,10 @@ class SectionReader(GrowingText):
         return len(text)
 
     def finish(self, *, by_model: bool) -> None:
-        """The text ends here, by the model's own will or because it was cut. A call that has begun is `begun` behind
-        a cut, and otherwise taken as it is."""
+        """End the text, `by_model` or because it was cut.
+
+        After a cut an incomplete call stays in `begun`; otherwise it is taken as it was written.
+        """
         self._over = True
         if self._at is _SectionAt.TEXT_VALUE and by_model:
             self.feed("", 0)
@@ -171,9 +171,11 @@ class SectionReader(GrowingText):
         self._at = _SectionAt.CLOSED if whole else _SectionAt.FAILED
 
     @property
-    def _again(self) -> int:
-        """Where what was kept is to be read again: at the last mark that was read as a part of something else, or where
-        reading failed, which does not depend on how the text was cut."""
+    def _again_from(self) -> int:
+        """Where the text must be read again: at the last mark inside other text, or where reading failed.
+
+        It does not depend on how the text was split.
+        """
         text = self._text
         first = self._start or self._opening
         if not self.marked:
@@ -185,7 +187,7 @@ class SectionReader(GrowingText):
         return last - (last > first and text[last - 1] == "\n")  # the line break that sets it apart
 
     def _step(self) -> None:
-        """Go as far as one element; Wait where what is there does not say yet what it is."""
+        """Read one element. Raises Wait if more text is needed to identify it."""
         self._steps[self._at](self)
 
     def _section(self) -> None:
@@ -193,7 +195,7 @@ class SectionReader(GrowingText):
         if form.kind in ("python", "braces"):
             self._searched, self._at = self._next, _SectionAt.PYTHON
             return
-        self._in_list = form.listed and self._take("[")  # some write one object without its list
+        self._in_list = form.listed and self._take("[")  # some models write one object without its list
         self._at = _SectionAt.OPEN
 
     def _open(self) -> None:
@@ -204,7 +206,7 @@ class SectionReader(GrowingText):
         self._need(1)
         self._own = form.kind == "object" or self._text[self._next] == "{"
         self._from = self._next
-        if self._own:  # also where the form has another kind, and the model wrote an object
+        if self._own:  # also in a format of another kind, if the model wrote an object
             self._own_object = BegunObject(self._scanner, self._streamed, self._names)
             self._at = _SectionAt.OBJECT
             return
@@ -230,16 +232,16 @@ class SectionReader(GrowingText):
         self._at = _SectionAt.ARGUMENTS if form.kind == "named" else _SectionAt.KEY
 
     def _made_up(self, kind: str) -> bool:
-        """Go behind a number or an id, which is kept."""
+        """Read a number or an id into `_id`; return whether there was one."""
         at = self._next
         found = self._word(_MADE_UP[kind])
         self._id = self._text[at : self._next]
         return found
 
     def _object(self) -> None:
-        """A whole object: a call's own, or its arguments."""
+        """Read an object: the whole call, or its arguments."""
         self._next = self._scanner.feed(self._text, self._next)
-        self._look()
+        self._stream_object()
         if self._scanner.failed:
             self._fail()
             return
@@ -251,27 +253,27 @@ class SectionReader(GrowingText):
             call = call_of(self._usual(self._scanner.members))
         self._end_call(call)
 
-    def _look(self) -> None:
-        """Pass on what was read of an object."""
+    def _stream_object(self) -> None:
+        """Stream the certain part of the object."""
         if self._own:
             self._own_object.look()
             self._call = self._own_object.call
             return
         end = self._scanner.certain[0]
         if self._call is None and self._name in self._streamed and self._scanner.is_object:
-            self._call, self._told = BegunCall(self._name, self._id), 0
-        if self._call is not None and end > self._told:
-            text = self._scanner.between(self._told, end)
-            self._call.add(text if self._told else text.lstrip())
-            self._told = end
+            self._call, self._sent = BegunCall(self._name, self._id), 0
+        if self._call is not None and end > self._sent:
+            text = self._scanner.between(self._sent, end)
+            self._call.add(text if self._sent else text.lstrip())
+            self._sent = end
 
     @property
     def _names(self) -> dict[str, str]:
-        """What the form calls the members of a call -> what they are called."""
+        """Member names of a call in this format -> their usual names."""
         return {self._form.named: "name", self._form.arguments: "arguments"}
 
     def _usual(self, members: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """The members of a call by the names that `tool_parser` knows."""
+        """Rename the members of a call to the names that `tool_parser` knows."""
         names = self._names
         taken = {key for key, _ in members}
         return [
@@ -288,7 +290,7 @@ class SectionReader(GrowingText):
         self._pending, self._at = call, _SectionAt.FAILED if call is None else _SectionAt.CLOSE
 
     def _tag(self) -> None:
-        """The next argument, or the end of the call."""
+        """Read the next argument's name, or find the end of the call."""
         if self._take(self._form.key[0]):
             key = self._until(self._form.key[1].partition("{kind}")[0].partition("\n")[0])
             if key is None or not key.strip() or key.strip() in self._members:
@@ -308,28 +310,28 @@ class SectionReader(GrowingText):
             self._end_call(ParsedCall(self._name, joined(self._members), self._id))
 
     def _value(self) -> None:
-        """Behind the name of an argument: what else stands before its value."""
-        before, told, behind = self._form.key[1].partition("{kind}")
+        """Read the text between an argument's name and its value."""
+        before, stated, behind = self._form.key[1].partition("{kind}")
         text, other = self._form.words
         tool = self._tools.get(self._name, OfferedTool(self._name))
         known = self._key not in tool.values
-        if told and not self._take(before):
+        if stated and not self._take(before):
             self._fail()
             return
-        if told:
+        if stated:
             word = text if self._begins(text) is not None else other
             known = word == text
             if not self._take(word):
                 self._fail()
                 return
-        if not self._take(behind if told else before):
+        if not self._take(behind if stated else before):
             self._fail()
             return
         if self._form.key[1].endswith("\n"):
             self._need(1)
             self._next += self._text[self._next] == "\n"
         self._scanner = JsonScanner()
-        self._from = self._told = self._next
+        self._from = self._sent = self._next
         self._values = ValueScanner(
             self._form.tags, self._next, self._key, known_names(tool), self._members, mends=self._mends
         )
@@ -337,7 +339,7 @@ class SectionReader(GrowingText):
         self._at = _SectionAt.TEXT_VALUE if known else _SectionAt.JSON_VALUE
 
     def _json_value(self) -> None:
-        """What should be JSON and is none stays a text."""
+        """Read a JSON value; if it is not valid JSON, it is a text."""
         if not self._scanner.failed:
             self._next = self._scanner.feed(self._text, self._next)
         if not self._scanner.failed and not self._scanner.done:
@@ -351,20 +353,20 @@ class SectionReader(GrowingText):
         assert self._values is not None
         found = self._values.find(self._text, whole=self._over)
         if found is None:
-            self._pass_on(self._values.certain(self._text))
+            self._stream_text(self._values.certain(self._text))
             raise Wait
         value = self._text[self._next : found.end]
         value = value.removesuffix("\n") if self._form.value_end.startswith("\n") or not found.tagged else value
         written = None if self._is_text else literal(value.strip())
-        self._pass_on(self._next + len(value))
+        self._stream_text(self._next + len(value))
         self._next = found.behind
         self._end_value(written or json.dumps(valid_text(value), ensure_ascii=False))
 
-    def _pass_on(self, end: int) -> None:
-        """Pass on a text that is the value up to there."""
-        if self._arguments is not None and self._is_text and end > self._told:
-            self._arguments.text(self._key, self._text[self._told : end])
-            self._told = end
+    def _stream_text(self, end: int) -> None:
+        """Stream the text of the value up to `end`."""
+        if self._arguments is not None and self._is_text and end > self._sent:
+            self._arguments.text(self._key, self._text[self._sent : end])
+            self._sent = end
 
     def _end_value(self, written: str) -> None:
         self._members[self._key], self._at = written, _SectionAt.KEY
@@ -379,7 +381,7 @@ class SectionReader(GrowingText):
         self._end_begun(self._pending, self._next, _SectionAt.JOINT)
 
     def _end_begun(self, call: ParsedCall, start: int, then: _SectionAt) -> None:
-        """A call comes out, and what follows it begins at `start`."""
+        """Complete a call; the text after it begins at `start`."""
         self._calls.append(call)
         self._pending = self._call = self._arguments = None
         self._start, self._at = start, then
@@ -389,8 +391,10 @@ class SectionReader(GrowingText):
         return ParsedCall(self._call.name, self._call.arguments, self._call.id, broken)
 
     def _break(self, before: int) -> None:
-        """Go on with a call that has begun and cannot be read from `before` on: behind its arguments it is content,
-        within them a broken call."""
+        """Continue a streamed call that cannot be read from `before` on.
+
+        After its arguments the text is content; within them the call is broken.
+        """
         assert self._call is not None
         if self._pending is not None:
             self._next = before
@@ -403,11 +407,11 @@ class SectionReader(GrowingText):
 
     @property
     def _place(self) -> int:
-        """How many characters were read of the JSON that was passed on."""
+        """Number of characters from which the streamed JSON was read."""
         return self._own_object.place if self._own else self._scanner.certain[1]
 
     def _broken(self) -> None:
-        """Read on up to what may end a broken call, or begin another."""
+        """Read a broken call up to a mark that may end it or begin another."""
         assert self._call is not None
         marks = [self._form.close.strip(), *map(str.strip, self._ends_of_section), *self._form.begins]
         end, mark = up_to(self._text, self._next, [mark for mark in marks if mark])
@@ -420,7 +424,7 @@ class SectionReader(GrowingText):
             self._next = self._start = end + len(mark)
 
     def _finish_begun(self) -> None:
-        """Take a call that has begun as it is: the model has ended there."""
+        """Complete an incomplete call as it was written, because the model ended its answer."""
         assert self._call is not None
         state, end = self._at, len(self._text)
         if self._pending is not None:
@@ -430,12 +434,12 @@ class SectionReader(GrowingText):
         if state in (_SectionAt.OBJECT, _SectionAt.ARGUMENTS):
             if self._scanner.lacking == 1:
                 self._scanner.close()
-                self._look()
+                self._stream_object()
             whole = self._scanner.done or (self._own and self._own_object.end is not None)
         if whole and self._arguments is not None:
             self._arguments.end()
         elif state is _SectionAt.TEXT_VALUE and self._is_text:
-            self._pass_on(end)
+            self._stream_text(end)
         elif not whole:
             scanned = self._arguments is None and state is not _SectionAt.BROKEN
             self._call.add(self._text[self._from + self._place if scanned else self._next :])
@@ -443,7 +447,7 @@ class SectionReader(GrowingText):
         self._end_begun(self._whole(broken=not whole), end, _SectionAt.CLOSED)
 
     def _joint(self) -> None:
-        """Behind a call: another one, or the end of the section."""
+        """Read after a call: another call, or the end of the section."""
         form = self._form
         listed = self._in_list and self._take("]")
         over = listed and not form.end.strip()
@@ -464,7 +468,7 @@ class SectionReader(GrowingText):
         return [end for end in (self._form.end, *(end for _, end in self._form.others)) if end.strip()]
 
     def _find_end(self) -> None:
-        """Python's calls, and those in braces, are read where they end."""
+        """Find the end of calls in Python's syntax or in braces, and read them there."""
         end = self._text.find(self._form.end, self._searched)
         if end < 0:
             self._searched = max(self._next, len(self._text) - len(self._form.end) + 1)

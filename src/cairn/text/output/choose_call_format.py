@@ -1,6 +1,6 @@
-"""Which form of calls a model uses: what it declares, what the table knows, what its template shows, in this order.
+"""Choice of a model's call format: the declared one, one from the table, or one derived from its template.
 
-A form counts where it reads the calls that the model's own template writes. Where none does, it is the table's: a
+A format is accepted if it reads the calls that the model's own template writes. If none does, the table's is used: a
 template may write history in another way than the model answers.
 """
 
@@ -19,10 +19,10 @@ from cairn.text.output.written_calls import CHECKS, ONE, written_by
 async def chosen_form(
     text: str, render: Render, traits: Traits, declared: Any, ends: Collection[str]
 ) -> CallFormat | None:
-    """The form of a template; None where no source tells one.
+    """Return the call format of a template; None if no source has one.
 
-    `text`: the template; `traits`: its traits where tools are offered; `declared`: the model's response template, if it
-    has one; `ends`: the texts of the tokens that end an answer.
+    `text` is the template, `traits` its traits with tools, `declared` the model's response template if it has one,
+    `ends` the texts of the tokens that end an answer.
     """
     known = format_of(text)
     given: dict[str, Any] = {} if traits.absent else {"tools": None, "documents": None}

@@ -1,8 +1,8 @@
-"""How a model writes calls, as it declares it itself: `response_template` in its tokenizer_config.json.
+"""The call format that a model declares itself: `response_template` in its tokenizer_config.json.
 
-That names the fields of an answer, what opens and closes each and how it is read; of `tool_calls` a `CallFormat` is
-made. Its patterns are never run: they are taken apart into texts and names, and what has another shape is not
-understood, so that the form is looked for elsewhere. Version 1 is known: json, xml-inline and text that a name opens.
+It names the fields of an answer, their opening and closing texts and their parsers; `tool_calls` becomes a
+`CallFormat`. Its patterns are never run: they are split into texts and group names. A pattern of another shape is not
+understood, and the format is then taken from elsewhere. Version 1 is supported: json, xml-inline, text after a name.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _ESCAPED = re.compile(r"\\([^\w])")
 _PLACE = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 _OPEN_TAG = re.compile(r"<(\w+)[= ][^<>]*\{name\}[^<>]*>")
 MOST = 512
-"""Characters of a pattern."""
+"""Most characters of a pattern."""
 
 
 class _Unknown(Exception):
-    """This is not understood."""
+    """The declaration has an unsupported shape."""
 
 
 class _Names(NamedTuple):
-    """Where the name and the arguments of a call come from, in words of `transform`."""
+    """The sources of a call's name and arguments, in the terms of `transform`."""
 
     name: str
     arguments: str
 
 
 def declared_form(template: Any, ends: Collection[str] = ()) -> CallFormat | None:
-    """The form that a response template declares; None where it declares none, or none that is understood.
+    """Return the format that a response template declares; None if it declares none or an unsupported one.
 
-    `ends`: the texts of the tokens that end an answer.
+    `ends` are the texts of the tokens that end an answer.
     """
     fields = template.get("fields") if isinstance(template, Mapping) and template.get("version", 1) == 1 else None
     field = fields.get(_FIELD) if isinstance(fields, Mapping) else None
@@ -80,7 +80,7 @@ def _form_of(field: Mapping[str, Any], ends: Collection[str]) -> CallFormat:
 
 
 def _object(begin: str, names: _Names, several: Mapping[str, Any], *, each: bool) -> CallFormat:
-    """A call that holds its name. `each`: it is one of a list."""
+    """Build the format of calls that are JSON objects; `each`: in a list."""
     name, arguments = names
     if names == _Names("content", "content"):
         name, arguments = "name", "arguments"
@@ -104,7 +104,7 @@ def _object(begin: str, names: _Names, several: Mapping[str, Any], *, each: bool
 
 
 def _tagged(begin: str, open: str, several: Mapping[str, Any], arguments: Mapping[str, Any]) -> CallFormat:
-    """Arguments between tags, as the pattern of one argument says."""
+    """Build the format of arguments between tags, from the pattern of one argument."""
     pieces = _taken_apart(arguments.get("tag_pattern"))
     if [piece for piece in pieces if _PLACE.fullmatch(piece)] != ["{key}", "{value}"]:
         raise _Unknown
@@ -112,7 +112,7 @@ def _tagged(begin: str, open: str, several: Mapping[str, Any], arguments: Mappin
     middle, _, after = rest.partition("{value}")
     if not before.strip() or not after.strip():
         raise _Unknown
-    tag = _OPEN_TAG.search(open)  # what closes it is no field of its own, and is not declared
+    tag = _OPEN_TAG.search(open)  # its closing tag is not declared
     close = f"</{tag[1]}>\n" if tag is not None and f"</{tag[1]}>" not in several["end"] else ""
     return CallFormat(
         name="declared",
@@ -128,7 +128,7 @@ def _tagged(begin: str, open: str, several: Mapping[str, Any], arguments: Mappin
 
 
 def _braces(begin: str, open: str, several: Mapping[str, Any], arguments: Mapping[str, Any]) -> CallFormat:
-    """Arguments in braces, with marks around texts."""
+    """Build the format of arguments in braces, with marks around texts."""
     match arguments.get("string_delims"):
         case [[str() as one, str() as other]] if one == other and one and several["end"]:
             return CallFormat(
@@ -138,7 +138,7 @@ def _braces(begin: str, open: str, several: Mapping[str, Any], arguments: Mappin
 
 
 def _names(field: Mapping[str, Any]) -> _Names:
-    """Where the parts of a call come from."""
+    """Return the sources of a call's name and arguments."""
     made = field.get("transform", "{content}")
     made = made.get("function", made) if isinstance(made, Mapping) else made
     if made == "{content}":
@@ -152,7 +152,7 @@ def _names(field: Mapping[str, Any]) -> _Names:
 
 
 def _close(field: Mapping[str, Any], ends: Collection[str]) -> str:
-    """What ends a call; "" where the answer's end does."""
+    """Return the text that ends a call; "" if only the end of the answer does."""
     if "close_pattern" in field:
         given: Any = ["".join(_taken_apart(field["close_pattern"])).strip()]
     else:
@@ -167,7 +167,7 @@ def _close(field: Mapping[str, Any], ends: Collection[str]) -> str:
 
 
 def _pieces(field: Mapping[str, Any]) -> list[str]:
-    """What opens a call: texts, and {name} where its name stands."""
+    """Return the texts that open a call, with {name} in place of its name."""
     if "open_pattern" in field:
         pieces = _taken_apart(field["open_pattern"], loose="<|channel|>")
     else:
@@ -183,15 +183,15 @@ def _pieces(field: Mapping[str, Any]) -> list[str]:
 
 
 def _begin(text: str) -> tuple[str, str]:
-    """What begins a section, and what of a call stands behind that before its name."""
+    """Split an opening text into the mark of a section and the text before a call's name."""
     found = CONTROL.match(text)
     return (text[: found.end()], text[found.end() :]) if found else (text, "")
 
 
 def _taken_apart(pattern: Any, loose: str = "") -> list[str]:
-    """A pattern as texts and {names} of its groups. White space that may stand between two texts is a line break.
+    """Split a pattern into texts and {names} of its groups; optional white space becomes a line break.
 
-    `loose`: where this stands in it, all else that it says is passed over.
+    If the pattern holds `loose`, the result is `loose` alone. Raises _Unknown for other constructs.
     """
     if not isinstance(pattern, str) or len(pattern) > MOST:
         raise _Unknown
@@ -218,7 +218,7 @@ def _taken_apart(pattern: Any, loose: str = "") -> list[str]:
 
 
 def _closing(pattern: str, at: int) -> int:
-    """Behind the bracket that closes a group, which has no other group in it."""
+    """Return the index after the bracket that closes a group; raise _Unknown if it holds another group."""
     listed = False
     while at < len(pattern):
         if pattern[at] == "\\":

@@ -1,12 +1,12 @@
-"""How a model writes calls, found out from what its own chat template makes of a few small conversations.
+"""A model's call format, derived from its chat template's renderings of a few small conversations.
 
-For models whose form is in no table: the template writes calls whose names, arguments and values only the probe can
-have put there, one, two, and none of an argument, and what stands around and between them are the parts of a
-`CallFormat`. It is one only if every call of the probes, written by the template, is read back exactly.
+This is for models whose format is not in the table. The template renders probe calls with none, one and two arguments,
+whose names and values are unique words; the texts around and between them are the parts of a `CallFormat`. The format
+is accepted only if every probe call that the template wrote is read back exactly.
 
-    A name B key C value D          one call with one argument, A to D as the template writes them
-    A name B'                       without arguments: where D ends
-    A name B key C value E key C value D    with two: E stands between them
+    A name B key C value D          one call with one argument; A to D are the template's texts
+    A name B'                       a call without arguments: shows where D ends
+    A name B key C value E key C value D    two arguments: E is between them
     A ... D M name B ...            two calls: M closes one and opens the next
 """
 
@@ -39,19 +39,19 @@ from cairn.types.outputs import ToolCallDelta
 from cairn.types.request import OfferedTool, OutputFormat
 
 LEAST = 3
-"""Characters that the mark before a call has at least: one is said by chance."""
+"""Fewest characters of the mark before a call; shorter marks occur by chance."""
 
 
 class _Parts(NamedTuple):
-    """One call with one argument, as a template writes it."""
+    """The texts around the name of a call."""
 
     before: str
     behind: str
-    """Behind its name."""
+    """Text between the name and the arguments."""
 
 
 def derive_form(written: Written) -> CallFormat | None:
-    """The form of a template that shows calls, by what it writes; None where it cannot be told."""
+    """Return the call format shown by a template's renderings; None if it cannot be derived."""
     if ONE not in written:
         return None
     for derive in (_as_object, _as_python, _as_braces, _as_named, _as_tagged):
@@ -62,7 +62,7 @@ def derive_form(written: Written) -> CallFormat | None:
 
 
 def reads(form: CallFormat, written: Written) -> bool:
-    """Whether calls as a template writes them are read as what they are, and nothing else is left."""
+    """Return whether a format reads all rendered calls exactly, with no text left over."""
     from cairn.text.output.output_parser import splitter
 
     for check, text in written.items():
@@ -77,7 +77,7 @@ def reads(form: CallFormat, written: Written) -> bool:
         reader = splitter(output, 0, 0)
         pieces = reader.push(text) + reader.finish(by_model=True)
         if form.begin.strip() not in text:
-            return False  # read by other marks, which every model may write
+            return False  # it was read by the marks that are accepted from every model
         made = [(one.name, json.loads(one.arguments)) for one in pieces if isinstance(one, ToolCallDelta)]
         left = "".join(one[1] for one in pieces if not isinstance(one, ToolCallDelta))
         if left.strip() or made != [(name, dict(arguments)) for name, arguments in calls]:
@@ -86,7 +86,7 @@ def reads(form: CallFormat, written: Written) -> bool:
 
 
 def known_form(form: CallFormat, *others: CallFormat) -> CallFormat:
-    """The form of the table, or of these others, that differs from this one in blanks alone, or this one."""
+    """Return the format in the table or in `others` that differs from `form` only in white space; else `form`."""
     return next((one for one in (*FORMATS, *others) if one is form or _same(one, form)), form)
 
 
@@ -104,7 +104,7 @@ def _same(one: CallFormat, other: CallFormat) -> bool:
 
 
 def _as_object(written: Written) -> CallFormat | None:
-    """Objects that hold the name and the arguments."""
+    """Derive a format of objects that hold the name and the arguments."""
     text = written[ONE]
     found = _object_in(text)
     if found is None:
@@ -121,7 +121,7 @@ def _as_object(written: Written) -> CallFormat | None:
 
 
 def _object_in(text: str) -> tuple[int, int, str, str, str] | None:
-    """Where the object of the call is: its beginning and end, its head, what it calls its arguments, its tail."""
+    """Return begin and end of the call's object, its head, the member name of its arguments, and its tail."""
     decoder = json.JSONDecoder()
     for found in re.finditer(r"\{", text[: text.find(FIRST)]):
         try:
@@ -143,7 +143,7 @@ def _object_in(text: str) -> tuple[int, int, str, str, str] | None:
 
 
 def _object_keys(named: str, held: str) -> bool:
-    """Whether they are words, which need no escape in a grammar."""
+    """Return whether both keys are plain words, which need no escape in a grammar."""
     return all(re.fullmatch(r"\w{1,64}", key) for key in (named, held))
 
 
@@ -155,7 +155,7 @@ def _means(value: Any) -> bool:
 
 
 def _as_named(written: Written) -> CallFormat | None:
-    """A name, and behind it the arguments as JSON."""
+    """Derive a format of a name followed by the arguments as JSON."""
     text = written[ONE]
     at = text.find(FIRST)
     start = text.find("{", at + len(FIRST))
@@ -170,7 +170,7 @@ def _as_named(written: Written) -> CallFormat | None:
 
 
 def _as_tagged(written: Written) -> CallFormat | None:
-    """A name, and behind it each argument between tags."""
+    """Derive a format of a name followed by each argument between tags."""
     text, more, none = written[ONE], written.get(MORE), written.get(NONE)
     if more is None or none is None:
         return None
@@ -192,8 +192,10 @@ def _as_tagged(written: Written) -> CallFormat | None:
 
 
 def _kinds_told(behind: str, number: str) -> tuple[str, tuple[str, str]]:
-    """What stands between an argument's name and its value, with {kind} where it says whether that is a text, and
-    what it says of a text and of anything else."""
+    """Return the text between an argument's name and value, and the words in it for a text and any other value.
+
+    The word is replaced by {kind}; without such words, both are empty.
+    """
     found = re.search(rf"{KEY}(.*?)1728", number, re.DOTALL)
     if found is None or found[1] == behind:
         return behind, ("", "")
@@ -207,7 +209,7 @@ def _kinds_told(behind: str, number: str) -> tuple[str, tuple[str, str]]:
 
 
 def _as_python(written: Written) -> CallFormat | None:
-    """Calls as Python writes them."""
+    """Derive a format of calls in Python's syntax."""
     found = re.fullmatch(rf"(.*?)(\[?){FIRST}\({KEY}=['\"]{VALUE}['\"]\)(\]?)(.*)", written[ONE], re.DOTALL)
     if found is None or bool(found[2]) != bool(found[3]):
         return None
@@ -215,7 +217,7 @@ def _as_python(written: Written) -> CallFormat | None:
 
 
 def _as_braces(written: Written) -> CallFormat | None:
-    """Arguments in braces without quotes, with marks around texts."""
+    """Derive a format of arguments in braces, with marks around texts in place of quotes."""
     found = re.fullmatch(rf"(.*?){FIRST}\{{{KEY}:(.+?){VALUE}\2\}}(.*)", written[ONE], re.DOTALL)
     if found is None or not found[2].strip():
         return None
@@ -231,9 +233,9 @@ def _as_braces(written: Written) -> CallFormat | None:
 
 
 def _opened(written: Written, parts: _Parts, behind: str, shape: Mapping[str, Any]) -> CallFormat | None:
-    """A form whose calls have a name of their own, from one call and from two. `behind`: what follows the arguments."""
+    """Build a format whose calls have a name outside of the arguments; `behind` is the text after the arguments."""
     two = _between(written, parts.before)
-    if two is None:  # the template does not show two: a section is a call
+    if two is None:  # the template does not show two calls: assume that a section holds one call
         open = CONTROL.findall(parts.before)[-1:] or [parts.before]
         begin, head = _parted(parts.before, parts.before[parts.before.rfind(open[0]) + len(open[0]) :])
         return _form(begin=begin, end=behind, open=head + "{name}" + parts.behind, single=bool(behind), **shape)
@@ -264,7 +266,7 @@ def _opened(written: Written, parts: _Parts, behind: str, shape: Mapping[str, An
 
 
 def _several(written: Written, before: str, behind: str, shape: Mapping[str, Any]) -> CallFormat | None:
-    """A form whose calls hold their name, from one call and from two."""
+    """Build a format whose calls hold their name."""
     two = written.get(TWO)
     made = _form(begin=before, end=behind, single=bool(behind.strip()), **shape)
     if two is None or made is None:
@@ -280,7 +282,7 @@ def _several(written: Written, before: str, behind: str, shape: Mapping[str, Any
 
 
 def _between(written: Written, before: str) -> tuple[str, bool] | None:
-    """What stands between the arguments of a first call and the name of a second, and whether calls are numbered."""
+    """Return the text between the arguments of one call and the name of the next, and whether calls are numbered."""
     two, one = written.get(TWO), written[ONE]
     if two is None:
         return None
@@ -296,7 +298,7 @@ def _between(written: Written, before: str) -> tuple[str, bool] | None:
 
 
 def _argument_end(text: str, at: int) -> int:
-    """Behind the value of a call's only argument, and what closes it if that is JSON's."""
+    """Return the index after a call's only argument, including the closing braces of JSON; -1 if it is absent."""
     end = text.find(VALUE, at) + len(VALUE)
     if end < len(VALUE):
         return -1
@@ -319,7 +321,7 @@ def _form(**parts: Any) -> CallFormat:
 
 
 def sound(form: CallFormat) -> bool:
-    """Whether a text can be told from it."""
+    """Return whether calls in this format can be told from ordinary text."""
     if form.plain:
         return True
     texts = (form.open, form.close, form.begin, form.end)

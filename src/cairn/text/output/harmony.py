@@ -1,13 +1,12 @@
-"""Reads answers of gpt-oss: messages on channels, each with a header (https://cookbook.openai.com/articles/openai-harmony).
+"""Parser of gpt-oss's answers: messages on channels (https://cookbook.openai.com/articles/openai-harmony).
 
     <|channel|>analysis<|message|>Thoughts.<|end|><|start|>assistant<|channel|>final<|message|>The answer.
     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}
 
-`analysis` is reasoning, a message to `functions` is a call, and all else is content. A header whose `<|message|>` is
-missing ends at the next mark, or where something follows that is no part of one, and that is its message. A call of a
-tool that was offered is passed on once its arguments have begun (`begun_calls`). Any other comes out whole or not at
-all, and one that cannot be read is content with its header. Texts of one kind that are several messages
-are lines of one.
+`analysis` is reasoning, a message to `functions` is a call, and everything else is content. A header without
+`<|message|>` ends at the next mark, or where text follows that cannot be part of a header; that text is its message. A
+call of an offered tool is streamed once its arguments have begun (`begun_calls`). Other calls come whole or not at all;
+one that cannot be parsed is content, with its header. Several messages of one kind are joined by line breaks.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ ROLE = START + "assistant"
 RECIPIENT = "functions."
 MAX_HEADER = 256
 MOST_NEAR = 2 * MAX_HEADER
-"""Characters in which a header is looked for."""
+"""Characters in which a header is searched."""
 MAX_STRAY = 64
-"""Characters behind the channel in which `<|message|>` may still come."""
+"""Characters after the channel within which `<|message|>` may still come."""
 _BEGINS = (CHANNEL, START, MESSAGE, "<|constrain|>", " to=", "to=")
 _KNOWN = r"analysis|commentary|final"
 _CHANNEL = re.compile(rf"<\|channel\|>\s*({_KNOWN})(?![a-z])|<\|channel\|>\s*(\w+)")
@@ -38,7 +37,7 @@ _TO_PART = r"\s*+to=[^\s<{]++"
 _CHANNEL_PART = rf"\s*+<\|channel\|>\s*+(?:(?:{_KNOWN})(?![a-z])|\w++)"
 _TYPE_PART = r"\s*+<\|constrain\|>\s*+\w*+|\s*+(?:json|code)(?!\w)"
 _PARTS = re.compile(f"(?:{_TO_PART})*+(?:{_CHANNEL_PART})?+(?:{_TO_PART}|{_TYPE_PART})*+")
-"""What a header is made of, from its beginning on."""
+"""The parts of a header, from its beginning on."""
 _MARKS = (START, CHANNEL, "<|end|>", "<|call|>", "<|return|>")
 _END = re.compile("|".join(map(re.escape, _MARKS)))
 _HEADER_END = re.compile("|".join(map(re.escape, (MESSAGE, *_MARKS))))
@@ -46,12 +45,12 @@ _LONGEST = max(map(len, _MARKS))
 
 
 def _is_sure(channel: re.Match[str] | None, to: re.Match[str] | None) -> bool:
-    """Whether a header says enough without what ends it."""
+    """Return whether a header is complete enough without the mark that ends it."""
     return channel is not None and (bool(channel[1]) or to is not None)
 
 
 class _HarmonyAt(enum.Enum):
-    """What comes next."""
+    """The element that comes next."""
 
     HEADER = enum.auto()
     BODY = enum.auto()
@@ -59,10 +58,10 @@ class _HarmonyAt(enum.Enum):
 
 
 class HarmonySplitter:
-    """Splits one choice's text: the same interface as `split.Splitter`. Linear: a header is short."""
+    """Splitter of one choice's text, with the interface of `Splitter`. Linear: headers are short."""
 
     def __init__(self, output: OutputFormat, request: int, choice: int) -> None:
-        """`request` and `choice` make the ids of tool calls."""
+        """Take the format; `request` and `choice` determine the ids of tool calls."""
         self._output = output
         self._source = (request, choice)
         self._offered = {tool.name for tool in output.offered}
@@ -70,44 +69,44 @@ class HarmonySplitter:
         self._held = ""
         self._kind = "text"
         self._name: str | None = None
-        """Which tool the message calls; it is kept until it is whole."""
+        """The tool that the current message calls; None for other messages."""
         self._kept: list[str] = []
-        """The header and the text of a call."""
+        """The header of a call."""
         self._body: list[str] = []
         self._scanner = JsonScanner()
-        """Reads the arguments of a call."""
+        """Reader of a call's arguments."""
         self._streamed = False
-        """The call is passed on while it is written (`begun_calls`)."""
-        self._told = 0
-        """Pieces of its JSON that were."""
-        self._said: set[str] = set()
-        """Kinds of which there were messages."""
+        """Whether the call is streamed while it is written (`begun_calls`)."""
+        self._sent = 0
+        """Number of pieces of its JSON that were streamed."""
+        self._kinds_seen: set[str] = set()
+        """Kinds of messages that occurred."""
         self._fresh = False
-        """Nothing of this message has come out."""
+        """Whether nothing of this message was shown yet."""
         self._bare = False
-        """Its header lacks what sets it apart, so that blanks before it belong to neither."""
+        """Whether its header has no `<|message|>`; white space after such a header is dropped."""
         self._total = self._settled = self._begun = 0
-        """Characters that came; those that were shown or passed over; where the header of a call begins."""
+        """Characters received; characters shown or dropped; place where the header of a call begins."""
         self._runs: list[Run] = []
         self.shown: int | None = None
-        """How many characters hold all that is shown; None: all of them."""
+        """Number of characters that hold everything shown; None for all of them."""
         self.complete_calls = 0
-        """Tool calls that came out; each is complete."""
+        """Number of complete tool calls."""
         self.unread = False
-        """A message to a tool could not be read, so that it is content."""
+        """Whether a message to a tool could not be parsed and became content."""
 
     @property
     def over(self) -> bool:
-        """The only call that is wanted is complete: what follows is no part of the answer."""
+        """Whether the only wanted call is complete; text after it is dropped."""
         return self._output.one_call and self.complete_calls > 0
 
     @property
     def may_call(self) -> bool:
-        """What is being read may be a call, and may turn out to be content."""
+        """Whether the text being read may be a call or content."""
         return self._name is not None or (self._at is _HarmonyAt.HEADER and bool(self._held))
 
     def push(self, text: str) -> list[Piece]:
-        """Split what is certain by now."""
+        """Add text and return the pieces that are certain now."""
         pieces: list[Piece] = []
         steps = {_HarmonyAt.HEADER: self._header, _HarmonyAt.BODY: self._text, _HarmonyAt.BETWEEN: self._between}
         for start in range(0, len(text), PUSHED):
@@ -118,7 +117,7 @@ class HarmonySplitter:
         return pieces
 
     def finish(self, *, by_model: bool) -> list[Piece]:
-        """The text ends: what was held back. `by_model`: it ended by itself and was not cut."""
+        """End the text and return what was held back; `by_model`: it was not cut."""
         pieces: list[Piece] = []
         if self._at is _HarmonyAt.HEADER and self._held and not self.over and not self._cut_header():
             self._header(pieces, whole=True)
@@ -126,36 +125,36 @@ class HarmonySplitter:
         if self._at is _HarmonyAt.BODY:
             if self._name is None:
                 self._drop(self._total - len(held))
-            self._take(held, pieces)
-            self._leave(pieces, self._total, whole=by_model)
+            self._add(held, pieces)
+            self._end_message(pieces, self._total, whole=by_model)
         return pieces
 
     def decided(self) -> list[Run]:
-        """What was decided of the characters, one behind the other, since the last time."""
+        """Return the runs of characters decided since the last time."""
         runs, self._runs = self._runs, []
         return runs
 
     def _cut_header(self) -> bool:
-        """Whether what is held is the beginning of a header and nothing else."""
+        """Return whether the held text is only the beginning of a header."""
         parts = _PARTS.match(self._held)
         rest = self._held[parts.end() if parts else 0 :]
         return any(one.startswith(rest) for one in (*_BEGINS, *_MARKS) if rest[:1] in ("", "<"))
 
     def copy(self) -> HarmonySplitter:
-        """Another one in the same state."""
+        """Return a copy in the same state."""
         return copy.deepcopy(self, {id(self._output): self._output})
 
     def release(self) -> list[Piece]:
-        """Content held back because a mark may begin with it: something else follows."""
+        """Return content that was held back as a possible mark; the caller knows that something else follows."""
         pieces: list[Piece] = []
         if self._at is _HarmonyAt.BODY and self._name is None and self._kind == "text":
             held, self._held = self._held, ""
             self._drop(self._total - len(held))
-            self._take(held, pieces)
+            self._add(held, pieces)
         return pieces
 
     def _header(self, pieces: list[Piece], *, whole: bool = False) -> bool:
-        """Read a header, if there is one; whether to go on. `whole`: no more of the text comes."""
+        """Read a header, if there is one; return whether to go on. `whole`: the text has ended."""
         text = self._held
         if text.startswith(START):
             self._at = _HarmonyAt.BETWEEN
@@ -174,23 +173,23 @@ class HarmonySplitter:
         self._name = to[1].removeprefix(RECIPIENT) if known and to is not None else None
         self._kind = "reasoning" if known and said == "analysis" else "text"
         self._kept, self._body = [text[:behind]] if self._name is not None else [], []
-        self._scanner, self._streamed, self._told = JsonScanner(), False, 0
+        self._scanner, self._streamed, self._sent = JsonScanner(), False, 0
         self._at, self._fresh, self._bare = _HarmonyAt.BODY, True, known and behind == end
         self._begun = self._total - len(text)
         if not known or self._name is not None:
             self._drop(self._begun)
         if known:
             self._held = text[behind:]
-        elif begins and behind > end >= 0:  # to somebody else: shown as it is
-            self._take(text[:behind], pieces)
+        elif begins and behind > end >= 0:  # to an unknown recipient: shown unchanged
+            self._add(text[:behind], pieces)
             self._held = text[behind:]
         elif text.startswith(CHANNEL):
-            self._take(CHANNEL, pieces)
+            self._add(CHANNEL, pieces)
             self._held = text[len(CHANNEL) :]
         return True
 
     def _header_end(self, text: str, *, whole: bool) -> int | None:
-        """Where a header ends, -1 where it is none; None where that is not there yet. `whole`: no more comes."""
+        """Return where a header ends, -1 if it is not a header, None if more text is needed and may come."""
         near = text[:MOST_NEAR]
         parts = _PARTS.match(near)
         end = parts.end() if parts else 0
@@ -200,7 +199,7 @@ class HarmonySplitter:
         line = near.partition("\n")[0]
         begun = end + len(line[end:]) - len(line[end:].lstrip())
         if channel is None and line.startswith(CHANNEL, begun):
-            begun += len(CHANNEL)  # its word is still to come
+            begun += len(CHANNEL)  # the channel's name is still to come
         mark = _HEADER_END.search(line, begun)
         if mark is not None and mark.start() <= most:
             if mark.group() == MESSAGE:
@@ -214,7 +213,7 @@ class HarmonySplitter:
         return self._output.tools and (to.startswith(RECIPIENT) or to in self._offered)
 
     def _text(self, pieces: list[Piece]) -> bool:
-        """Pass a message on up to its end, or up to what may be one."""
+        """Read a message up to its end, or up to text that may be its end; return whether to go on."""
         text = self._held
         place = self._total - len(text)
         if self._name is None:
@@ -227,10 +226,10 @@ class HarmonySplitter:
                 begin = text.find("<", begin + 1)
             end = len(text) if begin < 0 else begin
             self._held = text[end:]
-            self._take(text[:end], pieces)
+            self._add(text[:end], pieces)
             return False
-        self._take(text[: found.start()], pieces)
-        self._leave(pieces, place + found.start(), whole=True)
+        self._add(text[: found.start()], pieces)
+        self._end_message(pieces, place + found.start(), whole=True)
         going = found.group() in (START, CHANNEL)
         if not going:
             self._drop(place + found.end())
@@ -239,7 +238,7 @@ class HarmonySplitter:
         return True
 
     def _between(self, pieces: list[Piece]) -> bool:
-        """Pass over what begins another message."""
+        """Skip the start of another message; return whether to go on."""
         text = self._held
         if len(text) < len(ROLE) and ROLE.startswith(text):
             return False
@@ -247,8 +246,8 @@ class HarmonySplitter:
         self._at = _HarmonyAt.HEADER
         return True
 
-    def _take(self, text: str, pieces: list[Piece]) -> None:
-        """More of a message."""
+    def _add(self, text: str, pieces: list[Piece]) -> None:
+        """Add text to the current message."""
         if self._bare:
             blank = len(text) - len(text.lstrip())
             if self._name is None:
@@ -263,17 +262,17 @@ class HarmonySplitter:
             if not self._streamed and self._scanner.is_object and self._name in self._offered:
                 self._streamed = True
                 pieces.append(self._first(self._name, ""))
-            self._pass_on(pieces)
+            self._stream(pieces)
             return
         self._decide(TokenKind.CONTENT if self._kind == "text" else TokenKind.REASONING, len(text))
-        if self._fresh and self._kind in self._said:
+        if self._fresh and self._kind in self._kinds_seen:
             text = "\n" + text
         self._fresh = False
-        self._said.add(self._kind)
+        self._kinds_seen.add(self._kind)
         pieces.append((self._kind, text))
 
     def _drop(self, end: int) -> None:
-        """What was not decided before this place is a header or a mark, or a call."""
+        """Mark undecided characters before `end` as hidden: they are a header, a mark or a call."""
         self._decide(TokenKind.REASONING_TAG if self._kind == "reasoning" else TokenKind.HIDDEN, end - self._settled)
 
     def _decide(self, kind: TokenKind, size: int) -> None:
@@ -281,8 +280,8 @@ class HarmonySplitter:
             self._settled += size
             self._runs.append((kind, size))
 
-    def _leave(self, pieces: list[Piece], end: int, *, whole: bool) -> None:
-        """The end of a message, at this place: a call comes out, if it is one."""
+    def _end_message(self, pieces: list[Piece], end: int, *, whole: bool) -> None:
+        """End the current message at `end`; emit it if it is a call."""
         name, self._name = self._name, None
         if name is None:
             return
@@ -295,36 +294,36 @@ class HarmonySplitter:
         arguments = whole_json(body.strip() or "{}") if whole else None
         if arguments is None or not arguments.startswith("{") or not name:
             self._kind, self.unread = "text", True
-            self._take("".join(self._kept) + body, pieces)
+            self._add("".join(self._kept) + body, pieces)
             return
         pieces.append(self._first(name, arguments))
         self._end_call(end)
 
-    def _pass_on(self, pieces: list[Piece]) -> None:
-        """Pass on what is certain of a call that is being written."""
+    def _stream(self, pieces: list[Piece]) -> None:
+        """Stream the certain part of the current call."""
         end = self._scanner.certain[0]
-        if self._streamed and end > self._told:
-            text = self._scanner.between(self._told, end)
-            if text := text if self._told else text.lstrip():
+        if self._streamed and end > self._sent:
+            text = self._scanner.between(self._sent, end)
+            if text := text if self._sent else text.lstrip():
                 pieces.append(ToolCallDelta(index=self.complete_calls, arguments=text))
-            self._told = end
+            self._sent = end
 
     def _first(self, name: str, arguments: str) -> ToolCallDelta:
         index = self.complete_calls
         return ToolCallDelta(index=index, id=call_id(*self._source, index), name=name, arguments=arguments)
 
     def _end_streamed(self, body: str, pieces: list[Piece], end: int) -> None:
-        """A call that was passed on ends. What follows its arguments is content; broken ones go on as written."""
+        """End a streamed call. Text after its arguments is content; broken arguments are passed on as written."""
         if self._scanner.lacking == 1 and not self._scanner.failed:
             self._scanner.close()
-            self._pass_on(pieces)
+            self._stream(pieces)
         rest = body[self._scanner.certain[1] :]
         if not self._scanner.done and rest:
             pieces.append(ToolCallDelta(index=self.complete_calls, arguments=rest))
         self.unread |= not self._scanner.done
         self._end_call(end if not self._scanner.done else end - len(rest))
         if self._scanner.done and rest.strip():
-            self._take(rest, pieces)
+            self._add(rest, pieces)
 
     def _end_call(self, end: int) -> None:
         self.complete_calls += 1

@@ -1,10 +1,10 @@
-"""A reader of JSON as models write it, for text that arrives in pieces: it says where a value ends, fails at the first
-character that fits no value, and gives the value as strict JSON (RFC 8259).
+"""An incremental, lenient JSON reader for text written by models.
 
-What has one meaning only is mended: raw line breaks, tabs and other controls in a text; a backslash before a character
-that needs none (`\\d` stands for itself, `\\'` for the quote, as Python reads them); a comma before a closing bracket;
-`True`, `False` and `None`. Everything else is passed on exactly as it is written. Closing braces that lack at the end
-are counted; whoever knows that the text is over may have them added.
+It finds where a value ends, fails at the first character that fits no value, and returns strict JSON (RFC 8259).
+Unambiguous mistakes are repaired: raw control characters in a text; a backslash before a character that needs none
+(`\\d` stands for itself, `\\'` for the quote, as in Python); a comma before a closing bracket; `True`, `False` and
+`None`. Everything else is passed on unchanged. Missing closing braces at the end are counted; a caller that knows that
+the text is over may add them (`close`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import json
 import re
 
 MAX_DEPTH = 64
-"""Deepest nesting; deeper values fail."""
+"""Most levels of nesting; deeper values fail."""
 MAX_SCALAR = 400
-"""Longest number in characters; longer ones fail."""
+"""Most characters of a number; longer ones fail."""
 
 SPACE = re.compile(r"[ \t\n\r]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
@@ -27,7 +27,7 @@ _WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "Fal
 
 
 class _JsonAt(enum.Enum):
-    """What the next character belongs to."""
+    """The element that the next character belongs to."""
 
     VALUE = enum.auto()
     ITEM = enum.auto()
@@ -45,7 +45,7 @@ class _JsonAt(enum.Enum):
 
 
 class JsonScanner:
-    """Reads one JSON value. Linear: every character is looked at once, however the text is cut."""
+    """Reader of one JSON value. Linear: every character is read once, however the text is split."""
 
     __slots__ = (
         "_at",
@@ -73,84 +73,83 @@ class JsonScanner:
     def __init__(self) -> None:
         self._at = _JsonAt.VALUE
         self._failed = _JsonAt.VALUE
-        """Where it failed, if it did."""
+        """The state in which it failed."""
         self._stack: list[str] = []
         self._key = False
         self._hex = ""
         self._scalar = ""
         self._text: list[str] = []
         self._comma = self._comma_place = 0
-        """The piece of `_text` that is the last comma, and how many characters were read before it."""
+        """Index in `_text` of the last comma; number of characters read before it."""
         self._read = self._base = 0
-        """Characters read before; those before the text that is being fed."""
+        """Characters read so far; characters read before the current text."""
         self._hold: tuple[int, int] | None = None
-        """Where what was read may yet turn out to be wrong, as `certain` has it."""
+        """Where a repair begins that later text may prove wrong, as a value of `certain`."""
         self._mark = 0
-        """The piece with which the member of the outermost object begins: its key, then its value."""
+        """Index in `_text` where the current key or value of the outermost object begins."""
         self._mended = self._doubtful = self._letter_next = False
-        """In the text being read: a backslash was mended to stand for itself; another one, taken for an escape, stands
-        before a letter, as in a path; the last one may."""
+        """In the current text: a backslash was repaired to stand for itself; another one, read as an escape, precedes a
+        letter, as in a path; the last one may."""
         self.is_object = False
-        """The value begins as an object does."""
+        """Whether the value begins with `{`."""
         self.key = ""
-        """The key of the outermost object's member that is being read, or was last."""
+        """The current or last key of the outermost object."""
         self.members: list[tuple[str, str]] = []
-        """Key, and value as JSON, of each member of the outermost object that was read."""
+        """(key, value as JSON) of each complete member of the outermost object."""
         self.ends: list[int] = []
-        """How many characters were read up to the end of each of them."""
+        """Number of characters read up to the end of each member."""
 
     @property
     def done(self) -> bool:
-        """The value is complete and valid."""
+        """Whether the value is complete and valid."""
         return self._at is _JsonAt.DONE
 
     @property
     def failed(self) -> bool:
-        """The text is not the beginning of a JSON value."""
+        """Whether the text cannot be the beginning of a JSON value."""
         return self._at is _JsonAt.FAILED
 
     @property
     def text(self) -> str:
-        """What was read, as strict JSON."""
+        """The text read so far as strict JSON."""
         return "".join(self._text)
 
     @property
     def lacking(self) -> int:
-        """How many closing braces would make what was read a whole value; 0 where they would not."""
+        """Number of closing braces that would complete the value; 0 if braces alone would not."""
         at = self._failed if self.failed else self._at
         behind = at is _JsonAt.AFTER or (at is _JsonAt.SCALAR and _is_scalar(self._scalar))
         return len(self._stack) if behind and "[" not in self._stack else 0
 
     @property
     def certain(self) -> tuple[int, int]:
-        """How many pieces of the text stay as they are, whatever follows, and how many characters they were read
-        from."""
+        """Number of pieces of the text that no later text can change, and the characters they were read from."""
         if self._hold is not None:
             return self._hold
         state = self._failed if self.failed else self._at
-        if state in (_JsonAt.KEY, _JsonAt.ITEM):  # a comma before a closing bracket is left out
+        if state in (_JsonAt.KEY, _JsonAt.ITEM):  # a closing bracket may follow, which removes the comma
             return self._comma, self._comma_place
         open_ended = {_JsonAt.ESCAPE: 1, _JsonAt.HEX: 2 + len(self._hex), _JsonAt.SCALAR: len(self._scalar)}
         return len(self._text), self._read - open_ended.get(state, 0)
 
     @property
     def member(self) -> int | None:
-        """The piece with which an object begins that is a member's value and is being read; None while none is."""
+        """Index of the piece where a member's value that is an object begins; None if none is being read."""
         return self._mark if self._stack[:2] == ["{", "{"] else None
 
     def between(self, begin: int, end: int) -> str:
-        """Return some pieces of the text."""
+        """Return the pieces from `begin` to `end` as one text."""
         return "".join(self._text[begin:end])
 
     def close(self) -> None:
-        """Add the braces that lack."""
+        """Add the missing closing braces."""
         lacking = self.lacking
         if self.failed:
             self._at = self._failed
         self.feed("}" * lacking)
 
     def feed(self, text: str, start: int = 0) -> int:
-        """Read on from text[start]. Returns where it stopped: len(text) unless `done` or `failed`."""
+        """Read text[start:] and return where it stopped: len(text) unless `done` or `failed`."""
         at = start
         self._base = self._read - start
         while at < len(text) and self._at is not _JsonAt.DONE and self._at is not _JsonAt.FAILED:
@@ -197,7 +196,7 @@ class JsonScanner:
         return at + 1
 
     def _closes(self, character: str) -> bool:
-        """Whether the bracket ends what it would have to end."""
+        """Return whether a closing bracket is valid here."""
         ends = (
             (_JsonAt.AFTER, _JsonAt.KEY, _JsonAt.FIRST_KEY)
             if character == "}"
@@ -280,12 +279,12 @@ class JsonScanner:
         return at + 1
 
     def _mend(self, at: int) -> None:
-        """Take a backslash for itself; whether that is right is told by the rest of the text."""
+        """Record that a backslash is read as itself; the rest of the text shows whether that is right."""
         self._mended = True
         self._hold = self._hold or (len(self._text), self._base + at)
 
     def _more_hex(self, character: str, at: int) -> int:
-        if character not in "0123456789abcdefABCDEF":  # as in a path of Windows
+        if character not in "0123456789abcdefABCDEF":  # as in a Windows path
             self._at = _JsonAt.STRING
             self._mend(at - 2 - len(self._hex))
             self._text.append("\\\\u" + self._hex)
@@ -315,8 +314,10 @@ class JsonScanner:
 
 
 def _fitting(scalar: str, before: int) -> int:
-    """How many characters of a scalar that failed fit, behind those of earlier pieces: what is right of a text must not
-    depend on how it was cut."""
+    """Return how many characters of a failed scalar are valid after the first `before`.
+
+    So the place of an error does not depend on how the text was split.
+    """
     end = before
     while end < min(len(scalar), MAX_SCALAR) and _begins_scalar(scalar[: end + 1]):
         end += 1
@@ -324,7 +325,7 @@ def _fitting(scalar: str, before: int) -> int:
 
 
 def _escaped(character: str) -> str:
-    """A character within a text, where it is a control as an escape."""
+    """Return a character of a text; control characters as an escape."""
     return json.dumps(character)[1:-1] if character < " " else character
 
 

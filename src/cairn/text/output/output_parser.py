@@ -1,13 +1,13 @@
-"""The model's text -> content, reasoning and tool calls, each character to exactly one of them.
+"""The model's text -> content, reasoning and tool calls; each character belongs to exactly one of them.
 
-An answer that begins with `<think>`, or what the model has in its place (`cairn.text.output.reasoning_formats`),
-perhaps behind white space, begins with reasoning, and so does one whose prompt ends with it. Reasoning ends at
-`</think>` or not at all. Behind it, and behind the first content, such tags are content like any other text.
-`<tool_call>` in content opens a tool call if it is one, and so is an answer a call that is nothing but one
-(`cairn.text.output.tool_parser`). A call without that tag (`unmarked_calls`) and one in reasoning that never ends
-(`thought_calls`) are calls too, unless a grammar holds them; all else is content. Line breaks that only set a tag
-apart belong to the tag: one before `</think>` and `<tool_call>`, all behind `<think>`, `</think>` and `</tool_call>`.
-What comes out does not depend on how the text was cut into pieces.
+An answer that begins with `<think>` or the model's equivalent (`cairn.text.output.reasoning_formats`), perhaps after
+white space, begins with reasoning; so does one whose prompt ends with that tag. Reasoning ends at `</think>` or not at
+all. After it, and after the first content, such tags are content like any other text. `<tool_call>` in content opens a
+tool call if a call follows, and an answer that consists of one call is a call too (`cairn.text.output.tool_parser`).
+So are calls without that tag (`unmarked_calls`) and calls in reasoning that never ends (`thought_calls`), unless a
+grammar constrains the answer. Everything else is content. Line breaks around a tag belong to the tag: one before
+`</think>` and `<tool_call>`, all after `<think>`, `</think>` and `</tool_call>`. The result does not depend on how the
+text was split into pieces.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from cairn.types.outputs import TokenKind, ToolCallDelta
 from cairn.types.request import OutputFormat
 
 TAGS = (OPEN, "</tool_call>")
-"""What the tokens of a model may spell as one: they must reach the splitter as text."""
+"""Tags that may be single tokens of a model; they must reach the splitter as text."""
 
 
 def all_markers(find: Callable[[str], int | None]) -> tuple[str, ...]:
-    """The same of every form of calls and of reasoning, where the model's tokens, which `find` finds, may be one."""
+    """Return the markers of all call and reasoning formats; `find` looks up the model's token ids."""
     return tuple(dict.fromkeys((*TAGS, *own_markers(find), *markers_of(FORMATS))))
 
 
 def markers(output: OutputFormat) -> tuple[str, ...]:
-    """Those of a format."""
+    """Return the markers that an answer of this format may contain."""
     if not (output.reasoning or output.tools):
         return ()
     form = form_by(output.calls)
@@ -57,38 +57,38 @@ def markers(output: OutputFormat) -> tuple[str, ...]:
 
 
 def further_markers(output: OutputFormat) -> tuple[str, ...]:
-    """Those of a form that is no other model's: `all_markers` lacks them."""
+    """Return the markers of a format that is not in the table, so that `all_markers` lacks them."""
     form = form_by(output.calls)
     return () if form is None or form in FORMATS else form.markers
 
 
 _BLANK = re.compile(r"\s*+")
 MOST_BLANK = 256
-"""White space behind the tag that ends a content; behind more it is text."""
+"""Most white space after the tag that ends a content; with more the tag is text."""
 MOST_LEAD = 16
-"""White space before `<think>` or a call without tags; behind more it is content."""
+"""Most white space before `<think>` or a call without tags; after more they are content."""
 
 
 def splitter(output: OutputFormat, request: int, choice: int) -> Splitter | HarmonySplitter:
-    """What splits an answer. `request` and `choice` make the ids of tool calls."""
+    """Return the splitter for an answer; `request` and `choice` determine the ids of tool calls."""
     made = HarmonySplitter if output.thoughts == HARMONY.name else Splitter
     return made(output, request, choice)
 
 
 class Splitter:
-    """Splits one choice's text. Linear: a piece is searched once, with at most one tag's length held back."""
+    """Splitter of one choice's text. Linear: a piece is searched once, with at most one tag's length held back."""
 
     def __init__(self, output: OutputFormat, request: int, choice: int) -> None:
-        """`request` and `choice` make the ids of tool calls."""
+        """Take the format; `request` and `choice` determine the ids of tool calls."""
         self._output = output
         self._source = (request, choice)
         self._thought = thoughts(output)
         self._kind = "reasoning" if output.reasoning and output.reasoning_open else "text"
         self._trim = self._kind == "reasoning"
         self._thinks = output.reasoning and not output.reasoning_open
-        """Reasoning may begin here."""
+        """Whether reasoning may begin here."""
         self._lead = True
-        """No content has come yet."""
+        """Whether no content has come yet."""
         self._form = form_by(output.calls) if output.tools else None
         self._begins = (OPEN, *(self._form.begins if self._form is not None else ())) if output.tools else ()
         self._loose_form = unmarked_form(output)
@@ -98,58 +98,58 @@ class Splitter:
             else LineWatch(openings(self._loose_form, [tool.name for tool in output.offered]))
         )
         self._thought_calls = MOST_TRIED if output.offered and not output.held else 0
-        """How many more marks in reasoning may begin calls."""
+        """Number of further marks in reasoning that may begin calls."""
         self._wrapped = False
-        """The content stands in the tags that the model puts around its answers."""
+        """Whether the content is in the tags that the model puts around its answers."""
         self._wrap_end = ""
-        """The tag that may end such a content, and the blanks behind it."""
+        """A tag that may end such a content, and the white space after it."""
         self._tags: tuple[str, ...] = ()
         self._pattern: re.Pattern[str] | None = None
         self._look_for_tags()
         self._held = ""
         self._ahead: list[str] = []
-        """What is still to be read of what came, in pieces, the last one first."""
+        """Received text that is still to be read, in pieces, last piece first."""
         self._one_call = output.one_call
         self._call: CallReader | SectionReader | BracketReader | None = None
         self._bare: BareReader | None = None
         self._thinking: ThoughtCallReader | None = None
-        self._told: int | None = None
-        """Pieces of the arguments that were passed on of a call that is being written; None before its name was."""
-        self._said = 0
+        self._sent_pieces: int | None = None
+        """Number of streamed pieces of the incomplete call's arguments; None before its name was sent."""
+        self._sent_characters = 0
         """Characters in them."""
         self._made: set[tuple[str, str]] = set()
-        """The calls that came out, where one that comes again ends the answer."""
+        """The calls so far, if a repeated call ends the answer."""
         self._total = 0
-        """Characters that came."""
+        """Characters received."""
         self._section = (0, 0)
-        """Where what `_call` reads begins, of those, and how many calls had come out before."""
+        """Place where the current section begins; number of calls before it."""
         self._settled = 0
-        """How many of them were shown or passed over."""
+        """Characters shown or dropped."""
         self._runs: list[Run] = []
         self._tag_kind = TokenKind.REASONING_TAG
-        """What the tag is a part of that was read last."""
+        """Kind of the last tag."""
         self._repeated = False
         self.shown: int | None = None
-        """How many characters hold all that is shown, where the rest is dropped; -1 where that cannot be told."""
+        """Number of characters that hold everything shown if the rest is dropped; -1 if it is unknown, None for all."""
         self.complete_calls = 0
-        """Tool calls that came out; each is complete."""
+        """Number of complete tool calls."""
         self.unread = False
-        """Something began as a call does and was none, so that it is content."""
+        """Whether a text began like a call and was not one."""
 
     @property
     def over(self) -> bool:
-        """The only call that is wanted is complete, or one came again: what follows is no part of the answer."""
+        """Whether the only wanted call is complete, or a call was repeated; text after it is dropped."""
         return self._repeated or (self._one_call and self.complete_calls > 0 and self._call is None)
 
     @property
     def may_call(self) -> bool:
-        """What is being read may be a call, and may turn out to be content."""
+        """Whether the text being read may be a call or content."""
         return self._call is not None or self._bare is not None or self._thinking is not None
 
     def push(self, text: str) -> list[Piece]:
-        """Split what is certain by now."""
+        """Add text and return the pieces that are certain now."""
         pieces: list[Piece] = []
-        if len(text) <= PUSHED:  # a token's, nearly always
+        if len(text) <= PUSHED:  # nearly always: the text of a token
             self._ahead.append(text)
         else:
             self._read_later(text)
@@ -160,7 +160,7 @@ class Splitter:
         return pieces
 
     def finish(self, *, by_model: bool) -> list[Piece]:
-        """The text ends: what was held back. `by_model`: it ended by itself and was not cut."""
+        """End the text and return what was held back; `by_model`: it was not cut."""
         pieces: list[Piece] = []
         self._finish_thinking(pieces, by_model=by_model)
         self._finish_bare(pieces, by_model=by_model)
@@ -169,7 +169,7 @@ class Splitter:
             reader.finish(by_model=by_model)
             self._put_calls(pieces, reader.take())
             if reader.begun is not None and self._put_begun(pieces, reader.begun):
-                return pieces  # it was cut
+                return pieces  # the answer was cut within a call
             if not reader.closed and self._output.calls_only and not by_model:
                 self.shown = self._section[0] if self.complete_calls == self._section[1] else -1
                 return pieces
@@ -187,16 +187,16 @@ class Splitter:
         return pieces
 
     def decided(self) -> list[Run]:
-        """What was decided of the characters, one behind the other, since the last time."""
+        """Return the runs of characters decided since the last time."""
         runs, self._runs = self._runs, []
         return runs
 
     def copy(self) -> Splitter:
-        """Another one in the same state."""
+        """Return a copy in the same state."""
         return copy.deepcopy(self, {id(self._output): self._output})
 
     def release(self) -> list[Piece]:
-        """Content held back because a tag may begin with it: something else follows."""
+        """Return content that was held back as a possible tag; the caller knows that something else follows."""
         pieces: list[Piece] = []
         if self._kind == "text" and not self._lead:
             if self._lines is not None:
@@ -206,18 +206,20 @@ class Splitter:
         return pieces
 
     def _push_again(self, text: str) -> list[Piece]:
-        """Split the end of what came once more."""
+        """Split the last characters received again."""
         self._total -= len(text)
         return self.push(text)
 
     def _read_later(self, text: str) -> None:
-        """Put a text before what is still to be read, in pieces."""
+        """Queue a text, in pieces, before the text that is still to be read."""
         last = (len(text) - 1) // PUSHED * PUSHED
         self._ahead += [text[start : start + PUSHED] for start in range(last, -1, -PUSHED)]
 
-    def _back(self, again: str, text: str, at: int) -> tuple[int, str]:
-        """Return the place and the text to go on with where `again`, which ends before text[at], is to be read once
-        more. A long one comes in pieces, like any text."""
+    def _reread(self, again: str, text: str, at: int) -> tuple[int, str]:
+        """Return the index and the text to continue with so that `again`, which ends before text[at], is read again.
+
+        A long one is queued in pieces.
+        """
         if len(again) <= at:
             return at - len(again), text
         if len(again) <= PUSHED:
@@ -246,7 +248,7 @@ class Splitter:
     # ------------------------------------------------------------------------------------------ content and reasoning
 
     def _feed_text(self, text: str, at: int, pieces: list[Piece]) -> int:
-        """Pass on content or reasoning up to the next tag, or up to what may become one."""
+        """Emit content or reasoning up to the next tag, or up to text that may become one."""
         if self._trim:
             while at < len(text) and text[at] == "\n":
                 at += 1
@@ -277,7 +279,7 @@ class Splitter:
         return found.end()
 
     def _look_for_tags(self) -> None:
-        """Set what ends the text that is being read, or may: whenever that changes."""
+        """Update the tags to look for, after the kind of text has changed."""
         if self._kind == "reasoning":
             self._tags = (self._thought.close, *(self._begins if self._thought_calls > 0 else ()))
         else:
@@ -287,7 +289,7 @@ class Splitter:
         self._longest = max(map(len, self._tags), default=0)
 
     def _enter(self, tag: str, text: str, at: int) -> None:
-        """Go on behind a tag, which stands at text[at]."""
+        """Enter what the tag at text[at] opens or closes."""
         if self._kind == "reasoning" and tag.endswith(self._thought.close):
             self._kind, self._trim = "text", True
             self._drop(self._total - len(text) + at + len(tag))
@@ -303,7 +305,7 @@ class Splitter:
             self._call = self._reader(tag)
 
     def _reader(self, opening: str, *, begins: bool = True) -> CallReader | SectionReader:
-        """Return what reads behind a tag. `begins`: a call is one as soon as its arguments have begun."""
+        """Return the reader after a tag; `begins`: it streams calls as soon as their arguments have begun."""
         if self._form is not None and opening.endswith(self._form.begins):
             return SectionReader(opening, self._output, self._form, begins=begins)
         return CallReader(opening, self._output, begins=begins)
@@ -314,7 +316,7 @@ class Splitter:
         self._call = unmarked_reader(self._loose_form, self._output)
 
     def _feed_lead(self, text: str, at: int) -> int:
-        """Find out what an answer begins with; nothing is passed on, and what may be either is held back."""
+        """Decide what an answer begins with; undecided text is held back."""
         first = at
         while first < len(text) and first - at <= MOST_LEAD and text[first].isspace():
             first += 1
@@ -342,7 +344,7 @@ class Splitter:
         return at
 
     def _behind_wrap(self, text: str, at: int, pieces: list[Piece]) -> int:
-        """Read behind what may be the tag that ends a content: it is that if nothing but blanks follows."""
+        """Read after a tag that may end the content; it does if only white space follows."""
         blank = _BLANK.match(text, at)
         end = blank.end() if blank else at
         self._wrap_end += text[at:end]
@@ -352,7 +354,7 @@ class Splitter:
         return end
 
     def _certain(self, text: str, at: int) -> int:
-        """Where the end of `text` begins that may become a tag."""
+        """Return where the suffix of `text` begins that may become a tag."""
         end = len(text)
         first = max(at, end - self._longest + 1)
         for start in self._firsts:
@@ -381,10 +383,10 @@ class Splitter:
             self._put(pieces, "text", self._failed(reader))
         elif self._lines is not None:
             self._lines.fresh()
-        return self._back(reader.again, text, at)
+        return self._reread(reader.again, text, at)
 
     def _failed(self, reader: CallReader | SectionReader | BracketReader) -> str:
-        """Note that a reader found no call; return what it read, without what is to be read again."""
+        """Record that a reader found no call; return its text without the part that is read again."""
         if self._lines is not None:
             self._lines.skip(reader.rest)
         if self._lines is not None and not isinstance(reader, CallReader) and not reader.marked:
@@ -401,7 +403,7 @@ class Splitter:
         if not reader.failed:
             return at, text
         self._bare = None
-        return self._back(reader.kept, text, at)
+        return self._reread(reader.kept, text, at)
 
     def _finish_bare(self, pieces: list[Piece], *, by_model: bool) -> None:
         bare, self._bare = self._bare, None
@@ -425,7 +427,7 @@ class Splitter:
         self._thinking = None
         self._not_called()
         self._put(pieces, "reasoning", reader.opening)
-        return self._back(reader.again, text, len(text))
+        return self._reread(reader.again, text, len(text))
 
     def _finish_thinking(self, pieces: list[Piece], *, by_model: bool) -> None:
         while self._thinking is not None:
@@ -439,7 +441,7 @@ class Splitter:
             pieces += self._push_again(reader.again)
 
     def _not_called(self) -> None:
-        """Note that a mark in reasoning began no call."""
+        """Record that a mark in reasoning began no call."""
         self._thought_calls -= 1
         self._look_for_tags()
 
@@ -449,7 +451,7 @@ class Splitter:
             self._decide(TokenKind.CONTENT if kind == "text" else TokenKind.REASONING, len(text))
 
     def _drop(self, end: int) -> None:
-        """What was not decided before this place in the answer is passed over: it is a tag, or a call."""
+        """Mark undecided characters before `end` as part of a tag or a call."""
         self._decide(self._tag_kind, end - self._settled)
 
     def _decide(self, kind: TokenKind, size: int) -> None:
@@ -459,36 +461,38 @@ class Splitter:
 
     def _put_calls(self, pieces: list[Piece], calls: list[ParsedCall]) -> None:
         for call in calls[: 1 - self.complete_calls] if self._one_call else calls:
-            if self._output.calls_only and self._again(call):
+            if self._output.calls_only and self._repeats(call):
                 self._repeated, self._call = True, None
                 self.shown = self._section[0] if self.complete_calls == self._section[1] else -1
                 return
-            index, told = self.complete_calls, self._told
-            self.complete_calls, self._told = index + 1, None
+            index, sent = self.complete_calls, self._sent_pieces
+            self.complete_calls, self._sent_pieces = index + 1, None
             self.unread |= call.broken
-            if told is None:
+            if sent is None:
                 id = call_id(*self._source, index, call.id)
                 pieces.append(ToolCallDelta(index=index, id=id, name=call.name, arguments=call.arguments))
-            elif rest := call.arguments[self._said :]:
+            elif rest := call.arguments[self._sent_characters :]:
                 pieces.append(ToolCallDelta(index=index, arguments=rest))
 
     def _put_begun(self, pieces: list[Piece], call: BegunCall) -> bool:
-        """Pass on what is certain of a call that is being written. False where it has to come whole, because it may
-        turn out to be one that came before."""
+        """Stream the certain part of an incomplete call.
+
+        Return False if it must come whole, because it may turn out to repeat an earlier call.
+        """
         index = self.complete_calls
         if index and (self._one_call or self._output.calls_only):
             return False
-        if self._told is None:
+        if self._sent_pieces is None:
             pieces.append(ToolCallDelta(index=index, id=call_id(*self._source, index, call.id), name=call.name))
-            self._told = self._said = 0
-        arguments, self._told = call.since(self._told)
-        self._said += len(arguments)
+            self._sent_pieces = self._sent_characters = 0
+        arguments, self._sent_pieces = call.since(self._sent_pieces)
+        self._sent_characters += len(arguments)
         if arguments:
             pieces.append(ToolCallDelta(index=index, arguments=arguments))
         return True
 
-    def _again(self, call: ParsedCall) -> bool:
-        """Tell whether the same call came out before, and note it."""
+    def _repeats(self, call: ParsedCall) -> bool:
+        """Return whether an equal call was emitted before, and record this one."""
         if call.broken:
             return False
         made = call.name, json.dumps(json.loads(call.arguments), sort_keys=True)
@@ -499,5 +503,5 @@ class Splitter:
 
 @functools.lru_cache(maxsize=256)
 def _pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
-    """Return the pattern of any of some tags, with the line break that sets it apart."""
+    """Return the pattern of any of the tags, with an optional line break before it."""
     return re.compile("|".join("\n?" + re.escape(tag) for tag in dict.fromkeys(tags)))

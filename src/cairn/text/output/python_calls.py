@@ -1,7 +1,6 @@
-"""Calls and values in Python's syntax: `[f(x=1, y='a')]`, keyword arguments alone. What is no such call is none.
+"""Calls and values in Python's syntax: `[f(x=1, y='a')]`, with keyword arguments only.
 
-A value may also be written as JSON has it. Texts between quotes may hold raw line breaks, and are read in one pass
-however long they are.
+Values may also be JSON. Quoted texts may contain raw line breaks, and are read in one pass however long they are.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _BODIES = {
                       else rf"((?:[^\\{quote}]|\\.)*+){quote}", re.DOTALL)
     for quote in ("'", '"', "'''", '"""')
 }  # fmt: skip
-"""What stands between two quotes of each kind, and the closing one."""
+"""Quote -> pattern of the text up to and including the closing quote."""
 _ESCAPE = re.compile(r"\\(\n|[0-7]{1,3}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _PLAIN_ESCAPES = {
     **{"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a"},
@@ -36,11 +35,11 @@ _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "fal
 
 
 class NotPython(Exception):
-    """This is no value in Python's syntax, or no call."""
+    """The text is not a value or call in Python's syntax."""
 
 
 def python_calls(text: str) -> list[ParsedCall] | None:
-    """Return the calls of a list in Python's syntax, with keyword arguments alone; None for anything else."""
+    """Return the calls of a list in Python's syntax, with keyword arguments only; None for any other text."""
     text = text.strip()
     if text[:1] == "[" and text[-1:] == "]":
         text = text[1:-1].rstrip()
@@ -59,7 +58,7 @@ def python_calls(text: str) -> list[ParsedCall] | None:
 
 
 def call_at(text: str, at: int) -> tuple[ParsedCall, int]:
-    """Return the call that begins at text[at], and the place behind it. Raises NotPython."""
+    """Return the call that begins at text[at], and the index after it. Raises NotPython."""
     found = _PYTHON_NAME.match(text, at)
     if found is None:
         raise NotPython
@@ -77,7 +76,7 @@ def call_at(text: str, at: int) -> tuple[ParsedCall, int]:
 
 
 def literal(text: str) -> str | None:
-    """Return a value in Python's syntax as JSON; None where the text is no such value."""
+    """Return a value in Python's syntax as JSON; None for any other text."""
     try:
         value, at = value_at(text, _skip(text, 0))
     except NotPython:
@@ -86,7 +85,7 @@ def literal(text: str) -> str | None:
 
 
 def value_at(text: str, at: int, depth: int = 0) -> tuple[str, int]:
-    """Return the value that begins at text[at] as JSON, and the place behind it. Raises NotPython."""
+    """Return the value that begins at text[at] as JSON, and the index after it. Raises NotPython."""
     if depth > MAX_DEPTH:
         raise NotPython
     first = text[at : at + 1]
@@ -100,7 +99,7 @@ def value_at(text: str, at: int, depth: int = 0) -> tuple[str, int]:
 
 
 def text_at(text: str, at: int) -> tuple[str, int]:
-    """Return the text between quotes that begins at text[at] as JSON, and the place behind it. Raises NotPython."""
+    """Return the quoted text that begins at text[at] as JSON, and the index after it. Raises NotPython."""
     parts: list[str] = []
     end = at
     while (opened := _QUOTE.match(text, end)) is not None:
@@ -110,12 +109,12 @@ def text_at(text: str, at: int) -> tuple[str, int]:
         raw = opened.group()[: -len(opened[1])].lower()
         parts.append(_unescaped(body[1], double=opened[1] == '"', raw="r" in raw))
         end = body.end()
-        following = _skip(text, end)  # texts that follow each other are one
+        following = _skip(text, end)  # adjacent texts are concatenated
         if _QUOTE.match(text, following) is None:
             break
         end = following
     said = "".join(parts)
-    return json.dumps(said, ensure_ascii=valid_text(said) != said), end  # half a surrogate stays an escape
+    return json.dumps(said, ensure_ascii=valid_text(said) != said), end  # a lone surrogate stays an escape
 
 
 def _unescaped(body: str, *, double: bool, raw: bool) -> str:
@@ -131,7 +130,7 @@ def _unescaped(body: str, *, double: bool, raw: bool) -> str:
 
 
 def _escape(found: re.Match[str]) -> str:
-    """Return what an escape stands for; the escape itself where Python knows none such."""
+    """Return the character of an escape; an escape unknown to Python is returned unchanged."""
     said = found[1]
     if said in _PLAIN_ESCAPES:
         return _PLAIN_ESCAPES[said]
@@ -166,7 +165,7 @@ def _sequence(text: str, at: int, close: str, depth: int) -> tuple[str, int]:
         if not text.startswith(close, at):
             at = _skip(text, _after(text, at, ","))
             commas += 1
-    one = close == ")" and len(items) == 1 and not commas  # brackets around a value, and no tuple
+    one = close == ")" and len(items) == 1 and not commas  # brackets around a value, not a tuple
     return items[0] if one else f"[{', '.join(items)}]", at + 1
 
 

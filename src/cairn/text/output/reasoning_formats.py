@@ -1,6 +1,6 @@
-"""How models set what they think apart from what they answer: one record a form, seen in the chat template.
+"""The formats in which models mark their reasoning: one record per format, detected in the chat template.
 
-A model whose template shows none of the table's signs writes `<think>` and `</think>`.
+A model whose template has none of the table's signs uses `<think>` and `</think>`.
 """
 
 from __future__ import annotations
@@ -14,32 +14,35 @@ from cairn.types.request import OutputFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThoughtFormat:
-    """One way to write thoughts."""
+    """One way to mark reasoning."""
 
     name: str = ""
     signs: tuple[str, ...] = ()
-    """A template that shows this form holds all of these."""
+    """Texts that all occur in a template with this format."""
     open: str
     close: str
-    """What ends a thought and begins an answer."""
+    """Text that ends reasoning and begins the answer."""
     until: str = ""
-    """What ends a thought, whatever follows it; "" where that is `close`."""
+    """Text that ends reasoning, whatever follows; "" if that is `close`."""
     markers: tuple[str, ...]
-    """What of it may be control tokens of a model, and must be read as text; the first stands in `open`."""
+    """Parts that may be control tokens of a model and must be read as text; the first is in `open`."""
     turn: str = ""
-    """What an answer's own tokens stand behind, where the template writes something around an answer that the model
-    writes too, such as the header of a message; "" where an answer is all that stands in its place."""
+    """Text after which the model's own tokens begin, if the model also writes headers that the template writes around
+    an answer; "" if the answer is all that the model writes."""
     over: tuple[str, ...] = ()
-    """What ends such an answer: the model's last token, or what the template has in its place."""
+    """Texts that end such an answer: the model's last token, or the template's replacement for it."""
 
     answer: tuple[str, str] = ("", "")
-    """What stands around all that follows the thought, where something does."""
+    """Tags around everything after the reasoning; empty without them."""
     shut: bool = False
-    """An answer that is whole ends with a control token of its own, before what is in `over`."""
+    """Whether a complete answer ends with a control token of its own, before a text of `over`."""
 
     def place(self, before: str, behind: str) -> tuple[str, str] | None:
-        """What stands before and behind all that a model said, of what stands before and behind an answer's content or
-        a call's arguments; None where that cannot be told."""
+        """Return the texts before and after everything that the model wrote.
+
+        `before` and `behind` surround an answer's content or a call's arguments in a rendering. None if it is not
+        certain.
+        """
         if not self.turn:
             return before, behind
         start = before.rfind(self.turn)
@@ -104,32 +107,35 @@ THOUGHTS: tuple[ThoughtFormat, ...] = (
     ),
     THINK,
 )
-"""The first whose signs a template holds is its form."""
+"""All formats; the first whose signs occur in a template is its format."""
 
 FORMS = {one.name: one for one in THOUGHTS}
 _EMPTY = "|".join(rf"{re.escape(one.open)}\s*{re.escape(one.close)}" for one in THOUGHTS)
 EMPTY = re.compile(rf"(?:{_EMPTY})\s*\Z")
-"""A thought without words at the end of a text."""
+"""Empty reasoning at the end of a text."""
 
 
 def thoughts_of(templates: Iterable[str]) -> ThoughtFormat:
-    """The form of a model, by its templates."""
+    """Return the reasoning format of a model with these templates."""
     texts = [*templates, ""]
     return next(one for one in THOUGHTS if any(all(sign in text for sign in one.signs) for text in texts))
 
 
 def thoughts(output: OutputFormat) -> ThoughtFormat:
-    """The form by which an answer is read."""
+    """Return the reasoning format with which an answer is parsed."""
     return FORMS.get(output.thoughts, THINK)
 
 
 def thinks(form: ThoughtFormat, templates: Iterable[str]) -> bool:
-    """Whether a model with these templates knows reasoning."""
+    """Return whether a model with these templates marks reasoning."""
     return bool(form.signs) or any(tag in text for tag in (form.open, form.close) for text in templates)
 
 
 def own_markers(find: Callable[[str], int | None]) -> tuple[str, ...]:
-    """The markers of the forms that a model may write, by the tokens that `find` knows. Those of harmony end the
-    answers of other models, and count where a token is there that no other has."""
+    """Return the markers of all formats; `find` looks up the model's token ids.
+
+    Harmony's markers end the answers of other models, so they are included only if the model has a token that only
+    Harmony has.
+    """
     forms = [one for one in THOUGHTS if one is not HARMONY or find("<|constrain|>") is not None]
     return tuple(dict.fromkeys(marker for one in forms for marker in one.markers))

@@ -1,29 +1,29 @@
-"""Whether an answer only repeats itself: the same few tokens again and again, as small models come to do."""
+"""Detection of answers that only repeat the same few tokens, as small models do."""
 
 from __future__ import annotations
 
 MAX_PERIOD = 64
-"""Tokens of the longest piece whose repetition is looked for."""
+"""Most tokens of a repeated piece."""
 MIN_REPEATS = 8
-"""Times that the piece must have come in a row."""
+"""Fewest consecutive repetitions of the piece."""
 MIN_REPEATED = 256
-"""Tokens that the repetitions must have together: a short piece may well come eight times in an honest answer."""
+"""Fewest tokens of all repetitions together: a short piece may well come eight times in a useful answer."""
 
 
 class RepetitionWatch:
-    """Looks at an answer token by token, so that what it finds does not depend on how the tokens come."""
+    """Loop detector that reads an answer token by token, so the result does not depend on how tokens are batched."""
 
     __slots__ = ("_matches", "_tokens", "looped")
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._matches: dict[int, int] = {}
-        """Period -> how many of the last tokens were equal to those so far back; periods without any are left out."""
+        """Period -> number of latest tokens equal to those one period before; periods with none are absent."""
         self.looped = False
-        """Whether the answer is in a loop. It stays so."""
+        """Whether the answer has looped; never reset."""
 
     def push(self, token: int) -> None:
-        """Look at one more token, in O(64)."""
+        """Add a token, in O(MAX_PERIOD)."""
         back = self._tokens[: -MAX_PERIOD - 1 : -1]
         before = self._matches
         self._matches = {at: before.get(at, 0) + 1 for at, one in enumerate(back, 1) if one == token}
@@ -35,6 +35,6 @@ class RepetitionWatch:
         )
 
     def forget(self) -> None:
-        """Begin anew: what came so far is no part of a loop."""
+        """Start over: the tokens so far are not part of a loop."""
         self._tokens.clear()
         self._matches.clear()

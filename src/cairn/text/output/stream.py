@@ -1,9 +1,9 @@
 """One choice's tokens -> deltas: detokenizer, then splitter, then stop strings.
 
-    tokens -> text (`detokenizer`) -> content | reasoning | tool calls (`output_parser`) -> content to a stop (`stops`)
+    tokens -> text (`detokenizer`) -> content | reasoning | tool calls (`output_parser`) -> content up to a stop string
 
-Stop strings are looked for in content only: reasoning and the JSON of a tool call are not what a caller means by
-"stop at". The same steps serve streams and whole answers, so both give the same text.
+Stop strings apply to content only: callers do not mean reasoning or the JSON of a tool call. Streams and whole answers
+use the same steps, so both give the same text.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from cairn.types.request import Request
 
 
 class StopScanner:
-    """Cuts a stream of text at the stop string that is completed first; of several, at the one that began first.
+    """Cutter of a text stream at the stop string that is completed first; on a tie, at the one that began first.
 
-    Text that could still become a stop string is held back, so what is shown does not depend on how the stream was
-    cut into pieces. At most one stop string's length is held and searched again for a piece. Control tokens may be
-    part of a stop string: their text is looked at, and never shown.
+    Text that could still become a stop string is held back, so the result does not depend on how the stream was split.
+    At most one stop string's length is held and searched again per piece. Control tokens may be part of a stop string:
+    their text is searched but never shown.
     """
 
     __slots__ = ("_held", "_hidden", "_stops", "hit")
@@ -34,12 +34,12 @@ class StopScanner:
         self._stops = tuple(stops)
         self._held = ""
         self._hidden: list[tuple[int, int]] = []
-        """Where in the text held back control tokens are."""
+        """(start, end) of the control tokens in the held text."""
         self.hit = False
         """Whether a stop string was found; everything after it is dropped."""
 
     def push(self, text: str, *, hidden: bool = False) -> str:
-        """What may be shown now. `hidden`: the text is that of a control token, which is not shown."""
+        """Add text and return what may be shown now; `hidden`: it is a control token's text, never shown."""
         if self.hit:
             return ""
         if hidden:
@@ -57,12 +57,12 @@ class StopScanner:
         return any(stop in text for stop in self._stops)
 
     def release(self) -> str:
-        """Text held back; it is shown after all because nothing follows, or because stops do not count here."""
+        """Return the held text: nothing follows it, or stop strings do not apply there."""
         held, self._held = self._held, ""
         return self._shown(held, len(held))
 
     def _shown(self, text: str, end: int) -> str:
-        """The part of `text` before `end` that is shown; the rest is what is held."""
+        """Return the part of `text` before `end` without control tokens; the rest is held."""
         if not self._hidden:
             return text[:end]
         pieces, at = [], 0
@@ -73,7 +73,7 @@ class StopScanner:
         return "".join([*pieces, text[at:end]])
 
     def _start_of_partial(self, text: str) -> int:
-        """Where the longest end of `text` begins that is the beginning of a stop string; len(text) if there is none."""
+        """Return where the longest suffix of `text` begins that starts a stop string; len(text) if there is none."""
         first = len(text)
         for stop in self._stops:
             start = text.find(stop[0], max(len(text) - len(stop) + 1, 0), first)
@@ -88,13 +88,13 @@ _ORDER = {"reasoning": 0, "text": 1}
 
 
 def hidden_controls(tokenizer: Tokenizer) -> dict[str, int]:
-    """Text -> id of the control tokens that are never shown, so that as a stop text each is a stop token too."""
+    """Return text -> id of the control tokens that are never shown; as a stop string each is a stop token too."""
     hidden, shown = tokenizer.special_ids | tokenizer.end_ids, all_markers(tokenizer.token_id)
     return {text: i for text, i in tokenizer.controls.ids.items() if i in hidden and text not in shown}
 
 
 class TextStream:
-    """What one request says. Tokens in `request.generated` are part of its text but are not reported again."""
+    """The output stream of one request. Tokens in `request.generated` belong to its text but are not reported again."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
         output = request.output
@@ -112,10 +112,10 @@ class TextStream:
             for start, end in tokenizer.controls.find(stop)
             if (i := tokenizer.controls.ids[text := stop[start:end]]) in skip
         }
-        """Control tokens in stop strings that are no text."""
+        """Id -> text of the hidden control tokens in stop strings."""
         self._reach = max(map(len, request.stop), default=0)
         self._recent = ""
-        """The end of all text so far, control tokens included, in which a stop string may begin."""
+        """The end of all text so far, control tokens included, long enough for a stop string."""
         self._in_content = not output.reasoning_open
         self._unstoppable = request.sampling.min_tokens
         self._watch = RepetitionWatch() if request.repetition_stop and request.grammar is None else None
@@ -123,11 +123,11 @@ class TextStream:
         self._scored = request.sampling.logprobs
         split = self._splitter is not None or self._stops is not None or self._watch is not None
         self._kinds = TokenKinds() if split and (output.reasoning or self._scored) else None
-        """Where it is told what each token is a part of."""
+        """Classifier of tokens, if their kinds are reported."""
         self.tokens: list[int] = []
-        """Every token that counts: those after the one that completed a stop string do not."""
+        """The tokens that count: those after a completed stop string do not."""
         self.before: list[Delta] = []
-        """What `request.generated` says."""
+        """The deltas of `request.generated`."""
         if request.generated:
             self.before = self.push(request.generated)
             self._unstoppable -= len(self.tokens)
@@ -135,39 +135,38 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """A stop string was hit, the only call is complete, or the answer loops: further tokens are ignored."""
+        """Whether further tokens are ignored: a stop string was hit, the only call is complete, or the answer loops."""
         return self.looped or self._ended
 
     @property
     def looped(self) -> bool:
-        """The answer only repeats itself, and was to end there."""
+        """Whether the answer only repeats itself and is to end there."""
         return self._watch is not None and self._watch.looped
 
     @property
     def _ended(self) -> bool:
-        """It came to an end of its own."""
+        """Whether a stop string or the last wanted call ended the answer."""
         return (self._stops is not None and self._stops.hit) or (self._splitter is not None and self._splitter.over)
 
     @property
     def unread_call(self) -> bool:
-        """Something began as a call of a tool does and could not be read as one: it is content, or the arguments of
-        a call, as it was written."""
+        """Whether text began like a tool call and could not be parsed: it is content or arguments, as written."""
         return self._splitter is not None and self._splitter.unread
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens that count."""
+        """Number of tokens that count."""
         return len(self.tokens)
 
     @property
     def undecided(self) -> int:
-        """Tokens of which it was not told what they are a part of."""
+        """Number of tokens whose kind is not reported yet."""
         return 0 if self._kinds is None else self._kinds.undecided
 
     def push(self, tokens: Sequence[int]) -> list[Delta]:
-        """Take new tokens; at least one delta comes back for tokens that count.
+        """Add new tokens and return their deltas; at least one if any token counts.
 
-        The first delta carries the tokens, also where their text is held back or dropped.
+        The first delta carries the tokens, even if their text is held back or dropped.
         """
         if self._splitter is None and self._stops is None and self._watch is None:
             self.tokens += tokens
@@ -179,15 +178,15 @@ class TextStream:
             if self.stopped:
                 break
             self.tokens.append(token)
-            unseen = self._stop_tokens.get(token, "") if len(self.tokens) > self._unstoppable else ""
+            control_text = self._stop_tokens.get(token, "") if len(self.tokens) > self._unstoppable else ""
             said = self._detokenizer.push((token,))
-            said += self._detokenizer.flush() if unseen else ""
+            said += self._detokenizer.flush() if control_text else ""
             split = self._split(said)
             visible = self._visible(split)
             if split:
                 self._in_content = self._is_content(split)
-            if unseen and not self.stopped:
-                visible += self._unseen(unseen)
+            if control_text and not self.stopped:
+                visible += self._search_control(control_text)
             pieces += visible
             if self._kinds is not None:
                 self._kinds.add(len(said), hidden=token in self._skip)
@@ -198,9 +197,9 @@ class TextStream:
         return _deltas(pieces, tuple(tokens[:counted]))
 
     def finish(self, reason: FinishReason) -> tuple[list[Delta], FinishReason]:
-        """The generation ended: the text still held back, and the reason as a caller is to see it.
+        """End the generation: return the text still held back and the finish reason for the caller.
 
-        STOP becomes TOOL_CALLS if a complete tool call came out. A stop string in the last text turns LENGTH into STOP.
+        STOP becomes TOOL_CALLS if a tool call was completed. A stop string in the last text turns LENGTH into STOP.
         """
         pieces: list[Piece] = []
         rest = ""
@@ -219,17 +218,17 @@ class TextStream:
         return _deltas([*pieces, kinds], ()), reason
 
     def _kind(self, token: int) -> int:
-        """What a token is a part of where all text is content."""
+        """Return the kind of a token when all text is content."""
         return TokenKind.HIDDEN if token in self._skip else TokenKind.CONTENT
 
     def _runs(self, said: str) -> Sequence[Run]:
-        """What was decided of the characters since the last time; `said`: those that came."""
+        """Return the runs of characters decided since the last time; `said` is the new text."""
         if self._splitter is None:
             return [(TokenKind.CONTENT, len(said))] if said else []
         return self._splitter.decided()
 
     def _look_for_loop(self, watch: RepetitionWatch, token: int) -> None:
-        """Note a token, unless it is one of a call: rows of numbers there are no loop."""
+        """Add a token to the repetition watch, except within a call: rows of numbers there are not a loop."""
         if self._splitter is not None and self._splitter.may_call:
             watch.forget()
         else:
@@ -246,17 +245,17 @@ class TextStream:
             self._recent = (self._recent + text)[-self._reach :]
         return [("text", text)] if self._splitter is None else self._splitter.push(text)
 
-    def _unseen(self, text: str) -> list[Piece]:
-        """Look for stop strings in the text of a control token, where content is.
+    def _search_control(self, text: str) -> list[Piece]:
+        """Look for stop strings that end in the text of a control token within content.
 
-        What was said stands before it, held back or not: if the token completes a stop, the answer ends here as if the
-        model had ended it. If not, what is held back in order to be told from a call goes on.
+        All text before it takes part, held back or not. If the token completes a stop string, the answer ends here as
+        if the model had ended it. If not, text that is held back because it may be a call stays held.
         """
         self._recent += text
         spelt = self._stops is not None and self._stops.spelt_in(self._recent)
         self._recent = self._recent[-self._reach :]
         if not spelt and self._splitter is not None and self._splitter.may_call:
-            return []  # what is held back, which may be long, need not be copied to know that no stop is complete
+            return []  # no stop string is complete, so the held text, which may be long, need not be copied
         before = self._stops, self._splitter
         self._stops = copy.deepcopy(self._stops)
         split: list[Piece] = []
@@ -279,7 +278,7 @@ class TextStream:
         return [("text", shown)] if shown else []
 
     def _visible(self, pieces: list[Piece]) -> list[Piece]:
-        """Apply stop strings to content; whatever follows a stop is dropped."""
+        """Return the pieces after applying stop strings to content; everything after a stop string is dropped."""
         stops = self._stops
         if stops is None:
             return pieces
@@ -288,7 +287,7 @@ class TextStream:
             if stops.hit:
                 break
             if isinstance(piece, ToolCallDelta) or piece[0] != "text":
-                # A stop string does not reach across what is no content.
+                # A stop string does not span reasoning or calls.
                 text, after = stops.release(), [piece]
             elif len(self.tokens) <= self._unstoppable:
                 text, after = piece[1], []
@@ -301,13 +300,15 @@ class TextStream:
 
 
 def _content(pieces: list[Piece]) -> int:
-    """Return how many characters of content there are."""
+    """Return the number of characters of content."""
     return sum(len(one[1]) for one in pieces if not isinstance(one, ToolCallDelta) and one[0] == "text")
 
 
 def _deltas(pieces: Sequence[Piece | bytes], tokens: tuple[int, ...]) -> list[Delta]:
-    """Make as few deltas as keep the order: one holds reasoning, then text, then tool calls. Kinds of tokens go with
-    the piece before them."""
+    """Group pieces into as few deltas as possible; each holds reasoning, then text, then tool calls.
+
+    Token kinds go with the piece before them.
+    """
     deltas: list[Delta] = []
     texts = ["", ""]
     calls: list[ToolCallDelta] = []

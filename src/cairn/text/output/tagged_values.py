@@ -1,8 +1,8 @@
-"""Where a value between tags ends: `<parameter=x>`value`</parameter>`, `<arg_value>`value`</arg_value>`.
+"""Search for the end of a value between tags: `<parameter=x>`value`</parameter>`, `<arg_value>`value`</arg_value>`.
 
-A value may hold the text of any tag, so its closing tag counts only where another argument or the end of the call
-follows. A model may leave the closing tag out; then the value ends at the next tag of the form: at one that begins an
-argument which the tool has and the call has not yet, or at one that ends the call for certain.
+A value may contain the text of any tag, so its closing tag counts only if another argument or the end of the call
+follows. A model may leave out the closing tag. Then the value ends at the next tag that begins an argument which the
+tool has and the call has not yet, or that certainly ends the call.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from collections.abc import Collection, Container
 from typing import NamedTuple
 
 MAX_NAME = 256
-"""Characters in which what ends a name is looked for."""
+"""Characters in which the end of a name is searched."""
 _BLANK = re.compile(r"\s*+")
 _SOME_BLANK = re.compile(r"\s{0,64}")
 _GLUED = frozenset("\n}]")
-"""What a tag stands behind that follows a value, beside letters and digits; a tag that a text mentions has a blank or a
-quote before it."""
+"""Characters, beside letters and digits, that may precede a tag after a value; before a tag that is only mentioned in a
+text comes a blank or a quote."""
 
 
 class Wait(Exception):
-    """The text so far does not tell."""
+    """More text is needed to decide."""
 
 
 class GrowingText:
-    """A text that comes in pieces, of which one element after another is read. Wait where more of it must come."""
+    """A text that arrives in pieces and is read element by element. Its methods raise Wait if more is needed."""
 
     def __init__(self, text: str) -> None:
-        """Begin behind a text that was read."""
+        """Begin after `text`, which was already read."""
         self._text = text
         self._next = len(text)
-        """Where reading goes on."""
+        """Where reading continues."""
 
     def _need(self, count: int) -> None:
         if len(self._text) < self._next + count:
@@ -42,7 +42,7 @@ class GrowingText:
         self._next = found.end() if found else self._next
 
     def _begins(self, wanted: str) -> int | None:
-        """Return the place behind a text that comes next, any white space before its words; None where it does not."""
+        """Return the index just past `wanted` if it comes next (white space allowed before its words), else None."""
         at = self._next
         for word in wanted.split():
             found = _SOME_BLANK.match(self._text, at)
@@ -56,14 +56,14 @@ class GrowingText:
         return at
 
     def _take(self, wanted: str) -> bool:
-        """Go behind a text that comes next, and tell whether it does."""
+        """Skip `wanted` if it comes next; return whether it did."""
         if (at := self._begins(wanted)) is None:
             return False
         self._next = at
         return True
 
     def _word(self, pattern: re.Pattern[str]) -> bool:
-        """Go behind a number or the like, and tell whether there is one."""
+        """Skip a word that matches `pattern`; return whether there was one."""
         found = pattern.match(self._text, self._next)
         assert found is not None
         if found.end() == len(self._text):
@@ -85,18 +85,21 @@ class GrowingText:
 
 
 class ValueTags:
-    """The tags of one form, without the blanks around them."""
+    """The tags of one call format, without white space around them."""
 
     def __init__(self, value_end: str, key: tuple[str, str], close: str, end: str, begins: Collection[str]) -> None:
-        """Take the tags of a form: `key` stands before and behind an argument's name, `close` ends a call and `end` a
-        section ("" for none), and `begins` are what another call may begin with."""
+        """Take the tags of a format.
+
+        `key` is around an argument's name, `close` ends a call, `end` a section ("" for none), `begins` are texts with
+        which another call may begin.
+        """
         self.value_end, self.key = value_end.strip(), key[0].strip()
         self.closers = tuple(dict.fromkeys(one.strip() for one in (close, end) if one.strip()))
         self.behind = {
             one: tuple(other for other in (end.strip() if one == close.strip() else "", *begins) if other)
             for one in self.closers
         }
-        """What follows each closer where it ends a call for certain."""
+        """Closer -> texts of which one follows if it certainly ends a call."""
         name_end = key[1].partition("{kind}")[0].partition("\n")[0].strip()
         self.named = re.compile(
             rf"{re.escape(self.key)}\s{{0,64}}+([^<>\n\"]{{1,128}}+)\s{{0,64}}+{re.escape(name_end)}"
@@ -107,45 +110,48 @@ class ValueTags:
 
 
 class ValueEnd(NamedTuple):
-    """Where a value ends, and the place behind its closing tag: the same place where that is missing."""
+    """The end of a value, and the index after its closing tag; both are equal if the tag is missing."""
 
     end: int
     behind: int
 
     @property
     def tagged(self) -> bool:
-        """Its closing tag is there."""
+        """Whether its closing tag is present."""
         return self.behind > self.end
 
 
 class ValueScanner:
-    """Looks for the end of one value in a text that grows. Linear: each tag is decided once."""
+    """Search for the end of one value in a growing text. Linear: each tag is decided once."""
 
     def __init__(
         self, tags: ValueTags, start: int, key: str, known: Collection[str], given: Container[str], *, mends: bool
     ) -> None:
-        """Begin at text[start], the value of the argument `key`. `known` are the arguments of the tool, empty where
-        they are not known, and `given` those that the call has already. `mends`: the closing tag may be missing."""
+        """Begin at text[start], the value of the argument `key`.
+
+        `known` are the tool's arguments (empty if unknown), `given` those that the call already has. `mends`: the
+        closing tag may be missing.
+        """
         self._tags, self._start, self._key, self._known, self._given = tags, start, key, known, given
         self._pattern = tags.any if mends else tags.closing
         self._from = start
         self._blank_end = 0
-        """Up to where blanks were passed over behind the tag that is being decided."""
+        """End of the white space already skipped after the current tag."""
         self._closer: int | None = None
-        """The first closer, which ends the value where no closing tag comes."""
+        """The first closer, which ends the value if no closing tag comes."""
 
     @property
     def start(self) -> int:
-        """Where the value begins."""
+        """Index where the value begins."""
         return self._start
 
     def certain(self, text: str) -> int:
-        """Return up to where a text is the value, whatever follows; the line break that may end it is left out."""
+        """Return up to where `text` certainly belongs to the value; a final line break is left out."""
         end = self._from if self._closer is None else min(self._from, self._closer)
         return end - (end > self._start and text[end - 1] == "\n")
 
     def find(self, text: str, *, whole: bool) -> ValueEnd | None:
-        """Return the end of the value; None where the text so far does not tell. `whole`: no more of the text comes."""
+        """Return the end of the value; None if more text is needed. `whole`: the text has ended."""
         tags = self._tags
         while found := self._pattern.search(text, self._from):
             tag, at = found.group(), found.start()
@@ -169,7 +175,7 @@ class ValueScanner:
         return ValueEnd(self._closer, self._closer) if whole and self._closer is not None else None
 
     def _follows(self, text: str, at: int, wanted: Collection[str]) -> bool | None:
-        """Tell whether one of some tags comes next; None where the text so far does not tell."""
+        """Return whether one of the tags comes next; None if more text is needed."""
         blank = _BLANK.match(text, max(at, self._blank_end))
         at = self._blank_end = blank.end() if blank else at
         if any(text.startswith(one, at) for one in wanted):

@@ -1,7 +1,7 @@
 """Calls inside reasoning that was never ended: `<think>I look it up. <tool_call>{...}</tool_call>`, and nothing more.
 
-A model may also only think of a call. So what stands in reasoning is a call only if its tool was offered, it fits the
-tool's schema, and nothing follows it in the whole answer but further calls and the end of the reasoning.
+A model may also merely think about a call. So text in reasoning is a call only if its tool was offered, it fits the
+tool's schema, and only further calls and the end of the reasoning follow it in the answer.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from cairn.text.output.tool_parser import ParsedCall
 from cairn.types.request import OutputFormat
 
 MOST_TRIED = 8
-"""Marks in one reasoning behind which no call stands; then no more are looked at."""
+"""Marks without a call in one reasoning after which further marks are ignored."""
 MOST_BLANK = 256
-"""White space behind a call; behind more the reasoning goes on."""
+"""Most white space after a call; after more the reasoning goes on."""
 _BLANK = re.compile(r"\s*+")
 
 
 class CallSource(Protocol):
-    """What reads a section of calls (`CallReader`, `SectionReader`)."""
+    """A reader of a section of calls (`CallReader`, `SectionReader`)."""
 
     @property
     def closed(self) -> bool: ...  # noqa: D102
@@ -36,42 +36,44 @@ class CallSource(Protocol):
 
 
 class ThoughtCallReader:
-    """Reads from a mark in reasoning to the end of the answer, or to what shows that it is none of its calls."""
+    """Reader from a mark in reasoning to the end of the answer, or to text that shows that there is no call."""
 
     def __init__(
         self, opening: str, output: OutputFormat, marks: Sequence[str], close: str, reader: Callable[[str], CallSource]
     ) -> None:
-        """Begin behind the mark `opening`, perhaps with a line break before it. `marks` are all that begin calls,
-        `close` ends the reasoning, and `reader` makes what reads behind a mark."""
+        """Begin after the mark `opening`, which may have a line break before it.
+
+        `marks` are all marks that begin calls, `close` ends the reasoning, and `reader` makes the reader after a mark.
+        """
         self._shapes = {tool.name: tool.shape for tool in output.offered}
         self._opening, self._marks, self._close, self._make = opening, tuple(marks), close, reader
         self._kept = [opening]
         self._reader: CallSource | None = reader(opening)
         self._calls: list[ParsedCall] = []
         self._behind = ""
-        """What was read behind the last call and is not decided."""
+        """Undecided text after the last call."""
         self._ended = False
-        """The reasoning has ended behind the calls."""
+        """Whether the reasoning has ended after the calls."""
         self.failed = False
-        """It is reasoning: `opening` and then `again`, which is to be read again."""
+        """Whether this is reasoning: `opening`, and then `again`, which must be read again."""
 
     @property
     def opening(self) -> str:
-        """The mark with which it begins."""
+        """The mark at its beginning."""
         return self._opening
 
     @property
     def again(self) -> str:
-        """What was read behind the mark."""
+        """The text read after the mark."""
         return "".join(self._kept)[len(self._opening) :]
 
     def feed(self, text: str, start: int) -> None:
-        """Read on from text[start] to its end."""
+        """Read text[start:]."""
         self._kept.append(text[start:])
         self._read(text[start:])
 
     def finish(self, *, by_model: bool) -> list[ParsedCall]:
-        """Return the calls of an answer that ends here; [] where they are reasoning after all."""
+        """Return the calls of an answer that ends here; [] if the text is reasoning after all."""
         if self._reader is not None and not self.failed:
             self._reader.finish(by_model=by_model)
             self._take(self._reader)
@@ -98,7 +100,7 @@ class ThoughtCallReader:
             self.failed |= call.name not in self._shapes or not fits(call.arguments, self._shapes[call.name])
 
     def _between(self, text: str) -> str:
-        """Read behind a call: another one, the end of the reasoning, or text that shows that the reasoning goes on."""
+        """Read after a call: another call, the end of the reasoning, or text with which the reasoning goes on."""
         text, self._behind = self._behind + text, ""
         blank = _BLANK.match(text)
         at = blank.end() if blank else 0

@@ -1,4 +1,4 @@
-"""Tells what each token of an answer is a part of: content, reasoning, or what a client is not shown."""
+"""Classification of an answer's tokens: content, reasoning, or hidden from clients."""
 
 from __future__ import annotations
 
@@ -8,55 +8,57 @@ from collections.abc import Iterable
 from cairn.types.outputs import TokenKind
 
 Run = tuple[TokenKind, int]
-"""So many characters, one behind the other, and what they are a part of."""
+"""A kind and the number of consecutive characters that have it."""
 
 _SHOWN = (TokenKind.CONTENT, TokenKind.REASONING)
 
 
 class _Group:
-    """Tokens that are decided together, because only the last of them completes a character."""
+    """Tokens that are classified together, because only the last of them completes a character."""
 
     __slots__ = ("characters", "decided", "tag", "tokens")
 
     def __init__(self, tokens: int, characters: int) -> None:
         self.tokens, self.characters = tokens, characters
-        """How many tokens; how many of their characters are not accounted for."""
+        """Number of tokens; number of their characters without a kind."""
         self.decided = self.tag = False
-        """Their kind was told; a part of them is a tag of reasoning."""
+        """Whether their kind was returned; whether a part of them is a reasoning tag."""
 
 
 class TokenKinds:
-    """Decides tokens in the order in which they came, each once, as soon as a character of it is shown or none will
-    be. A token that is content and something else is content."""
+    """Classifier of tokens in order: each once, as soon as one of its characters is shown or none will be.
+
+    A token that is content and something else counts as content.
+    """
 
     def __init__(self) -> None:
         self._groups: deque[_Group] = deque()
         self._waiting = 0
-        """Tokens whose bytes are no whole character yet."""
+        """Tokens whose bytes do not complete a character yet."""
         self._runs: deque[list[int]] = deque()
-        """[kind, characters] that no token was accounted to."""
+        """[kind, characters] not yet assigned to tokens."""
 
     @property
     def undecided(self) -> int:
-        """Tokens whose kind was not told."""
+        """Number of tokens whose kind was not returned yet."""
         return self._waiting + sum(group.tokens for group in self._groups if not group.decided)
 
     def add(self, characters: int, *, hidden: bool) -> None:
-        """Take a token that completes so many characters. `hidden`: a control token that is no text."""
+        """Add a token that completes so many characters; `hidden`: it is a control token without text."""
         if not characters and not hidden:
             self._waiting += 1
             return
-        if hidden and self._waiting:  # no character comes of them any more
+        if hidden and self._waiting:  # their bytes will never complete a character
             self._groups.append(_Group(self._waiting, 0))
             self._waiting = 0
         self._groups.append(_Group(self._waiting + 1, characters))
         self._waiting = 0
 
     def settle(self, runs: Iterable[Run], shown: int, *, cut: bool) -> bytes:
-        """Return the kinds that are certain now.
+        """Return the kinds that are certain now, one byte per token.
 
-        `runs`: characters that the splitter has decided; `shown`: how many more of content were shown. Content that was
-        not shown is held back or, behind a `cut`, dropped.
+        `runs` are characters newly classified by the splitter, `shown` the number of content characters newly shown.
+        Content that was not shown is held back; after a `cut` it is dropped.
         """
         self._runs.extend([kind, size] for kind, size in runs)
         found = bytearray()
@@ -93,7 +95,7 @@ class TokenKinds:
         group.tag |= kind == TokenKind.REASONING_TAG
 
     def finish(self, characters: int, runs: Iterable[Run], shown: int) -> bytes:
-        """Return the kinds of all other tokens: the answer is over. `characters`: those that came at its end."""
+        """Return the kinds of all remaining tokens of an ended answer; `characters` came from the last flush."""
         if characters and self._waiting:
             self._groups.append(_Group(self._waiting, characters))
             self._waiting = 0

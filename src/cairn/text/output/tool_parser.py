@@ -4,11 +4,10 @@
     {"name": "f", "arguments": {"x": 1}}
     </tool_call>
 
-A text is a call if it is a JSON object with a `name` (a text that is not empty) and `arguments` (an object, or a text
-that holds one; `parameters` is another name for them), or with a `name` alone. JSON is read as models write it
-(`json_scan`); what is mended there has one meaning only. Behind the closing tag one or two braces may lack, before the
-end of an answer that the model ended itself one, and more than are needed are passed over. Several objects may stand
-between two tags.
+A text is a call if it is a JSON object with a `name` (not empty) and `arguments` (an object, or a text that holds one;
+also called `parameters`), or with a `name` alone. JSON is read leniently (`json_scan`). Before the closing tag one or
+two braces may be missing, at the end of an answer that the model ended itself one; extra braces are ignored. Several
+objects may be between two tags.
 
 Functions as XML are read too, in the same tags, for templates that teach them:
 
@@ -20,8 +19,8 @@ Functions as XML are read too, in the same tags, for templates that teach them:
     </function>
     </tool_call>
 
-A call is passed on as it is written once its arguments have begun (`begun_calls`), if its tool was offered. Any other
-comes out whole or not at all, and what is no call is content, all of it and unchanged.
+If its tool was offered, a call is streamed once its arguments have begun (`begun_calls`). Other calls come whole or not
+at all, and text that is not a call is content, complete and unchanged.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ Content = tuple[str, str]
 Piece = Content | ToolCallDelta
 
 PUSHED = 1_024
-"""Characters that a splitter takes at once: it copies what is behind a tag, so a long text goes through in pieces."""
+"""Characters that a splitter takes at once: it copies the text after a tag, so long texts are split into pieces."""
 
 
 OPEN = "<tool_call>"
@@ -59,20 +58,20 @@ XML_TAGS = ValueTags("</parameter>", ("<parameter=", ">"), "</function>", "", (F
 
 _JSON_COMMA = re.compile(r"\s*+(,)?\s*+")
 _EITHER = ({"arguments", "parameters"}, {"name", "tool_name"})
-"""Members of a call of which there may be one."""
+"""Pairs of member names of which a call may have only one."""
 _WITHOUT = frozenset({"name", "id", "type", "tool_name", "tool_call_id"})
-"""Members of a call without arguments."""
+"""Member names of a call without arguments."""
 
 
 class ParsedCall(NamedTuple):
-    """A call as it is passed on; `arguments` is the JSON text of an object."""
+    """A parsed call; `arguments` is the JSON text of an object."""
 
     name: str
     arguments: str
     id: str = ""
-    """The id or number that the model wrote into the call: letters and digits, "" in forms that have none."""
+    """The id or number that the model wrote into the call: letters and digits, "" in formats without one."""
     broken: bool = False
-    """The arguments are as they were written, and no JSON."""
+    """Whether the arguments are not valid JSON and kept as they were written."""
 
 
 _ID_SIZE = 24
@@ -80,10 +79,10 @@ _WRITTEN_ID = re.compile(r"call_[0-9a-f]{8,24}z([0-9A-Za-z]{1,15})")
 
 
 def call_id(request: int, choice: int, index: int, own: str = "") -> str:
-    """Return the id of a call, the same whenever the same generation is read again.
+    """Return the id of a call; it is the same whenever the same generation is parsed again.
 
-    `own`: the id that the model wrote. It ends this one behind a letter that is no hexadecimal digit, so that a result
-    can be given to the template under the id that stands in the sampled answer (`written_id`).
+    `own` is the id that the model wrote. It is appended after the letter z, which is not a hexadecimal digit, so that
+    the template can get a result under the id in the sampled answer (`written_id`).
     """
     digest = hashlib.sha256(f"tool call {request} {choice} {index}".encode()).hexdigest()
     if not 0 < len(own) < 16:
@@ -92,13 +91,13 @@ def call_id(request: int, choice: int, index: int, own: str = "") -> str:
 
 
 def written_id(id: str) -> str:
-    """Return what a model wrote as the id of a call, from an id that `call_id` made; "" where it wrote none."""
+    """Return the model's own id of a call from an id made by `call_id`; "" if it wrote none."""
     found = _WRITTEN_ID.fullmatch(id)
     return found[1] if found else ""
 
 
 def offered_tools(tools: Iterable[Any], *, xml: bool) -> tuple[OfferedTool, ...]:
-    """What is to be known of OpenAI's tools to read calls to them. Tools without a name cannot be called."""
+    """Return what the parsers need to know of OpenAI's tools. Tools without a name are left out."""
     offered = []
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -113,7 +112,7 @@ def offered_tools(tools: Iterable[Any], *, xml: bool) -> tuple[OfferedTool, ...]
 
 
 def is_text(schema: Any) -> bool:
-    """Whether a parameter with this schema may be a text, or may be anything."""
+    """Return whether a parameter with this schema may be a text."""
     if not isinstance(schema, Mapping):
         return True
     kinds = schema.get("type")
@@ -128,7 +127,7 @@ def is_text(schema: Any) -> bool:
 
 
 def call_of(members: Sequence[tuple[str, str]]) -> ParsedCall | None:
-    """The call that an object's members (key, JSON) say; None where they say none, or not which."""
+    """Return the call that an object's members (key, JSON) describe; None if they describe none or are ambiguous."""
     given = dict(members)
     telling = [key for key, _ in members if key in ("name", "tool_name", "arguments", "parameters", "function")]
     if len(telling) != len(set(telling)) or any(pair <= set(telling) for pair in _EITHER):
@@ -154,7 +153,7 @@ def call_of(members: Sequence[tuple[str, str]]) -> ParsedCall | None:
 
 
 def calls_in_json(text: str) -> list[ParsedCall] | None:
-    """The calls that one object, or a list of objects, makes; None if the text is anything else."""
+    """Return the calls in one object or a list of objects; None for any other text."""
     text = text.strip()
     listed = text.startswith("[") and text.endswith("]")
     text = text[1:-1].strip() if listed else text
@@ -175,16 +174,16 @@ def calls_in_json(text: str) -> list[ParsedCall] | None:
 
 
 def whole_json(text: str) -> str | None:
-    """One JSON value and nothing else, as strict JSON."""
+    """Return a text that is one JSON value as strict JSON; None for any other text."""
     scanner = JsonScanner()
     end = scanner.feed(text + " ")
     return scanner.text if scanner.done and end >= len(text) else None
 
 
 def calls_in_xml(text: str, offered: Iterable[OfferedTool], *, mends: bool = True) -> list[ParsedCall] | None:
-    """Return the calls that a text of `<function=...>` tags holds; None if it is anything else.
+    """Return the calls in a text of `<function=...>` tags; None for any other text.
 
-    `mends`: a closing tag of a parameter may be missing.
+    `mends`: the closing tag of a parameter may be missing.
     """
     tools = {tool.name: tool for tool in offered}
     calls: list[ParsedCall] = []
@@ -213,16 +212,16 @@ def calls_in_xml(text: str, offered: Iterable[OfferedTool], *, mends: bool = Tru
 
 
 def known_names(tool: OfferedTool) -> frozenset[str]:
-    """Return the arguments of a tool; none where they are not known."""
+    """Return the argument names of a tool; empty if they are not known."""
     return names_in(tool.shape)
 
 
 def joined(members: Mapping[str, str]) -> str:
-    """Return a JSON object of members whose values are JSON already."""
+    """Return a JSON object of members whose values are already JSON."""
     return "{" + ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {one}" for key, one in members.items()) + "}"
 
 
 def xml_value(text: str, *, is_text: bool) -> str:
-    """A parameter's value as JSON. What should be JSON and is none stays a text."""
+    """Return a parameter's value as JSON; a value that should be JSON and is not becomes a JSON text."""
     text = text.removeprefix("\n").removesuffix("\n")
     return (None if is_text else whole_json(text.strip())) or json.dumps(text, ensure_ascii=False)

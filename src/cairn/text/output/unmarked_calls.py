@@ -1,10 +1,9 @@
 """Calls whose mark a model left out: `<function=f>` without `<tool_call>`, `call:f{x:1}` and `f(x=1)` without theirs.
 
-A text may look like one, so it is a call only if its tool was offered, it begins a line, stands outside code fences,
-is whole and fits the tool's schema. Nothing but blanks may follow it on its line where brackets alone set it apart.
+Ordinary text may look like one, so it is a call only if its tool was offered, it begins a line outside code fences, is
+complete and fits the tool's schema. If only brackets delimit it, nothing but white space may follow it on its line.
 
-An answer that is nothing but one JSON object, perhaps in a Markdown fence, and calls a tool that was offered is a call
-too.
+An answer that is one JSON object, perhaps in a Markdown fence, and calls an offered tool is a call too.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from cairn.text.output.tool_parser import ParsedCall, call_of
 from cairn.types.request import OutputFormat
 
 MOST_TRIED = 16
-"""Beginnings of calls in one answer that turn out to be none; behind them nothing is looked at any more, so that a text
-is read a bounded number of times."""
+"""Failed attempts to read a call in one answer after which no more are made, so that a text is read a bounded number of
+times."""
 LEAST = 3
-"""Characters that stand before a name in tags; fewer are said by chance."""
+"""Fewest characters before a name in tags; fewer occur by chance."""
 MOST_BLANK = 64
-"""White space between a sign and the quote behind it; behind more a quote is a character like others."""
+"""Most white space between a sign and an opening quote; after more a quote is an ordinary character."""
 MOST_FENCE = 64
-"""Characters of a line that opens or closes a code fence, as far as they are looked at."""
+"""Most characters examined of a line that opens or closes a code fence."""
 _BLANK = re.compile(r"\s*+")
 _LINE_BLANK = re.compile(r"[ \t]*+")
 _INDENT = re.compile(r" {0,3}")
@@ -42,20 +41,20 @@ _JSON_FENCE = re.compile(r"(?:```[a-z_]{0,16}\s{0,16})?")
 _FENCE_SO_FAR = re.compile(r"`{1,2}|```[a-z_]{0,16}\s{0,16}")
 _AFTER_FENCED = re.compile(r"\s{0,16}(?:`{1,2}|```\s{0,16})?")
 _OF_A_CALL = frozenset({"", "name", "arguments", "parameters", "id", "type", "function"})
-"""Members of an answer that is nothing but a call, and the key that is not read yet."""
+"""Member names of an answer that is a call; "" is a name not read yet."""
 _AFTER_BARE = re.compile(r"\s{0,16}")
 _KEY = re.compile(r"([^\s:=,(){}\[\]<>\"']{0,128})\s{0,64}")
 _OPENED = re.compile(r"[({]")
 
 
 def unmarked_form(output: OutputFormat) -> CallFormat | None:
-    """Return the form whose calls are known without their marks; None where there is none."""
+    """Return the format whose calls are recognised without their marks; None if there is none."""
     form = form_by(output.calls) if output.calls else BY_NAME["qwen_xml"] if output.xml else None
     return form if output.tools and output.offered and not output.held else None
 
 
 def openings(form: CallFormat, names: Sequence[str]) -> tuple[str, ...]:
-    """Return what calls of these tools begin with where their section's mark is missing."""
+    """Return the texts with which calls of these tools begin if the mark of their section is missing."""
     if form.kind == "braces":
         before = form.open.partition("{name}")[0]
         return tuple(start for name in names for start in (f"{before}{name}{{", f"{before}{name}(", f"{name}("))
@@ -69,36 +68,36 @@ def openings(form: CallFormat, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def unmarked_reader(form: CallFormat, output: OutputFormat) -> SectionReader | BracketReader:
-    """Return what reads from the beginning of a call without a mark."""
+    """Return the reader of a call without a mark, from its beginning."""
     if form.kind in ("braces", "python"):
         return BracketReader(form, output)
     return SectionReader("", output, form, marked=False)
 
 
 class Look(NamedTuple):
-    """How far a text was looked at."""
+    """How far a text was examined."""
 
     end: int
-    """All before it is content and nothing else."""
+    """Index up to which the text is certainly content."""
     opens: bool
-    """A call may begin there; else what follows cannot be told yet, or was not looked at."""
+    """Whether a call may begin there; else the text after it is undecided or was not examined."""
 
 
 class LineWatch:
-    """Follows the lines of a content, its code fences among them, and finds the lines that begin as calls do."""
+    """Finder of lines in a content that begin like calls; it follows code fences."""
 
     def __init__(self, openings: Sequence[str]) -> None:
         self._openings = tuple(openings)
         self._firsts = frozenset(one[0] for one in self._openings) | {"`", "~"}
         self._fence = ""
-        """What has opened the code fence that the text is in."""
+        """The text that opened the current code fence; empty outside of fences."""
         self._at_start = True
-        """A line begins where looking goes on."""
+        """Whether a line begins at the current place."""
         self.tried = 0
-        """Calls that turned out to be none."""
+        """Number of attempts that found no call."""
 
     def look(self, text: str, at: int, end: int, *, decided: bool) -> Look:
-        """Look at text[at:end]. `decided`: no more of this line comes."""
+        """Examine text[at:end]; `decided`: the line ends at `end`."""
         while at < end:
             stop = text.find("\n", at, end)
             if self._at_start:
@@ -112,17 +111,17 @@ class LineWatch:
         return Look(end, False)
 
     def skip(self, text: str) -> None:
-        """Pass over content that holds no call."""
+        """Follow content that is known to hold no call."""
         tried, self.tried = self.tried, MOST_TRIED
         self.look(text, 0, len(text), decided=True)
         self.tried = tried
 
     def fresh(self) -> None:
-        """Note that a line begins here: behind a call, or where content begins."""
+        """Record that a line begins here: after a call, or at the beginning of content."""
         self._at_start = True
 
     def _judge(self, line: str, *, ended: bool) -> int | None:
-        """Return where in a line a call begins, -1 for nowhere, None where more of it must come; follow code fences."""
+        """Return where in a line a call begins, -1 if nowhere, None if more of it is needed; follow code fences."""
         indent = _INDENT.match(line)
         start = indent.end() if indent else 0
         rest = line[start:]
@@ -152,7 +151,7 @@ class LineWatch:
 
 
 class _BracketAt(enum.Enum):
-    """What comes next."""
+    """The element that comes next."""
 
     HEAD = enum.auto()
     BODY = enum.auto()
@@ -162,12 +161,14 @@ class _BracketAt(enum.Enum):
 
 
 class BracketReader:
-    """Reads a call that brackets alone set apart: the same interface as `SectionReader`. Linear: every character is
-    looked at once, and the call is read where its last bracket comes."""
+    """Reader of a call that only brackets delimit, with the interface of `SectionReader`.
+
+    Linear: every character is examined once, and the call is parsed at its last bracket.
+    """
 
     marked = False
     begun: BegunCall | None = None
-    """It comes whole."""
+    """Always None: these calls are not streamed."""
 
     def __init__(self, form: CallFormat, output: OutputFormat) -> None:
         self._form = form
@@ -175,9 +176,9 @@ class BracketReader:
         self._text = ""
         self._at = _BracketAt.HEAD
         self._next = 0
-        """Where looking goes on."""
+        """Where reading continues."""
         self._blank_end = 0
-        """Up to where blanks were passed over behind what is being decided."""
+        """End of the white space already skipped before the deciding character."""
         self._depth = 0
         self._quote = ""
         self._end = 0
@@ -189,34 +190,34 @@ class BracketReader:
 
     @property
     def closed(self) -> bool:
-        """The call and the rest of its line were read."""
+        """Whether the call and the rest of its line were read."""
         return self._at is _BracketAt.CLOSED
 
     @property
     def failed(self) -> bool:
-        """This is no call: `rest` is content, `again` is to be read again as what follows it."""
+        """Whether this is not a call: `rest` is content, and `again` must be read again after it."""
         return self._at is _BracketAt.FAILED
 
     @property
     def rest(self) -> str:
-        """The first character of what is no call."""
+        """The first character, which is content if this is not a call."""
         return self._text[:1]
 
     @property
     def again(self) -> str:
-        """What is to be read again."""
+        """The text that must be read again."""
         return self._text[self._end :] if self.closed else self._text[1:]
 
     def take(self) -> list[ParsedCall]:
-        """Return the calls that came out since the last time."""
+        """Return the calls completed since the last time."""
         if not self.closed:
             return []
         calls, self._calls = self._calls, []
         return calls
 
     def feed(self, text: str, start: int) -> int:
-        """Read on from text[start] to its end, which it returns; `again` is what was read too far."""
-        kept, self._text = self._text, ""  # held by one name alone, a text is made longer in its place
+        """Read text[start:] and return len(text); text read too far is in `again`."""
+        kept, self._text = self._text, ""  # with only one reference CPython appends in place
         kept += text[start:]
         self._text = kept
         del kept
@@ -224,7 +225,7 @@ class BracketReader:
         return len(text)
 
     def finish(self, *, by_model: bool) -> None:
-        """End the text here."""
+        """End the text."""
         self._read(whole=True)
         if not self.closed:
             self._at = _BracketAt.FAILED
@@ -238,7 +239,7 @@ class BracketReader:
             self._tail(whole=whole)
 
     def _head(self) -> None:
-        """Fail where behind the first bracket stands neither its end nor the name of an argument."""
+        """Fail unless an argument's name or the closing bracket follows the first bracket."""
         opened = _OPENED.search(self._text)
         if opened is None:
             return
@@ -250,7 +251,7 @@ class BracketReader:
         self._at = _BracketAt.BODY if named else _BracketAt.FAILED
 
     def _body(self, *, whole: bool) -> None:
-        """Find the bracket that closes the first."""
+        """Find the bracket that closes the first one."""
         safe = len(self._text) if whole else len(self._text) - max(len(self._mark), 1)
         while (found := self._tokens.search(self._text, self._next)) is not None and found.end() <= safe + 1:
             token, at = found.group(), found.start()
@@ -270,7 +271,7 @@ class BracketReader:
             self._next = max(self._next, safe)
 
     def _quoted(self, token: str, at: int, behind: int, *, whole: bool) -> bool:
-        """Follow a quote; False where what comes behind it decides."""
+        """Process a quote; return False if the next character is needed to decide."""
         if self._quote:
             if token != self._quote:
                 return True
@@ -300,7 +301,7 @@ class BracketReader:
         self._calls = calls if good else []
 
     def _tail(self, *, whole: bool) -> None:
-        """Read behind the call: the mark that would have ended its section, and the end of the line."""
+        """Read after the call: the optional mark that ends a section, and the end of the line."""
         mark = self._form.end.strip()
         at = self._behind_blanks(self._end, _LINE_BLANK)
         rest = self._text[at : at + max(len(mark), 1)]
@@ -314,44 +315,43 @@ class BracketReader:
             self._at = _BracketAt.FAILED
 
     def _behind_blanks(self, at: int, blanks: re.Pattern[str] = _BLANK) -> int:
-        """Return the place behind the blanks that begin at one; those that were there the last time are not looked at
-        again."""
+        """Return the index after the white space at `at`, without reading again what was skipped the last time."""
         found = blanks.match(self._text, max(at, self._blank_end))
         self._blank_end = found.end() if found else at
         return self._blank_end
 
 
 class BareReader:
-    """Reads a whole answer that may be nothing but the JSON object of a call, perhaps in a fence."""
+    """Reader of a whole answer that may be the JSON object of a call, perhaps in a fence."""
 
     def __init__(self, opening: str, output: OutputFormat) -> None:
-        """`opening` is the white space before it."""
+        """Begin after `opening`, the white space before the answer."""
         self._names = {tool.name for tool in output.offered}
         self._kept = [opening]
         self._head = ""
         self._tail: str | None = None
         self._scanner: JsonScanner | None = None
         self._looked_at = 0
-        """Members of the object that were looked at."""
+        """Number of members examined."""
         self._strange = self._has_arguments = self._misnamed = False
-        """Of those: one is no call's; the arguments are among them; the name is no tool's."""
+        """Whether a member does not belong to a call; whether there are arguments; whether the name is not a tool's."""
         self._streamed = frozenset(self._names) if output.calls_only else frozenset[str]()
         self._object: BegunObject | None = None
         self.failed = False
-        """What was read is no call."""
+        """Whether the answer is not a call."""
 
     @property
     def begun(self) -> BegunCall | None:
-        """The call that is being written, where a grammar sees to it that the answer is one."""
+        """The incomplete call, if a grammar guarantees that the answer is a call."""
         return None if self._object is None else self._object.call
 
     @property
     def kept(self) -> str:
-        """All that was read."""
+        """All text so far."""
         return "".join(self._kept)
 
     def feed(self, text: str, start: int) -> int:
-        """Read on from text[start]. Returns where it stopped: len(text) unless `failed`."""
+        """Read text[start:] and return where it stopped: len(text) unless `failed`."""
         at = start
         while at < len(text) and not self.failed:
             end = self._step(text, at)
@@ -360,7 +360,7 @@ class BareReader:
         return at
 
     def finish(self, *, by_model: bool) -> ParsedCall | None:
-        """The text ends here: the call, if it is one."""
+        """End the text and return the call; None if it is not one."""
         scanner = self._scanner
         if scanner is None or not by_model or self.failed:
             return None
@@ -395,9 +395,9 @@ class BareReader:
         return at if self.failed else end
 
     def _unlike(self, scanner: JsonScanner) -> bool:
-        """Return whether what was read begins no call of a tool that was offered: then nothing more is held back.
+        """Return whether the object cannot be a call of an offered tool; then it is no longer held back.
 
-        Each member is looked at once, so that an object of many takes time that grows with its length alone.
+        Each member is examined once, so the time is linear in the object's length.
         """
         for key, value in scanner.members[self._looked_at :]:
             self._begin(key)

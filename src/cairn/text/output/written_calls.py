@@ -1,4 +1,4 @@
-"""What a chat template makes of a few calls that are known, cut out of the conversations around them."""
+"""A chat template's renderings of a few probe calls, cut out of the conversations around them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ID = "qzjx"
 VALUE, LAST = "probe of value", "probe of more"
 _WORDS = (FIRST, SECOND, KEY, NEXT, VALUE, LAST)
 MAX_PLACE, MAX_COUNT = 1 << 16, 8
-"""Characters of what a template makes of a few calls, and how often it may repeat a word of them: reading it takes time
-that grows with both."""
+"""Most characters of a rendering of probe calls, and most repetitions of one of their words: the time to analyse it
+grows with both."""
 
 Arguments = Mapping[str, Any]
 Calls = tuple[tuple[str, Arguments], ...]
@@ -35,18 +35,19 @@ CHECKS: Mapping[str, Calls] = {
     "nested": ((FIRST, {KEY: {"probe_deep": [1.5, None, {"x": "y"}]}, NEXT: VALUE}),),
     "marks": ((FIRST, {KEY: 'a "quoted" text, {with} [all]\nof <it> & more'}),),
 }
-"""What is written, and read back."""
+"""Name -> calls that a template is asked to write and a format has to read back."""
 Written = Mapping[str, str]
-"""What a template makes of those that it takes."""
+"""Name in CHECKS -> the template's rendering of the calls; calls that it refuses are absent."""
 _EMPTY_THOUGHT = re.compile("|".join(rf"{re.escape(one.open)}\s*{re.escape(one.close)}\s*" for one in THOUGHTS))
 
 
 async def written_by(
     render: Render, traits: Traits, given: Mapping[str, Any], ends: Collection[str], checks: Iterable[str]
 ) -> dict[str, str]:
-    """What stands in the place of an answer for each of the calls that a template takes.
+    """Return the rendering of each check that a template accepts, cut out of its conversation.
 
-    `given`: its variables, tools among them; `ends`: the texts of the tokens that end an answer; `checks`: which.
+    `given` are its variables, tools among them; `ends` are the texts of the tokens that end an answer; `checks` are
+    names in CHECKS.
     """
     variables = dict(given)
     said = await render(in_parts([ASKED, {"role": "assistant", "content": SAID}], traits.parts), variables)
@@ -74,7 +75,7 @@ def _message(calls: Calls) -> Message:
 
 
 def _place(text: str, head: str, tail: str) -> str:
-    """What stands in a text where a plain answer stands between a head and a tail."""
+    """Return the part of a rendering that takes the place of a plain answer between `head` and `tail`."""
     start = _cut_back(text, _shared(text, head))
     rest = text[max(start, text.find(USER) + len(USER)) :]
     stop = CONTROL.match(tail.lstrip())
@@ -86,34 +87,34 @@ def _place(text: str, head: str, tail: str) -> str:
 
 
 def _ended(text: str, ends: Collection[str], name: str) -> str:
-    """A text up to what ends an answer, behind the name of its last call."""
+    """Return a text up to the token that ends an answer, searched after the name of its last call."""
     places = [at for end in ends if end and (at := text.find(end, text.rfind(name))) >= 0]
     return text[: min(places, default=len(text))].rstrip()
 
 
 def _without_thought(text: str) -> str:
-    """A text without an empty thought that it begins with."""
+    """Return a text without empty reasoning at its beginning."""
     text = text.lstrip()
     found = _EMPTY_THOUGHT.match(text)
     return text[found.end() :] if found else text
 
 
 def _cut_back(text: str, at: int) -> int:
-    """A place in a text, or where the tag begins that it falls into."""
+    """Return `at`, or the beginning of the tag that contains it."""
     opened = max(text.rfind("<", 0, at), text.rfind("[", 0, at))
     found = CONTROL.match(text, opened) if opened >= 0 else None
     return opened if found and found.end() > at else at
 
 
 def _cut_on(text: str, at: int) -> int:
-    """A place in a text, or where the tag ends that it falls into."""
+    """Return `at`, or the end of the tag that contains it."""
     opened = max(text.rfind("<", 0, at), text.rfind("[", 0, at))
     found = CONTROL.match(text, opened) if opened >= 0 else None
     return found.end() if found and found.end() > at else at
 
 
 def common_head(one: str, other: str) -> str:
-    """What two texts begin with, up to a tag that is not the same in both."""
+    """Return the common prefix of two texts, without a tag that is only partly common."""
     at = _shared(one, other)
     opened = max(one.rfind("<", 0, at), one.rfind("[", 0, at))
     closed = max(one.rfind(">", 0, at), one.rfind("]", 0, at))
@@ -121,7 +122,7 @@ def common_head(one: str, other: str) -> str:
 
 
 def common_tail(one: str, other: str) -> str:
-    """What two texts end with, from where a tag begins that is the same in both, or from plain text."""
+    """Return the common suffix of two texts, without a tag that is only partly common."""
     size = _shared(one[::-1], other[::-1])
     shared = one[len(one) - size :]
     opened = min((at for at in (shared.find("<"), shared.find("[")) if at >= 0), default=size)
@@ -130,5 +131,5 @@ def common_tail(one: str, other: str) -> str:
 
 
 def _shared(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
