@@ -78,7 +78,7 @@ class Anthropic:
     async def _read(self, call: HTTPCall, service: Service) -> tuple[MessagesBody, ChatBody]:
         body = await read(MessagesBody, call, self._config)
         with spelled(NAMES):
-            return body, parse(ChatBody, chat_of(body, call, service.chat.knows), self._config)
+            return body, parse(ChatBody, chat_of(body, call, service.chat.mentions), self._config)
 
 
 class MessageAnswer:

@@ -152,7 +152,7 @@ async def chat_prompt(call: HTTPCall, service: Service, config: Config, body: Ch
         tools,
         tenant=call.tenant,
         share=call.share,
-        template_args=body.template_args(service.chat.knows),
+        template_args=body.template_args(service.chat.mentions),
         wanted=body.wanted(),
     )
 
@@ -174,7 +174,7 @@ def warn_of_tools(call: HTTPCall, service: Service, tools: Sequence[Any] | None)
 def warn_of_thinking(call: HTTPCall, service: Service, body: Templated) -> None:
     """Tell where reasoning is not wanted and the model's template cannot turn it off."""
     switches = ("enable_thinking", "reasoning_effort")
-    if body.thinks() is False and service.chat.thinks and not any(map(service.chat.knows, switches)):
+    if body.thinks() is False and service.chat.thinks and not any(map(service.chat.mentions, switches)):
         call.warn("the model reasons all the same: its chat template has no switch for it")
 
 

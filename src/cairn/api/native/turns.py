@@ -74,7 +74,7 @@ class TurnRoutes:
                 request=call.number,
                 share=call.share,
                 fork_on_conflict=bool(body.fork_on_conflict),
-                template_args=body.template_args(service.chat.knows),
+                template_args=body.template_args(service.chat.mentions),
                 wanted=body.wanted(),
                 service=service,
             )

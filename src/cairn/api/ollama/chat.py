@@ -61,7 +61,7 @@ class Ollama:
             await call.json(_loaded(call, service, {"message": {"role": "assistant", "content": ""}}))
             return
         with spelled(NAMES):
-            chat = chat_of(body, service.chat.knows, thinks=service.chat.thinks)
+            chat = chat_of(body, service.chat.mentions, thinks=service.chat.thinks)
             asked = parse(ChatBody, chat, self._config, call)
         await self._run(call, body, await self._chat(call, service, asked, Talk(call, service, body), NAMES))
 
@@ -76,7 +76,7 @@ class Ollama:
             await self._run(call, body, await self._complete(call, service, body))
             return
         with spelled(TEXT_NAMES):
-            chat = prompt_chat(body, service.chat.knows, thinks=service.chat.thinks)
+            chat = prompt_chat(body, service.chat.mentions, thinks=service.chat.thinks)
             asked = parse(ChatBody, chat, self._config, call)
         before = self._before(body, service)
         exchange = await self._chat(call, service, asked, Text(call, service, body), TEXT_NAMES, before)
@@ -103,7 +103,7 @@ class Ollama:
     async def _complete(self, call: HTTPCall, service: Service, body: OllamaGenerateBody) -> Exchange:
         """The exchange of a prompt that no template is put around."""
         with spelled(TEXT_NAMES):
-            given = raw_text(body, service.chat.knows, thinks=service.chat.thinks)
+            given = raw_text(body, service.chat.mentions, thinks=service.chat.thinks)
             asked = parse(Generation, given, self._config, call)
         check_suffix(body.suffix, service)
         tokens = await encode_text(call, service, body.prompt or "", body.suffix or "")

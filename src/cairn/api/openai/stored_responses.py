@@ -122,7 +122,7 @@ class StoredResponses:
                 chat.chat_options(),
                 request=call.number,
                 share=call.share,
-                template_args=chat.template_args(service.chat.knows),
+                template_args=chat.template_args(service.chat.mentions),
                 wanted=chat.wanted(),
                 service=service,
             )

@@ -84,7 +84,7 @@ class TokenRoutes:
             tools,
             tenant=call.tenant,
             share=call.share,
-            template_args=body.template_args(service.chat.knows),
+            template_args=body.template_args(service.chat.mentions),
         )
         return list(prompt.tokens)
 

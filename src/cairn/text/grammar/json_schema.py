@@ -136,7 +136,7 @@ def _patterns_in(schema: Schema) -> set[str]:
 
 
 def _without(schema: Schema, patterns: set[str], warnings: list[str], *, one_of: bool = False) -> Schema:
-    """Return a schema without some patterns, and if `one_of` with `anyOf` for `oneOf`; append warnings to `warnings`."""
+    """Return a schema without some patterns, and if `one_of` with `anyOf` for `oneOf`; append to `warnings`."""
     if isinstance(schema, list):
         return [_without(one, patterns, warnings, one_of=one_of) for one in schema]
     if not isinstance(schema, Mapping):
