@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cairn.frontend.requests import SamplingOptions, sampling_params
-from cairn.frontend.sampler_order import ORDERS
+from cairn.frontend.sampling_extras import ORDERS
 from cairn.types.errors import InvalidRequest, Unsupported
 from cairn.types.sampling_params import SamplingParams
 from tests.api.scripted import SPEC

@@ -13,8 +13,17 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from cairn.frontend.sampler_order import NEUTRAL, SamplerOrder, arrange
-from cairn.frontend.sampling_extras import MAX_BIAS, NUMBERS, Encode, bias_of, extras_of, numbers
+from cairn.frontend.sampling_extras import (
+    MAX_BIAS,
+    NEUTRAL,
+    NUMBERS,
+    Encode,
+    SamplerOrder,
+    arrange,
+    bias_of,
+    extras_of,
+    numbers,
+)
 from cairn.scheduler.sequence import MAX_PRIORITY
 from cairn.system.interfaces import Rng
 from cairn.system.posix import SystemRng

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from cairn.kv.tiers.reuse_hints import Standing
+from cairn.kv.tiers.store import Standing
 from cairn.types.block_size import CHUNK_TOKENS
 
 MOST_TOKENS = 1 << 20

@@ -24,12 +24,10 @@ from cairn.frontend.request_table import RequestTable, Used
 from cairn.frontend.requests import SamplingOptions, requests
 from cairn.frontend.sent_marks import Mark, SentMarks
 from cairn.frontend.stream import RequestStream
-from cairn.frontend.supervisor import Supervisor
-from cairn.frontend.watchdog import Patience
-from cairn.kv.tiers.reuse_hints import Standing
+from cairn.frontend.supervisor import Patience, Supervisor
+from cairn.kv.tiers.store import Standing
 from cairn.models.hub.hub import locate
 from cairn.models.spec.tokenizer_files import check_fits
-from cairn.router.services import RequestIds
 from cairn.system.deadline import left
 from cairn.system.interfaces import Clock
 from cairn.system.metrics import Metrics
@@ -61,6 +59,20 @@ def names_of(config: Config, spec: ModelSpec) -> frozenset[str]:
     ends = {given, given.rstrip("/").rpartition("/")[2]}
     ends |= {end.removesuffix(".gguf") for end in ends} | {end.partition(":")[0] for end in ends if "/" in given}
     return frozenset({spec.name, config.served_name or spec.name, *config.alias, *ends} - {""})
+
+
+class RequestIds:
+    """Draws request ids: strictly increasing, below 2**63, and beyond those of earlier runs, since they follow the
+    clock. All services of a server draw from one."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._last = 0
+
+    def draw(self) -> int:
+        """The next one."""
+        self._last = max(self._last + 1, self._clock.time_ns())
+        return self._last
 
 
 class ServiceStats(msgspec.Struct, frozen=True, kw_only=True):

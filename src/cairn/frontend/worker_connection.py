@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 
 from cairn.frontend.launch import KILL_SECONDS, Worker
-from cairn.frontend.watchdog import Patience, Watchdog
+from cairn.frontend.supervisor import Patience, Watchdog
 from cairn.system.interfaces import Clock
 from cairn.types.errors import trace
 from cairn.worker import wire

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from cairn.kv.tiers.reuse_hints import Standing, Standings, later
-from cairn.kv.tiers.store import HEAD_BYTES, Chunk, spared
+from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Standing, Standings, later, spared
 from cairn.types.stats import TierStats
 
 _CHUNK_OVERHEAD = 1024

@@ -9,25 +9,10 @@ from cairn.types.errors import NotLoaded
 
 if TYPE_CHECKING:
     from cairn.frontend.service import Service
-    from cairn.system.interfaces import Clock
     from cairn.text.chat.replay import ReplayTable
 
 MOST_REPLAYS = 4
 """How many models that are away keep what they sampled in memory: up to 16 MiB each. Others read it at a restart."""
-
-
-class RequestIds:
-    """Draws request ids: strictly increasing, below 2**63, and beyond those of earlier runs, since they follow the
-    clock. All services of a server draw from one."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._last = 0
-
-    def draw(self) -> int:
-        """The next one."""
-        self._last = max(self._last + 1, self._clock.time_ns())
-        return self._last
 
 
 class Services:

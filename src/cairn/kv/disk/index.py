@@ -17,8 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cairn.kv.disk.chunk_file import Name
-from cairn.kv.tiers.reuse_hints import Standing, Standings, later
-from cairn.kv.tiers.store import HEAD_BYTES
+from cairn.kv.tiers.store import HEAD_BYTES, Standing, Standings, later
 
 KEY_BYTES = 32
 """How long a chunk's key is, which ends its id."""

@@ -11,13 +11,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from cairn.kv.disk.folder import blocks
+from cairn.kv.disk.folder import StoreFolder, blocks
 from cairn.kv.disk.record import read_record, write_record
 from cairn.kv.disk.state import DiskState
+from cairn.kv.pool.prefix import Layout
 
 SEEN = "seen"
 _MOST_SEEN = 4 << 20
 _WRITTEN, _MAGIC = "written", b"cairn kv written"
+_LAYOUT, _LAYOUT_MAGIC = "layout", b"cairn kv layout1"
+
+
+def write_layout(folder: StoreFolder, layout: Layout) -> None:
+    """Store the layout durably in a store that this process holds, unless the store has the same one already."""
+    if read_layout(folder) != layout:
+        write_record(folder, _LAYOUT, _LAYOUT_MAGIC, layout)
+
+
+def read_layout(folder: StoreFolder) -> Layout | None:
+    """Return the layout of a store; None if it has none, or its file is damaged."""
+    return read_record(folder, _LAYOUT, _LAYOUT_MAGIC, Layout)
 
 
 class Notes:

@@ -23,15 +23,13 @@ from cairn.kv.disk.chunk_file import HEADER_BYTES, DamagedChunk
 from cairn.kv.disk.codec import Codec
 from cairn.kv.disk.disk_writer import DiskWriter
 from cairn.kv.disk.folder import PROBE_BYTES, StoreFolder, open_folder
-from cairn.kv.disk.layout import Layout
-from cairn.kv.disk.layout import write as write_layout
 from cairn.kv.disk.maintenance import OtherEngines
 from cairn.kv.disk.model_folders import ModelFolders
-from cairn.kv.disk.notes import Notes
+from cairn.kv.disk.notes import Notes, write_layout
 from cairn.kv.disk.pins import Pins, pin_bytes, pin_name
 from cairn.kv.disk.state import DiskState
-from cairn.kv.tiers.reuse_hints import Standing
-from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Scrubbed
+from cairn.kv.pool.prefix import Layout
+from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Scrubbed, Standing
 from cairn.system.interfaces import Clock, FileSystem, Lock
 from cairn.types.errors import ConfigError, Conflict
 from cairn.types.stats import TakenIn, TierStats

@@ -12,6 +12,9 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
+import msgspec
+
+from cairn.types.block_size import CHUNK_BLOCKS
 from cairn.types.layer_spec import CacheGroup
 
 _DOMAIN = b"cairn kv chain 1"
@@ -70,3 +73,19 @@ class Chain:
     def before(self, index: int, tokens: Sequence[int]) -> bytes:
         """The key that block `index` extends."""
         return self.key(index - 1, tokens) if index else self._root
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """How a model's tokens become chunks."""
+
+    block_tokens: int
+    groups: tuple[CacheGroup, ...]
+
+    def keys(self, identity: bytes, salt: bytes, tokens: Sequence[int], first: int) -> list[bytes]:
+        """Keys that an engine with this identity gives a context's blocks from chunk `first` on, in every group: those
+        of all chunks, tails and states that there might be."""
+        low, high, found = first * CHUNK_BLOCKS, len(tokens) // self.block_tokens, list[bytes]()
+        for group in self.groups:
+            chain = Chain(root(identity, salt, group, self.block_tokens), self.block_tokens)
+            found += [chain.key(one, tokens) for one in range(low, high)]
+        return found

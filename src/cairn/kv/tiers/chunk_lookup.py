@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from cairn.kv.disk.layout import Layout
-from cairn.kv.pool.attention_window import first_read, lead
-from cairn.kv.pool.cache import Cache
+from cairn.kv.pool.cache import Cache, first_read, lead
+from cairn.kv.pool.prefix import Layout
 from cairn.kv.pool.sequence_kv import SequenceKV, TierName
 from cairn.kv.tiers.reader import Stretch, Want
 from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Store

@@ -12,15 +12,53 @@ beside a chunk that begins with the same blocks: whichever is longer replaces th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
-from cairn.kv.tiers.reuse_hints import Standing
 from cairn.types.block_size import CHUNK_BLOCKS
 from cairn.types.layer_spec import CacheGroup
 from cairn.types.stats import TakenIn, TierStats
+
+Standing = Literal["superseded", "once", "idle", "waiting"]
+
+MOST_STANDINGS = 1 << 16
+"""Chunks of which one is remembered: of 4 million tokens."""
+
+
+def later(standing: Standing, patience: float) -> float:
+    """By how much the last use of a chunk counts as later for how it stands, in whatever a store measures that."""
+    if standing == "superseded":
+        return -math.inf
+    return {"waiting": patience, "once": -patience}.get(standing, 0)
+
+
+class Standings:
+    """How chunks stand, whether they are stored yet or not. Those that were told longest ago are forgotten first."""
+
+    def __init__(self, most: int = MOST_STANDINGS) -> None:
+        self._of: OrderedDict[bytes, Standing] = OrderedDict()
+        self._most = most
+
+    def of(self, id: bytes) -> Standing:
+        """How this one stands; idle where nothing is known."""
+        return self._of.get(id, "idle")
+
+    def set(self, ids: Iterable[bytes], standing: Standing) -> list[bytes]:
+        """These stand so from now on; those for which that is new."""
+        changed = []
+        for id in ids:
+            if self._of.pop(id, "idle") != standing:
+                changed.append(id)
+            if standing != "idle":
+                self._of[id] = standing
+        while len(self._of) > self._most:
+            changed.append(self._of.popitem(last=False)[0])
+        return changed
+
 
 HEAD_BYTES = 8
 """How much of a block's key tells that a chunk has that block, not as its last. A chunk's tokens are compared after."""

@@ -17,16 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from cairn.kv.pool.attention_window import lead
-from cairn.kv.pool.cache import Cache
+from cairn.kv.pool.cache import Cache, lead
 from cairn.kv.pool.sequence_kv import SequenceKV, TierName
 from cairn.kv.tiers.chunk_lookup import ChunkLookup
 from cairn.kv.tiers.reader import Arrival, ContextLoad, LoadMode, LoadPolicy, StoreReader, Want
-from cairn.kv.tiers.reuse_hints import Standing
-from cairn.kv.tiers.store import Chunk, DurableStore, Store, chunk_sizes
+from cairn.kv.tiers.store import Chunk, DurableStore, Standing, Store, chunk_sizes
 from cairn.kv.tiers.store_memory import StoreMemory
-from cairn.kv.tiers.store_writer import StoreWriter
-from cairn.kv.tiers.write_behind import WriteBehind, WriteLimits
+from cairn.kv.tiers.write_behind import StoreWriter, WriteBehind, WriteLimits
 from cairn.system.interfaces import Clock
 from cairn.types.block_size import CHUNK_BLOCKS
 from cairn.types.errors import trace

@@ -24,26 +24,144 @@ place of waits for the end of its sequence: a state is too large to be stored ev
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from cairn.kv.pool.attention_window import lead
-from cairn.kv.pool.cache import Cache
+from cairn.kv.pool.cache import Cache, lead
 from cairn.kv.pool.prefix import extend
 from cairn.kv.pool.sequence_kv import RecentKeys, SequenceKV
 from cairn.kv.pool.snapshots import BOUNDARY
 from cairn.kv.tiers.chunk_lookup import Beginning
 from cairn.kv.tiers.day_budget import DayBudget
 from cairn.kv.tiers.flushes import Flushed, Flushes
-from cairn.kv.tiers.store import Store, chunk_sizes
-from cairn.kv.tiers.store_writer import StoreWriter
+from cairn.kv.tiers.store import Chunk, Store, chunk_sizes, spared
 from cairn.kv.tiers.waiting_chunks import NotedChunk, PoolChunks, WaitingChunks
 from cairn.system.interfaces import Clock
 from cairn.types.block_size import CHUNK_BLOCKS
+from cairn.types.errors import trace
 from cairn.types.step import Engine
+
+log = logging.getLogger(__name__)
+
+TEND_SECONDS = 1.0
+BATCH_BYTES = 32 << 20
+"""Pages handed to the stores at once: durable together, so they share the waiting for the disk."""
+
+
+class StoreWriter:
+    """A queue of chunks and of other jobs on the stores, done in order."""
+
+    def __init__(
+        self, stores: Sequence[Store], clock: Clock, wake: Callable[[], None], tend: Callable[[], None]
+    ) -> None:
+        """`wake` is called from the thread whenever something is finished, `tend` about once in `TEND_SECONDS`."""
+        self._tend = tend
+        self._clock = clock
+        self._stores = tuple(stores)
+        self._wake = wake
+        self._changed = threading.Condition()
+        self._jobs: deque[Chunk | Callable[[], None]] = deque()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self.finished: deque[tuple[bytes, bool]] = deque()
+        """Keys of chunks, and whether the last store, the most durable one, has them now."""
+
+    def push(self, job: Chunk | Callable[[], None]) -> None:
+        """Queue a chunk, parents before children, or something to do after what was queued before."""
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify()
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """A job: drop these, and what extends them, from all stores."""
+        for store in self._stores:
+            store.drop(keys)
+
+    def start(self) -> None:
+        """Let a thread do the work."""
+        self._thread = threading.Thread(target=self._run, name="cairn-kv-write", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until something is finished; False if that takes longer, or no thread does the work."""
+        with self._changed:
+            return self._thread is not None and self._changed.wait_for(lambda: bool(self.finished), max(0.0, seconds))
+
+    def close(self, grace: float) -> bool:
+        """Write what is queued for up to `grace` seconds, then stop. False if the thread still hangs in a store."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is None:
+            return True
+        self._thread.join(grace)
+        with self._changed:
+            self._jobs.clear()
+        self._thread.join(1.0)
+        return not self._thread.is_alive()
+
+    def work(self) -> bool:
+        """Do the next job or write the next batch; False if there is nothing to do."""
+        with self._changed:
+            if not self._jobs:
+                return False
+            job = self._jobs.popleft()
+            batch = [job] if isinstance(job, Chunk) else []
+            size = _size(batch)
+            while batch and self._jobs and isinstance(following := self._jobs[0], Chunk) and size < BATCH_BYTES:
+                batch.append(following)
+                size += _size((following,))
+                self._jobs.popleft()
+        kept: set[bytes] = set()
+        try:
+            if not isinstance(job, Chunk):
+                job()
+            for store in self._stores:
+                kept = set()
+                kept = _keep(store, batch)
+        finally:  # also of a store that fails: who waits for these chunks must not wait for ever
+            with self._changed:
+                self.finished.extend((chunk.key, chunk.key in kept) for chunk in batch)
+                self._changed.notify_all()
+            self._wake()
+        return True
+
+    def _run(self) -> None:
+        tended = self._clock.now()
+        while True:
+            with self._changed:
+                if not self._jobs and not self._closing:
+                    self._changed.wait(TEND_SECONDS)
+                if not self._jobs and self._closing:
+                    return
+            try:
+                self.work()
+                if self._clock.now() - tended >= TEND_SECONDS:
+                    self._tend()
+                    tended = self._clock.now()
+            except Exception as error:  # a bug of ours, but one chunk's: the next may be written
+                log.error("KV could not be written: %s", trace(error))
+
+
+def _keep(store: Store, batch: Sequence[Chunk]) -> set[bytes]:
+    """Keys of the chunks that the store has now. One that is refused takes those that extend it along."""
+    kept: set[bytes] = set()
+    rest = list(batch)
+    while rest:
+        count = store.keep(rest)
+        kept.update(chunk.key for chunk in rest[:count])
+        rest = spared(rest[count:])
+    return kept
+
+
+def _size(chunks: Sequence[Chunk]) -> int:
+    return sum(len(memoryview(chunk.pages).cast("B")) for chunk in chunks)
+
 
 COPY_SECONDS = 2.0
 """How long a chunk waits in the pool for the step loop to have nothing to do; then it is copied between two steps."""
