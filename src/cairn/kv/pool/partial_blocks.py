@@ -34,7 +34,7 @@ class PartialBlocks:
         self._off = any(group.kind == "state" for group in info.groups)
         self._copies: list[Copy] = []
 
-    def find(self, context: SequenceKV, tokens: Sequence[int], hit: int, wanted: int) -> PartialHit | None:
+    def find(self, seq_kv: SequenceKV, tokens: Sequence[int], hit: int, wanted: int) -> PartialHit | None:
         """Hold the blocks that go on after the first `hit` as `tokens` do, in every group; the last token is left out.
 
         None where there are none, or where a pool has no room for one beside the `wanted` blocks of a full group.
@@ -45,7 +45,7 @@ class PartialBlocks:
             return None
         found = []
         for number, pool in enumerate(self._pools):
-            block, count = pool.nearest(context.chains[number].before(hit, tokens), rest)
+            block, count = pool.nearest(seq_kv.chains[number].before(hit, tokens), rest)
             needed = (1 if self._windows[number] else wanted) + (not pool.holders(block))
             if not count or needed > pool.available:
                 return None
@@ -55,14 +55,14 @@ class PartialBlocks:
             pool.hold(block)
         return PartialHit(tuple(found), len(rest))
 
-    def copy(self, context: SequenceKV, part: PartialHit, hit: int) -> int:
+    def copy(self, seq_kv: SequenceKV, part: PartialHit, hit: int) -> int:
         """Have a part copied to the block after the first `hit`; return how many tokens that covers."""
-        for number, (pool, table) in enumerate(zip(self._pools, context.table.groups, strict=True)):
+        for number, (pool, table) in enumerate(zip(self._pools, seq_kv.table.groups, strict=True)):
             if len(table) == hit:
                 table.extend(pool.take(1))
             self._copies.append(Copy(number, part.blocks[number], table[hit]))
             pool.release((part.blocks[number],))
-        context.table.measure(self._block_tokens)
+        seq_kv.table.measure(self._block_tokens)
         return part.agreed
 
     def copies(self) -> list[Copy]:
@@ -72,7 +72,7 @@ class PartialBlocks:
 
     def put(
         self,
-        context: SequenceKV,
+        seq_kv: SequenceKV,
         tokens: Sequence[int],
         end: int,
         follow: tuple[int, ...],
@@ -88,7 +88,7 @@ class PartialBlocks:
         if self._off or len(follow) != size or not agreed or not all(pool.available for pool in self._pools):
             return 0
         for number, pool in enumerate(self._pools):
-            parent = context.chains[number].before(end, tokens)
+            parent = seq_kv.chains[number].before(end, tokens)
             key = prefix.extend(parent, follow)
             if pool.find(key, follow) is None:
                 (block,) = pool.take(1)
@@ -97,26 +97,26 @@ class PartialBlocks:
                 pool.release((block if published is None else published,))
         return agreed
 
-    def publish(self, context: SequenceKV, tokens: Sequence[int], computed: int) -> None:
+    def publish(self, seq_kv: SequenceKV, tokens: Sequence[int], computed: int) -> None:
         """Let others find what was computed of the block that `computed` positions end in, before it is released."""
         index, more = divmod(computed, self._block_tokens)
-        if not more or self._off or any(done != index for done in context.table.published):
+        if not more or self._off or any(done != index for done in seq_kv.table.published):
             return
-        tables = context.table.groups
+        tables = seq_kv.table.groups
         if any(copy.target == tables[copy.group][index] for copy in self._copies):
             return  # nothing is in it yet
         part = tuple(tokens[computed - more : computed])
         for number, pool in enumerate(self._pools):
-            parent = context.chains[number].before(index, tokens)
+            parent = seq_kv.chains[number].before(index, tokens)
             pool.publish_part(tables[number][index], prefix.extend(parent, part), part, parent)
 
-    def forget(self, context: SequenceKV, tokens: Sequence[int], keep: int) -> None:
+    def forget(self, seq_kv: SequenceKV, tokens: Sequence[int], keep: int) -> None:
         """Give up what is kept of blocks of `tokens` that are not full, beyond the first `keep` tokens."""
         size = self._block_tokens
         for number, pool in enumerate(self._pools):
             for index in range(-(-keep // size), len(tokens) // size + 1):
                 rest = tuple(tokens[index * size : (index + 1) * size])
-                parent = context.chains[number].before(index, tokens)
+                parent = seq_kv.chains[number].before(index, tokens)
                 for block in pool.begun(parent, rest) if rest else ():
                     published = pool.published(block)
                     if published is not None and len(published.tokens) < size:

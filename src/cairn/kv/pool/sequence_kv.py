@@ -174,22 +174,22 @@ class SequenceKV:
 class LowerTiers(Protocol):
     """What keeps KV beyond the pools and brings it back: `tiers.Tiers`."""
 
-    def findable(self, context: SequenceKV, tokens: Sequence[int]) -> None:
+    def findable(self, seq_kv: SequenceKV, tokens: Sequence[int]) -> None:
         """More of this context's blocks can be found in the pools."""
         ...
 
-    def load(self, context: SequenceKV, tokens: Sequence[int], hit: int, spare: int, most: int | None) -> bool:
+    def load(self, seq_kv: SequenceKV, tokens: Sequence[int], hit: int, spare: int, most: int | None) -> bool:
         """Begin to bring up what follows the pools' `hit` blocks, if that is worth it; whether it was begun.
 
         `most`: how many tokens may be left to compute.
         """
         ...
 
-    def stop(self, context: SequenceKV) -> None:
+    def stop(self, seq_kv: SequenceKV) -> None:
         """A context that was being loaded is closed."""
         ...
 
-    def ended(self, context: SequenceKV, tokens: Sequence[int], boundary: int, computed: int) -> None:
+    def ended(self, seq_kv: SequenceKV, tokens: Sequence[int], boundary: int, computed: int) -> None:
         """A context is about to be closed of which so many positions were computed: no later snapshot takes the place
         of the one at this boundary any more; 0: there is none."""
         ...

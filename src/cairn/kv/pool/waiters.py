@@ -28,52 +28,52 @@ class Waiters:
         """How many wait for a key or for their own load."""
         return len(self._blocked)
 
-    def remember(self, context: SequenceKV, match: Match, keys: Iterable[bytes]) -> None:
+    def remember(self, seq_kv: SequenceKV, match: Match, keys: Iterable[bytes]) -> None:
         """What was found for a context holds until one of `keys` is settled, or what it is blocked on ends."""
-        context.claim.match, context.claim.watched = match, tuple(keys)
-        for key in context.claim.watched:
-            self._watched.setdefault(key, set()).add(context)
+        seq_kv.claim.match, seq_kv.claim.watched = match, tuple(keys)
+        for key in seq_kv.claim.watched:
+            self._watched.setdefault(key, set()).add(seq_kv)
         if isinstance(match.blocked_on, BlockPool):
-            self.short(context, match.blocked_on)
+            self.short(seq_kv, match.blocked_on)
         elif match.blocked_on is not None:
-            self._blocked[context] = None
+            self._blocked[seq_kv] = None
 
-    def short(self, context: SequenceKV, pool: BlockPool) -> None:
+    def short(self, seq_kv: SequenceKV, pool: BlockPool) -> None:
         """A context found too little room in a pool."""
-        self._short[context] = pool, pool.available
+        self._short[seq_kv] = pool, pool.available
 
-    def wake(self, context: SequenceKV) -> None:
+    def wake(self, seq_kv: SequenceKV) -> None:
         """Forget what was found for a context."""
-        context.claim.match = None
-        for key in context.claim.watched:
+        seq_kv.claim.match = None
+        for key in seq_kv.claim.watched:
             watching = self._watched[key]
-            watching.discard(context)
+            watching.discard(seq_kv)
             if not watching:
                 del self._watched[key]
-        context.claim.watched = ()
-        self._short.pop(context, None)
-        self._blocked.pop(context, None)
+        seq_kv.claim.watched = ()
+        self._short.pop(seq_kv, None)
+        self._blocked.pop(seq_kv, None)
 
     def settled(self, key: bytes) -> None:
         """The block with this key can be found, or who computed it does so no more."""
-        for context in tuple(self._watched.get(key, ())):
-            self.wake(context)
+        for seq_kv in tuple(self._watched.get(key, ())):
+            self.wake(seq_kv)
 
     def freed(self) -> None:
         """Blocks were given back."""
-        for context, (pool, had) in tuple(self._short.items()):
+        for seq_kv, (pool, had) in tuple(self._short.items()):
             if pool.available > had:
-                self.wake(context)
+                self.wake(seq_kv)
 
     def taken(self) -> None:
         """Somebody holds cached blocks: a context that would use the same needs fewer of what is left."""
-        for context in tuple(self._short):
-            self.wake(context)
+        for seq_kv in tuple(self._short):
+            self.wake(seq_kv)
 
     def next_blocked(self) -> SequenceKV | None:
         """One of the blocked, each in turn."""
         if not self._blocked:
             return None
-        context = next(iter(self._blocked))
-        self._blocked[context] = self._blocked.pop(context)
-        return context
+        seq_kv = next(iter(self._blocked))
+        self._blocked[seq_kv] = self._blocked.pop(seq_kv)
+        return seq_kv

@@ -34,7 +34,7 @@ class ChunkLookup:
 
     # ----------------------------------------------------------------------------------------------- what to load
 
-    def wants(self, context: SequenceKV, tokens: Sequence[int], hit: int) -> tuple[Stretch, ...]:
+    def wants(self, seq_kv: SequenceKV, tokens: Sequence[int], hit: int) -> tuple[Stretch, ...]:
         """What to read for the longest context that the stores can give, chunk by chunk.
 
         It begins with the chunk in which the pools' `hit` blocks end. The last chunk may be a tail, or one that goes on
@@ -42,7 +42,7 @@ class ChunkLookup:
         the last stretch still reads is wanted, of a state group the state that it ends with, before the last token.
         """
         first = hit // CHUNK_BLOCKS
-        stop = self._stop(tuple(self._stores.values()), context, tokens, first)
+        stop = self._stop(tuple(self._stores.values()), seq_kv, tokens, first)
         stretches = []
         for index in range(first, -(-stop // CHUNK_BLOCKS)):
             end = min(stop, (index + 1) * CHUNK_BLOCKS)
@@ -51,9 +51,9 @@ class ChunkLookup:
                 number
                 for number in range(len(self._groups))
                 if self._begin(number, tokens, first, stop) <= index
-                and not self._skips(context, number, range(index * CHUNK_BLOCKS, end), tokens)
+                and not self._skips(seq_kv, number, range(index * CHUNK_BLOCKS, end), tokens)
             ]
-            wants = (Want(number, self._key(context, number, tokens, end), part) for number in groups)
+            wants = (Want(number, self._key(seq_kv, number, tokens, end), part) for number in groups)
             stretches.append(Stretch(end, tuple(wants)))
         return tuple(stretches)
 
@@ -61,30 +61,30 @@ class ChunkLookup:
         """Blocks that `Cache.open` could use of the first `stop`: one token is left to compute."""
         return min(stop, (len(tokens) - 1) // self._block_tokens)
 
-    def counts(self, context: SequenceKV, tokens: Sequence[int]) -> dict[TierName, int]:
+    def counts(self, seq_kv: SequenceKV, tokens: Sequence[int]) -> dict[TierName, int]:
         """Leading tokens of a context in each store; windows are not looked at."""
         kept = [number for number in (lead(self._groups),) if number not in self._states]
         most = len(tokens) // self._block_tokens
         found: dict[TierName, int] = {}
         for tier, store in self._stores.items():
-            count = self._kv_stop((store,), context, tokens, 0, most, kept)
-            found[tier] = self._last_state((store,), context, tokens, 0, count) * self._block_tokens
+            count = self._kv_stop((store,), seq_kv, tokens, 0, most, kept)
+            found[tier] = self._last_state((store,), seq_kv, tokens, 0, count) * self._block_tokens
         return found
 
-    def _stop(self, stores: Sequence[Store], context: SequenceKV, tokens: Sequence[int], first: int) -> int:
+    def _stop(self, stores: Sequence[Store], seq_kv: SequenceKV, tokens: Sequence[int], first: int) -> int:
         """How many blocks of a context the pools and these stores have together, of which chunk `first` is the first
         to be read."""
         most = (len(tokens) - bool(self._states)) // self._block_tokens
         full = [number for number, group in enumerate(self._groups) if group.kind == "full"]
-        stop = self._kv_stop(stores, context, tokens, first, most, full)
-        while stop > first * CHUNK_BLOCKS and (gap := self._gap(stores, context, tokens, first, stop)) is not None:
+        stop = self._kv_stop(stores, seq_kv, tokens, first, most, full)
+        while stop > first * CHUNK_BLOCKS and (gap := self._gap(stores, seq_kv, tokens, first, stop)) is not None:
             stop = gap
         return stop
 
     def _kv_stop(
         self,
         stores: Sequence[Store],
-        context: SequenceKV,
+        seq_kv: SequenceKV,
         tokens: Sequence[int],
         first: int,
         most: int,
@@ -93,52 +93,52 @@ class ChunkLookup:
         """Up to which block, `most` at most, stores have all chunks of these groups from chunk `first` on."""
         stop = most
         for number in groups:
-            keys = self.keys(context, number, tokens, first, stop // CHUNK_BLOCKS)
+            keys = self.keys(seq_kv, number, tokens, first, stop // CHUNK_BLOCKS)
             whole = (first + _match_prefix(stores, keys)) * CHUNK_BLOCKS
-            rest = self._blocks(context, number, tokens, whole, min(stop, whole + CHUNK_BLOCKS - 1))
+            rest = self._blocks(seq_kv, number, tokens, whole, min(stop, whole + CHUNK_BLOCKS - 1))
             found = _match_within(stores, rest)
             stop = min(stop, whole + (found[0] if found is not None else 0))
         return stop
 
     def _gap(
-        self, stores: Sequence[Store], context: SequenceKV, tokens: Sequence[int], first: int, stop: int
+        self, stores: Sequence[Store], seq_kv: SequenceKV, tokens: Sequence[int], first: int, stop: int
     ) -> int | None:
         """The block that a window group lacks for `stop` blocks: fewer, up to there, may do. Where there is no state at
         their end, up to the last that there is."""
-        if (found := self._last_state(stores, context, tokens, first, stop)) < stop:
+        if (found := self._last_state(stores, seq_kv, tokens, first, stop)) < stop:
             return found
         for number, group in enumerate(self._groups):
             if group.kind == "window":
                 begin = self._begin(number, tokens, first, stop)
-                if (found := self._kv_stop(stores, context, tokens, begin, stop, [number])) < stop:
+                if (found := self._kv_stop(stores, seq_kv, tokens, begin, stop, [number])) < stop:
                     return found
         return None
 
     def _last_state(
-        self, stores: Sequence[Store], context: SequenceKV, tokens: Sequence[int], first: int, stop: int
+        self, stores: Sequence[Store], seq_kv: SequenceKV, tokens: Sequence[int], first: int, stop: int
     ) -> int:
         """The last block, `stop` at most, after which each state group has a state in a store; `first` chunks of blocks
         where there is none. Without such groups `stop`."""
         low = first * CHUNK_BLOCKS
         for number in self._states:
-            key = context.chains[number].key
+            key = seq_kv.chains[number].key
             has = (end for end in range(stop, low, -1) if _match_prefix(stores, (key(end - 1, tokens),)))
             stop = next(has, low)
         return stop
 
-    def _key(self, context: SequenceKV, number: int, tokens: Sequence[int], end: int) -> bytes:
+    def _key(self, seq_kv: SequenceKV, number: int, tokens: Sequence[int], end: int) -> bytes:
         """The key of the stored chunk that has the blocks of its chunk up to block `end` of a context."""
         if end % CHUNK_BLOCKS and number not in self._states:
-            begun = self._blocks(context, number, tokens, end // CHUNK_BLOCKS * CHUNK_BLOCKS, end)
+            begun = self._blocks(seq_kv, number, tokens, end // CHUNK_BLOCKS * CHUNK_BLOCKS, end)
             found = _match_within(tuple(self._stores.values()), begun)
             if found is not None and found[0] == len(begun):
                 return found[1]
-        return context.chains[number].key(end - 1, tokens)
+        return seq_kv.chains[number].key(end - 1, tokens)
 
-    def _skips(self, context: SequenceKV, number: int, blocks: range, tokens: Sequence[int]) -> bool:
+    def _skips(self, seq_kv: SequenceKV, number: int, blocks: range, tokens: Sequence[int]) -> bool:
         """Whether a chunk need not be read, since the pool has it: with states hits may end before it all the same."""
         skippable = bool(self._states) and self._groups[number].kind == "full"
-        return skippable and self._cache.has(context, number, blocks, tokens)
+        return skippable and self._cache.has(seq_kv, number, blocks, tokens)
 
     def _begin(self, number: int, tokens: Sequence[int], first: int, stop: int) -> int:
         """The first chunk of a group that the token after `stop` blocks (or the last one) still reads."""
@@ -147,45 +147,45 @@ class ChunkLookup:
 
     # --------------------------------------------------------------------------------------------------- keys
 
-    def keys(self, context: SequenceKV, number: int, tokens: Sequence[int], first: int, stop: int) -> list[bytes]:
+    def keys(self, seq_kv: SequenceKV, number: int, tokens: Sequence[int], first: int, stop: int) -> list[bytes]:
         """Keys of chunks `first` to `stop` of a group."""
-        return [context.chains[number].key((one + 1) * CHUNK_BLOCKS - 1, tokens) for one in range(first, stop)]
+        return [seq_kv.chains[number].key((one + 1) * CHUNK_BLOCKS - 1, tokens) for one in range(first, stop)]
 
-    def _blocks(self, context: SequenceKV, number: int, tokens: Sequence[int], first: int, stop: int) -> list[bytes]:
+    def _blocks(self, seq_kv: SequenceKV, number: int, tokens: Sequence[int], first: int, stop: int) -> list[bytes]:
         """Keys of blocks `first` to `stop` of a group."""
-        return [context.chains[number].key(one, tokens) for one in range(first, stop)]
+        return [seq_kv.chains[number].key(one, tokens) for one in range(first, stop)]
 
-    def all_keys(self, context: SequenceKV, tokens: Sequence[int], first: int = 0) -> list[bytes]:
+    def all_keys(self, seq_kv: SequenceKV, tokens: Sequence[int], first: int = 0) -> list[bytes]:
         """Keys of all that stores might have of a context from chunk `first` on: of chunks, tails and states of every
         group."""
         low, high = first * CHUNK_BLOCKS, len(tokens) // self._block_tokens
-        return [key for number in range(len(self._groups)) for key in self._blocks(context, number, tokens, low, high)]
+        return [key for number in range(len(self._groups)) for key in self._blocks(seq_kv, number, tokens, low, high)]
 
-    def kv_keys(self, context: SequenceKV, tokens: Sequence[int], first: int = 0) -> list[bytes]:
+    def kv_keys(self, seq_kv: SequenceKV, tokens: Sequence[int], first: int = 0) -> list[bytes]:
         """Keys of all whole chunks from number `first` on, of every group that has KV, and of what a tail ends with
         once all but the last token were computed."""
         stop, last = len(tokens) // self.chunk_tokens, (len(tokens) - 1) // self._block_tokens
         kept = [number for number in range(len(self._groups)) if number not in self._states]
-        found = [key for number in kept for key in self.keys(context, number, tokens, first, stop)]
+        found = [key for number in kept for key in self.keys(seq_kv, number, tokens, first, stop)]
         if last > max(first, stop) * CHUNK_BLOCKS:
-            found += [context.chains[number].key(last - 1, tokens) for number in kept]
+            found += [seq_kv.chains[number].key(last - 1, tokens) for number in kept]
         return found
 
-    def states(self, context: SequenceKV, tokens: Sequence[int], first: int = 0) -> list[bytes]:
+    def states(self, seq_kv: SequenceKV, tokens: Sequence[int], first: int = 0) -> list[bytes]:
         """Keys of the states at the ends of all blocks from chunk `first` on; there are few of them."""
         low, high = first * CHUNK_BLOCKS, len(tokens) // self._block_tokens
-        return [key for number in self._states for key in self._blocks(context, number, tokens, low, high)]
+        return [key for number in self._states for key in self._blocks(seq_kv, number, tokens, low, high)]
 
-    def beginnings(self, context: SequenceKV, tokens: Sequence[int], first: int = 0) -> list[Beginning]:
+    def beginnings(self, seq_kv: SequenceKV, tokens: Sequence[int], first: int = 0) -> list[Beginning]:
         """What follows the last whole chunk in every group, where that is known at all from number `first` on."""
         index = max(first, len(tokens) // self.chunk_tokens)
         if not (rest := tuple(tokens[index * self.chunk_tokens :])):
             return []
-        return [Beginning(chain.before(index * CHUNK_BLOCKS, tokens), rest) for chain in context.chains]
+        return [Beginning(chain.before(index * CHUNK_BLOCKS, tokens), rest) for chain in seq_kv.chains]
 
     def chunk(
         self,
-        context: SequenceKV,
+        seq_kv: SequenceKV,
         tokens: Sequence[int],
         number: int,
         depth: int,
@@ -210,12 +210,12 @@ class ChunkLookup:
         ):
             return None
         first, last = begin // size, end // size - 1
-        heads = tuple(key[:HEAD_BYTES] for key in self._blocks(context, number, tokens, first, last))
+        heads = tuple(key[:HEAD_BYTES] for key in self._blocks(seq_kv, number, tokens, first, last))
         if state:
-            parent = context.chains[leads].key(last, tokens)
+            parent = seq_kv.chains[leads].key(last, tokens)
         else:
-            parent = context.chains[number].key(first - 1, tokens) if first else b""
-        key = context.chains[number].key(last, tokens)
+            parent = seq_kv.chains[number].key(first - 1, tokens) if first else b""
+        key = seq_kv.chains[number].key(last, tokens)
         return Chunk(key, parent, tuple(part), depth, pages, number, () if state else heads)
 
     def drop(self, store: Store, keys: Sequence[bytes], salt: bytes, tokens: Sequence[int], first: int) -> None:

@@ -87,9 +87,9 @@ class Tiers:
 
     # ------------------------------------------------------------------------------------- what the cache says
 
-    def findable(self, context: SequenceKV, tokens: Sequence[int]) -> None:
+    def findable(self, seq_kv: SequenceKV, tokens: Sequence[int]) -> None:
         """See `LowerTiers`."""
-        self.write_behind.findable(context, tokens)
+        self.write_behind.findable(seq_kv, tokens)
 
     def lacks(self, block: bytes) -> MissReason | None:
         """See `LowerTiers`."""
@@ -97,22 +97,22 @@ class Tiers:
             return "not stored yet"
         return "damaged" if self._durable is not None and self._durable.was_damaged(block) else None
 
-    def ended(self, context: SequenceKV, tokens: Sequence[int], boundary: int, computed: int) -> None:
+    def ended(self, seq_kv: SequenceKV, tokens: Sequence[int], boundary: int, computed: int) -> None:
         """See `LowerTiers`."""
-        self.write_behind.ended(context, tokens, boundary, computed)
+        self.write_behind.ended(seq_kv, tokens, boundary, computed)
 
     def unwanted(self, key: bytes) -> None:
         """See `LowerTiers`."""
         self.write_behind.unwanted(key)
 
-    def load(self, context: SequenceKV, tokens: Sequence[int], hit: int, spare: int, most: int | None) -> bool:
+    def load(self, seq_kv: SequenceKV, tokens: Sequence[int], hit: int, spare: int, most: int | None) -> bool:
         """See `LowerTiers`."""
-        return self._begin(context, tokens, hit, spare, None, most)
+        return self._begin(seq_kv, tokens, hit, spare, None, most)
 
-    def stop(self, context: SequenceKV) -> None:
+    def stop(self, seq_kv: SequenceKV) -> None:
         """See `LowerTiers`: whatever still arrives is for nobody."""
-        context.progress.loading = False
-        load, _ = self._loads.pop(context)
+        seq_kv.progress.loading = False
+        load, _ = self._loads.pop(seq_kv)
         load.cancelled = True
         self.reader.taken()
         if load.landed < len(load.stretches):
@@ -125,13 +125,13 @@ class Tiers:
         """See `LowerTiers`: the youngest load goes first."""
         if not self._loads:
             return False
-        context = next(reversed(self._loads))
-        self._cache.close(context, self._loads[context][1])
+        seq_kv = next(reversed(self._loads))
+        self._cache.close(seq_kv, self._loads[seq_kv][1])
         return True
 
     def _begin(
         self,
-        context: SequenceKV,
+        seq_kv: SequenceKV,
         tokens: Sequence[int],
         hit: int,
         spare: int,
@@ -141,8 +141,8 @@ class Tiers:
         """Begin a load, whose end calls `done`; one with a `done` was asked for and is always worth it."""
         if self.write_behind.dropping:  # what is found now may be gone when it would lie in the pool
             return False
-        context.progress.declined = False  # what was thought of an earlier load says nothing of what this one finds
-        stretches = self._lookup.wants(context, tokens, hit)
+        seq_kv.progress.declined = False  # what was thought of an earlier load says nothing of what this one finds
+        stretches = self._lookup.wants(seq_kv, tokens, hit)
         stop = self._lookup.usable(tokens, stretches[-1].stop) if stretches else hit
         saved = (stop - hit) * self._cache.info.block_tokens
         if saved <= 0 or (most is not None and len(tokens) - stop * self._cache.info.block_tokens > most):
@@ -150,15 +150,15 @@ class Tiers:
         size = sum(self._sizes[want.group] for stretch in stretches for want in stretch.wants)
         ahead = sum(load.bytes_left for load, _ in self._loads.values() if not load.ahead_of_need)
         if self.reader.hangs or (done is None and not self.load_policy.worth(saved, size, ahead)):
-            context.progress.declined = True
+            seq_kv.progress.declined = True
             return False
-        if not self._cache.prepare(context, tokens, hit, stop, spare):
+        if not self._cache.prepare(seq_kv, tokens, hit, stop, spare):
             return False
         load = ContextLoad(
             stretches, saved, size, self._clock.now(), forced=done is not None, done=[done] if done else []
         )
-        self._loads[context] = load, tokens
-        context.progress.loading = True
+        self._loads[seq_kv] = load, tokens
+        seq_kv.progress.loading = True
         self.reader.begin(load)
         return True
 
@@ -169,57 +169,57 @@ class Tiers:
 
         `idle`: no request has wanted a step for a while. Raises nothing that a store does.
         """
-        landing = [self._land(context, *item) for context, item in tuple(self._loads.items())]
+        landing = [self._land(seq_kv, *item) for seq_kv, item in tuple(self._loads.items())]
         self._memory.turn()
         while self._answers:
             self._answers.popleft()()
         reading = self.write_behind.turn(idle)
         return any(landing) or reading
 
-    def _land(self, context: SequenceKV, load: ContextLoad, tokens: Sequence[int]) -> bool:
+    def _land(self, seq_kv: SequenceKV, load: ContextLoad, tokens: Sequence[int]) -> bool:
         """Put what has arrived for a context into the pool, where it is found at once. True if there is more."""
         room, over, before = TURN_BYTES, False, load.landed
         while load.arrived and room > 0 and not over:
             arrival = load.arrived.popleft()
-            over = not self._bring(context, tokens, load, arrival)
+            over = not self._bring(seq_kv, tokens, load, arrival)
             room -= sum(len(chunk.pages) for chunk in arrival.chunks)
             self.reader.taken(arrival)
         if not over and load.arrived:
             return True
         # What lands is slow only as the steps between are; the reader has more.
-        if context.claim.wanted:
+        if seq_kv.claim.wanted:
             load.want(self._clock.now())
         if load.landed == before and self.load_policy.late(load, self.reader.alive) and not load.over:
-            context.progress.declined = over = True
+            seq_kv.progress.declined = over = True
         if over or (load.over and not load.arrived):
-            self._cache.close(context, tokens)
+            self._cache.close(seq_kv, tokens)
             return True
         return False
 
-    def _bring(self, context: SequenceKV, tokens: Sequence[int], load: ContextLoad, arrival: Arrival) -> bool:
+    def _bring(self, seq_kv: SequenceKV, tokens: Sequence[int], load: ContextLoad, arrival: Arrival) -> bool:
         """Write one stretch into private blocks and publish them; False, and nothing is found, if that cannot be."""
         size = self._cache.info.block_tokens
-        begin, (end, wants) = len(context.table.groups[0]), load.stretches[load.landed]
+        begin, (end, wants) = len(seq_kv.table.groups[0]), load.stretches[load.landed]
         parts = [self._pages(chunk, want) for chunk, want in zip(arrival.chunks, wants, strict=True)]
         groups = [want.group for want in wants]
-        if not all(parts) or not self._cache.extend(context, tokens, end, groups):
+        if not all(parts) or not self._cache.extend(seq_kv, tokens, end, groups):
             return False
         for pages, group in zip(parts, groups, strict=True):
-            blocks = [block for block in context.table.groups[group][begin:] if block != NO_BLOCK]
+            blocks = [block for block in seq_kv.table.groups[group][begin:] if block != NO_BLOCK]
             count = 1 if self._is_state(group) else (end - 1) % CHUNK_BLOCKS + 1
             self._engine.write_blocks(group, blocks, pages[count - len(blocks) : count]).wait()
-        self._cache.publish(context, tokens, end * size)
-        leading = context.chains[lead(self._cache.info.groups)]
+        self._cache.publish(seq_kv, tokens, end * size)
+        leading = seq_kv.chains[lead(self._cache.info.groups)]
         self._cache.seen.store(leading.key(at, tokens) for at in range(begin, end))
-        more = self._bring_next(context, tokens, end, arrival.chunks, parts)
+        more = self._bring_next(seq_kv, tokens, end, arrival.chunks, parts)
         if self._brings(groups):
-            context.progress.bring(begin * size, end * size + more, arrival.tier)
+            seq_kv.progress.bring(begin * size, end * size + more, arrival.tier)
             self._loaded += (end - begin) * size + more
         if arrival.copies:
             next(iter(self._stores.values())).keep(arrival.copies)
         load.landed += 1
         load.heard = self._clock.now()
-        context.progress.load_seconds = load.heard - load.started
+        seq_kv.progress.load_seconds = load.heard - load.started
         return True
 
     def _pages(self, chunk: Chunk, want: Want) -> list[memoryview]:
@@ -233,7 +233,7 @@ class Tiers:
 
     def _bring_next(
         self,
-        context: SequenceKV,
+        seq_kv: SequenceKV,
         tokens: Sequence[int],
         end: int,
         chunks: Sequence[Chunk],
@@ -250,7 +250,7 @@ class Tiers:
         def write(group: int, block: int) -> None:
             self._engine.write_blocks(group, [block], [parts[group][at]]).wait()
 
-        return self._cache.put_beside(context, tokens, end, follow, write)
+        return self._cache.put_beside(seq_kv, tokens, end, follow, write)
 
     def _is_state(self, group: int) -> bool:
         return self._cache.info.groups[group].kind == "state"
@@ -271,9 +271,9 @@ class Tiers:
 
         Also chunks that are not there yet; of states only those that are, or wait to be stored.
         """
-        context = self._cache.context(salt)
-        states = self._lookup.states(context, tokens)
-        keys = self._lookup.kv_keys(context, tokens) + [key for key in states if self.write_behind.has(key)]
+        seq_kv = self._cache.context(salt)
+        states = self._lookup.states(seq_kv, tokens)
+        keys = self._lookup.kv_keys(seq_kv, tokens) + [key for key in states if self.write_behind.has(key)]
         self.do(lambda store: store.pin(owner, keys), tuple(self._stores.values()), done)
 
     def mark(self, tokens: Sequence[int], salt: bytes, keep: int, standing: Standing) -> None:
@@ -288,22 +288,22 @@ class Tiers:
 
     def prefetch(self, tokens: Sequence[int], salt: bytes, done: Done) -> None:
         """Bring a context up into the pool. What is being brought up for another who asked is not read once more."""
-        context = self._cache.context(salt)
-        hit = self._cache.found(context, tokens) // self._cache.info.block_tokens
-        load = self._asked_for(context, tokens, hit)
+        seq_kv = self._cache.context(salt)
+        hit = self._cache.found(seq_kv, tokens) // self._cache.info.block_tokens
+        load = self._asked_for(seq_kv, tokens, hit)
         if load is not None:
             load.done.append(lambda: self._after(load, tokens, salt, done))
-        elif not self._begin(context, tokens, hit, 0, done):
-            self._cache.close(context, tokens)  # it waits for nothing
+        elif not self._begin(seq_kv, tokens, hit, 0, done):
+            self._cache.close(seq_kv, tokens)  # it waits for nothing
             done()
 
-    def _asked_for(self, context: SequenceKV, tokens: Sequence[int], hit: int) -> ContextLoad | None:
+    def _asked_for(self, seq_kv: SequenceKV, tokens: Sequence[int], hit: int) -> ContextLoad | None:
         """A load that was asked for and brings more than `hit` blocks of this context, and perhaps what extends it."""
         blocks = len(tokens) // self._cache.info.block_tokens
         for other, (load, wanted) in self._loads.items():
             last = min(other.claim.blocks.stop, blocks) - 1
             brings = load.forced and last >= hit and last in other.claim.blocks
-            if brings and other.chains[0].key(last, wanted) == context.chains[0].key(last, tokens):
+            if brings and other.chains[0].key(last, wanted) == seq_kv.chains[0].key(last, tokens):
                 return load
         return None
 
@@ -338,9 +338,9 @@ class Tiers:
 
         if disk:
             going = frozenset(keys)
-            for context, (load, wanted) in tuple(self._loads.items()):
+            for seq_kv, (load, wanted) in tuple(self._loads.items()):
                 if any(want.key in going for stretch in load.stretches for want in stretch.wants):
-                    self._cache.close(context, wanted)
+                    self._cache.close(seq_kv, wanted)
             keys += self.write_behind.drop(going, self._lookup.beginnings(self._cache.context(salt), tokens, first))
             give_up()
         else:
@@ -364,12 +364,12 @@ class Tiers:
 
     def take_in(self, path: Path, tokens: Sequence[int], salt: bytes, done: Callable[[TakenIn], None]) -> None:
         """Keep on the disk what a file has of a context's KV; on a thread of its own, since there may be much."""
-        store, context, budget = self._durable, self._cache.context(salt), self.write_behind.budget
+        store, seq_kv, budget = self._durable, self._cache.context(salt), self.write_behind.budget
         if store is None:
             return done(TakenIn())
 
         def keyed(group: int, depth: int, part: Sequence[int], pages: memoryview) -> Chunk | None:
-            chunk = self._lookup.chunk(context, tokens, group, depth, part, pages)
+            chunk = self._lookup.chunk(seq_kv, tokens, group, depth, part, pages)
             if chunk is None or not self._pages(chunk, Want(group, chunk.key, chunk.tokens)) or not budget.left():
                 return None
             budget.spend(store.kept_bytes(group, len(pages)))
@@ -404,9 +404,9 @@ class Tiers:
 
     def where(self, tokens: Sequence[int], salt: bytes) -> Placed:
         """Leading tokens of a context in the pool and in each store."""
-        context = self._cache.context(salt)
-        counts = self._lookup.counts(context, tokens)
-        pool = self._cache.found(context, tokens)
+        seq_kv = self._cache.context(salt)
+        counts = self._lookup.counts(seq_kv, tokens)
+        pool = self._cache.found(seq_kv, tokens)
         return Placed(pool=pool, ram=counts.get("ram", 0), disk=counts.get("disk", 0))
 
     def do(self, job: Callable[[Store], object], stores: Sequence[Store], done: Done) -> None:
@@ -488,8 +488,8 @@ class Tiers:
 
     def close(self, grace: float) -> None:
         """Write what is noted for up to `grace` seconds, then give the stores back. The engine must still be there."""
-        for context, (_, tokens) in tuple(self._loads.items()):
-            self._cache.close(context, tokens)
+        for seq_kv, (_, tokens) in tuple(self._loads.items()):
+            self._cache.close(seq_kv, tokens)
         end = self._clock.now() + grace
         self.write_behind.finish(grace)
         self._memory.write_seen()

@@ -46,14 +46,12 @@ class PoolChunks:
         """Whether a group keeps states."""
         return self._cache.info.groups[number].kind == "state"
 
-    def describe(
-        self, context: SequenceKV, number: int, last: int, tokens: Sequence[int], *, spare: bool
-    ) -> NotedChunk:
+    def describe(self, seq_kv: SequenceKV, number: int, last: int, tokens: Sequence[int], *, spare: bool) -> NotedChunk:
         """The chunk, or tail, of a context that ends with block `last`."""
-        chain, size, state = context.chains[number], self._size, self.is_state(number)
+        chain, size, state = seq_kv.chains[number], self._size, self.is_state(number)
         first = last // CHUNK_BLOCKS * CHUNK_BLOCKS
         keys = tuple(chain.key(one, tokens) for one in range(first, last + 1))
-        above, parent = self._parent(context, number, last, tokens)
+        above, parent = self._parent(seq_kv, number, last, tokens)
         chunk = Chunk(
             key=keys[-1],
             parent=parent,
@@ -62,34 +60,34 @@ class PoolChunks:
             pages=b"",
             group=number,
             heads=() if state else tuple(key[:HEAD_BYTES] for key in keys[:-1]),
-            once=context.progress.once,
+            once=seq_kv.progress.once,
         )
         ends = (one for one in range(above, last) if (one + 1) % CHUNK_BLOCKS)
         tails = tuple(chain.key(one, tokens) for one in ends)
         return NotedChunk(chunk, keys[-1:] if state else keys, keys[0], tails, self._clock.now(), spare)
 
-    def _parent(self, context: SequenceKV, number: int, last: int, tokens: Sequence[int]) -> tuple[int, bytes]:
+    def _parent(self, seq_kv: SequenceKV, number: int, last: int, tokens: Sequence[int]) -> tuple[int, bytes]:
         """What the chunk that ends with block `last` extends: how many blocks there are up to its end, and its key,
         empty where it is the first. A state extends the KV of its chunk."""
-        key, first = context.chains[number].key, last // CHUNK_BLOCKS * CHUNK_BLOCKS
+        key, first = seq_kv.chains[number].key, last // CHUNK_BLOCKS * CHUNK_BLOCKS
         if not self.is_state(number):
             return first, key(first - 1, tokens) if first else b""
         if not self.is_state(self._lead):
-            return first, context.chains[self._lead].key(last, tokens)
+            return first, seq_kv.chains[self._lead].key(last, tokens)
         ends = ((end, key(end - 1, tokens)) for end in range(first, 0, -CHUNK_BLOCKS))
         return next((one for one in ends if self._has_parent(one[1])), (0, b""))
 
-    def last_state(self, context: SequenceKV, number: int, first: int, last: int, tokens: Sequence[int]) -> int:
+    def last_state(self, seq_kv: SequenceKV, number: int, first: int, last: int, tokens: Sequence[int]) -> int:
         """The last block up to `last` after which a pool has the state of a context; `first` where it has none."""
-        return next((end for end in range(last, first, -1) if self._has_state(context, number, end, tokens)), first)
+        return next((end for end in range(last, first, -1) if self._has_state(seq_kv, number, end, tokens)), first)
 
-    def is_settled(self, context: SequenceKV, number: int, boundary: int, tokens: Sequence[int]) -> bool:
+    def is_settled(self, seq_kv: SequenceKV, number: int, boundary: int, tokens: Sequence[int]) -> bool:
         """Whether a pool has the state after so many blocks, and the next does not take its place."""
-        found = self._has_state(context, number, boundary, tokens)
-        return found and context.table.snapshots.passing != boundary
+        found = self._has_state(seq_kv, number, boundary, tokens)
+        return found and seq_kv.table.snapshots.passing != boundary
 
-    def _has_state(self, context: SequenceKV, number: int, end: int, tokens: Sequence[int]) -> bool:
-        return self._cache.has(context, number, range(end - 1, end), tokens)
+    def _has_state(self, seq_kv: SequenceKV, number: int, end: int, tokens: Sequence[int]) -> bool:
+        return self._cache.has(seq_kv, number, range(end - 1, end), tokens)
 
     def find(self, noted: NotedChunk) -> list[int] | None:
         """The blocks of a noted chunk; None where the pool does not have all of them any more."""

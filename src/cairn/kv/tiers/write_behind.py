@@ -251,12 +251,12 @@ class WriteBehind:
         first = next(iter(self.waiting.tails.values()), None)
         return math.inf if first is None else max(0.0, first.at + IDLE_SECONDS - self._clock.now())
 
-    def findable(self, context: SequenceKV, tokens: Sequence[int]) -> None:
+    def findable(self, seq_kv: SequenceKV, tokens: Sequence[int]) -> None:
         """The pool has more of this context: note the chunks that are whole and should be stored.
 
         A context that must not be stored leaves no trace here: the next to come with the same tokens is the first.
         """
-        progress = context.progress
+        progress = seq_kv.progress
         if not progress.stored:
             return
         now = self._clock.now()
@@ -265,22 +265,22 @@ class WriteBehind:
         if progress.durable and progress.breaks != self._breaks and now - progress.looked >= WAIT_SECONDS:
             progress.noted, progress.breaks, progress.looked = [0] * len(progress.noted), self._breaks, now
         for number in self._chunks.order:
-            stop = context.table.published[number] // CHUNK_BLOCKS
+            stop = seq_kv.table.published[number] // CHUNK_BLOCKS
             while progress.noted[number] < stop:
-                self._note(context, number, progress.noted[number], tokens)
+                self._note(seq_kv, number, progress.noted[number], tokens)
                 progress.noted[number] += 1
 
-    def ended(self, context: SequenceKV, tokens: Sequence[int], boundary: int, computed: int) -> None:
+    def ended(self, seq_kv: SequenceKV, tokens: Sequence[int], boundary: int, computed: int) -> None:
         """A context is about to be closed of which so many positions were computed; its newest snapshot at the end of a
         chunk, at this boundary (0: there is none), is its last."""
-        if not context.progress.stored:
+        if not seq_kv.progress.stored:
             return
         last = computed // self._cache.info.block_tokens
         for number in self._chunks.order:
             if boundary and self._chunks.is_state(number):
-                self._note(context, number, boundary // BOUNDARY - 1, tokens)
+                self._note(seq_kv, number, boundary // BOUNDARY - 1, tokens)
             if last % CHUNK_BLOCKS:
-                self._note_tail(context, number, last, tokens)
+                self._note_tail(seq_kv, number, last, tokens)
 
     def unwanted(self, key: bytes) -> None:
         """Do not write a state that is forgotten, unless another that is noted extends it."""
@@ -438,23 +438,23 @@ class WriteBehind:
 
     # --------------------------------------------------------------------------------------------- what is stored
 
-    def _note(self, context: SequenceKV, number: int, index: int, tokens: Sequence[int]) -> None:
+    def _note(self, seq_kv: SequenceKV, number: int, index: int, tokens: Sequence[int]) -> None:
         """Decide about one whole chunk of a context: it is stored, outstanding, not wanted (yet), or noted now."""
         last = (index + 1) * CHUNK_BLOCKS - 1
-        key = context.chains[number].key(last, tokens)
-        if self._chunks.is_state(number) and not self._chunks.is_settled(context, number, last + 1, tokens):
+        key = seq_kv.chains[number].key(last, tokens)
+        if self._chunks.is_state(number) and not self._chunks.is_settled(seq_kv, number, last + 1, tokens):
             return
         again = key in self._touched
         self._touched.add(key)
         if key in self._outstanding:
-            if again or context.progress.durable:
-                self.waiting.promote(key, wanted=again or not context.progress.once)
+            if again or seq_kv.progress.durable:
+                self.waiting.promote(key, wanted=again or not seq_kv.progress.once)
             return
         if self._durable(key) and key not in self._going:
             return
         if any(key == one.chunk.parent for _, one in self._copied.values()):
             return  # it left the store, which will not take what is queued; when that is lost both are noted again
-        noted = self._chunks.describe(context, number, last, tokens, spare=not (again or context.progress.durable))
+        noted = self._chunks.describe(seq_kv, number, last, tokens, spare=not (again or seq_kv.progress.durable))
         if again:
             noted = dataclasses.replace(noted, chunk=dataclasses.replace(noted.chunk, once=False))
         if noted.chunk.parent in self._going:
@@ -462,14 +462,14 @@ class WriteBehind:
         elif self._has_parent(noted.chunk.parent):
             self._add(noted)
 
-    def _note_tail(self, context: SequenceKV, number: int, last: int, tokens: Sequence[int]) -> None:
+    def _note_tail(self, seq_kv: SequenceKV, number: int, last: int, tokens: Sequence[int]) -> None:
         """Let what the pool has of a group behind the last whole chunk, up to block `last`, wait to be noted."""
         if self._chunks.is_state(number):
             begin = last // CHUNK_BLOCKS * CHUNK_BLOCKS
-            last = self._chunks.last_state(context, number, begin, last, tokens)
+            last = self._chunks.last_state(seq_kv, number, begin, last, tokens)
             if last == begin:
                 return
-        tail = self._chunks.describe(context, number, last - 1, tokens, spare=not context.progress.durable)
+        tail = self._chunks.describe(seq_kv, number, last - 1, tokens, spare=not seq_kv.progress.durable)
         key = tail.chunk.key
         if key in self._outstanding or key in self._going or tail.chunk.parent in self._going:
             return
