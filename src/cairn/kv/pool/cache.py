@@ -1,24 +1,24 @@
 """The KV of sequences: open what is cached, grow, publish what was computed, close.
 
-One `BlockPool` and one key chain a cache group, all behind four calls. A hit of length L needs every full-attention
-block of [0, L) and, in a window group, the blocks of the W - 1 positions before L, which are all that position L may
-still read; `open` takes the longest such L. L is less than the sequence: one token is left to compute, because its
-logits are wanted. A shared block is never written to, so shared blocks end on a block boundary. Where a published block
-goes on as the sequence does, at least with its first tokens, the sequence gets a copy of it (`kv.pool.partial_blocks`),
-and computes what follows the last token in which they agree.
+One `BlockPool` and one key chain a cache group, behind four calls. A hit of length L needs every full-attention block
+of [0, L) and, in a window group, the blocks of the W - 1 positions before L, which are all that position L still
+reads; `open` takes the longest such L. L is less than the sequence's length: one token is left to compute, because its
+logits are needed. A shared block is never written to, so shared blocks end on a block boundary. If a published block
+agrees with at least the sequence's next tokens, the sequence gets a copy of it (`kv.pool.partial_blocks`) and computes
+from the last token on which they agree.
 
-Of a state group, position L reads the state after L - 1 alone, which lies in block (L - 1) // block_tokens, and what it
-leaves is written there or to the block after it. So its table is one of a window of two positions, but that few of its
-blocks are ever published, the snapshots (`kv.snapshots`), and that all else of it is `NO_BLOCK` from the start. A hit
-ends at a snapshot, so there are no copies. What the full groups have beyond it is computed again, and found to be there
-when it is published.
+In a state group, position L reads only the state after L - 1, which lies in block (L - 1) // block_tokens, and writes
+its own state there or to the block after it. So its table is like that of a window of two positions, except that only
+few of its blocks are ever published, the snapshots (`kv.pool.snapshots`), and that all others are `NO_BLOCK` from the
+start. A hit ends at a snapshot, so there are no copies. KV that the full groups have beyond it is computed again and
+recognized as a duplicate when it is published.
 
 Regions of one table (block_tokens = 4, window 6, computed = 18, reserved up to 24):
 
-    window group   [  -1  |  -1  |  -1  | 12..15 | 16..19 ]            -1: passed, given back, still published
+    window group   [  -1  |  -1  |  -1  | 12..15 | 16..19 ]            -1: passed, released, still published
     full group     [ 0..3 | 4..7 | 8..11| 12..15 | 16..19 | 20..23 ]
                      published --------------------> private -------->
-    state group    [  -1  |  -1  |  -1  |  -1  | ..17 | ..23 ]                ..17: what position 18 reads
+    state group    [  -1  |  -1  |  -1  |  -1  | ..17 | ..23 ]                ..17: the state that position 18 reads
 """
 
 from __future__ import annotations
@@ -37,33 +37,32 @@ from cairn.types.stats import GroupUse, Miss
 from cairn.types.step import NO_BLOCK, EngineInfo
 
 ANY = 1 << 62
-"""`longest` of pools that no sequence is too long for."""
+"""The result of `longest` for pools that limit no sequence."""
 
 
 def window_blocks(group: CacheGroup, block_tokens: int) -> int:
-    """Most blocks that one position of a window or state group reads or writes; 0 for full attention, which has no
-    bound."""
+    """Return the most blocks that one position of a window or state group reads or writes; 0 for full attention."""
     if group.kind == "state":
         return 2
     return -(-(group.window - 1) // block_tokens) + 1 if group.kind == "window" else 0
 
 
 def first_read(group: CacheGroup, position: int, block_tokens: int) -> int:
-    """The first block that `position` and those after it still read."""
+    """Return the first block that `position` and those after it still read."""
     if group.kind == "state":
         return max(0, position - 1) // block_tokens
     return max(0, position - group.window + 1) // block_tokens if group.kind == "window" else 0
 
 
 def lead(groups: Sequence[CacheGroup]) -> int:
-    """Number of the group whose blocks tell how far a context was computed: the first of full attention."""
+    """Return the number of the leading group, whose blocks tell what was computed: the first of full attention."""
     return next((number for number, group in enumerate(groups) if group.kind == "full"), 0)
 
 
 def longest(groups: Sequence[CacheGroup], sizes: Sequence[int], block_tokens: int) -> int:
-    """The longest sequence that pools of so many blocks hold, in tokens; `ANY` where none limits it.
+    """Return the longest sequence, in tokens, that pools of so many blocks hold; `ANY` if none limits it.
 
-    The pool of a window or state group limits it only where it has no room for what one position needs.
+    The pool of a window or state group limits it only if it has no room for the blocks that one position needs.
     """
     spans = (window_blocks(group, block_tokens) for group in groups)
     limits = [size * block_tokens for size, span in zip(sizes, spans, strict=True) if not span or size < span]
@@ -74,7 +73,7 @@ class Cache:
     """All block pools of one engine. One thread."""
 
     def __init__(self, info: EngineInfo, spacing: int = SPACING) -> None:
-        """`spacing`: see `Snapshots`."""
+        """Make the empty pools of an engine. `spacing`: see `Snapshots`."""
         self.info = info
         self._groups = info.groups
         self._windows = any(group.kind == "window" for group in info.groups)
@@ -82,49 +81,53 @@ class Cache:
         self._lead = lead(info.groups)
         full = (number for number, group in enumerate(info.groups) if group.kind == "full")
         self._skipping = tuple(full) if self._states else ()
-        """Groups of which a load does not read what their pools have: hits end before that for want of a state."""
+        """Groups that a load does not read where their pools have the blocks: the hit ended earlier for want of a
+        state."""
         self._spacing = spacing
         self._block_tokens = info.block_tokens
         self._identity = info.identity
         self.pools = tuple(BlockPool(blocks) for blocks in info.blocks)
         self._computing: dict[bytes, SequenceKV] = {}
-        """Who computes, or loads, the block with this key (of the first group's chain) now."""
+        """The sequence that computes or loads the block with this key (of the first group's chain) now."""
         self._parts = PartialBlocks(info, self.pools)
         self._waiters = Waiters()
         self.seen = SeenBlocks()
-        """Blocks of the leading group that were computed, to tell what is gone from what never was."""
+        """Blocks of the leading group that were computed, to tell what was evicted from what never was."""
         self.below: LowerTiers | None = None
         self.turns = (0, 1) if self._states else (0,)
-        """How far into a block `publish` has something to do while single tokens are computed: at its beginning, and
-        after the first token, from where on nothing reads the state at the end of the block before."""
+        """Offsets in a block at which `publish` has work while single tokens are computed: at its beginning and, with
+        states, after the first token, from where on nothing reads the state at the end of the block before."""
 
     @property
     def longest(self) -> int:
-        """The longest sequence that fits when it has every pool to itself, in tokens."""
+        """The longest sequence, in tokens, that fits when it has every pool to itself."""
         return longest(self._groups, [pool.size for pool in self.pools], self._block_tokens)
 
     def use(self) -> tuple[GroupUse, ...]:
-        """Blocks free, cached and held, a group."""
+        """Return the numbers of free, cached and held blocks of each group."""
         return tuple(GroupUse(pool.free, pool.cached, pool.held) for pool in self.pools)
 
     def context(self, salt: bytes, *, durable: bool = False, stored: bool = True, once: bool = False) -> SequenceKV:
-        """A context that holds nothing yet. Contexts of different salts share nothing. See `StoreProgress`."""
+        """Return the KV of a new sequence, which holds nothing yet.
+
+        Sequences with different salts share nothing. `durable`, `stored`, `once`: see `StoreProgress`.
+        """
         size = self._block_tokens
         chains = tuple(Chain(root(self._identity, salt, group, size), size) for group in self._groups)
         return SequenceKV(chains, durable, stored, self._spacing, once)
 
     @property
     def blocked(self) -> int:
-        """How many contexts wait for a block that is on its way."""
+        """Number of sequences that wait for a block that is being computed or loaded."""
         return self._waiters.blocked
 
     def match(self, seq_kv: SequenceKV, tokens: Sequence[int], spare: int = 0, most: int | None = None) -> Match:
-        """What `open` would find now, and whether the first block that it would not find is on its way.
+        """Return what `open` would find now, and what to wait for if its first missing block is being brought.
 
-        Another sequence computes or loads it; or its load is begun here, once before an `open` that finds room with
-        `spare` blocks left, where that would find it now and leave at most `most` tokens. The context then keeps the
-        match until an event wakes it: all that the other brings of its blocks is published, or will not come from
-        there, or its own load has ended. One that is not blocked keeps it until more of its tokens could be found.
+        Another sequence computes or loads that block; or its load is begun here, once before an `open` that finds room
+        with `spare` blocks left, if the load leaves at most `most` tokens to compute. A blocked sequence keeps the
+        match until an event wakes it: the last block that the other brings is published or given up, or its own load
+        has ended. A sequence that is not blocked keeps it until more of its tokens could be found.
         """
         self._waiters.wake(seq_kv)
         last = (len(tokens) - 1) // self._block_tokens
@@ -138,11 +141,11 @@ class Cache:
         return self._remember(seq_kv, tokens, hit, blocked_on)
 
     def recheck(self, *, running: bool) -> None:
-        """Verify that one of those that are blocked, each in turn, is so still; all of them where nobody is `running`.
+        """Verify that the next blocked sequence is still blocked, each in turn; all of them if none is `running`.
 
-        Every event wakes whom it concerns, so this finds nothing. It is there lest an event that a change to the code
-        forgets keeps a request for ever: whoever is blocked is so on a claim or a load that exists, or is woken after
-        as many calls as there are blocked, at once where nobody computes.
+        Every event wakes the sequences that it concerns, so this should find nothing. It guards against a code change
+        that forgets an event, which would keep a request waiting for ever: after as many calls as there are blocked
+        sequences, at once if nobody computes, each is blocked on a claim or load that exists, or woken.
         """
         for _ in range(1 if running else self.blocked):
             seq_kv = self._waiters.next_blocked()
@@ -150,7 +153,7 @@ class Cache:
                 self._waiters.wake(seq_kv)
 
     def lapse(self, seq_kv: SequenceKV, tokens: Sequence[int]) -> None:
-        """Claim nothing for a context any more: it makes no progress, and others may compute what it was to."""
+        """Release all claims of a sequence that makes no progress, so that others may compute its blocks."""
         self._unclaim(seq_kv, tokens, seq_kv.claim.blocks.stop)
 
     def open(
@@ -165,17 +168,18 @@ class Cache:
     ) -> int | None:
         """Hold the longest cached prefix of `tokens`, and blocks for all the rest of them in the full groups.
 
-        Returns the tokens covered, once `copies` are made, or None with nothing held where that leaves fewer than
-        `spare` blocks available in a pool, and what a sequence with `ahead` blocks still needs of it. Window and state
-        groups grow as they are computed; here they only need room for one window. Without `reuse` nothing cached is
-        used, and everything is computed. `match`: what was found just now.
+        Return the tokens covered, once `copies` are made. Return None and hold nothing if that leaves fewer than
+        `spare` blocks available in a pool, plus those that a sequence with `ahead` more blocks needs of it. Window and
+        state groups grow as they are computed; here they only need room for one window. Without `reuse` nothing cached
+        is used and everything is computed. `match`: the result of a `match` just now.
         """
         size = self._block_tokens
         hit = (self._hit(seq_kv, tokens) if match is None else match.covered // size) if reuse else 0
         wanted = -(-len(tokens) // size) - hit
         if (short := self._hold_with_room(seq_kv, tokens, hit, spare, ahead)) is not None:
             self._remember(seq_kv, tokens, hit, short)
-            return None  # nor is another load begun: what the last one brought was overtaken, and would be again
+            # No other load is begun: the blocks that the last one brought were evicted, and would be again.
+            return None
         seq_kv.claim.tried = False
         part = self._parts.find(seq_kv, tokens, hit, wanted) if reuse else None
         for group, pool, table in zip(self._groups, self.pools, seq_kv.table.groups, strict=True):
@@ -201,13 +205,13 @@ class Cache:
         return self._parts.put(seq_kv, tokens, end, follow, write)
 
     def copies(self) -> list[Copy]:
-        """What `open` has left to copy since the last call: in this order, before anything is computed or loaded."""
+        """Return the copies that `open` ordered since the last call, to be made in order before anything else."""
         return self._parts.copies()
 
     def prepare(self, seq_kv: SequenceKV, tokens: Sequence[int], hit: int, stop: int, spare: int) -> bool:
         """Hold the first `hit` blocks and claim those up to `stop`, which are to be loaded.
 
-        False, with nothing held, where `open` would have no room; what `match` finds then holds until there is more.
+        Return False and hold nothing if `open` would have no room; the last match then stays valid until there is more.
         """
         if (short := self._hold_with_room(seq_kv, tokens, hit, spare)) is not None:
             self._waiters.short(seq_kv, short)
@@ -216,10 +220,10 @@ class Cache:
         return True
 
     def extend(self, seq_kv: SequenceKV, tokens: Sequence[int], end: int, groups: Sequence[int]) -> bool:
-        """Take blocks up to block `end` in the tables of `groups` and none in the others: all of it, or False.
+        """Take blocks up to block `end` in the tables of `groups` and none in the others.
 
-        Of a state group it is the last block alone, which is a snapshot then. Where a load skips what the pool has
-        (`has`), that is held.
+        Return False and change nothing if a block is missing. A state group gets only the last block, which becomes a
+        snapshot. Where a load skips blocks that the pool has (`has`), those are held.
         """
         begin = len(seq_kv.table.groups[0])
         more = end - begin
@@ -239,7 +243,7 @@ class Cache:
         return True
 
     def grow(self, seq_kv: SequenceKV, end: int) -> bool:
-        """Make every table cover `end` positions: all of them, or none and False."""
+        """Make every table cover `end` positions; return False and change nothing if a pool has too few blocks."""
         blocks = -(-end // self._block_tokens)
         if self._states:
             return self._grow_with_states(seq_kv, blocks)
@@ -253,10 +257,10 @@ class Cache:
         return True
 
     def publish(self, seq_kv: SequenceKV, tokens: Sequence[int], computed: int) -> None:
-        """Let others find the full blocks of the first `computed` positions, and give back what a window has passed.
+        """Publish the full blocks of the first `computed` positions, and release those that a window has passed.
 
         Call it after the step that computed them, never before. A partly filled block stays private, and so does a
-        state that is no snapshot.
+        state that is not a snapshot.
         """
         full, before = computed // self._block_tokens, seq_kv.table.published[0]
         for number, (group, pool, table) in enumerate(zip(self._groups, self.pools, seq_kv.table.groups, strict=True)):
@@ -274,7 +278,7 @@ class Cache:
                         break
                     table[done] = block
                     if number == self._lead:
-                        self.seen.add(key, told=seq_kv.progress.stored)
+                        self.seen.add(key, saved=seq_kv.progress.stored)
                 done += 1
             seq_kv.table.published[number] = done
             self._give_back_passed(group, pool, table, computed)
@@ -286,9 +290,9 @@ class Cache:
             self.below.findable(seq_kv, tokens)
 
     def close(self, seq_kv: SequenceKV, tokens: Sequence[int], computed: int = 0) -> None:
-        """Give back everything. What was published stays findable until its blocks are needed.
+        """Release all blocks. Published blocks stay findable until they are evicted.
 
-        `computed`: how many positions' KV is right; the first tokens of a block that is not full are kept too.
+        `computed`: positions whose KV is valid; the computed tokens of an unfinished block are published too.
         """
         self._parts.publish(seq_kv, tokens, computed)
         self._waiters.wake(seq_kv)
@@ -304,11 +308,11 @@ class Cache:
             self.below.stop(seq_kv)
 
     def found(self, seq_kv: SequenceKV, tokens: Sequence[int], last: bool = True) -> int:
-        """Leading tokens of a context whose blocks the pools have; without the `last` one, what `open` would use."""
+        """Return the leading tokens whose blocks the pools have; without the `last` token, what `open` would use."""
         return self._hit(seq_kv, tokens, (len(tokens) - (not last)) // self._block_tokens) * self._block_tokens
 
     def forget(self, seq_kv: SequenceKV, tokens: Sequence[int], keep: int) -> None:
-        """Give up the cached blocks of `tokens` beyond the first `keep` tokens, last to first, up to one in use."""
+        """Evict the cached blocks of `tokens` beyond the first `keep` tokens, last to first, up to one in use."""
         self._parts.forget(seq_kv, tokens, keep)
         for number, pool in enumerate(self.pools):
             for index in range(len(tokens) // self._block_tokens - 1, -(-keep // self._block_tokens) - 1, -1):
@@ -317,7 +321,7 @@ class Cache:
                     break
 
     def miss(self, seq_kv: SequenceKV, tokens: Sequence[int], covered: int) -> Miss | None:
-        """Why the first block after `covered` tokens has to be computed; None where `open` could not have had it."""
+        """Return why the first block after `covered` tokens has to be computed; None if `open` could not use it."""
         index = covered // self._block_tokens
         if index >= (len(tokens) - 1) // self._block_tokens:
             return None
@@ -332,7 +336,7 @@ class Cache:
         return Miss(position=covered, reason=reason or "never seen")
 
     def _hit(self, seq_kv: SequenceKV, tokens: Sequence[int], most: int | None = None) -> int:
-        """Blocks in the longest usable prefix that every group has, `most` at most."""
+        """Return the number of blocks, at most `most`, in the longest usable prefix that every group has."""
         hit = (len(tokens) - 1) // self._block_tokens if most is None else most
         for number, group in enumerate(self._groups):
             if group.kind == "full":
@@ -345,8 +349,11 @@ class Cache:
         return 0
 
     def _gap(self, seq_kv: SequenceKV, tokens: Sequence[int], hit: int) -> int | None:
-        """The last block that a window group lacks for a hit of `hit` blocks; any shorter hit must end before it. Where
-        a state group has no snapshot, the end of the last block after which it has one."""
+        """Return where a shorter hit must end: None if every window and state group has its blocks for `hit`.
+
+        For a window group it is the last block that is missing, for a state group the end of the last block with a
+        snapshot.
+        """
         for number in self._states:
             ends = (end for end in range(hit, 0, -1) if self._find(seq_kv, number, end - 1, tokens) is not None)
             if (found := next(ends, 0)) < hit:
@@ -359,7 +366,10 @@ class Cache:
         return None
 
     def _reach(self, seq_kv: SequenceKV, tokens: Sequence[int], hit: int) -> int:
-        """How many blocks the pools have but for states; in a model without KV, how many were computed before."""
+        """Return how many leading blocks the pools have, ignoring states.
+
+        For a model without KV, return how many blocks were computed before.
+        """
         last, number = (len(tokens) - 1) // self._block_tokens, self._lead
         if self._groups[number].kind == "full":
             return next((i for i in range(hit, last) if self._find(seq_kv, number, i, tokens) is None), last)
@@ -367,7 +377,7 @@ class Cache:
         return next((i for i in range(hit, last) if key(i, tokens) not in self.seen), last)
 
     def has(self, seq_kv: SequenceKV, number: int, indices: range, tokens: Sequence[int]) -> bool:
-        """Whether the pool of a group has all of these blocks."""
+        """Return whether a group's pool has all of these blocks."""
         return all(self._find(seq_kv, number, index, tokens) is not None for index in indices)
 
     def _find(self, seq_kv: SequenceKV, number: int, index: int, tokens: Sequence[int]) -> int | None:
@@ -375,10 +385,10 @@ class Cache:
         return self.pools[number].find(key, tokens[index * self._block_tokens : (index + 1) * self._block_tokens])
 
     def _on_its_way(self, seq_kv: SequenceKV, tokens: Sequence[int], hit: int, last: int) -> bytes | None:
-        """The key of the last of the blocks from `hit` up to `last` that the one that brings the first of them brings.
+        """Return the key of the last block up to `last` that the owner of block `hit` brings; None without an owner.
 
-        None where nobody does. It is published after all before it, so a waiter is woken once. With states it is the
-        block after which the other leaves the last snapshot that is of use here.
+        That block is published after all before it, so a waiter is woken once. With states it is the block after which
+        the owner leaves the last snapshot that is of use here.
         """
         key, covered = seq_kv.chains[0].key, hit
         if self._states:
@@ -398,9 +408,9 @@ class Cache:
         return key(hit, tokens)
 
     def _coming(self, owner: SequenceKV, low: int, high: int) -> int:
-        """The last boundary beyond block `low`, up to `high`, at which `owner` will leave a snapshot; 0 for none.
+        """Return the last boundary in (low, high] at which `owner` will leave a snapshot; 0 if there is none.
 
-        One that it has not come to is asked for. Those of a step that is planned are in its table.
+        If it has not reached the boundary yet, the snapshot is requested. Snapshots of a planned step are in its table.
         """
         table = owner.table.groups[self._states[0]]
         for boundary in range(high // BOUNDARY * BOUNDARY, max(low, owner.table.published[0]), -BOUNDARY):
@@ -411,16 +421,16 @@ class Cache:
         return 0
 
     def _is_blocked(self, seq_kv: SequenceKV, running: bool) -> bool:
-        """Whether what a context is blocked on is still to come from a load, or from one that is `running`."""
+        """Return whether a load, or another sequence that is `running`, still brings what this one is blocked on."""
         on = seq_kv.claim.match.blocked_on if seq_kv.claim.match is not None else None
         owner = seq_kv if on == "load" else self._computing.get(on) if isinstance(on, bytes) else None
         return owner is not None and (owner.progress.loading or (running and owner is not seq_kv))
 
     def _remember(self, seq_kv: SequenceKV, tokens: Sequence[int], hit: int, blocked_on: BlockedOn | None) -> Match:
-        """Keep what was found for a context until something happens.
+        """Keep a match until an event could change it; return it.
 
-        What is found grows when its first missing block is published; with windows also when a later one is, by one
-        that began when more was there; with states at the end of any block, whoever comes to it.
+        It grows when its first missing block is published; with windows also when a later block is published by a
+        sequence that began when more was cached; with states at the end of any block, whichever sequence computes it.
         """
         last = (len(tokens) - 1) // self._block_tokens
         match = Match(hit * self._block_tokens, len(tokens) - hit * self._block_tokens, blocked_on)
@@ -431,7 +441,7 @@ class Cache:
             keys = [seq_kv.chains[0].key(end - 1, tokens) for end in range(hit + 1, last + 1)]
         elif blocked_on != "load" and hit < last:
             key, more = seq_kv.chains[0].key, range(hit + 1, last) if self._windows else ()
-            # What all groups but windows have may be computed once more for these, by one that claims nothing.
+            # Blocks that only the window groups lack may be computed again by a sequence that claims nothing.
             reach = self._reach(seq_kv, tokens, hit) if self._windows else hit
             later = ((index, key(index, tokens)) for index in more)
             keys = [key(hit, tokens), *(one for index, one in later if index < reach or one in self._computing)]
@@ -441,7 +451,10 @@ class Cache:
     def _hold_with_room(
         self, seq_kv: SequenceKV, tokens: Sequence[int], hit: int, spare: int, ahead: int = 0
     ) -> BlockPool | None:
-        """Hold the first `hit` blocks if the rest has room beside them; else hold nothing, and return who has none."""
+        """Hold the first `hit` blocks and return None if the rest fits.
+
+        Otherwise hold nothing and return the pool that is short.
+        """
         self._hold_prefix(seq_kv, tokens, hit)
         wanted = -(-len(tokens) // self._block_tokens) - hit
         for group, pool in zip(self._groups, self.pools, strict=True):
@@ -462,27 +475,27 @@ class Cache:
             self._hold_found(seq_kv, number, range(first, hit), tokens)
 
     def _hold_found(self, seq_kv: SequenceKV, number: int, indices: range, tokens: Sequence[int]) -> None:
-        """Put blocks that were just found into a group's table, after which all of it is published."""
+        """Append published blocks to a group's table, all of which is published then."""
         pool, table = self.pools[number], seq_kv.table.groups[number]
         for index in indices:
             block = self._find(seq_kv, number, index, tokens)
-            assert block is not None, "a block that was found is gone"
+            assert block is not None, "a block that was found before is gone"
             pool.hold(block)
             table.append(block)
         seq_kv.table.published[number] = len(table)
 
     def _grow_with_states(self, seq_kv: SequenceKV, blocks: int) -> bool:
-        """`grow`, where some tables have few blocks: the one of the last position, and the snapshots on the way there.
+        """Do what `grow` does where state tables have few blocks: that of the last position, and snapshots on the way.
 
-        No snapshot is worth a preemption: those for which a pool has no room beside what the running sequences may
-        need are left out, the first ones first.
+        No snapshot is worth a preemption: if a pool lacks room beside the blocks that running sequences may need, the
+        first snapshots are left out.
         """
         more: list[list[int]] = []
         for number, (pool, table) in enumerate(zip(self.pools, seq_kv.table.groups, strict=True)):
             places = list(range(len(table), blocks))
             if number in self._states and places:
                 places = sorted({*seq_kv.table.snapshots.places(len(table), blocks), blocks - 1})
-                others = pool.held - bool(table)  # about as many as other sequences run
+                others = pool.held - bool(table)  # about one for each other running sequence
                 places = places[-max(1, pool.available - others) :]
             if len(places) > pool.available:
                 return False
@@ -495,12 +508,12 @@ class Cache:
         return True
 
     def _publish_states(self, seq_kv: SequenceKV, number: int, tokens: Sequence[int], full: int) -> None:
-        """Let others find the snapshots among the first `full` blocks, and forget those whose place they take."""
+        """Publish the snapshots among the first `full` blocks, and evict those that they replace."""
         pool, table, chain = self.pools[number], seq_kv.table.groups[number], seq_kv.chains[number]
         size, snapshots = self._block_tokens, seq_kv.table.snapshots
         for index in range(seq_kv.table.published[number], full):
             if number == self._lead:
-                self.seen.add(chain.key(index, tokens), told=seq_kv.progress.stored)
+                self.seen.add(chain.key(index, tokens), saved=seq_kv.progress.stored)
             if table[index] == NO_BLOCK or not snapshots.wanted(index + 1):
                 continue
             block = pool.publish(table[index], chain.key(index, tokens), tokens[index * size : (index + 1) * size])
@@ -513,7 +526,7 @@ class Cache:
         seq_kv.table.published[number] = full
 
     def _forget_snapshot(self, seq_kv: SequenceKV, boundary: int, tokens: Sequence[int]) -> None:
-        """Give up the states after so many blocks, unless somebody holds them."""
+        """Evict the states after so many blocks, unless a sequence holds them."""
         for number in self._states:
             block = self._find(seq_kv, number, boundary - 1, tokens)
             if block is not None and not self.pools[number].holders(block):
@@ -522,14 +535,17 @@ class Cache:
                 self.pools[number].forget(block)
 
     def _give_back_states(self, pool: BlockPool, table: list[int], done: int, first: int) -> None:
-        """Drop the blocks before `first`, which no position reads any more. All before `done` but the last are gone."""
+        """Release the blocks from `done - 1` up to `first`, which no position reads any more.
+
+        Those before `done - 1` were released earlier.
+        """
         for index in range(max(0, done - 1), first):
             if table[index] != NO_BLOCK:
                 pool.release((table[index],))
                 table[index] = NO_BLOCK
 
     def _give_back_passed(self, group: CacheGroup, pool: BlockPool, table: list[int], computed: int) -> None:
-        """Drop the blocks that no position from `computed` on reads. They stay findable."""
+        """Release the blocks that no position from `computed` on reads. They stay findable."""
         index = first_read(group, computed, self._block_tokens) - 1
         while index >= 0 and table[index] != NO_BLOCK:
             pool.release((table[index],))
@@ -537,13 +553,13 @@ class Cache:
             index -= 1
 
     def _claim(self, seq_kv: SequenceKV, tokens: Sequence[int], start: int, stop: int) -> None:
-        """Say that this context brings blocks `start` to `stop`: others that need one of them may wait for it."""
+        """Claim blocks `start` to `stop`: others that need one of them may wait for this sequence."""
         seq_kv.claim.blocks = range(start, stop)
         for index in seq_kv.claim.blocks:
             self._computing.setdefault(seq_kv.chains[0].key(index, tokens), seq_kv)
 
     def _unclaim(self, seq_kv: SequenceKV, tokens: Sequence[int], stop: int) -> None:
-        """Stop computing blocks before `stop` for others: they are published, or the sequence ends."""
+        """Release the claims on blocks before `stop`: they are published, or the sequence ends."""
         claimed = seq_kv.claim.blocks
         for index in range(claimed.start, min(stop, claimed.stop)):
             key = seq_kv.chains[0].key(index, tokens)
