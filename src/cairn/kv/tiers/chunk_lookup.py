@@ -1,4 +1,4 @@
-"""Which chunks of a context the stores have, and which of them a load has to read."""
+"""The chunks of a sequence that the stores have, and those of them that a load has to read."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from cairn.types.block_size import CHUNK_BLOCKS
 
 
 class Beginning(NamedTuple):
-    """The first tokens of a chunk of which no more is known."""
+    """The first tokens of a chunk whose other tokens are unknown."""
 
     before: bytes
-    """The key that its first block extends."""
+    """Key that its first block extends."""
     tokens: tuple[int, ...]
 
 
 class ChunkLookup:
-    """Questions about contexts, answered by the stores' indexes. Blocks and chunks count from 0 in every group."""
+    """Looks up sequences in the stores' indexes. Blocks and chunks count from 0 in every group."""
 
     def __init__(self, cache: Cache, stores: Mapping[TierName, Store]) -> None:
         self._cache = cache
@@ -35,11 +35,11 @@ class ChunkLookup:
     # ----------------------------------------------------------------------------------------------- what to load
 
     def wants(self, seq_kv: SequenceKV, tokens: Sequence[int], hit: int) -> tuple[Stretch, ...]:
-        """What to read for the longest context that the stores can give, chunk by chunk.
+        """Return what to read for the longest prefix that the stores can give, chunk by chunk.
 
         It begins with the chunk in which the pools' `hit` blocks end. The last chunk may be a tail, or one that goes on
-        with other tokens: of it the blocks are read that are the context's. Of a window group only what the token after
-        the last stretch still reads is wanted, of a state group the state that it ends with, before the last token.
+        with other tokens, of which only the sequence's blocks are read. A window group wants only the blocks that the
+        token after the last stretch still reads; a state group only the state at the end, before the last token.
         """
         first = hit // CHUNK_BLOCKS
         stop = self._stop(tuple(self._stores.values()), seq_kv, tokens, first)
@@ -58,11 +58,11 @@ class ChunkLookup:
         return tuple(stretches)
 
     def usable(self, tokens: Sequence[int], stop: int) -> int:
-        """Blocks that `Cache.open` could use of the first `stop`: one token is left to compute."""
+        """Return how many of the first `stop` blocks `Cache.open` could use: one token is left to compute."""
         return min(stop, (len(tokens) - 1) // self._block_tokens)
 
     def counts(self, seq_kv: SequenceKV, tokens: Sequence[int]) -> dict[TierName, int]:
-        """Leading tokens of a context in each store; windows are not looked at."""
+        """Return the leading tokens of a sequence in each store, ignoring windows."""
         kept = [number for number in (lead(self._groups),) if number not in self._states]
         most = len(tokens) // self._block_tokens
         found: dict[TierName, int] = {}
@@ -72,8 +72,10 @@ class ChunkLookup:
         return found
 
     def _stop(self, stores: Sequence[Store], seq_kv: SequenceKV, tokens: Sequence[int], first: int) -> int:
-        """How many blocks of a context the pools and these stores have together, of which chunk `first` is the first
-        to be read."""
+        """Return how many leading blocks the pools and these stores have together.
+
+        `first`: the first chunk to be read from the stores.
+        """
         most = (len(tokens) - bool(self._states)) // self._block_tokens
         full = [number for number, group in enumerate(self._groups) if group.kind == "full"]
         stop = self._kv_stop(stores, seq_kv, tokens, first, most, full)
@@ -90,7 +92,10 @@ class ChunkLookup:
         most: int,
         groups: Sequence[int],
     ) -> int:
-        """Up to which block, `most` at most, stores have all chunks of these groups from chunk `first` on."""
+        """Return the block, at most `most`, up to which the stores have all chunks of these groups.
+
+        `first`: the chunk to begin with.
+        """
         stop = most
         for number in groups:
             keys = self.keys(seq_kv, number, tokens, first, stop // CHUNK_BLOCKS)
@@ -103,8 +108,7 @@ class ChunkLookup:
     def _gap(
         self, stores: Sequence[Store], seq_kv: SequenceKV, tokens: Sequence[int], first: int, stop: int
     ) -> int | None:
-        """The block that a window group lacks for `stop` blocks: fewer, up to there, may do. Where there is no state at
-        their end, up to the last that there is."""
+        """Return a shorter stop if a window or state group lacks something for `stop` blocks; else None."""
         if (found := self._last_state(stores, seq_kv, tokens, first, stop)) < stop:
             return found
         for number, group in enumerate(self._groups):
@@ -117,8 +121,10 @@ class ChunkLookup:
     def _last_state(
         self, stores: Sequence[Store], seq_kv: SequenceKV, tokens: Sequence[int], first: int, stop: int
     ) -> int:
-        """The last block, `stop` at most, after which each state group has a state in a store; `first` chunks of blocks
-        where there is none. Without such groups `stop`."""
+        """Return the last block, at most `stop`, after which a store has a state of each state group.
+
+        Return the beginning of chunk `first` if there is none, and `stop` without such groups.
+        """
         low = first * CHUNK_BLOCKS
         for number in self._states:
             key = seq_kv.chains[number].key
@@ -127,7 +133,7 @@ class ChunkLookup:
         return stop
 
     def _key(self, seq_kv: SequenceKV, number: int, tokens: Sequence[int], end: int) -> bytes:
-        """The key of the stored chunk that has the blocks of its chunk up to block `end` of a context."""
+        """Return the key of the stored chunk that has the last chunk's blocks up to block `end`."""
         if end % CHUNK_BLOCKS and number not in self._states:
             begun = self._blocks(seq_kv, number, tokens, end // CHUNK_BLOCKS * CHUNK_BLOCKS, end)
             found = _match_within(tuple(self._stores.values()), begun)
@@ -136,34 +142,38 @@ class ChunkLookup:
         return seq_kv.chains[number].key(end - 1, tokens)
 
     def _skips(self, seq_kv: SequenceKV, number: int, blocks: range, tokens: Sequence[int]) -> bool:
-        """Whether a chunk need not be read, since the pool has it: with states hits may end before it all the same."""
+        """Return whether the pool has a chunk, so that it need not be read: with states the hit may end before it."""
         skippable = bool(self._states) and self._groups[number].kind == "full"
         return skippable and self._cache.has(seq_kv, number, blocks, tokens)
 
     def _begin(self, number: int, tokens: Sequence[int], first: int, stop: int) -> int:
-        """The first chunk of a group that the token after `stop` blocks (or the last one) still reads."""
+        """Return the first chunk of a group that the token after `stop` blocks (or the last one) still reads."""
         position = self.usable(tokens, stop) * self._block_tokens
         return max(first, first_read(self._groups[number], position, self._block_tokens) // CHUNK_BLOCKS)
 
     # --------------------------------------------------------------------------------------------------- keys
 
     def keys(self, seq_kv: SequenceKV, number: int, tokens: Sequence[int], first: int, stop: int) -> list[bytes]:
-        """Keys of chunks `first` to `stop` of a group."""
+        """Return the keys of chunks `first` to `stop` of a group."""
         return [seq_kv.chains[number].key((one + 1) * CHUNK_BLOCKS - 1, tokens) for one in range(first, stop)]
 
     def _blocks(self, seq_kv: SequenceKV, number: int, tokens: Sequence[int], first: int, stop: int) -> list[bytes]:
-        """Keys of blocks `first` to `stop` of a group."""
+        """Return the keys of blocks `first` to `stop` of a group."""
         return [seq_kv.chains[number].key(one, tokens) for one in range(first, stop)]
 
     def all_keys(self, seq_kv: SequenceKV, tokens: Sequence[int], first: int = 0) -> list[bytes]:
-        """Keys of all that stores might have of a context from chunk `first` on: of chunks, tails and states of every
-        group."""
+        """Return every key from chunk `first` on under which stores may have something of a sequence.
+
+        These are the keys of chunks, tails and states of every group.
+        """
         low, high = first * CHUNK_BLOCKS, len(tokens) // self._block_tokens
         return [key for number in range(len(self._groups)) for key in self._blocks(seq_kv, number, tokens, low, high)]
 
     def kv_keys(self, seq_kv: SequenceKV, tokens: Sequence[int], first: int = 0) -> list[bytes]:
-        """Keys of all whole chunks from number `first` on, of every group that has KV, and of what a tail ends with
-        once all but the last token were computed."""
+        """Return the keys of all whole chunks from number `first` on of every group that has KV, and of their tails.
+
+        A tail ends where all but the last token were computed.
+        """
         stop, last = len(tokens) // self.chunk_tokens, (len(tokens) - 1) // self._block_tokens
         kept = [number for number in range(len(self._groups)) if number not in self._states]
         found = [key for number in kept for key in self.keys(seq_kv, number, tokens, first, stop)]
@@ -172,12 +182,12 @@ class ChunkLookup:
         return found
 
     def states(self, seq_kv: SequenceKV, tokens: Sequence[int], first: int = 0) -> list[bytes]:
-        """Keys of the states at the ends of all blocks from chunk `first` on; there are few of them."""
+        """Return the keys of states at the ends of all blocks from chunk `first` on; few of them exist."""
         low, high = first * CHUNK_BLOCKS, len(tokens) // self._block_tokens
         return [key for number in self._states for key in self._blocks(seq_kv, number, tokens, low, high)]
 
     def beginnings(self, seq_kv: SequenceKV, tokens: Sequence[int], first: int = 0) -> list[Beginning]:
-        """What follows the last whole chunk in every group, where that is known at all from number `first` on."""
+        """Return the tokens after the last whole chunk, for every group, from chunk `first` on."""
         index = max(first, len(tokens) // self.chunk_tokens)
         if not (rest := tuple(tokens[index * self.chunk_tokens :])):
             return []
@@ -192,9 +202,9 @@ class ChunkLookup:
         part: Sequence[int],
         pages: memoryview,
     ) -> Chunk | None:
-        """A chunk or a tail of a context, made of pages from elsewhere; None where they are not of its tokens.
+        """Return a chunk or tail of a sequence made of pages from elsewhere; None if they do not fit its tokens.
 
-        Of a model that has states alone what a state extends is not known from these, so none is made.
+        For a model with states only, return None: the key that a state extends cannot be known from these.
         """
         state, width, size = number in self._states, self.chunk_tokens, self._block_tokens
         leads = lead(self._groups)
@@ -219,7 +229,7 @@ class ChunkLookup:
         return Chunk(key, parent, tuple(part), depth, pages, number, () if state else heads)
 
     def drop(self, store: Store, keys: Sequence[bytes], salt: bytes, tokens: Sequence[int], first: int) -> None:
-        """Drop what `all_keys` said from a store; from the disk also what other kernels, or another codec, left of it.
+        """Drop the keys of `all_keys` from a store, and those of other kernels or codecs from the disk.
 
         Their engines have the same cache groups, so only the identity in the keys differs.
         """
@@ -230,7 +240,7 @@ class ChunkLookup:
 
 
 def _match_prefix(stores: Sequence[Store], keys: Sequence[bytes]) -> int:
-    """Return how many of the first keys are in one store or another."""
+    """Return how many leading keys one store or another has."""
     count = 0
     while count < len(keys) and (more := max(store.match_prefix(keys[count:]) for store in stores)):
         count += more
@@ -238,6 +248,6 @@ def _match_prefix(stores: Sequence[Store], keys: Sequence[bytes]) -> int:
 
 
 def _match_within(stores: Sequence[Store], keys: Sequence[bytes]) -> tuple[int, bytes] | None:
-    """Return what `Store.match_within` gives of the store that has most."""
+    """Return the longest `Store.match_within` of all stores."""
     found = [one for store in stores if (one := store.match_within(keys)) is not None] if keys else []
     return max(found, key=lambda one: one[0], default=None)

@@ -1,11 +1,11 @@
-"""What lies below the pool: when a context is stored, and how it comes back.
+"""The tiers below the pool: when a sequence is stored, and how it comes back.
 
-    pool  --findable-->  Behind  --Writer's thread-->  RAM, disk
-    pool  <--published--  private blocks  <--land, between steps--  arrived  <--Reader's thread--  RAM, disk
+    pool  --findable-->  WriteBehind  --StoreWriter's thread-->  RAM, disk
+    pool  <--published--  private blocks  <--land, between steps--  arrived  <--StoreReader's thread--  RAM, disk
 
-A load holds what it has brought up in the tables of the context that waits for it, so the order of eviction stays
-leaves first; it ends by closing the context, whose next `open` finds all of it in the pool. Everything here runs on
-the worker's thread; the threads of `StoreWriter` and `StoreReader` see chunks only.
+A load keeps what it has brought up in the tables of the sequence that waits for it, so leaves are still evicted first.
+It ends by closing the sequence, whose next `open` finds all of it in the pool. Everything here runs on the worker's
+thread; the threads of `StoreWriter` and `StoreReader` see only chunks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cairn.types.step import NO_BLOCK, Engine
 log = logging.getLogger(__name__)
 
 TURN_BYTES = 32 << 20
-"""Put into the pool between two steps for one load, about."""
+"""Approximate bytes put into the pool between two steps for one load."""
 
 Done = Callable[[], None]
 Sweep = Callable[[DurableStore], Swept]
@@ -71,9 +71,9 @@ class Tiers:
         self._lookup = ChunkLookup(cache, stores)
         self._loads: dict[SequenceKV, tuple[ContextLoad, Sequence[int]]] = {}
         self._answers: deque[Done] = deque()
-        """What to do in the next turn, on the worker's thread."""
+        """Callbacks for the next turn, on the worker's thread."""
         self._sweeping: dict[Sweep, list[Callable[[Swept | None], None]]] = {}
-        """What runs on threads of its own, and who waits for it."""
+        """Jobs that run on threads of their own, and the callbacks that wait for them."""
         self._loaded = self._abandoned = 0
         self._load_seconds = 0.0
         self._wake = wake
@@ -82,7 +82,7 @@ class Tiers:
 
     @property
     def loading(self) -> bool:
-        """Whether anything is being brought up."""
+        """Whether any sequence is being loaded."""
         return bool(self._loads)
 
     # ------------------------------------------------------------------------------------- what the cache says
@@ -110,7 +110,7 @@ class Tiers:
         return self._begin(seq_kv, tokens, hit, spare, None, most)
 
     def stop(self, seq_kv: SequenceKV) -> None:
-        """See `LowerTiers`: whatever still arrives is for nobody."""
+        """See `LowerTiers`. Chunks that still arrive are discarded."""
         seq_kv.progress.loading = False
         load, _ = self._loads.pop(seq_kv)
         load.cancelled = True
@@ -122,7 +122,7 @@ class Tiers:
         self._answers += load.done
 
     def yield_blocks(self) -> bool:
-        """See `LowerTiers`: the youngest load goes first."""
+        """See `LowerTiers`. The youngest load is given up first."""
         if not self._loads:
             return False
         seq_kv = next(reversed(self._loads))
@@ -138,10 +138,13 @@ class Tiers:
         done: Done | None,
         most: int | None = None,
     ) -> bool:
-        """Begin a load, whose end calls `done`; one with a `done` was asked for and is always worth it."""
-        if self.write_behind.dropping:  # what is found now may be gone when it would lie in the pool
+        """Begin a load that calls `done` at its end; return False if it is not worth it or has no room.
+
+        With `done` it was asked for explicitly and is always worth it.
+        """
+        if self.write_behind.dropping:  # chunks that are found now may be gone before they are loaded
             return False
-        seq_kv.progress.declined = False  # what was thought of an earlier load says nothing of what this one finds
+        seq_kv.progress.declined = False  # the verdict on an earlier load says nothing about this one
         stretches = self._lookup.wants(seq_kv, tokens, hit)
         stop = self._lookup.usable(tokens, stretches[-1].stop) if stretches else hit
         saved = (stop - hit) * self._cache.info.block_tokens
@@ -165,9 +168,9 @@ class Tiers:
     # ----------------------------------------------------------------------------------------- between two steps
 
     def turn(self, idle: bool) -> bool:
-        """Put what has arrived into the pool and copy what is to be written. True if there is more to do at once.
+        """Put arrived chunks into the pool and copy chunks to be written; return whether there is more to do at once.
 
-        `idle`: no request has wanted a step for a while. Raises nothing that a store does.
+        `idle`: no request has wanted a step for a while. A failing store raises nothing here.
         """
         landing = [self._land(seq_kv, *item) for seq_kv, item in tuple(self._loads.items())]
         self._memory.turn()
@@ -177,7 +180,7 @@ class Tiers:
         return any(landing) or reading
 
     def _land(self, seq_kv: SequenceKV, load: ContextLoad, tokens: Sequence[int]) -> bool:
-        """Put what has arrived for a context into the pool, where it is found at once. True if there is more."""
+        """Put the chunks that arrived for a sequence into the pool; return whether there is more to do at once."""
         room, over, before = TURN_BYTES, False, load.landed
         while load.arrived and room > 0 and not over:
             arrival = load.arrived.popleft()
@@ -186,7 +189,7 @@ class Tiers:
             self.reader.taken(arrival)
         if not over and load.arrived:
             return True
-        # What lands is slow only as the steps between are; the reader has more.
+        # From here on the reader is what is slow: all that had arrived is in the pool.
         if seq_kv.claim.wanted:
             load.want(self._clock.now())
         if load.landed == before and self.load_policy.late(load, self.reader.alive) and not load.over:
@@ -197,7 +200,7 @@ class Tiers:
         return False
 
     def _bring(self, seq_kv: SequenceKV, tokens: Sequence[int], load: ContextLoad, arrival: Arrival) -> bool:
-        """Write one stretch into private blocks and publish them; False, and nothing is found, if that cannot be."""
+        """Write one stretch into private blocks and publish them; return False and publish nothing if that fails."""
         size = self._cache.info.block_tokens
         begin, (end, wants) = len(seq_kv.table.groups[0]), load.stretches[load.landed]
         parts = [self._pages(chunk, want) for chunk, want in zip(arrival.chunks, wants, strict=True)]
@@ -223,7 +226,7 @@ class Tiers:
         return True
 
     def _pages(self, chunk: Chunk, want: Want) -> list[memoryview]:
-        """The pages of a chunk; none of one that is not what its tokens say or not what was wanted."""
+        """Return the pages of a chunk; none if it is not the wanted chunk or its size is wrong."""
         page, view = self._cache.info.block_bytes[chunk.group], memoryview(chunk.pages).cast("B")
         count = 1 if self._is_state(chunk.group) else len(chunk.tokens) // self._cache.info.block_tokens
         whole = chunk.tokens == want.tokens or not self._is_state(chunk.group)
@@ -239,8 +242,10 @@ class Tiers:
         chunks: Sequence[Chunk],
         parts: Sequence[Sequence[memoryview]],
     ) -> int:
-        """Put the block into the pools that chunks go on with after block `end`, where its first tokens are the
-        context's; return how many are: `Cache.open` copies those."""
+        """Publish the block after `end` if the chunks have it and its first tokens are the sequence's.
+
+        Return how many tokens agree: `Cache.open` copies those.
+        """
         size, at = self._cache.info.block_tokens, end % CHUNK_BLOCKS
         follows = {chunk.tokens[at * size : (at + 1) * size] for chunk in chunks}
         if not at or len(follows) != 1 or len(chunks) != len(self._cache.pools):
@@ -256,20 +261,20 @@ class Tiers:
         return self._cache.info.groups[group].kind == "state"
 
     def _brings(self, groups: Sequence[int]) -> bool:
-        """Whether chunks of these groups are all that a stretch needed, and its KV was not in the pool already."""
+        """Return whether chunks of these groups are all that a stretch needed, its KV not being in the pool already."""
         full = {number for number, group in enumerate(self._cache.info.groups) if group.kind == "full"}
         return not full or not full.isdisjoint(groups)
 
     # ------------------------------------------------------------------------------------------- what is asked for
 
     def flush(self, done: Callable[[int], None]) -> None:
-        """Call `done` when all noted until now is stored, with the number of chunks that were given up instead."""
+        """Call `done` with the number of chunks that were given up, once all others noted until now are stored."""
         self.write_behind.flush(done)
 
     def pin(self, owner: str, tokens: Sequence[int], salt: bytes, done: Done) -> None:
-        """Pin a context's chunks in every store, in the place of what the owner pinned before.
+        """Pin a context's chunks in every store, in place of what the owner pinned before.
 
-        Also chunks that are not there yet; of states only those that are, or wait to be stored.
+        Chunks that are not stored yet are pinned too; states only if they are stored or will be.
         """
         seq_kv = self._cache.context(salt)
         states = self._lookup.states(seq_kv, tokens)
@@ -277,7 +282,7 @@ class Tiers:
         self.do(lambda store: store.pin(owner, keys), tuple(self._stores.values()), done)
 
     def mark(self, tokens: Sequence[int], salt: bytes, keep: int, standing: Standing) -> None:
-        """Say how soon the stores may evict a context beyond its first `keep` tokens. No step waits for that."""
+        """Set the standing of a context beyond its first `keep` tokens. No step waits for that."""
 
         def work() -> None:
             _, keys = self._beyond(tokens, salt, keep)
@@ -287,18 +292,18 @@ class Tiers:
         self.writer.push(work)
 
     def prefetch(self, tokens: Sequence[int], salt: bytes, done: Done) -> None:
-        """Bring a context up into the pool. What is being brought up for another who asked is not read once more."""
+        """Load a context into the pool. If a prefetch already loads it, wait for that one."""
         seq_kv = self._cache.context(salt)
         hit = self._cache.found(seq_kv, tokens) // self._cache.info.block_tokens
         load = self._asked_for(seq_kv, tokens, hit)
         if load is not None:
             load.done.append(lambda: self._after(load, tokens, salt, done))
         elif not self._begin(seq_kv, tokens, hit, 0, done):
-            self._cache.close(seq_kv, tokens)  # it waits for nothing
+            self._cache.close(seq_kv, tokens)  # releases what `prepare` may have remembered
             done()
 
     def _asked_for(self, seq_kv: SequenceKV, tokens: Sequence[int], hit: int) -> ContextLoad | None:
-        """A load that was asked for and brings more than `hit` blocks of this context, and perhaps what extends it."""
+        """Return a prefetch that brings more than `hit` blocks of this context, and perhaps of what extends it."""
         blocks = len(tokens) // self._cache.info.block_tokens
         for other, (load, wanted) in self._loads.items():
             last = min(other.claim.blocks.stop, blocks) - 1
@@ -308,9 +313,9 @@ class Tiers:
         return None
 
     def _after(self, load: ContextLoad, tokens: Sequence[int], salt: bytes, done: Done) -> None:
-        """The end of what `prefetch` found to be asked for already: what may be left of a longer context is next.
+        """Prefetch the rest of a longer context after a prefetch that brought its beginning has ended.
 
-        Not where it was given up: so would the next one be, and each of them could hold up a request once more.
+        If that one was given up, end: the next one would be given up too, and each could hold up a request.
         """
         if load.landed == len(load.stretches):
             self.prefetch(tokens, salt, done)
@@ -318,9 +323,10 @@ class Tiers:
             done()
 
     def evict(self, tokens: Sequence[int], salt: bytes, keep: int, disk: bool, done: Done) -> None:
-        """Give up a context's KV beyond the first `keep` tokens, in the pool and the stores; on the disk only if told.
+        """Evict a context's KV beyond the first `keep` tokens from the pool and the stores; then call `done`.
 
-        What of it is not yet on the disk is written first where it may stay there.
+        The disk is a store that only `disk` includes. Without it, KV that is not on the disk yet is written there
+        first.
         """
         first, keys = self._beyond(tokens, salt, keep)
         stores = [store for tier, store in self._stores.items() if disk or tier != "disk"]
@@ -344,13 +350,12 @@ class Tiers:
             keys += self.write_behind.drop(going, self._lookup.beginnings(self._cache.context(salt), tokens, first))
             give_up()
         else:
-            self.write_behind.flush(lambda lost: give_up(), told=False)
+            self.write_behind.flush(lambda lost: give_up(), counts=False)
 
     def erase_of_model(
         self, model: bytes, tokens: Sequence[int], salt: bytes, keep: int, done: Callable[[bool], None]
     ) -> None:
-        """Erase a context of a model that is not served now from its stores beside this one; `done` hears whether it
-        went."""
+        """Erase a context of a model that is not served now from its stores; call `done` with whether it is gone."""
         if (store := self._durable) is None:
             return done(True)
         gone = list[bool]()
@@ -358,12 +363,12 @@ class Tiers:
         self.do(lambda one: gone.append(erase()), (store,), lambda: done(gone == [True]))
 
     def paths(self, tokens: Sequence[int], salt: bytes) -> list[Path]:
-        """The files that the disk has of a context, what is extended before what extends it."""
+        """Return the files that the disk has of a context, parents before children."""
         keys = self._lookup.all_keys(self._cache.context(salt), tokens)
         return [] if self._durable is None else self._durable.paths(keys)
 
     def take_in(self, path: Path, tokens: Sequence[int], salt: bytes, done: Callable[[TakenIn], None]) -> None:
-        """Keep on the disk what a file has of a context's KV; on a thread of its own, since there may be much."""
+        """Store a file's KV of a context on the disk, on a thread of its own, since there may be much."""
         store, seq_kv, budget = self._durable, self._cache.context(salt), self.write_behind.budget
         if store is None:
             return done(TakenIn())
@@ -379,7 +384,7 @@ class Tiers:
             taken = TakenIn()
             try:
                 taken = store.take_in(path, keyed)
-            except Exception as error:  # a bug of ours; whoever asked must hear of it all the same
+            except Exception as error:  # a bug of ours; the caller must get an answer all the same
                 log.error("KV could not be taken in: %s", trace(error))
             self._answers.append(lambda: done(taken))
             self._wake()
@@ -387,30 +392,30 @@ class Tiers:
         threading.Thread(target=work, name="cairn-kv-take-in", daemon=True).start()
 
     def lingers(self, tokens: Sequence[int], salt: bytes, keep: int) -> bool:
-        """Whether something that `evict` was to take from the disk is there still, because the disk refuses that."""
+        """Return whether KV that `evict` should have removed from the disk is still there, because the disk refuses."""
         store = self._durable
         _, keys = self._beyond(tokens, salt, keep)
         return store is not None and store.lingers(keys)
 
     def unsaved(self, owner: str) -> bool:
-        """Whether what this owner pinned or unpinned last is not durable, because the disk refuses that."""
+        """Return whether the owner's last pin or unpin is not durable, because the disk refuses."""
         store = self._durable
         return store is not None and store.unsaved(owner)
 
     def _beyond(self, tokens: Sequence[int], salt: bytes, keep: int) -> tuple[int, list[bytes]]:
-        """The first chunk of a context beyond its first `keep` tokens, and the keys of all from there on."""
+        """Return the first chunk beyond the first `keep` tokens of a context, and all keys from there on."""
         first = -(-keep // self._lookup.chunk_tokens)
         return first, self._lookup.all_keys(self._cache.context(salt), tokens, first)
 
     def where(self, tokens: Sequence[int], salt: bytes) -> Placed:
-        """Leading tokens of a context in the pool and in each store."""
+        """Return the leading tokens of a context in the pool and in each store."""
         seq_kv = self._cache.context(salt)
         counts = self._lookup.counts(seq_kv, tokens)
         pool = self._cache.found(seq_kv, tokens)
         return Placed(pool=pool, ram=counts.get("ram", 0), disk=counts.get("disk", 0))
 
     def do(self, job: Callable[[Store], object], stores: Sequence[Store], done: Done) -> None:
-        """Do something to stores after what is queued, on the writer's thread, and `done` on this one."""
+        """Run a job on stores on the writer's thread, after what is queued, then `done` on this thread."""
 
         def work() -> None:
             try:
@@ -422,10 +427,10 @@ class Tiers:
         self.writer.push(work)
 
     def sweep(self, job: Sweep, done: Callable[[Swept | None], None]) -> bool:
-        """Do something long to the disk store on a thread of its own; False where there is no such store.
+        """Run a long job on the disk store on a thread of its own; return False if there is no such store.
 
-        `done` gets what came of it, None where it failed. Who asks for a job that runs already shares it: each reads
-        all that is stored.
+        `done` is called with the result, None if the job failed. A caller that asks for a running job shares it: each
+        job reads all that is stored.
         """
         store = self._durable
         if store is None:
@@ -442,8 +447,8 @@ class Tiers:
             swept = None
             try:
                 swept = job(store)
-            except Exception as error:  # a bug of ours; whoever asked must hear of it all the same
-                log.error("the KV store could not be looked over: %s", trace(error))
+            except Exception as error:  # a bug of ours; the callers must get an answer all the same
+                log.error("the KV store could not be swept: %s", trace(error))
             self._answers.append(lambda: answer(swept))
             self._wake()
 
@@ -452,7 +457,7 @@ class Tiers:
         return True
 
     def news(self) -> KvStats | None:
-        """All tiers now, if that is something else than it was at the last call. Not for every step."""
+        """Return the figures of all tiers if they changed since the last call. Too slow for every step."""
         now = self.stats()
         if now == self._reported:
             return None
@@ -460,7 +465,7 @@ class Tiers:
         return now
 
     def _tend(self) -> None:
-        """About once a second, on the writer's thread: look after the disk, and let its news be heard."""
+        """Do the disk's upkeep, about once a second on the writer's thread, and wake the worker if figures changed."""
         store = self._durable
         if store is not None:
             store.tend()
@@ -468,7 +473,7 @@ class Tiers:
             self._wake()
 
     def stats(self) -> KvStats:
-        """All tiers now. Asks every store: not for every step."""
+        """Return the figures of all tiers. Asks every store: too slow for every step."""
         now = {tier: store.stats() for tier, store in self._stores.items()}
         return KvStats(
             ram=now.get("ram"),
@@ -482,12 +487,12 @@ class Tiers:
         )
 
     def start(self) -> None:
-        """Let threads read and write."""
+        """Start the threads that read and write."""
         self.writer.start()
         self.reader.start()
 
     def close(self, grace: float) -> None:
-        """Write what is noted for up to `grace` seconds, then give the stores back. The engine must still be there."""
+        """Write noted chunks for up to `grace` seconds, then close the stores. The engine must still be there."""
         for seq_kv, (_, tokens) in tuple(self._loads.items()):
             self._cache.close(seq_kv, tokens)
         end = self._clock.now() + grace
@@ -496,7 +501,7 @@ class Tiers:
         ended = self.writer.close(max(0.0, end - self._clock.now()))
         if left := self.write_behind.left():
             log.warning("%d chunks of KV were not stored before the end, and will be computed again", left)
-        # A store is left as it is while a thread still hangs in it; the end of the process gives it back.
+        # A store in which a thread still hangs is not closed; the end of the process releases it.
         if all([ended, self.reader.close()]):
             self._memory.close()
             for store in self._stores.values():
