@@ -299,7 +299,7 @@ class Tiers:
         if load is not None:
             load.done.append(lambda: self._after(load, tokens, salt, done))
         elif not self._begin(seq_kv, tokens, hit, 0, done):
-            self._cache.close(seq_kv, tokens)  # releases what `prepare` may have remembered
+            self._cache.close(seq_kv, tokens)  # it must not stay among the waiters
             done()
 
     def _asked_for(self, seq_kv: SequenceKV, tokens: Sequence[int], hit: int) -> ContextLoad | None:
@@ -325,8 +325,7 @@ class Tiers:
     def evict(self, tokens: Sequence[int], salt: bytes, keep: int, disk: bool, done: Done) -> None:
         """Evict a context's KV beyond the first `keep` tokens from the pool and the stores; then call `done`.
 
-        The disk is a store that only `disk` includes. Without it, KV that is not on the disk yet is written there
-        first.
+        With `disk`, evict it from the disk too; otherwise write KV there first that is not there yet.
         """
         first, keys = self._beyond(tokens, salt, keep)
         stores = [store for tier, store in self._stores.items() if disk or tier != "disk"]
