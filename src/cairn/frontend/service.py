@@ -24,7 +24,8 @@ from cairn.frontend.request_table import RequestTable, Used
 from cairn.frontend.requests import SamplingOptions, requests
 from cairn.frontend.sent_marks import Mark, SentMarks
 from cairn.frontend.stream import RequestStream
-from cairn.frontend.supervisor import Patience, Supervisor
+from cairn.frontend.supervisor import Supervisor
+from cairn.frontend.worker_connection import Patience
 from cairn.kv.tiers.store import Standing
 from cairn.models.hub.hub import locate
 from cairn.models.spec.tokenizer_files import check_fits

@@ -18,7 +18,7 @@ from cairn.config.config import Config, TenantTurns
 from cairn.frontend.launch import First, launch_first
 from cairn.frontend.request_table import Used
 from cairn.frontend.service import RequestIds, Service
-from cairn.frontend.supervisor import Patience
+from cairn.frontend.worker_connection import Patience
 from cairn.router.fit import Fit, free_now, measure
 from cairn.router.registry import ModelLeases, ModelRegistry
 from cairn.router.served_model import LoadedModel, ServedModel, locate

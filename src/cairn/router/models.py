@@ -19,7 +19,7 @@ from typing import Any
 from cairn.config.config import Config, ModelOptions, TenantTurns
 from cairn.frontend.launch import First
 from cairn.frontend.service import SHUTTING_DOWN, Service
-from cairn.frontend.supervisor import Patience
+from cairn.frontend.worker_connection import Patience
 from cairn.router.fit import free_now
 from cairn.router.loader import FAILED_SECONDS, ModelLoader
 from cairn.router.registry import ModelLeases, ModelRegistry
