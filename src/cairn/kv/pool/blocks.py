@@ -175,12 +175,12 @@ class BlockPool:
 
     def begun(self, parent: bytes, tokens: tuple[int, ...]) -> list[int]:
         """Return the blocks after `parent` that begin with `tokens`, or that `tokens` begins with."""
-        found = []
+        blocks = []
         for block in self._after.get(parent, ()):
             own = self._tokens_of(block)
             if common(own, tokens) == min(len(own), len(tokens)):
-                found.append(block)
-        return found
+                blocks.append(block)
+        return blocks
 
     def forget(self, block: int) -> bool:
         """Evict a cached block. Return False and change nothing if it is held or not published."""

@@ -65,11 +65,11 @@ class ChunkLookup:
         """Return the leading tokens of a sequence in each store, ignoring windows."""
         kept = [number for number in (lead(self._groups),) if number not in self._states]
         most = len(tokens) // self._block_tokens
-        found: dict[TierName, int] = {}
+        counts: dict[TierName, int] = {}
         for tier, store in self._stores.items():
             count = self._kv_stop((store,), seq_kv, tokens, 0, most, kept)
-            found[tier] = self._last_state((store,), seq_kv, tokens, 0, count) * self._block_tokens
-        return found
+            counts[tier] = self._last_state((store,), seq_kv, tokens, 0, count) * self._block_tokens
+        return counts
 
     def _stop(self, stores: Sequence[Store], seq_kv: SequenceKV, tokens: Sequence[int], first: int) -> int:
         """Return how many leading blocks the pools and these stores have together.
