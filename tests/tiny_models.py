@@ -14,9 +14,10 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-import cairn.engine.cpu
+import cairn.engine.recorded
 from cairn.config.config import Config
-from cairn.engine.cpu import CpuEngine
+from cairn.engine.recorded import RecordedEngine
+from cairn.engine.sampling import LogitsQuestion
 from cairn.kernels import native
 from cairn.kernels.vocabulary import Sampler
 from cairn.models.safetensors.tensor_names import turn
@@ -552,30 +553,45 @@ KERNELS = [*(name for name, runs in native.variants().items() if runs), "referen
 """Every kind of kernels that runs here, the default first."""
 
 
-def load(folder: Path, **options: Any) -> CpuEngine:
+def load(folder: Path, **options: Any) -> RecordedEngine:
     """The engine of a model folder, with a small pool."""
     config = Config(**{"step_tokens": 256, "max_running": 16, "threads": 1, "kv_gb": 0.05, **options})
-    return CpuEngine.load(load_spec(folder), folder, config)
+    return RecordedEngine.load(load_spec(folder), folder, config)
 
 
 class Driver:
     """Runs sequences through an engine and keeps every logits row that the sampler saw."""
 
-    def __init__(self, engine: CpuEngine, monkeypatch: Any) -> None:
+    def __init__(self, engine: RecordedEngine, monkeypatch: Any) -> None:
         self.engine = engine
         self.seen: list[tuple[Row, np.ndarray]] = []
         self._next = [0] * len(engine.info.groups)
 
-        def spy(rows: Sequence[Row], logits: np.ndarray, sampler: Sampler) -> list[RowResult]:
-            at = 0
-            for row in rows:
-                if row.logits_from is not None:
-                    self.seen.append((row, logits[at : at + row.end - row.logits_from].copy()))
-                    at += row.end - row.logits_from
-            return real(rows, logits, sampler)
+        before: type[LogitsQuestion] = cairn.engine.recorded.LogitsQuestion
 
-        real = cairn.engine.cpu.sample
-        monkeypatch.setattr(cairn.engine.cpu, "sample", spy)
+        class Watched(before):  # type: ignore[misc, valid-type]
+            """Keeps the logits of all slices, and hands them out row by row."""
+
+            def __init__(self, rows: Sequence[Row]) -> None:
+                super().__init__(rows)
+                slices[id(self)] = []
+                self._asking = rows
+
+            def answer(self, sampler: Sampler, logits: Any, count: int) -> None:
+                slices[id(self)].append(np.stack([sampler.line(logits, number) for number in range(count)]))
+                super().answer(sampler, logits, count)
+
+            def results(self) -> list[RowResult]:
+                whole, at = np.concatenate(slices.pop(id(self))), 0
+                for row in self._asking:
+                    if row.logits_from is not None:
+                        count = row.end - row.logits_from
+                        driver.seen.append((row, whole[at : at + count]))
+                        at += count
+                return super().results()
+
+        slices, driver = dict[int, list[np.ndarray]](), self
+        monkeypatch.setattr(cairn.engine.recorded, "LogitsQuestion", Watched)
 
     def tables(self, tokens: int) -> tuple[list[int], ...]:
         """Fresh blocks for a sequence of `tokens` tokens, in an order that is not the natural one."""

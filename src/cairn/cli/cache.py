@@ -15,7 +15,7 @@ from cairn.config.resolve import Resolved
 if TYPE_CHECKING:
     from cairn.worker.check_codec import Checked
 
-_CHECK = ("tokenizer", "engine", "kernels", "weights", "threads", "context", "kv_dtype", "kv_dir", "kv_fresh")
+_CHECK = ("tokenizer", "engine", "device", "kernels", "weights", "threads", "context", "kv_dtype", "kv_dir", "kv_fresh")
 _SERVER = ("api_key", "admin_key")
 _STATS = (*_SERVER, "keep_packed_gb")
 

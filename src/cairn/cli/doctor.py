@@ -24,6 +24,7 @@ GB = 1e9
 SIZING = (
     "model",
     "engine",
+    "device",
     "kernels",
     "weights",
     "experts",
@@ -72,15 +73,26 @@ def _machine() -> Rows:
 def _engines(config: Config) -> Rows:
     """What each engine would use, or why it is not used."""
     from cairn.engine import machine
+    from cairn.kernels import devices
 
-    if config.engine == "fake":
-        cpu, fake = "not used: the engine is set to fake", "used: no model is computed, for tests"
-    else:
-        cpu = _kernels(config)
-        fake = "not used: it is for tests"
-    rows = [("cpu", cpu), ("fake", fake)]
+    try:
+        used = "" if config.engine == "fake" else devices.resolved(config.device)
+    except CairnError as error:
+        return [("device", f"no: {error}")]
+    cpu = _kernels(config) if used == devices.CPU else f"not used: {'the engine' if not used else 'the device'} is set"
+    rows = [("cpu", f"{cpu} to fake" if not used else cpu if used == devices.CPU else f"{cpu} to {used}")]
+    rows.append(("fake", "not used: it is for tests" if used else "used: no model is computed, for tests"))
+    found = {one.name: one for one in devices.reports(config.kernels) if one.name != devices.CPU}
+    if used not in ("", devices.CPU, *found):
+        found[used] = devices.report(used)
+    for name, told in found.items():
+        state = "" if told.trouble else "used: " if name == used else f"not used: --device {name} asks for it: "
+        rows.append((name, f"{state}{told.sentence}"))
+    seen = {name.partition(":")[0] for name in found}
     for gpu in machine.gpus():
-        rows.append((gpu.kind, f"not used: {gpu.name} is here, but this version has no engine for GPUs"))
+        kind = "mps" if gpu.kind == "metal" else gpu.kind
+        if kind not in seen:
+            rows.append((gpu.kind, f"not used: {gpu.name} is here, but {devices.report(kind).trouble}"))
     return rows
 
 
@@ -123,7 +135,7 @@ def _read_rate(config: Config) -> float:
 def _fit(name: str, config: Config, rate: float = 0.0) -> str:
     """One model in a sentence; `rate`: bytes that are read from memory in a second, where that is known."""
     from cairn.cli.output import amount
-    from cairn.engine import machine, memory
+    from cairn.engine import memory
     from cairn.engine.device import check_context
     from cairn.kv.pool.cache import ANY, longest
     from cairn.models.hub import hub
@@ -135,9 +147,9 @@ def _fit(name: str, config: Config, rate: float = 0.0) -> str:
         folder = hub.locate(name)
         spec = load_spec(folder, identify=False)
         check_context(spec, config)
-        free = machine.memory_available()
+        free = memory.device_memory(config)
         held = HeldWeights(open_weights(folder, spec), form_of(spec, config.weights))
-        weights = memory.placed(spec, config, memory.weight_memory(spec, held, config.kernels), free)
+        weights = memory.placed(spec, config, memory.weight_memory(spec, held, memory.kernels_of(config)), free)
         blocks = memory.pool_blocks(spec, config, free, weights)
         memory.check_memory(spec, config, blocks, free, weights)
     except CairnError as error:

@@ -8,6 +8,7 @@ never written after.
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,10 @@ from msgspec import Meta
 PREFIX = "CAIRN_"
 """Every environment variable with this prefix is an option, or an error."""
 
+
+DEVICE = re.compile(r"(cuda|rocm):\d{1,3}|auto|cpu|torch-cpu|cuda|rocm|mps")
+DEVICES = "auto, cpu, torch-cpu, cuda, cuda:N, rocm, rocm:N or mps"
+"""Names of devices, for a program and for a person."""
 
 KEY = "printable ASCII characters without spaces, at least one"
 """What a key consists of: others cannot be sent in a header."""
@@ -148,6 +153,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = "auto"
     engine: Annotated[Literal["auto", "cpu", "fake"], Meta(description="What computes; 'fake' is for tests.")] = "auto"
+    device: Annotated[
+        str,
+        Meta(
+            description="What the model is computed on: 'cpu', or 'torch-cpu', 'cuda:N', 'rocm:N' or 'mps' with the "
+            "extra gpu; 'auto': the fastest that keeps answers equal bit for bit, which is the CPU."
+        ),
+    ] = "auto"
     kernels: Annotated[
         Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512"],
         Meta(description="What the CPU computes with; 'auto': the fastest that runs here, 'reference' is numpy."),

@@ -13,7 +13,19 @@ from typing import Any
 
 import msgspec
 
-from cairn.config.config import KEY, LIMITS, PREFIX, Config, ModelOptions, Secret, TenantKeys, TenantLimits, is_key
+from cairn.config.config import (
+    DEVICE,
+    DEVICES,
+    KEY,
+    LIMITS,
+    PREFIX,
+    Config,
+    ModelOptions,
+    Secret,
+    TenantKeys,
+    TenantLimits,
+    is_key,
+)
 from cairn.config.option import Option, closest, options
 from cairn.config.paths import expanded, home
 from cairn.types.errors import ConfigError
@@ -200,6 +212,8 @@ def _one(option: Option, given: _Given, value: object) -> Any:
         case "str":
             if not isinstance(value, str) or not value:
                 raise _wrong(option, given, value, "a text that is not empty")
+            if option.name == "device" and not DEVICE.fullmatch(value):
+                raise _wrong(option, given, value, DEVICES)
             return value
         case "choice":
             if value not in option.choices:
@@ -273,8 +287,8 @@ def _limits(given: _Given, written: object) -> dict[str, TenantLimits]:
 
 
 OF_A_MODEL = (
-    "tokenizer", "kind", "engine", "kernels", "weights", "keep_packed", "experts", "threads", "context", "kv_gb",
-    "kv_dtype", "max_running", "step_tokens", "kv_disk", "kv_codec", "kv_load", "reasoning_history",
+    "tokenizer", "kind", "engine", "device", "kernels", "weights", "keep_packed", "experts", "threads", "context",
+    "kv_gb", "kv_dtype", "max_running", "step_tokens", "kv_disk", "kv_codec", "kv_load", "reasoning_history",
     "tool_instructions", "chat_template",
 )  # fmt: skip
 """The options that a table of [[models]] may give otherwise than the server's."""

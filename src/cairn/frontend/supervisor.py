@@ -22,11 +22,12 @@ from typing import Any
 import msgspec
 
 from cairn.frontend import launch as launching
+from cairn.frontend.device_fallback import DeviceFallback
 from cairn.frontend.launch import CODE_CHANGED, First, launch
 from cairn.frontend.request_state import RequestState
 from cairn.frontend.worker_connection import Patience, WorkerConnection
 from cairn.system.interfaces import Clock
-from cairn.types.errors import CairnError, GenerationFailed, ModelError, NoWorker, Unavailable, by_code, trace
+from cairn.types.errors import CairnError, GenerationFailed, ModelError, NoDevice, NoWorker, Unavailable, by_code, trace
 from cairn.types.outputs import FinishReason
 from cairn.types.request import Request
 from cairn.worker import wire
@@ -121,6 +122,9 @@ class Supervisor:
         self._why = ""
         """Why the last worker ended."""
         self._looked = clock.now()
+        self._fallback = DeviceFallback(clock)
+        self._blameless = False
+        """Whether the present worker ends because its device failed, which no request is to blame for."""
         self.restarts = 0
         self.gave_up = ""
         """Why there is no worker and will be none."""
@@ -270,7 +274,7 @@ class Supervisor:
                 if first.code and await asyncio.to_thread(launching.code_digest) != first.code:
                     self._give_up(CODE_CHANGED)
                     return
-                load = msgspec.structs.replace(first.load, blocks=self._blocks, wait=False)
+                load = self._fallback.load(msgspec.structs.replace(first.load, blocks=self._blocks, wait=False))
                 worker = launch(load, first.worker.process is None)
                 self.restarts += 1
                 link = self._link = WorkerConnection(worker, self._clock, self._receive)
@@ -320,11 +324,20 @@ class Supervisor:
                 self._checked.set_result(None)
         elif isinstance(message, wire.ModelReady):
             self._welcome(link, message)
+        elif isinstance(message, wire.DeviceFailed):
+            self._blameless = True
+            self._fallback.failed(message.message)
         elif isinstance(message, wire.LoadFailed):
-            if self._loaded is not None and not self._loaded.done():
-                self._loaded.set_exception(by_code(message.code, message.message))
-            self._blocks = ()  # memory may not suffice for as many, and fewer are better than no worker
-            link.end(message.message)
+            self._load_failed(link, message)
+
+    def _load_failed(self, link: WorkerConnection, message: wire.LoadFailed) -> None:
+        """End a worker that could not load the model, and report the error to `loaded`."""
+        if message.code == NoDevice.code and self._model:
+            self._fallback.failed(message.message)
+        if self._loaded is not None and not self._loaded.done():
+            self._loaded.set_exception(by_code(message.code, message.message))
+        self._blocks = ()  # memory may not suffice for as many, and fewer are better than no worker
+        link.end(message.message)
 
     def _welcome(self, link: WorkerConnection, ready: wire.ModelReady) -> None:
         """Send a worker that has loaded the requests in flight, unless it loaded another model than the first one."""
@@ -338,7 +351,7 @@ class Supervisor:
             if flight.limit > self._longest <= flight.length:
                 self._on_lost(flight, GenerationFailed(LESS_MEMORY))
         link.welcome()
-        self._on_ready(ready)
+        self._on_ready(self._fallback.explain(ready))
         if self._loaded is not None and not self._loaded.done():
             self._loaded.set_result(None)
         self._next_trial()
@@ -368,7 +381,10 @@ class Supervisor:
         if self.gave_up or (self._loaded is not None and self._loaded.exception() is not None):
             return False
         self._why = why
-        self._blame()
+        if self._blameless:
+            self._blameless, self._sent = False, set()
+        else:
+            self._blame()
         if self._failures > 1:
             log.error("%s", self.trouble)
         else:

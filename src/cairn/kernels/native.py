@@ -20,11 +20,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.kernels.base import BLOCK, GROUP, Quantized
+from cairn.kernels.base import BLOCK, GROUP, MEMBERS, Quantized
 from cairn.kernels.fusion import fuse
 from cairn.kernels.program import KernelCall, Size, Slot, slots
 from cairn.kernels.rope import Rope, frequencies
 from cairn.kernels.sampler import NativeSampler
+from cairn.kernels.storage import HostStorage
 from cairn.types.errors import ModelError
 from cairn.types.layer_spec import RopeScaling
 
@@ -138,7 +139,7 @@ class Table:
     dtype: str
 
 
-class NativeKernels:
+class NativeKernels(HostStorage):
     """`kernels.base.Kernels` in C++ for one instruction set. Each method's meaning is stated there."""
 
     def __init__(self, variant: str, threads: int = 1) -> None:
@@ -156,9 +157,6 @@ class NativeKernels:
         raw = np.zeros(size + _ALIGN, np.uint8)
         start = -raw.ctypes.data % _ALIGN
         return raw[start : start + size].view(dtype).reshape(shape)
-
-    def first(self, array: NDArray[Any], count: int) -> NDArray[Any]:
-        return array[:count]
 
     def vector(self, source: NDArray[Any]) -> NDArray[np.float32]:
         return np.array(source, np.float32)
@@ -251,6 +249,7 @@ class NativeKernels:
         softcap: float = 0.0,
         both: bool = False,
         sinks: Any = None,
+        members: Any = None,
     ) -> None:
         arguments = (query, kv, layer, rows, tables, window, scale, out, softcap, both, sinks)
         self._run("attention", arguments, tokens=len(query), rows=len(rows))
@@ -271,6 +270,7 @@ class NativeKernels:
         rows: Any,
         tables: Any,
         out: Any,
+        members: Any = None,
     ) -> None:
         arguments = (x, first, weight, bias, silu, gated, states, layer, rows, tables, out)
         self._run("convolve", arguments, tokens=len(x), rows=len(rows))
@@ -289,6 +289,7 @@ class NativeKernels:
         rows: Any,
         tables: Any,
         out: Any,
+        members: Any = None,
     ) -> None:
         arguments = (x, gates, first, decay, time_bias, key_heads, tiled, states, layer, rows, tables, out)
         self._run("delta", arguments, tokens=len(x), rows=len(rows))
@@ -309,6 +310,7 @@ class NativeKernels:
         rows: Any,
         tables: Any,
         out: Any,
+        members: Any = None,
     ) -> None:
         arguments = (x, gates, first, decay, time_bias, skip, low, high, groups, states, layer, rows, tables, out)
         self._run("mamba2", arguments, tokens=len(x), rows=len(rows))
@@ -367,7 +369,9 @@ class NativeKernels:
     def latent_queries(self, x: Any, keys: Sequence[Any], angles: Any, neighbours: bool, query: Any) -> None:
         self._run("latent_queries", (x, keys, angles, neighbours, query), tokens=len(x))
 
-    def latent_attention(self, query: Any, kv: Any, layer: int, rows: Any, tables: Any, scale: float, out: Any) -> None:
+    def latent_attention(
+        self, query: Any, kv: Any, layer: int, rows: Any, tables: Any, scale: float, out: Any, members: Any = None
+    ) -> None:
         self._run("latent_attention", (query, kv, layer, rows, tables, scale, out), tokens=len(query), rows=len(rows))
 
     def latent_values(self, x: Any, values: Sequence[Any], out: Any) -> None:
@@ -458,7 +462,9 @@ class NativeProgram:
         for slot in slots(calls):
             self._most[slot.size] = min(len(slot.array), self._most.get(slot.size, len(slot.array)))
         for call in calls:
-            getattr(native, call.kernel)(*(part for one in call.arguments for part in _parts(one)))
+            # Native kernels go row by row, and so know the row of each token.
+            given = [one for place, one in enumerate(call.arguments) if place != MEMBERS.get(call.kernel)]
+            getattr(native, call.kernel)(*(part for one in given for part in _parts(one)))
 
     def replay(self, sizes: Mapping[Size, int]) -> None:
         """`Program.replay`; a size beyond a buffer is a `ValueError`."""

@@ -33,6 +33,7 @@ from cairn.kernels.paged import SPAN, attend, softcap
 from cairn.kernels.program import Interpreted, KernelCall
 from cairn.kernels.quantized import Segments, rounded, segments
 from cairn.kernels.rope import Rope, frequencies
+from cairn.kernels.storage import HostStorage
 from cairn.kernels.vocabulary import NUMPY, Sampler
 from cairn.types.layer_spec import RopeScaling
 
@@ -102,7 +103,7 @@ def layer_norm(x: Floats, weight: Floats, bias: Floats | None, eps: float) -> Fl
     return out if bias is None else out + bias
 
 
-class ReferenceKernels:
+class ReferenceKernels(HostStorage):
     """`kernels.base.Kernels` in numpy, float32 but for KV as it is held. Each method's meaning is stated there."""
 
     def __init__(self, threads: int = 1) -> None:
@@ -123,9 +124,6 @@ class ReferenceKernels:
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
         return np.zeros(shape, dtype)
-
-    def first(self, array: NDArray[Any], count: int) -> NDArray[Any]:
-        return array[:count]
 
     def vector(self, source: NDArray[Any]) -> Floats:
         return np.array(source, np.float32)
@@ -216,6 +214,7 @@ class ReferenceKernels:
         softcap: float = 0.0,
         both: bool = False,
         sinks: Floats | None = None,
+        members: Ints | None = None,
     ) -> None:
         attend(query, kv, layer, rows, tables, window, scale, out, softcap, both, sinks)
 
@@ -235,6 +234,7 @@ class ReferenceKernels:
         rows: Ints,
         tables: Ints,
         out: Floats,
+        members: Ints | None = None,
     ) -> None:
         recurrent.convolve(x, first, weight, bias, silu, gated, states, layer, rows, tables, out)
 
@@ -252,6 +252,7 @@ class ReferenceKernels:
         rows: Ints,
         tables: Ints,
         out: Floats,
+        members: Ints | None = None,
     ) -> None:
         recurrent.delta(x, gates, first, decay, time_bias, key_heads, tiled, states, layer, rows, tables, out)
 
@@ -271,6 +272,7 @@ class ReferenceKernels:
         rows: Ints,
         tables: Ints,
         out: Floats,
+        members: Ints | None = None,
     ) -> None:
         places = (states, layer, rows, tables)
         recurrent.mamba2(x, gates, first, decay, time_bias, skip, low, high, groups, *places, out)
@@ -354,7 +356,15 @@ class ReferenceKernels:
         latent.queries(x, keys, angles, neighbours, self._project, query)
 
     def latent_attention(
-        self, query: Floats, kv: NDArray[Any], layer: int, rows: Ints, tables: Ints, scale: float, out: Floats
+        self,
+        query: Floats,
+        kv: NDArray[Any],
+        layer: int,
+        rows: Ints,
+        tables: Ints,
+        scale: float,
+        out: Floats,
+        members: Ints | None = None,
     ) -> None:
         latent.attention(query, kv, layer, rows, tables, scale, out)
 

@@ -126,7 +126,12 @@ def _codec(config: Config, spec: ModelSpec, info: EngineInfo, files: FileSystem,
     found = recall(files, folder, info.identity, codec.name)
     if found is None:
         # What else is part of the keys: without it another model's numbers would be compared.
-        named = {"kernels": config.kernels, "weights": config.weights, "kv-dtype": config.kv_dtype}
+        named = {
+            "device": config.device,
+            "kernels": config.kernels,
+            "weights": config.weights,
+            "kv-dtype": config.kv_dtype,
+        }
         flags = "".join(f" --{name} {value}" for name, value in named.items() if value != "auto")
         raise ConfigError(
             f"kv_codec: {codec.name} was not compared with raw on this model; run: cairn cache check-codec "

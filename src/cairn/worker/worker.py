@@ -33,7 +33,7 @@ from cairn.scheduler.sequence import Matcher
 from cairn.system.interfaces import Clock
 from cairn.system.posix import SystemClock, SystemFiles, log_to_stderr
 from cairn.text.grammar.vocabulary import read_vocabulary
-from cairn.types.errors import CairnError, ModelError
+from cairn.types.errors import CairnError, DeviceError, DeviceMemoryError, ModelError
 from cairn.types.outputs import Output
 from cairn.types.request import Request
 from cairn.types.stats import KvStats
@@ -215,7 +215,11 @@ class WorkerLoop:
         if isinstance(results, Exception):
             self._failures += 1
             traceback.print_exception(results, file=sys.stderr)
-            if self._failures >= FAILED_STEPS:
+            # Nothing on a device that failed can be relied on: neither KV nor weights.
+            lost = isinstance(results, DeviceError) and not isinstance(results, DeviceMemoryError)
+            if lost:
+                self._channel.send(wire.DeviceFailed(str(results)))
+            if lost or self._failures >= FAILED_STEPS:
                 raise results
         elif plan.rows:
             self._failures = 0

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from cairn.config.config import Config
-from cairn.engine.cpu import CpuEngine
+from cairn.engine.recorded import RecordedEngine
 from cairn.frontend.service import Service
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
@@ -28,7 +28,7 @@ def written(folder: Path, factors: dict[str, float], **fields: Any) -> Path:
     return folder
 
 
-def largest(engine: CpuEngine, monkeypatch: pytest.MonkeyPatch) -> float:
+def largest(engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch) -> float:
     """The largest key or value of some hundred tokens."""
     driver = Driver(engine, monkeypatch)
     tokens = prompt(120)
