@@ -394,7 +394,7 @@ def _max_tokens(asked: int | None, prompt_tokens: int, context: int, allow_empty
     most = context if asked is None or endless else _count("max_tokens", asked, 0, 1 << 63)
     if most == 0 and not allow_empty:
         raise InvalidRequest(
-            "max_tokens must be at least 1, since an answer has at least 1 token; leave it out, or send -1, for as "
+            "max_tokens must be from 1, since an answer has at least 1 token; leave it out, or send -1, for as "
             "many as there is room for",
             field="max_tokens",
         )

@@ -262,7 +262,7 @@ class DurableStore(Store, Protocol):
         ...
 
     def take_in(self, path: Path, keyed: Callable[[int, int, Sequence[int], memoryview], Chunk | None]) -> TakenIn:
-        """Store the KV in a file, after every check.
+        """Import the KV of a file, after every check of its chunks.
 
         `keyed` makes the chunk of a group, a depth, tokens and pages; None to refuse it.
         """
