@@ -20,7 +20,16 @@ from cairn.api.chat.schemas import ChatBody, CompletionBody, DetokenizeBody, Tok
 from cairn.api.http.auth import ADMIN, OPEN
 from cairn.api.http.body import Body
 from cairn.api.llamacpp.schemas import InfillBody, LlamaCompletionBody
-from cairn.api.native.agent_schemas import CreateBody, EvictBody, ForkBody, NoBody, ResumeBody, RollbackBody, TurnBody
+from cairn.api.native.agent_schemas import (
+    CreateBody,
+    DescribeBody,
+    EvictBody,
+    ForkBody,
+    NoBody,
+    ResumeBody,
+    RollbackBody,
+    TurnBody,
+)
 from cairn.api.native.collection_schemas import AskCollectionBody, CollectionBody, CollectionDocumentBody, SearchBody
 from cairn.api.native.team_schemas import (
     PostBody,
@@ -97,7 +106,7 @@ ROUTES: Mapping[str, type[Body] | None] = {
     "/v1/score": ScoreBody,
     "/v1/agents": CreateBody,
     "/v1/agents/import": None,
-    "/v1/agents/{id}": None,
+    "/v1/agents/{id}": DescribeBody,
     "/v1/agents/{id}/turns": TurnBody,
     "/v1/agents/{id}/resume": ResumeBody,
     "/v1/agents/{id}/fork": ForkBody,
@@ -241,6 +250,7 @@ SUMMARIES: Mapping[str, str] = {
     "GET /v1/agents": "The agents, most recently created first.",
     "POST /v1/agents/import": "An agent of an exported file.",
     "GET /v1/agents/{id}": "One agent, and where its KV lies.",
+    "PATCH /v1/agents/{id}": "Give an agent other metadata, its title for example.",
     "DELETE /v1/agents/{id}": "Delete an agent, with its text and its KV.",
     "GET /v1/agents/{id}/turns": "The turns of an agent, branches that were left included.",
     "POST /v1/agents/{id}/fork": "A new agent that shares the history up to a turn.",
@@ -396,7 +406,7 @@ def _operation(path: str, method: str, text: str, kind: type[Body] | None) -> di
         found["parameters"] = parameters
     if method != "GET" and path == "/v1/agents/import":
         found["requestBody"] = {"required": True, "content": {FILE: {}}}
-    elif (method == "POST" and kind is not None) or path == "/api/delete":
+    elif (method in ("POST", "PATCH") and kind is not None) or path == "/api/delete":
         assert kind is not None
         schema = {"$ref": REF.format(model=kind.__name__)}
         required = any(field.is_required() for field in kind.model_fields.values())

@@ -1,8 +1,8 @@
 """The front's record of a request: the worker's output, and what its consumer has not read yet.
 
 The tokens so far are all that is needed to continue in another worker. They are turned into text when the consumer
-reads, so a consumer that lags gets what it missed as one event. Only a request with stop strings, or of one tool call,
-is read at once, because a stop must reach the worker whether anybody reads or not.
+reads, so a consumer that lags gets what it missed as one event. Only a request with stop strings, of one tool call, or
+that its own repetition ends, is read at once, because a stop must reach the worker whether anybody reads or not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,18 @@ from cairn.frontend.miss_explainer import PromptOrigin
 from cairn.system.spans import Spans
 from cairn.text.output.stream import TextStream
 from cairn.types.errors import CairnError
-from cairn.types.outputs import Delta, Done, Event, FinishReason, Output, Timing, TokenLogprob, Usage, joined_calls
+from cairn.types.outputs import (
+    REPETITION,
+    Delta,
+    Done,
+    Event,
+    FinishReason,
+    Output,
+    Timing,
+    TokenLogprob,
+    Usage,
+    joined_calls,
+)
 from cairn.types.request import Request
 from cairn.types.stats import CacheReport
 
@@ -147,7 +158,8 @@ class RequestState:
         self.request = request
         self.origin = origin
         self.text = text
-        self.eager = bool(request.stop) or request.output.one_call or request.output.calls_only
+        output = request.output
+        self.eager = bool(request.stop) or output.one_call or output.calls_only or request.repetition_stop
         self.tokens = list(request.generated)
         """Every token of the answer so far, including those generated before a resumption."""
         self.mu = request.mu
@@ -241,7 +253,7 @@ class RequestState:
         self.read()
         short = error is not None and reason is FinishReason.LENGTH
         if self.text.stopped and (error is None or short):
-            reason, error, short = FinishReason.STOP, None, False
+            reason, error, short = FinishReason.LENGTH if self.text.looped else FinishReason.STOP, None, False
         deltas, self.reason = self.text.finish(reason)
         self._add(deltas)
         if short:
@@ -257,6 +269,7 @@ class RequestState:
                 timing=timing or Timing(),
                 vector=self.vector,
                 unread_call=self.text.unread_call,
+                detail=REPETITION if self.text.looped and self.reason is FinishReason.LENGTH else "",
             )
             self._events.append(end)
 

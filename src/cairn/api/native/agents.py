@@ -1,7 +1,7 @@
 """The routes of agents, under /v1/agents.
 
     POST /v1/agents                     GET  /v1/agents?limit=&after=
-    GET  /v1/agents/{id}                DELETE /v1/agents/{id}
+    GET  /v1/agents/{id}                DELETE /v1/agents/{id}        PATCH /v1/agents/{id}
     POST /v1/agents/{id}/turns          GET  /v1/agents/{id}/turns?limit=&after=
     POST /v1/agents/{id}/resume         POST /v1/agents/{id}/fork      POST /v1/agents/{id}/rollback
     POST /v1/agents/{id}/pin            POST /v1/agents/{id}/unpin
@@ -23,8 +23,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from cairn.agents.agents import Agents
-from cairn.agents.export_kv import kv_bytes
-from cairn.agents.portable import MEDIA_TYPE
+from cairn.agents.portable import MEDIA_TYPE, kv_bytes
 from cairn.agents.types import AgentInfo
 from cairn.api.chat.exchange import Exchanges
 from cairn.api.chat.generation import check_length, check_model, warn_of_tools
@@ -38,11 +37,13 @@ from cairn.api.http.quotas import Quotas
 from cairn.api.native.agent_schemas import (
     PATH,
     CreateBody,
+    DescribeBody,
     EvictBody,
     ForkBody,
     NoBody,
     RollbackBody,
     beginning,
+    check_metadata,
     check_own,
     check_portable,
     kept_for,
@@ -88,7 +89,7 @@ class AgentRoutes:
         if not path.startswith(PATH + "/") or not id:
             return None
         known: dict[str, dict[str, Endpoint]] = {
-            "": {"GET": self.show, "DELETE": self.delete},
+            "": {"GET": self.show, "DELETE": self.delete, "PATCH": self.describe},
             "turns": {"GET": self._turns.turns, "POST": self._turns.turn},
             "resume": {"POST": self._turns.resume},
             "fork": {"POST": self.fork},
@@ -166,6 +167,14 @@ class AgentRoutes:
             if found["messages"] is None:
                 raise
         await call.json(found)
+
+    async def describe(self, call: HTTPCall, service: Service) -> None:
+        """PATCH /v1/agents/{id}: {"metadata"}, which takes the place of all that it had."""
+        agents, id = self._open(), call.path_part(PATH)
+        body = parse(DescribeBody, await read_json(call, self._config), self._config)
+        check_metadata(body.metadata)
+        check_own(agents.get(call.tenant, id))
+        await call.json(agent_object(await agents.describe(call.tenant, id, body.metadata), service))
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
         """DELETE /v1/agents/{id}: answered when its bytes are gone from the disk.

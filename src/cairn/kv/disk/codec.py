@@ -120,8 +120,10 @@ class Q8:
         """Take the layout of an engine's pages. Raise `ValueError` if they are not rows of `head_dim` numbers.
 
         `block_bytes` and `states` as for `Raw`. `head_dim`: of each group or of all. `dtype`: float32, bfloat16 or
-        float16.
+        float16; any other is a `ValueError` too.
         """
+        if dtype not in _DTYPES:
+            raise ValueError(f"pages of {dtype} hold codes already, and are stored as they are by the codec raw")
         self._dtype = _DTYPES[dtype]
         self._states, self._raw = frozenset(states), Raw(block_bytes, states)
         self.state_sizes = self._raw.state_sizes
