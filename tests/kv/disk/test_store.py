@@ -932,9 +932,7 @@ def test_a_disk_that_fails_for_good_can_be_closed(files: CrashFiles, time: Time)
 def test_one_process_at_a_time(files: CrashFiles, time: Time) -> None:
     store = open_store(files, time)
     before = time.now()
-    with pytest.raises(
-        Conflict, match=r"kv_dir: /kv is in use by another process, which did not release it within"
-    ):
+    with pytest.raises(Conflict, match=r"kv_dir: /kv is in use by another process, which did not release it within"):
         open_store(files, time)
     assert 5 <= time.now() - before < 6
     store.close()
