@@ -50,14 +50,10 @@ from cairn.api.chat.exchange import Exchanges
 from cairn.api.chat.model_choice import ModelRouter
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.http.auth import Access, has_tenants, is_admin, preflight, salts
-from cairn.api.http.body_budget import BodyBudget
-from cairn.api.http.call import Disconnected, HTTPCall, Receive, Scope, Send, shown, unforeseen
-from cairn.api.http.call_table import CallTable
-from cairn.api.http.limits import RateLimits
+from cairn.api.http.call import BodyBudget, Disconnected, HTTPCall, Receive, Scope, Send, shown, unforeseen
+from cairn.api.http.event_log import CallTable, EventLogs
+from cairn.api.http.limits import Quotas, RateLimits, deadline_of
 from cairn.api.http.not_found import body_of, canonical, no_route
-from cairn.api.http.quotas import Quotas
-from cairn.api.http.request_deadline import deadline_of
-from cairn.api.http.resumable import EventLogs
 from cairn.api.llamacpp.completion import Llama
 from cairn.api.native.agents import AgentRoutes
 from cairn.api.native.collections import CollectionRoutes
@@ -66,9 +62,8 @@ from cairn.api.native.library import Library
 from cairn.api.native.live_events import ChangeFeeds, SavingsRoutes
 from cairn.api.native.teams import TeamRoutes
 from cairn.api.native.workflows import WorkflowRoutes
-from cairn.api.ollama.chat import Ollama
+from cairn.api.ollama.chat import Ollama, OllamaEmbeddings
 from cairn.api.ollama.models import OllamaModels
-from cairn.api.ollama.ollama_embeddings import OllamaEmbeddings
 from cairn.api.openai.chat import OpenAI
 from cairn.api.openai.embeddings import Embeddings
 from cairn.api.openai.files import FileRoutes

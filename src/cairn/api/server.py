@@ -17,9 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from cairn.api.http.auth import check_exposure
-from cairn.api.http.origins import Origins
-from cairn.api.http.tls import check_tls
+from cairn.api.http.auth import Origins, check_exposure, check_tls
 from cairn.api.native.folders import check_folders, usual_held
 from cairn.api.tracing import endpoint_of
 from cairn.config.config import Config

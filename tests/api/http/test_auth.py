@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from cairn.api.app import App
-from cairn.api.http.auth import OPEN, Access, _same_address, check_exposure, has_tenants
-from cairn.api.http.body_budget import BodyBudget
-from cairn.api.http.call import HTTPCall
-from cairn.api.http.origins import Origins
+from cairn.api.http.auth import OPEN, Access, Origins, _same_address, check_exposure, has_tenants
+from cairn.api.http.call import BodyBudget, HTTPCall
 from cairn.api.server import serve
 from cairn.config.config import Config, Secret, TenantKeys
 from cairn.types.errors import ConfigError

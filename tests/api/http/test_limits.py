@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cairn.api.http.tls import tls_context
+from cairn.api.http.auth import tls_context
 from cairn.config.config import Config, Secret, TenantKeys, TenantLimits
 from cairn.types.errors import ConfigError
 from tests.api.homes import home

@@ -16,10 +16,9 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from cairn.api.chat.wire import HEARTBEAT, error_event
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.event_log import PAGE, EventLog
-from cairn.api.http.resumable import EventLogs
+from cairn.api.http.event_log import PAGE, EventLog, EventLogs
+from cairn.api.http.sse import HEARTBEAT, error_event
 from cairn.config.config import Config, Secret
 from cairn.frontend.stream import Waker
 from cairn.types.errors import NotFound, Overloaded

@@ -18,9 +18,8 @@ from typing import Any
 from cairn.api.admin.reload import Reload
 from cairn.api.chat.parse import parse
 from cairn.api.http.auth import has_keys, is_local
-from cairn.api.http.body import Body, Number
+from cairn.api.http.body import Body, Number, read_json, read_nothing
 from cairn.api.http.call import HTTPCall, Watch
-from cairn.api.http.json_body import read_json, read_nothing
 from cairn.api.native.agent_schemas import NoBody
 from cairn.config.config import Config
 from cairn.frontend.service import DRAINED, Service

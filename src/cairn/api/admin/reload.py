@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from cairn.api.http.auth import Access, check_exposure, has_keys
-from cairn.api.http.tls import check_tls
+from cairn.api.http.auth import Access, check_exposure, check_tls, has_keys
 from cairn.config.config import LIMITS, Config, TenantLimits
 from cairn.router.models import Models
 from cairn.types.errors import ConfigError, InvalidRequest

@@ -13,10 +13,9 @@ import msgspec
 from cairn import __version__
 from cairn.api.chat.generation import check_model
 from cairn.api.chat.parse import parse
+from cairn.api.http.body import read_nothing
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.call_table import CallTable
-from cairn.api.http.json_body import read_nothing
-from cairn.api.http.resumable import EventLogs, parse_after
+from cairn.api.http.event_log import CallTable, EventLogs, parse_after
 from cairn.api.native.agent_schemas import NoBody
 from cairn.config.config import Config
 from cairn.frontend.request_state import RequestStatus

@@ -17,10 +17,9 @@ from cairn.api.chat.cache_diagnosis import RecentPrompts, message_diagnostics
 from cairn.api.chat.exchange import ChoiceStream, Exchanges, spelled
 from cairn.api.chat.generation import chat_exchange, chat_prompt
 from cairn.api.chat.parse import parse, read
-from cairn.api.chat.reasoning_text import pack
 from cairn.api.chat.schemas import ChatBody
 from cairn.api.chat.sessions import AgentAttribution
-from cairn.api.chat.wire import cache_object, written_of
+from cairn.api.chat.wire import cache_object, pack, written_of
 from cairn.api.http.call import HTTPCall, encode
 from cairn.api.http.not_found import anthropic_error
 from cairn.config.config import Config

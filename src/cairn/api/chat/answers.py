@@ -14,18 +14,16 @@ from cairn.api.chat.free_text_tools import free_text
 from cairn.api.chat.timings import AnswerTimes
 from cairn.api.chat.whole_calls import WholeCalls
 from cairn.api.chat.wire import (
-    DONE,
-    HEARTBEAT,
     ChatChunks,
     TextChunks,
     TextLogprobs,
     chat_logprobs,
-    error_event,
     prompt_scores,
     usage_object,
     with_fields,
 )
 from cairn.api.http.call import HTTPCall
+from cairn.api.http.sse import DONE, HEARTBEAT, error_event
 from cairn.frontend.service import Service
 from cairn.types.errors import CairnError
 from cairn.types.outputs import Delta, Done, TokenKind, TokenLogprob, ToolCallDelta, logprobs_of

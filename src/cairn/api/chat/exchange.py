@@ -15,10 +15,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from cairn.api.chat.sessions import Attribution
-from cairn.api.chat.wire import EVENT_STREAM
 from cairn.api.http.call import Headers, HTTPCall, Watch, internal
-from cairn.api.http.call_table import CallTable
-from cairn.api.http.resumable import EventLogs, Follower, is_resumable
+from cairn.api.http.event_log import CallTable, EventLogs, Follower, is_resumable
+from cairn.api.http.sse import EVENT_STREAM
 from cairn.config.config import Config
 from cairn.frontend.miss_explainer import PromptOrigin
 from cairn.frontend.service import Service

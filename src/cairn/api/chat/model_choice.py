@@ -17,9 +17,8 @@ from typing import Any
 import msgspec
 
 from cairn.api.chat.sessions import AgentAttribution
-from cairn.api.http.call import HTTPCall
-from cairn.api.http.call_table import parse_id
-from cairn.api.native.agent_schemas import query
+from cairn.api.http.call import HTTPCall, query
+from cairn.api.http.event_log import parse_id
 from cairn.frontend.service import Service
 from cairn.router.models import Models
 from cairn.router.served_model import ServedModel

@@ -7,8 +7,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cairn.api.http.call import HTTPCall, shown
-from cairn.api.native.agent_schemas import query
+from cairn.api.http.call import HTTPCall, query, shown
 from cairn.types.errors import InvalidRequest, NotFound
 
 LISTED = 20

@@ -12,9 +12,8 @@ from pydantic import ValidationError
 
 from cairn.api.chat.attachments import leave_out
 from cairn.api.chat.fields import ROWS, FieldRow, asks_for_nothing
-from cairn.api.http.body import Body
+from cairn.api.http.body import Body, read_json
 from cairn.api.http.call import HTTPCall, shown
-from cairn.api.http.json_body import read_json
 from cairn.config.config import Config
 from cairn.config.option import MAX_WORD, closest, slip_of
 from cairn.frontend.sampling_extras import MAX_BIAS

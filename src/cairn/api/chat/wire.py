@@ -8,27 +8,37 @@ is encoded once a stream.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import codecs
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from cairn.api.http.call import encode, error_body
+from cairn.api.http.call import encode
 from cairn.types.block_size import BLOCK_TOKENS
-from cairn.types.errors import CairnError
 from cairn.types.outputs import Delta, Done, TokenKind, TokenLogprob, ToolCallDelta, logprobs_of
 from cairn.types.stats import CacheReport, Miss
 
-DONE = b"data: [DONE]\n\n"
-"""Ends every stream that went well."""
-HEARTBEAT = b": still here\n\n"
-"""A comment, which clients skip: keeps proxies and the connection awake while nothing else is sent."""
-EVENT_STREAM: list[tuple[bytes, bytes]] = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+MARK = "cairn1."
+
+
+def pack(text: str) -> str:
+    """The text in a form that is handed on as it is."""
+    return MARK + base64.urlsafe_b64encode(text.encode("utf-8", "replace")).decode()
+
+
+def unpack(value: object) -> str:
+    """The text of a packed value; empty for any other."""
+    if not isinstance(value, str) or not value.startswith(MARK):
+        return ""
+    try:
+        return base64.b64decode(value[len(MARK) :], altchars=b"-_", validate=True).decode()
+    except (binascii.Error, ValueError):
+        return ""
+
+
 _CLOSE = b"}\n\n"
 """What every event with an object ends with."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -54,11 +64,6 @@ class TokenBytes(Protocol):
     def detokenizer(self, *, after: Sequence[int] = ()) -> Pieces:
         """A detokenizer at the start of a text, or of what follows these tokens."""
         ...
-
-
-def error_event(error: CairnError) -> bytes:
-    """The event that ends a stream which failed after it began."""
-    return b"data: " + encode(error_body(error)) + b"\n\n"
 
 
 def with_fields(events: bytes, fields: Mapping[str, Any]) -> bytes:

@@ -12,12 +12,113 @@ import hashlib
 import hmac
 import ipaddress
 import re
+import ssl
 from dataclasses import dataclass
 
 from cairn.api.http.call import AUTHORITY, Headers, HTTPCall, shown
-from cairn.api.http.origins import Origins
 from cairn.config.config import Config, Secret
+from cairn.config.paths import expanded
 from cairn.types.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
+
+
+def check_tls(config: Config) -> None:
+    """ConfigError unless there are both of certificate and key, and they can be used, or neither."""
+    tls_context(config)
+
+
+def tls_context(config: Config) -> ssl.SSLContext | None:
+    """What connections are wrapped in; None for plain HTTP. ConfigError where the files cannot be used."""
+    if config.tls_cert is None and config.tls_key is None:
+        return None
+    if config.tls_cert is None or config.tls_key is None:
+        missing = "tls_cert" if config.tls_cert is None else "tls_key"
+        raise ConfigError(f"HTTPS needs tls_cert and tls_key; {missing} is missing", field=missing)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    load_certificate(context, config)
+    return context
+
+
+def load_certificate(context: ssl.SSLContext, config: Config) -> None:
+    """Read certificate and key, which are named. ConfigError where they cannot be used."""
+    assert config.tls_cert is not None and config.tls_key is not None
+    cert, key = expanded(config.tls_cert), expanded(config.tls_key)
+    try:
+        context.load_cert_chain(cert, key, password=_no_password)
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"the certificate {cert} with the key {key} cannot be used: {why}", field="tls_cert"
+        ) from None
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password, which nobody could be asked for")
+
+
+ANY = "*"
+LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
+"""Hosts that are this machine: pages of any of its ports may call where no port is written."""
+_USUAL = {"http": "80", "https": "443"}
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::([0-9]{1,5}))?")
+
+
+class Origins:
+    """The origins of one server. Raises ConfigError for one that no page can have."""
+
+    def __init__(self, config: Config) -> None:
+        local = any(one.lower() in LOCAL for one in config.cors_origins)
+        given = [one for one in config.cors_origins if one not in (ANY, "null") and one.lower() not in LOCAL]
+        given += [f"{scheme}://{host}" for scheme in _USUAL for host in LOCAL if local]
+        written = [_read(one) for one in given]
+        self.any = ANY in config.cors_origins
+        self._exact = {_spelt(*one) for one in written} | ({"null"} & set(config.cors_origins))
+        self._ports = {(scheme, host) for scheme, host, port in written if host in LOCAL and port is None}
+
+    def __bool__(self) -> bool:
+        return self.any or bool(self._exact)
+
+    def allow(self, origin: str) -> bool:
+        """Whether pages of this origin may call."""
+        if not origin:
+            return False
+        if self.any or origin in self._exact:
+            return True
+        found = _ORIGIN.fullmatch(origin)
+        return found is not None and (found[1], found[2]) in self._ports
+
+
+def _read(text: str) -> tuple[str, str, str | None]:
+    """Scheme, host and port of an origin as somebody wrote it."""
+    found = _ORIGIN.fullmatch(text.lower())
+    if found is None:
+        raise ConfigError(
+            f"cors_origins: {text!r} can never match: an origin is a scheme, a host and perhaps a port, such as "
+            f"https://app.example or http://localhost:3000{_hint(text)}; '*' allows every page",
+            field="cors_origins",
+        )
+    return found[1], found[2], found[3]
+
+
+def _hint(text: str) -> str:
+    """What is wrong with it, where that is plain."""
+    scheme, _, rest = text.rpartition("://")
+    if not scheme:
+        return "; this one has no scheme"
+    if "/" in rest:
+        return "; this one has a path"
+    if ANY in rest:
+        return "; a star stands for nothing within one"
+    if not rest.isascii():
+        return "; browsers write other letters as xn--..."
+    return ""
+
+
+def _spelt(scheme: str, host: str, port: str | None) -> str:
+    """An origin as a browser sends it: without the port that is the scheme's own."""
+    return f"{scheme}://{host}" + (f":{int(port)}" if port is not None and port != _USUAL.get(scheme) else "")
+
 
 OPEN = frozenset(
     {

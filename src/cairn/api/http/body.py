@@ -5,10 +5,243 @@ Numbers are only typed here; their ranges are checked in `frontend/requests.py`,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import codecs
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+
+from cairn.api.http.call import GZIP, HTTPCall, shown
+from cairn.config.config import Config
+from cairn.text.tokens.tokenizer import valid_text
+from cairn.types.errors import Forbidden, InvalidRequest, UnsupportedMedia
+
+
+async def read_nothing(call: HTTPCall, config: Config) -> dict[str, Any]:
+    """The body of a request that takes nothing: a JSON object, whose fields the caller refuses, or no body at all."""
+    body = await call.body()
+    if not body:
+        check_origin(call)
+        return {}
+    _check_headers(call)
+    return _parsed(call, body, config)
+
+
+async def read_json(call: HTTPCall, config: Config) -> dict[str, Any]:
+    """The body of a request that must be a JSON object."""
+    _check_headers(call)
+    return _parsed(call, await call.body(), config)
+
+
+async def read_plain(call: HTTPCall, config: Config) -> dict[str, Any]:
+    """The body of a request that must be a JSON object, whatever it calls itself: clients of Ollama say nothing of it.
+
+    A web page need not ask before it sends such a body, so a page must be one that may.
+    """
+    if (call.header(b"content-type") or b"").partition(b";")[0].strip().lower() != b"application/json":
+        check_origin(call)
+    _check_coding(call)
+    return _parsed(call, await call.body(), config)
+
+
+def check_origin(call: HTTPCall) -> None:
+    """Forbidden for a web page that may not call. Any may send a request without a body, or a form, and need not ask
+    first as it must for JSON."""
+    origin = (call.header(b"origin") or b"").decode("latin-1")
+    if not origin or call.header(b"sec-fetch-site") in (b"same-origin", b"none"):
+        return
+    host = (call.header(b"host") or b"").decode("latin-1")
+    if origin.partition("://")[2] != host and not call.admits(origin):
+        raise Forbidden(
+            f"pages of {shown(origin)} may not call this server; allow them with --cors-origins, or send {{}} as JSON"
+        )
+
+
+def _parsed(call: HTTPCall, body: bytes, config: Config) -> dict[str, Any]:
+    return parse_json(body, max_depth=config.max_json_depth, max_values=config.max_json_values, warn=call.warn)
+
+
+def _check_headers(call: HTTPCall) -> None:
+    kind = (call.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise UnsupportedMedia("the content-type must be application/json", field="Content-Type")
+    _check_coding(call)
+
+
+def _check_coding(call: HTTPCall) -> None:
+    if call.coding not in (b"identity", *GZIP):
+        raise UnsupportedMedia(
+            "the body must not be compressed, or with gzip: other codings are not read", field="Content-Encoding"
+        )
+
+
+def _unheard(sentence: str) -> None:
+    """Nobody is told."""
+
+
+def parse_json(
+    body: bytes, *, max_depth: int, max_values: int = 1 << 18, warn: Callable[[str], None] = _unheard
+) -> dict[str, Any]:
+    """Return the object that a request body holds.
+
+    Refused with InvalidRequest: anything but an object; invalid UTF-8 or JSON (RFC 8259: no NaN or Infinity); a key
+    given twice; nesting deeper than `max_depth` (the outermost object is 1); more than `max_values` objects, lists and
+    members, or more than an eighth as many objects, which would take 20 times the body's memory and hold up everybody
+    while they are read; a number beyond a 64-bit float or of thousands of digits.
+
+    Half a surrogate pair, which no UTF-8 text can hold, becomes U+FFFD, and `warn` is told: clients that cut texts at
+    a number of UTF-16 units send it with every turn from then on.
+    """
+    body = body.removeprefix(codecs.BOM_UTF8)
+    if has_more([body], max_values):
+        raise InvalidRequest(f"the request body holds more than {max_values} JSON values, the limit")
+    most = max(LEAST_OBJECTS, max_values // VALUES_AN_OBJECT)
+    if body.count(b"{") > most and _objects(body, most) > most:
+        raise InvalidRequest(f"the request body holds more than {most} JSON objects, the limit")
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the request body is not valid UTF-8 at byte {error.start}") from None
+    try:
+        value = _decoder(text)
+    except _Twice as error:
+        raise InvalidRequest(f"the request body gives the key {_short(error.key)} twice in one object") from None
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"the request body is not valid JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise _too_deep(max_depth) from None
+    except ValueError as error:
+        raise InvalidRequest(f"the request body is not valid JSON: {_reason(error)}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the request body must be a JSON object")
+    if _mend(value, max_depth):
+        warn("the body holds half a surrogate pair, which is not a character: U+FFFD stands in its place")
+    return value
+
+
+_MARK = re.compile(rb'(?:[^"\[{,]++|"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z))*+(?:([\[{,])|\Z)', re.DOTALL)
+"""The next comma or opening bracket outside of texts, or the end. It matches everywhere, so its time is linear."""
+
+
+LEAST_OBJECTS = 1_024
+"""Objects that any body may hold."""
+VALUES_AN_OBJECT = 8
+"""As many values may be in a body as objects, times this: to make an object of a schema takes far longer."""
+
+
+def _objects(body: bytes, most: int) -> int:
+    """Count opening braces outside of texts, up to one more than `most`."""
+    found = (mark for mark in _MARK.finditer(body) if mark[1] == b"{")
+    return sum(1 for _ in itertools.islice(found, most + 1))
+
+
+def has_more(bodies: Sequence[bytes], limit: int) -> bool:
+    """Whether there are together more than `limit` commas and opening brackets outside of texts, which is as many as
+    there are containers and further members. Each body is read by itself: a text that one of them
+    leaves open ends with it. Bodies of few such marks, texts included, cost three scans at memory speed."""
+    if sum(body.count(mark) for body in bodies for mark in (b",", b"[", b"{")) <= limit:
+        return False
+    marks = (found for body in bodies for found in _MARK.finditer(body) if found[1] is not None)
+    return next(itertools.islice(marks, limit, None), None) is not None
+
+
+class _Twice(Exception):
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
+class _Constant(ValueError):
+    """NaN, Infinity or -Infinity."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _Twice(key)
+            seen.add(key)
+    return found
+
+
+def _constant(name: str) -> None:
+    raise _Constant(f"{name} is not a JSON number")
+
+
+_decoder: Callable[[str], Any] = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant).decode
+
+
+def _mend(value: Any, max_depth: int) -> bool:
+    """Check depth and finite numbers and make characters whole, without recursion; whether one was not."""
+    level = [value]
+    depth = 0
+    mended = False
+    while level:
+        depth += 1
+        if depth > max_depth:
+            raise _too_deep(max_depth)
+        below = []
+        for container in level:
+            if isinstance(container, dict):
+                if not all(map(_is_whole, container)):
+                    mended = True
+                    _mend_keys(container)
+                items: Iterable[tuple[Any, Any]] = container.items()
+            else:
+                items = enumerate(container)
+            halves = []
+            for place, item in items:
+                kind = type(item)
+                if kind is str:
+                    if not _is_whole(item):
+                        halves.append(place)
+                elif kind is dict or kind is list:
+                    below.append(item)
+                elif kind is float and not math.isfinite(item):
+                    raise InvalidRequest("the request body holds a number beyond the range of a 64-bit float")
+            for place in halves:
+                mended = True
+                container[place] = valid_text(container[place])
+        level = below
+    return mended
+
+
+def _mend_keys(container: dict[str, Any]) -> None:
+    items = [(valid_text(key), item) for key, item in container.items()]
+    container.clear()
+    for key, item in items:
+        if key in container:
+            raise InvalidRequest(f"the request body gives the key {_short(key)} twice in one object")
+        container[key] = item
+
+
+def _is_whole(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _reason(error: ValueError) -> str:
+    return str(error) if isinstance(error, _Constant) else "a number has too many digits"
+
+
+def _too_deep(limit: int) -> InvalidRequest:
+    return InvalidRequest(f"the request body is nested deeper than {limit} levels, the limit")
+
+
+def _short(key: str) -> str:
+    shown = key if len(key) <= 40 else key[:40] + "..."
+    return repr(shown.encode("utf-8", "replace").decode())
+
 
 Place = Literal[
     "request",

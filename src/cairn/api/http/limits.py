@@ -10,17 +10,255 @@ whatever agent it names.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import math
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from cairn.api.http.auth import is_admin, payer_of
 from cairn.api.http.call import HTTPCall
 from cairn.config.config import LIMITS, Config, TenantLimits, limits_of
 from cairn.system.interfaces import Clock
-from cairn.types.errors import RateLimited
+from cairn.types.errors import DeadlineExceeded, InvalidRequest, QuotaExceeded, RateLimited
+
+TIMEOUT = b"x-request-timeout"
+UNTIL = b"x-cairn-deadline"
+_SECONDS = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m)?")
+_UNIX = re.compile(r"[0-9]{1,11}(?:\.[0-9]{1,9})?")
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
+
+
+def deadline_of(call: HTTPCall, clock: Clock) -> float | None:
+    """The monotonic clock's time until which a call wants its answer; None where it does not say.
+
+    InvalidRequest for a header that says no time, DeadlineExceeded for one that is past.
+    """
+    given, until = call.header(TIMEOUT), call.header(UNTIL)
+    if given is None and until is None:
+        return None
+    found = []
+    if given is not None:
+        match = _SECONDS.fullmatch(given.strip().decode("latin-1"))
+        seconds = float(match[1]) * _UNITS[match[2] or "s"] if match is not None else 0.0
+        if seconds <= 0:
+            raise InvalidRequest(
+                "X-Request-Timeout must be a number of seconds above 0, or one with ms, s or m, such as 30 or 500ms",
+                field="X-Request-Timeout",
+            )
+        found.append(seconds)
+    if until is not None:
+        found.append(_moment(until.strip().decode("latin-1")) - clock.time_ns() / 1e9)
+        if found[-1] <= 0:
+            raise DeadlineExceeded("the time that X-Cairn-Deadline names is past", field="X-Cairn-Deadline")
+    return clock.now() + min(found)
+
+
+def _moment(text: str) -> float:
+    """Unix time."""
+    if _UNIX.fullmatch(text):
+        return float(text)
+    try:
+        at = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        at = None
+    if at is None or at.tzinfo is None:
+        raise InvalidRequest(
+            "X-Cairn-Deadline must be Unix time in seconds, or a time with its zone such as 2026-01-01T00:00:00Z",
+            field="X-Cairn-Deadline",
+        )
+    return at.timestamp()
+
+
+WRITES = re.compile(
+    r"/v1/(agents(/import|/[^/]+/(turns|fork|resume))?|teams(/[^/]+/(rounds|messages|votes|fork|tool_results))?"
+    r"|workflows/runs(/[^/]+/resume)?|conversations(/[^/]+(/items)?)?|collections(/[^/]+/documents)?|files"
+    r"|vector_stores(/[^/]+/(files|file_batches))?|responses)"
+)
+"""Routes whose POST keeps more than was there."""
+IMPORT = "/v1/agents/import"
+"""A route whose bodies may be KV for the most part: it says itself how much of one is kept."""
+FORM = b"multipart/form-data"
+ENVELOPE = 64 << 10
+"""Bytes of a form that are passed over: its fields and boundaries, which are not kept."""
+FRESH_SECONDS = 5.0
+"""How old what is known of a tenant may be."""
+MOST_MEASURED = 1000
+MIB = 1 << 20
+
+
+class _TenantBytes:
+    """Bytes of one tenant."""
+
+    __slots__ = ("added", "arriving", "at", "changed", "lock", "measured")
+
+    def __init__(self) -> None:
+        self.at = float("-inf")
+        self.measured = 0
+        """What was on the disk at that time."""
+        self.added = 0
+        """What came since, as far as its size was known."""
+        self.arriving = 0
+        self.changed = False
+        """Whether anything came or was deleted since."""
+        self.lock = asyncio.Lock()
+        """Held by the one who measures."""
+
+    @property
+    def taken(self) -> int:
+        """Bytes that count: kept, and on their way."""
+        return self.measured + self.added + self.arriving
+
+
+class _ArrivingBytes:
+    """The bytes that one call brings."""
+
+    __slots__ = ("_most", "_passed", "_quotas", "_settled", "_tenant", "size")
+
+    def __init__(self, quotas: Quotas, tenant: str, most: int, passed: int) -> None:
+        """`passed`: so many of its bytes do not count."""
+        self._quotas, self._tenant, self._most, self._passed = quotas, tenant, most, passed
+        self._settled = False
+        self.size = 0
+        """Bytes that count now."""
+
+    async def announced(self, length: int) -> None:
+        """Count a body of this length. Raises QuotaExceeded."""
+        self.size = max(0, length - self._passed)
+        self._passed = max(0, self._passed - length)
+        try:
+            await self._quotas.take(self._tenant, self.size, self._most)
+        except BaseException:
+            self.size = 0
+            raise
+
+    async def arrived(self, size: int) -> None:
+        """Count `size` bytes more of a body without a length. Raises QuotaExceeded."""
+        passed = min(self._passed, size)
+        self._passed -= passed
+        if size == passed or self._settled:
+            return
+        try:
+            await self._quotas.take(self._tenant, size - passed, self._most)
+        except QuotaExceeded:
+            self.settled()  # what is refused is in the way of no other
+            raise
+        self.size += size - passed
+
+    def settled(self) -> None:
+        """Count nothing of it any more: it is refused, or whoever keeps it counts what is kept."""
+        self._settled = True
+        self.over(kept=False)
+
+    def over(self, *, kept: bool) -> None:
+        """Count nothing of it as on its way. `kept`: it may be on the disk now."""
+        self._quotas.give(self._tenant, self.size, kept=kept)
+        self.size = 0
+
+
+class Quotas:
+    """The bounds of one server. `used` returns how many bytes a tenant keeps."""
+
+    def __init__(
+        self, clock: Clock, limits: Callable[[str], TenantLimits], used: Callable[[str], Awaitable[int]]
+    ) -> None:
+        self._clock, self._used = clock, used
+        self.limits = limits
+        self._tenants: dict[str, _TenantBytes] = {}
+
+    @contextlib.asynccontextmanager
+    async def arriving(self, call: HTTPCall) -> AsyncIterator[None]:
+        """Count what a call brings while it is answered. Raises QuotaExceeded where its tenant may not keep that."""
+        most = self.limits(call.tenant).max_disk_mib
+        if most is None:
+            yield
+            return
+        method = call.scope["method"]
+        if method != "POST" or WRITES.fullmatch(call.path) is None:
+            try:
+                yield
+            finally:
+                if method == "DELETE" and call.tenant in self._tenants:
+                    self._tenants[call.tenant].changed = True
+            return
+        form = (call.header(b"content-type") or b"")[: len(FORM)].lower() == FORM
+        coming = _ArrivingBytes(self, call.tenant, most, ENVELOPE if form else 0)
+        length = call.header(b"content-length")
+        known = length is not None or call.path == IMPORT
+        await coming.announced(int(length) if length is not None and call.path != IMPORT else 0)
+        call.arrived = None if known else coming.arrived
+        call.settled = coming.settled
+        answered = False
+        try:
+            yield
+            answered = True
+        finally:
+            coming.over(kept=answered)
+
+    @contextlib.asynccontextmanager
+    async def room(self, tenant: str, size: int) -> AsyncIterator[None]:
+        """Count `size` bytes while they are being written. Raises QuotaExceeded where the tenant may not keep them."""
+        most = self.limits(tenant).max_disk_mib
+        if most is None:
+            yield
+            return
+        await self.take(tenant, size, most)
+        written = False
+        try:
+            yield
+            written = True
+        finally:
+            self.give(tenant, size, kept=written)
+
+    async def take(self, tenant: str, size: int, most: int) -> None:
+        """Count `size` bytes as on their way. Raises QuotaExceeded where more than `most` MiB would be taken."""
+        kept = self._of(tenant)
+        await self._measure(tenant, kept, FRESH_SECONDS)
+        if not _fits(kept, size, most) and kept.changed:
+            await self._measure(tenant, kept, 0.0)
+        if not _fits(kept, size, most):
+            coming = f", {kept.arriving / MIB:.1f} MiB of yours are on their way" if kept.arriving else ""
+            more = f", and this brings {size / MIB:.1f} MiB" if size else ""
+            raise QuotaExceeded(
+                f"what you keep takes {(kept.measured + kept.added) / MIB:.1f} MiB on the disk{coming}{more}; the "
+                f"limit is {most} (max_disk_mib); delete agents, teams, runs, collections or files",
+                field="max_disk_mib",
+            )
+        kept.arriving += size
+
+    def give(self, tenant: str, size: int, *, kept: bool) -> None:
+        """Count `size` bytes as on their way no more. `kept`: they may be on the disk now."""
+        known = self._of(tenant)
+        known.arriving -= size
+        known.added += size if kept else 0
+        known.changed = True
+
+    async def _measure(self, tenant: str, kept: _TenantBytes, age: float) -> None:
+        """Measure what is on the disk, unless that was done within `age` seconds."""
+        began = self._clock.now()
+        if began - kept.at < age:
+            return
+        async with kept.lock:
+            if kept.at >= began:  # another has, while this one waited
+                return
+            kept.added, kept.changed = 0, False  # what comes meanwhile is counted twice, and never passed over
+            now = self._clock.now()
+            kept.measured = await self._used(tenant)
+            kept.at = now
+
+    def _of(self, tenant: str) -> _TenantBytes:
+        if tenant not in self._tenants:
+            if len(self._tenants) >= MOST_MEASURED:
+                self._tenants = {name: one for name, one in self._tenants.items() if one.arriving}
+            self._tenants[tenant] = _TenantBytes()
+        return self._tenants[tenant]
+
+
+def _fits(kept: _TenantBytes, size: int, most: int) -> bool:
+    return kept.taken < most * MIB and kept.taken + size <= most * MIB
+
 
 MINUTE = 60.0
 MOST_TENANTS = 10_000

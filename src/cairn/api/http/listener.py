@@ -11,8 +11,8 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
+from cairn.api.http.auth import load_certificate, tls_context
 from cairn.api.http.connection import Guard
-from cairn.api.http.tls import load_certificate, tls_context
 from cairn.config.config import Config
 from cairn.system.interfaces import Rng
 from cairn.system.posix import SystemRng

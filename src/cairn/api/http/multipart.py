@@ -12,8 +12,8 @@ from typing import BinaryIO, NamedTuple
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
+from cairn.api.http.body import check_origin
 from cairn.api.http.call import HTTPCall, shown
-from cairn.api.http.json_body import check_origin
 from cairn.config.config import Config
 from cairn.types.errors import InvalidRequest, TooLarge, Unavailable
 

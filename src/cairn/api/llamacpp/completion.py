@@ -15,9 +15,10 @@ from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.chat.timings import AnswerTimes
-from cairn.api.chat.wire import HEARTBEAT, cache_object, error_event, token_scores
+from cairn.api.chat.wire import cache_object, token_scores
+from cairn.api.http.body import read_json
 from cairn.api.http.call import HTTPCall, encode
-from cairn.api.http.json_body import read_json
+from cairn.api.http.sse import HEARTBEAT, error_event
 from cairn.api.llamacpp.schemas import InfillBody, LlamaBody, LlamaCompletionBody, plain, prompts_of
 from cairn.config.config import Config
 from cairn.frontend.service import Service

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import ClassVar
-from urllib.parse import parse_qsl
 
 from cairn.agents.portable import Portable
 from cairn.agents.types import AgentInfo
-from cairn.api.chat.checks import check_generation, check_messages
+from cairn.api.chat.generation import check_generation, check_messages
 from cairn.api.chat.message_schemas import ChatMessage, Tool
 from cairn.api.chat.parse import parse
 from cairn.api.chat.schemas import ChatGeneration
 from cairn.api.http.body import Body, Count, Number, Several
-from cairn.api.http.call import HTTPCall, shown
+from cairn.api.http.call import HTTPCall, query, shown
 from cairn.config.config import Config
 from cairn.types.errors import Conflict, InvalidRequest
 
@@ -163,15 +162,6 @@ def check_account(body: TurnBody, header: str | None, id: str) -> None:
             raise InvalidRequest(
                 f"{field} must be {id} or absent: a turn is on the account of the agent in its address", field=field
             )
-
-
-def query(call: HTTPCall) -> list[tuple[str, str]]:
-    """The parameters in the URL."""
-    text = call.scope.get("query_string", b"").decode("latin-1")
-    try:
-        return parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text), max_num_fields=16)
-    except ValueError:
-        raise InvalidRequest("the URL's parameters cannot be read") from None
 
 
 def page_of(call: HTTPCall, place: str) -> tuple[int | None, str]:

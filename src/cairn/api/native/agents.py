@@ -31,10 +31,9 @@ from cairn.api.chat.generation import check_length, check_model, warn_of_tools
 from cairn.api.chat.message_schemas import contents, plain_messages, plain_tools
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.sessions import AgentAttribution
-from cairn.api.http.body_budget import RETRY, spool
-from cairn.api.http.call import HTTPCall, shown
-from cairn.api.http.json_body import read_json, read_nothing
-from cairn.api.http.quotas import Quotas
+from cairn.api.http.body import read_json, read_nothing
+from cairn.api.http.call import RETRY, HTTPCall, query, shown, spool
+from cairn.api.http.limits import Quotas
 from cairn.api.native.agent_schemas import (
     PATH,
     CreateBody,
@@ -47,7 +46,6 @@ from cairn.api.native.agent_schemas import (
     check_portable,
     kept_for,
     page_of,
-    query,
 )
 from cairn.api.native.turns import TurnRoutes
 from cairn.config.config import Config

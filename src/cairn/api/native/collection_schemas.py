@@ -5,8 +5,7 @@ from __future__ import annotations
 import base64
 from typing import Any, ClassVar
 
-from cairn.api.http.body import Body, Count, Number, Several, Stop
-from cairn.api.http.json_body import parse_json
+from cairn.api.http.body import Body, Count, Number, Several, Stop, parse_json
 from cairn.api.http.multipart import Upload
 from cairn.frontend.requests import SamplingOptions
 from cairn.rag.definition import (

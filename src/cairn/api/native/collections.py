@@ -21,10 +21,10 @@ import msgspec
 from cairn.api.chat.generation import check_model
 from cairn.api.chat.paging import LISTED, MOST_LISTED, page, parameters
 from cairn.api.chat.parse import parse
+from cairn.api.http.body import read_json, read_nothing
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_json, read_nothing
+from cairn.api.http.event_log import EventLogs
 from cairn.api.http.multipart import is_form
-from cairn.api.http.resumable import EventLogs
 from cairn.api.native.agent_schemas import check_metadata
 from cairn.api.native.collection_schemas import (
     PATH,

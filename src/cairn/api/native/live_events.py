@@ -29,9 +29,9 @@ from cairn.agents.overview import Overview
 from cairn.agents.savings import DAY_SECONDS
 from cairn.agents.types import Savings
 from cairn.api.chat.sessions import AgentAttribution
-from cairn.api.chat.wire import EVENT_STREAM, HEARTBEAT
 from cairn.api.http.auth import Access
 from cairn.api.http.call import HTTPCall, Watch, encode
+from cairn.api.http.sse import EVENT_STREAM, HEARTBEAT
 from cairn.api.native.agents import agent_object
 from cairn.config.config import Config
 from cairn.frontend.service import Service

@@ -20,9 +20,9 @@ from cairn.api.chat.generation import check_length, check_model, check_sampling
 from cairn.api.chat.paging import LISTED, MOST_LISTED, page_by_id, parameters
 from cairn.api.chat.parse import parse
 from cairn.api.chat.sessions import AgentAttribution
+from cairn.api.http.body import read_json, read_nothing
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_json, read_nothing
-from cairn.api.http.resumable import EventLogs
+from cairn.api.http.event_log import EventLogs
 from cairn.api.native.agent_schemas import NoBody
 from cairn.api.native.team_schemas import (
     PATH,

@@ -16,16 +16,15 @@ from cairn.agents.running_turn import RunningTurn
 from cairn.agents.types import TurnInfo
 from cairn.api.chat.answers import ChatAnswer
 from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Exchanges, Silence, spelled
-from cairn.api.chat.generation import check_length, check_model
+from cairn.api.chat.generation import check_length, check_model, names_of
 from cairn.api.chat.message_schemas import contents, plain_messages
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.sessions import HEADER, AgentAttribution
 from cairn.api.chat.timings import AnswerTimes
 from cairn.api.chat.wire import cache_object
+from cairn.api.http.body import read_nothing
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_nothing
 from cairn.api.native.agent_schemas import PATH, ResumeBody, TurnBody, check_account, check_own, check_turn, page_of
-from cairn.api.openai.chat import names_of
 from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.text.chat.message_builder import plain

@@ -15,9 +15,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from cairn.api.chat.wire import DONE
 from cairn.api.http.call import HTTPCall, encode
-from cairn.api.http.resumable import EventLogs
+from cairn.api.http.event_log import EventLogs
+from cairn.api.http.sse import DONE
 from cairn.config.config import Config
 
 Emit = Callable[[dict[str, Any]], object]

@@ -14,25 +14,19 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from cairn.agents.agents import Agents
 from cairn.api.chat.generation import check_model, check_sampling
 from cairn.api.chat.paging import LISTED, MOST_LISTED, page_by_id, parameters
 from cairn.api.chat.parse import parse
 from cairn.api.chat.sessions import AgentAttribution
+from cairn.api.http.body import Body, Count, read_json, read_nothing
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_json, read_nothing
-from cairn.api.http.resumable import EventLogs
+from cairn.api.http.event_log import EventLogs
 from cairn.api.native.agent_schemas import NoBody
 from cairn.api.native.team_schemas import one_of
 from cairn.api.native.work_events import Emit, answer
-from cairn.api.native.workflow_schemas import (
-    PATH,
-    RUNS,
-    RunResumeBody,
-    WorkflowBody,
-    WorkflowRunBody,
-    run_object,
-)
 from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.types.errors import InvalidRequest
@@ -42,6 +36,65 @@ from cairn.workflows.checks import check_workflow, every_node
 from cairn.workflows.definition import SAMPLING, workflow_of
 from cairn.workflows.drawing import mermaid, png, states_of, svg
 from cairn.workflows.runs import Runs, RunState
+
+PATH = "/v1/workflows"
+RUNS = f"{PATH}/runs"
+
+
+class WorkflowRunBody(Body):
+    """POST /v1/workflows/runs."""
+
+    workflow: dict[str, Any]
+    inputs: dict[str, Any] | None = None
+    model: str | None = None
+    seed: Count = None
+    stream: bool | None = None
+
+    def check(self) -> None:
+        """InvalidRequest for a seed that JSON's numbers cannot hold."""
+        if self.seed is not None and not 0 <= self.seed < 1 << 53:
+            raise InvalidRequest("seed must be 0 to 9007199254740991", field="seed")
+
+
+class RunResumeBody(Body):
+    """POST /v1/workflows/runs/{id}/resume."""
+
+    model: str | None = None
+    """Another than the run was begun with."""
+    stream: bool | None = None
+
+
+class WorkflowBody(Body):
+    """POST /v1/workflows/check."""
+
+    workflow: dict[str, Any]
+
+
+def run_object(state: RunState, *, whole: bool = True) -> dict[str, Any]:
+    """A run on the wire; in a list without its workflow and outputs."""
+    found: dict[str, Any] = {
+        "id": state.run.id,
+        "object": "workflow.run",
+        "name": state.run.workflow.name,
+        "model": state.model,
+        "created": state.created,
+        "state": state.state,
+        "report": state.report,
+    }
+    if not whole:
+        return found
+    ended = state.ended
+    return found | {
+        "inputs": state.run.inputs,
+        "seed": state.run.seed,
+        "workflow": msgspec.to_builtins(state.run.workflow),
+        "nodes": {key: {**msgspec.to_builtins(one), "type": "node"} for key, one in state.nodes.items()},
+        "result": None if ended is None else ended.result,
+        "sources": {} if ended is None else ended.sources,
+        "conflicts": [] if ended is None else list(ended.conflicts),
+        "why": None if ended is None else ended.why or None,
+    }
+
 
 Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 

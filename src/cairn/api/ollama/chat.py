@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, Exchanges, spelled
-from cairn.api.chat.generation import chat_exchange, text_exchange
+from cairn.api.chat.generation import chat_exchange, check_model, text_exchange
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody, Generation
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.chat.whole_calls import WholeCalls
 from cairn.api.chat.wire import cache_object, token_scores
+from cairn.api.http.body import read_plain
 from cairn.api.http.call import Headers, HTTPCall, encode
-from cairn.api.http.json_body import read_plain
 from cairn.api.ollama.schemas import (
     NAMES,
     TEXT_NAMES,
     OllamaBody,
     OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
     OllamaGenerateBody,
     chat_of,
     prompt_chat,
@@ -33,7 +35,9 @@ from cairn.api.ollama.schemas import (
     warn_of_context,
 )
 from cairn.api.openai.chat import check_suffix, encode_text
+from cairn.api.openai.embeddings import Embeddings, floats
 from cairn.config.config import Config
+from cairn.frontend.embeddings import check_embeds
 from cairn.frontend.service import Service
 from cairn.text.chat.message_builder import arguments_of
 from cairn.text.chat.replay import arguments_meant
@@ -268,3 +272,57 @@ def is_called(service: Service, name: str) -> bool:
     """Whether a name is one of a model's to Ollama's clients: without case, and with or without its tag."""
     wanted = name.casefold()
     return bool({wanted, wanted.removesuffix(LATEST)} & {known.casefold() for known in service.names})
+
+
+Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
+
+
+class OllamaEmbeddings:
+    """The routes of vectors."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._embeddings = Embeddings(config)
+
+    def routes(self) -> dict[str, dict[str, Endpoint]]:
+        """Every route, by path and method."""
+        return {"/api/embed": {"POST": self.embed}, "/api/embeddings": {"POST": self.embeddings}}
+
+    async def embed(self, call: HTTPCall, service: Service) -> None:
+        """POST /api/embed: of one text or several; all of length 1."""
+        began = time.monotonic_ns()
+        body = parse(OllamaEmbedBody, await read_plain(call, self._config), self._config, call)
+        _check(body.model, service)
+        load = int(call.load_seconds * 1e9)
+        if not body.input:  # it asks for the model to be loaded, which it is
+            check_embeds(service)
+            costs = {"total_duration": load, "load_duration": load, "prompt_eval_count": 0}
+            await call.json({"model": service.name, "embeddings": []} | costs)
+            return
+        asking = self._embeddings.asking(call, body.truncate is not False, "input")
+        made, tokens = await self._embeddings.made(call, service, body.input, asking, body.dimensions, None)
+        await call.json(
+            {
+                "model": service.name,
+                "embeddings": [floats(one) for one in made],
+                "total_duration": load + time.monotonic_ns() - began,
+                "load_duration": load,
+                "prompt_eval_count": tokens,
+            }
+        )
+
+    async def embeddings(self, call: HTTPCall, service: Service) -> None:
+        """POST /api/embeddings: of one text, of the length that the model gives it."""
+        body = parse(OllamaEmbeddingsBody, await read_plain(call, self._config), self._config, call)
+        _check(body.model, service)
+        if not body.prompt:
+            check_embeds(service)
+            await call.json({"embedding": []})
+            return
+        asking = self._embeddings.asking(call, True, "prompt")
+        made, _ = await self._embeddings.made(call, service, body.prompt, asking, None, False)
+        await call.json({"embedding": floats(made[0])})
+
+
+def _check(model: str | None, service: Service) -> None:
+    check_model(None if model is None or is_called(service, model) else model, service)

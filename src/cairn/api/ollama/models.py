@@ -18,8 +18,8 @@ from cairn import __version__
 from cairn.api.admin.requests import MODALITIES
 from cairn.api.chat.parse import parse
 from cairn.api.http.auth import has_keys, is_local
+from cairn.api.http.body import read_plain
 from cairn.api.http.call import HTTPCall, Watch, encode, internal, shown
-from cairn.api.http.json_body import read_plain
 from cairn.api.ollama.chat import LATEST, LINES
 from cairn.api.ollama.schemas import CopyBody, NameBody
 from cairn.config.config import Config

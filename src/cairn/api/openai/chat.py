@@ -8,13 +8,12 @@ from typing import cast
 
 from cairn.api.chat.answers import ChatAnswer, TextAnswer
 from cairn.api.chat.exchange import ChoiceStream, Exchanges
-from cairn.api.chat.generation import chat_exchange, check_length, check_model, text_exchange
+from cairn.api.chat.generation import chat_exchange, check_length, check_model, names_of, pace_of, text_exchange
 from cairn.api.chat.parse import parse, read
-from cairn.api.chat.schemas import ChatBody, CompletionBody, Generation, with_prompt_logprobs
+from cairn.api.chat.schemas import ChatBody, CompletionBody, with_prompt_logprobs
 from cairn.api.chat.sessions import AgentAttribution
-from cairn.api.chat.timings import AnswerTimes
+from cairn.api.http.body import read_json
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_json
 from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.text.tokens.tokenizer import INLINE
@@ -119,16 +118,6 @@ class OpenAI:
                 f"prompt holds {len(prompts)} prompts; the limit is {self._config.max_prompts}", field="prompt"
             )
         return prompts
-
-
-def pace_of(body: Generation, choices: Sequence[ChoiceStream]) -> AnswerTimes:
-    """What is told of the answer's time."""
-    return AnswerTimes(choices, timings=body.timings_per_token, progress=body.return_progress)
-
-
-def names_of(max_tokens: int | None) -> dict[str, str]:
-    """What a chat calls the fields of a request: a prompt is its messages."""
-    return {"prompt": "messages"} | ({"max_tokens": "max_completion_tokens"} if max_tokens is None else {})
 
 
 async def encode_text(

@@ -24,9 +24,8 @@ from cairn.api.chat.paging import page, page_of_items
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
 from cairn.api.chat.sessions import AgentAttribution
-from cairn.api.http.body import Body, Several
+from cairn.api.http.body import Body, Several, read_nothing
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_nothing
 from cairn.api.native.agent_schemas import MAX_OWN_METADATA, check_metadata
 from cairn.api.openai.item_references import ItemReferences
 from cairn.api.openai.responses_items import items_of, messages_of

@@ -16,9 +16,8 @@ import msgspec
 from cairn.api.chat.cache_diagnosis import Parting, response_diagnostics
 from cairn.api.chat.exchange import ChoiceStream
 from cairn.api.chat.free_text_tools import free_text
-from cairn.api.chat.reasoning_text import pack
 from cairn.api.chat.timings import AnswerTimes, cache_of
-from cairn.api.chat.wire import TokenBytes, cache_object, token_scores, written_of
+from cairn.api.chat.wire import TokenBytes, cache_object, pack, token_scores, written_of
 from cairn.api.http.call import encode
 from cairn.api.openai.file_search import CitedText, Searched
 from cairn.api.openai.responses_items import MARKS, Called, call_item

@@ -10,7 +10,8 @@ Where the server keeps agents a response is one (`stored_responses.py`), unless 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from cairn.agents.running_turn import RunningTurn
@@ -21,22 +22,88 @@ from cairn.api.chat.paging import page_of_items, parameters
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
 from cairn.api.chat.sessions import AgentAttribution
-from cairn.api.chat.wire import EVENT_STREAM
+from cairn.api.chat.wire import pack
+from cairn.api.http.body import read_nothing
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_nothing
-from cairn.api.http.resumable import EventLogs
+from cairn.api.http.event_log import EventLogs
+from cairn.api.http.sse import EVENT_STREAM
 from cairn.api.native.agent_schemas import NoBody, check_metadata
 from cairn.api.native.library import Library
 from cairn.api.native.turns import turn_exchange
-from cairn.api.openai.compaction import CompactedAnswer, compacting
 from cairn.api.openai.conversations import Conversations, conversation_of
 from cairn.api.openai.file_search import RESULTS, FileSearch, Searched, wants_search
-from cairn.api.openai.response_answer import ResponseAnswer, head_of
+from cairn.api.openai.response_answer import ResponseAnswer, completed, head_of
+from cairn.api.openai.responses_items import items_of
 from cairn.api.openai.responses_schemas import ENCRYPTED, LOGPROBS, NAMES, ResponseBody, Tools, chat_of, instructed
 from cairn.api.openai.stored_responses import PREFIX, StoredResponses
 from cairn.config.config import Config
 from cairn.frontend.service import Service
-from cairn.types.errors import ContextTooLong, InvalidRequest, UnknownResponse
+from cairn.types.errors import CairnError, ContextTooLong, InvalidRequest, UnknownResponse
+from cairn.types.outputs import Delta, Done
+
+TASK = (
+    "Write a summary of this conversation from which it can go on without the rest: what the user wants, what was "
+    "decided and found out, names of files and values that matter, what tools gave, and what is still to be done. "
+    "Write the summary and nothing else."
+)
+OPENING = "Summary of the conversation so far:\n"
+SUMMARY_TOKENS = 4096
+"""The longest summary."""
+
+
+def compacting(chat: dict[str, Any]) -> dict[str, Any]:
+    """The chat that asks for a summary of another. Its tools are told, so that its prefix is found in the cache."""
+    messages = [*chat["messages"], {"role": "user", "content": TASK}]
+    most = chat.get("max_completion_tokens", SUMMARY_TOKENS)
+    wanted = {"messages": messages, "max_completion_tokens": most, "reasoning_effort": "none"}
+    left_out = ("tool_choice", "response_format", "logprobs", "top_logprobs")
+    return {name: value for name, value in chat.items() if name not in left_out} | wanted
+
+
+class CompactedAnswer:
+    """The adapter of a summary, which is only ever sent whole."""
+
+    def __init__(self, id: str, messages: Sequence[dict[str, Any]], choices: Sequence[ChoiceStream]) -> None:
+        """`messages`: what is compacted."""
+        (self._choice,) = choices
+        self._id = id
+        kept = [one for one in messages if one["role"] in ("system", "developer")]
+        self._kept = items_of(kept, {}, id.removeprefix("resp_"))
+
+    def begin(self) -> bytes:
+        """Nothing is streamed."""
+        return b""
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """Nothing is streamed."""
+        return b""
+
+    def finish(self, index: int, done: Done, reason: str) -> bytes:
+        """Nothing is streamed."""
+        return b""
+
+    def end(self) -> bytes:
+        """Nothing is streamed."""
+        return b""
+
+    def error(self, error: CairnError) -> bytes:
+        """Nothing is streamed."""
+        return b""
+
+    def heartbeat(self) -> bytes:
+        """Nothing is streamed."""
+        return b""
+
+    def whole(self) -> dict[str, Any]:
+        """The items, and what they cost."""
+        done = self._choice.done
+        assert done is not None
+        text = OPENING + self._choice.said.text
+        item = {"id": "cmp_" + self._id.removeprefix("resp_"), "type": "compaction", "encrypted_content": pack(text)}
+        head = {"id": self._id, "object": "response.compaction", "created_at": int(time.time())}
+        usage = completed({}, [], done.usage, self._choice.reasoning_tokens, cut=False)["usage"]
+        return head | {"output": [*self._kept, item], "usage": usage}
+
 
 Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 PATH = "/v1/responses"

@@ -20,9 +20,8 @@ import msgspec
 from cairn.agents.agents import Agents
 from cairn.agents.running_turn import RunningTurn
 from cairn.agents.types import AgentInfo, TurnInfo
-from cairn.api.chat.checks import check_chat
 from cairn.api.chat.exchange import ChoiceStream
-from cairn.api.chat.generation import check_length, check_model, shown_tools, warn_of_tools
+from cairn.api.chat.generation import check_chat, check_length, check_model, shown_tools, warn_of_tools
 from cairn.api.chat.message_schemas import contents, plain_messages
 from cairn.api.chat.schemas import ChatBody
 from cairn.api.chat.sessions import AgentAttribution

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from cairn.api.chat.checks import check_messages, check_template_args
-from cairn.api.chat.generation import check_length, check_model
+from cairn.api.chat.generation import check_length, check_messages, check_model, check_template_args
 from cairn.api.chat.message_schemas import contents, plain_messages, plain_tools
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import DetokenizeBody, TokenizeBody
+from cairn.api.http.body import read_json
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_json
 from cairn.api.openai.chat import encode_text
 from cairn.config.config import Config
 from cairn.frontend.service import Service

@@ -20,8 +20,8 @@ from typing import Any
 
 from cairn.api.chat.paging import LISTED, MOST_LISTED, parameters
 from cairn.api.chat.parse import parse
+from cairn.api.http.body import read_json, read_nothing
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_json, read_nothing
 from cairn.api.native.agent_schemas import NoBody
 from cairn.api.native.library import Library
 from cairn.api.openai.files import listed
