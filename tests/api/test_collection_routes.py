@@ -200,7 +200,7 @@ async def test_without_a_model_for_embeddings_the_command_that_adds_one_is_told(
 
 async def test_what_models_are_for_may_not_be_known_yet(folder: Path, tmp_path: Path) -> None:
     async with home(folder, folder.parent / "embedder", agents_dir=str(tmp_path / "agents")) as (house, http):
-        embeds = house.web.app.models.models[1]  # type: ignore[attr-defined]
+        embeds = house.web.app.state.models.models[1]  # type: ignore[attr-defined]
         loaded, embeds.loaded, embeds.spec = embeds.loaded, None, None
         early = await http.post("/v1/collections", json={"id": "c"})
         assert early.status_code == 503 and early.headers["retry-after"]

@@ -74,16 +74,16 @@ async def _serve(
 ) -> None:
     models = Models(config, every, turns=turns_of(config))
     app = build_app(None, config)
-    app.options.again = again
+    app.state.options.again = again
     stop = Signals(lambda: _reload(app))
-    listener = Listener(app, config)
+    listener = Listener(app, config, app.router.upload)
     await listener.start(sock)
-    app.options.watch(listener.renew)
+    app.state.options.watch(listener.renew)
     beside = None
     if admin is not None:
-        beside = Listener(AdminSide(app), config)
+        beside = Listener(AdminSide(app), config, app.router.upload)
         await beside.start(admin)
-        app.options.watch(beside.renew)
+        app.state.options.watch(beside.renew)
     url = address(config.host, sock, tls=config.tls_cert is not None)
     _say(config, f"Cairn listens on [bold]{url}[/bold] and loads {escape(models.first.reference)} ...")
     opening: asyncio.Task[None] | None = None
@@ -94,7 +94,7 @@ async def _serve(
         opening = await _until(_open_agents(app, models, config), stop.first)  # its disk may hang
         if stop.first.is_set():
             return
-        app.open(models)
+        app.state.open(models)
         gc.enable()  # a command may have started without
         gc.collect()
         gc.freeze()  # modules and tables stay; a collection that looks through them all holds every stream up for 30 ms
@@ -111,7 +111,7 @@ async def _serve(
         if opening is not None:
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
-        for one, seconds in ((app.attribution.agents, LOG_SECONDS), (models, CLOSE_SECONDS)):
+        for one, seconds in ((app.state.attribution.agents, LOG_SECONDS), (models, CLOSE_SECONDS)):
             if one is not None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(one.close(), seconds)
@@ -131,10 +131,10 @@ async def _open_agents(app: App, models: Models, config: Config) -> asyncio.Task
         folder = agents_folder(config, os.environ)
         services, clock, draw = models.services, SystemClock(), SystemRng()
         opened = await Agents.open(services.first, SystemFiles(), folder, clock, draw, config, salts(config), services)
-        app.attribution.opened(opened)
+        app.state.attribution.opened(opened)
 
     async def insist() -> None:
-        while app.attribution.agents is None:
+        while app.state.attribution.agents is None:
             await asyncio.sleep(AGENTS_SECONDS)
             with contextlib.suppress(ConfigError):
                 await attempt()
@@ -145,20 +145,20 @@ async def _open_agents(app: App, models: Models, config: Config) -> asyncio.Task
         if config.agents_dir:
             raise
         log.warning("no agents are kept: %s", error)
-        app.attribution.missing(str(error))
+        app.state.attribution.missing(str(error))
         return asyncio.create_task(insist())
     return None
 
 
 async def _drain(app: App, models: Models, config: Config, stop: Signals) -> None:
-    app.draining = True
-    running = models.requests
+    app.state.draining = True
+    running, grace = models.requests, app.state.config.shutdown_grace
     if running:
         _say(
             config,
-            f"Finishing {running} requests, at most {app.config.shutdown_grace:g} s; a second signal ends them now.",
+            f"Finishing {running} requests, at most {grace:g} s; a second signal ends them now.",
         )
-    await _until(models.drain(app.config.shutdown_grace), stop.second)
+    await _until(models.drain(grace), stop.second)
     if stop.second.is_set():
         await models.drain(0)  # streams end with an error event, also now
 
@@ -166,7 +166,7 @@ async def _drain(app: App, models: Models, config: Config, stop: Signals) -> Non
 def _reload(app: App) -> None:
     """What SIGHUP asks for."""
     try:
-        app.options(app.models)
+        app.state.options(app.state.models)
     except CairnError as error:
         log.error("%s", error)
 

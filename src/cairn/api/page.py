@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cairn.api.admin import health
-from cairn.api.admin.health import Answering, ServerHealth
+from cairn.api.admin.health import ServerHealth
 from cairn.api.http.call import NOSNIFF, Headers, HTTPCall
+from cairn.api.routes import Route
 from cairn.config.config import Config
 
 FOLDER = Path(__file__).parent.parent / "web"
@@ -55,23 +56,24 @@ class _PageFile(NamedTuple):
 
 
 class Page:
-    """The routes. `described(path)` says what each method of a route does."""
+    """The routes. `described` returns /openapi.json."""
 
-    def __init__(self, config: Config, described: Callable[[str], dict[str, str]]) -> None:
+    def __init__(self, config: Config, described: Callable[[], bytes]) -> None:
         self._page, self._docs, self._described = config.page, config.docs, described
         self._openapi = b""
 
-    def routes(self) -> dict[str, Answering]:
-        """Every route, by path; none that is switched off."""
-        found: dict[str, Answering] = {}
-        if self._page or self._docs:
-            names = [path.name for path in sorted(FOLDER.iterdir()) if path.suffix in KINDS]
-            wanted = [name for name in names if self._wanted(name)]
-            found |= {f"/web/{name}": functools.partial(_send, name) for name in wanted}
+    def routes(self) -> list[Route]:
+        """Return the table of these routes, without those that are switched off."""
+        found: list[Route] = []
         if self._page:
-            found["/"] = self.root
+            found.append(Route("GET", "/", self.root, access="open", always=True))
         if self._docs:
-            found |= {"/docs": self.docs, "/openapi.json": self.openapi}
+            found.append(Route("GET", "/docs", self.docs, access="open", always=True))
+            found.append(Route("GET", "/openapi.json", self.openapi, always=True))
+        for path in sorted(FOLDER.iterdir()) if self._page or self._docs else ():
+            if path.suffix in KINDS and self._wanted(path.name):
+                send = functools.partial(_send, path.name)
+                found.append(Route("GET", f"/web/{path.name}", send, access="open", always=True, listed=False))
         return found
 
     def _wanted(self, name: str) -> bool:
@@ -94,9 +96,7 @@ class Page:
     async def openapi(self, call: HTTPCall, state: ServerHealth) -> None:
         """GET /openapi.json: every route and what its body may say, from the types that check it."""
         if not self._openapi:
-            from cairn.api.openapi import document  # only for who asks
-
-            self._openapi = document(self._described)
+            self._openapi = self._described()
         await call.respond(200, self._openapi, [(b"content-type", b"application/json")])
 
 

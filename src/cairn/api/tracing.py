@@ -12,9 +12,7 @@ OTEL_EXPORTER_OTLP_HEADERS.
 from __future__ import annotations
 
 import os
-import re
 import threading
-from functools import cache
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -91,7 +89,7 @@ class CallTrace:
         """The call was answered; `error`: with which code, where it was refused or failed."""
         from opentelemetry.trace import Status, StatusCode
 
-        span, route = self._span, route_of(call.path)
+        span, route = self._span, call.route
         span.update_name(f"{call.scope['method']} {route}")
         span.set_attribute("http.route", route)
         span.set_attribute("http.response.status_code", call.status)
@@ -163,25 +161,3 @@ class Tracing:
 def _text(call: HTTPCall, name: str) -> str | None:
     value = call.header(name.encode())
     return None if value is None else value.decode("latin-1")
-
-
-def route_of(path: str) -> str:
-    """The route of a path without the ids in it, so that there are few of them; for what is no route `*`."""
-    exact, patterns = _routes()
-    if path in exact:
-        return path
-    return next((route for pattern, route in patterns if pattern.fullmatch(path)), "*")
-
-
-@cache
-def _routes() -> tuple[frozenset[str], list[tuple[re.Pattern[str], str]]]:
-    from cairn.api.openapi import ROUTES
-
-    patterns = []
-    for route in ROUTES:
-        if "{" in route:
-            parts = re.split(r"\{[a-z_]+\}", route)
-            # a model's id may hold slashes
-            inner = ".+" if route.startswith("/v1/models/") else "[^/]+"
-            patterns.append((re.compile(inner.join(map(re.escape, parts))), route))
-    return frozenset(route for route in ROUTES if "{" not in route), patterns

@@ -378,7 +378,7 @@ async def keeping(folder: Path, model: Path, site_config: Config | None = None, 
     async with serving(model, **options) as service, site(service, site_config) as at:
         clock = SystemClock()
         agents = await Agents.open(service, SystemFiles(), folder, clock, SystemRng(), Config(), salts(Config()))
-        at.app.attribution.opened(agents)
+        at.app.state.attribution.opened(agents)
         try:
             yield at
         finally:
@@ -549,7 +549,7 @@ async def test_a_client_that_sends_everything_again_finds_the_answers_as_they_we
     async with keeping(tmp_path / "agents", path, engine="cpu") as at, at.http() as http:
         again = await post(at, kept(input=[*say, {"role": "user", "content": "more"}]))
         agent = (await http.get(f"/v1/agents/{again.json()['id']}/turns")).json()["data"][0]
-        whole = at.app.attribution.open()
+        whole = at.app.state.attribution.open()
         ids = await whole.context("default", again.json()["id"])
         assert at.app.service is not None
         text = at.app.service.tokenizer.decode(ids, skip_special=False)

@@ -5,11 +5,12 @@ All but /version need no key, so nothing there names a folder or what anybody as
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from cairn import __version__
 from cairn.api.http.call import JSON, HTTPCall, encode
 from cairn.api.http.not_found import no_route
+from cairn.api.routes import Endpoint, Route
 from cairn.frontend.service import SHUTTING_DOWN
 from cairn.router import model_health
 from cairn.router.models import Models
@@ -17,8 +18,6 @@ from cairn.router.models import Models
 LOADING = "the model is still being loaded"
 LOADING_RETRY = 2
 """Seconds after which to ask again while the model loads."""
-
-Answering = Callable[[HTTPCall, "ServerHealth"], Awaitable[None]]
 
 
 class ServerHealth:
@@ -53,10 +52,10 @@ class ServerHealth:
         """Whether requests are served, but not all: one of several models is not well, or the disk refuses turns."""
 
 
-def routes() -> dict[str, Answering]:
-    """Every route, by path; all are for GET and HEAD."""
-    return {
-        "/": root,
+def routes(*, page: bool) -> list[Route]:
+    """Return the table of these routes. `page`: whether / is the page's, which answers clients of Ollama too."""
+    paths: dict[str, Endpoint] = {
+        **({} if page else {"/": root}),
         "/health": health,
         "/v1/health": health,
         "/health/live": live,
@@ -64,8 +63,9 @@ def routes() -> dict[str, Answering]:
         "/health/startup": startup,
         "/livez": live,
         "/readyz": ready,
-        "/version": version,
     }
+    found = [Route("GET", path, endpoint, access="open", always=True) for path, endpoint in paths.items()]
+    return [*found, Route("GET", "/version", version, summary="The version of this server.", always=True)]
 
 
 async def root(call: HTTPCall, state: ServerHealth) -> None:

@@ -14,15 +14,15 @@ from typing import Any
 
 from cairn.api.anthropic.schemas import NAMES, MessagesBody, chat_of
 from cairn.api.chat.cache_diagnosis import RecentPrompts, message_diagnostics
-from cairn.api.chat.exchange import ChoiceStream, Exchanges, spelled
+from cairn.api.chat.exchange import ChoiceStream, spelled
 from cairn.api.chat.generation import chat_exchange, chat_prompt
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
-from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.chat.wire import cache_object, pack, written_of
 from cairn.api.http.call import HTTPCall, encode
 from cairn.api.http.not_found import anthropic_error
-from cairn.config.config import Config
+from cairn.api.routes import Route
+from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.text.chat.message_builder import arguments_of
 from cairn.types.errors import CairnError
@@ -34,11 +34,32 @@ PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 class Anthropic:
     """The routes of messages."""
 
-    def __init__(self, config: Config, exchanges: Exchanges, attribution: AgentAttribution) -> None:
-        self._config = config
-        self._exchanges = exchanges
-        self._attribution = attribution
+    def __init__(self, state: ServerState) -> None:
+        self._config = state.config
+        self._exchanges = state.exchanges
+        self._attribution = state.attribution
         self._recent = RecentPrompts()
+
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route(
+                "POST",
+                "/v1/messages",
+                self.messages,
+                MessagesBody,
+                summary="The next message of a chat, as Anthropic has it.",
+                model="chat",
+            ),
+            Route(
+                "POST",
+                "/v1/messages/count_tokens",
+                self.count_tokens,
+                MessagesBody,
+                summary="How many tokens a chat has.",
+                model="chat",
+            ),
+        ]
 
     async def messages(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/messages."""

@@ -120,17 +120,6 @@ def _spelt(scheme: str, host: str, port: str | None) -> str:
     return f"{scheme}://{host}" + (f":{int(port)}" if port is not None and port != _USUAL.get(scheme) else "")
 
 
-OPEN = frozenset(
-    {
-        *("/", "/docs", "/v1/health", "/health", "/health/live", "/health/ready", "/health/startup"),
-        *("/livez", "/readyz"),
-    }
-)
-"""Routes that need no key."""
-OPEN_FILES = "/web/"
-"""Below it lie the files of the page, the same everywhere: what it shows needs the key."""
-ADMIN = ("/metrics", "/v1/admin", "/v1/cache", "/v1/models/load", "/v1/models/unload", "/api/pull", "/api/delete")
-"""Routes that need the admin key on a server with keys, with all below them."""
 AGENT = b"x-cairn-agent"
 KEYS = (b"x-api-key", b"api-key")
 """Headers with a key, of clients of Anthropic and of Azure, beside Authorization."""
@@ -183,13 +172,17 @@ class Access:
         self._hosts |= {_bare(_without_port(host)) for host in config.allowed_hosts}
         self._any_host = "*" in config.allowed_hosts
 
-    def check(self, call: HTTPCall) -> None:
-        """Let the call pass and give it its tenant, or raise Unauthorized or Forbidden."""
+    def check(self, call: HTTPCall, access: str = "key") -> None:
+        """Set the call's tenant, or raise Unauthorized or Forbidden.
+
+        A route's `access` is `open` to everybody, or needs a tenant's `key` or, on a server with keys, that of the
+        `admin`.
+        """
         call.share = _client(call)
         call.payer = payer_of(call.share)
-        if call.path in OPEN or call.path.startswith(OPEN_FILES):
+        if access == "open":
             return
-        if is_admin(call.path):
+        if access == "admin":
             self._check_admin(call)
             return
         if not self._tenants:
@@ -299,11 +292,6 @@ def check_exposure(config: Config) -> None:
 def salts(config: Config) -> dict[str, bytes]:
     """The salts of all tenants that may call, by name."""
     return {tenant.name: tenant.salt for tenant in (DEFAULT, *(tenant for _, tenant in _tenants(config)))}
-
-
-def is_admin(path: str) -> bool:
-    """Whether a route is for the server's owner."""
-    return any(path == route or path.startswith(f"{route}/") for route in ADMIN)
 
 
 def has_keys(config: Config) -> bool:

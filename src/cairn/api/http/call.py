@@ -212,6 +212,7 @@ class HTTPCall:
         "number",
         "path",
         "payer",
+        "route",
         "salt",
         "scope",
         "settled",
@@ -229,6 +230,8 @@ class HTTPCall:
         """`limit`: most bytes of a body that comes compressed, once it is not."""
         self.scope = scope
         self.path: str = scope["path"]
+        self.route = "*"
+        """The path of its route, with the names of variable parts; of what is no route a star."""
         self.number = number
         self.id = f"{number:016x}"
         self.headers: Headers = []

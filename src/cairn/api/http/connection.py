@@ -17,21 +17,22 @@ from __future__ import annotations
 import asyncio
 import enum
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import httptools
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from cairn.api.http.call import AUTHORITY, too_large, too_slow
 from cairn.api.http.sse import HEARTBEAT
 from cairn.api.http.transport import WRITE_BUFFER, OutputTransport, refusal
 from cairn.config.config import Config
 from cairn.rag.definition import MAX_BYTES
+from cairn.system.interfaces import Rng
 from cairn.types.errors import CairnError, HeadersTooLarge, InvalidRequest, Unavailable
-
-if TYPE_CHECKING:
-    from cairn.api.http.listener import Listener
-
 
 LINGER_SECONDS = 2.0
 """How long a refused client is still listened to, so that it can read the refusal before the reset."""
@@ -101,10 +102,6 @@ class Times:
 
 
 CONNECTIONS_RETRY = 1.0
-IMPORT = b"/v1/agents/import"
-"""The route whose bodies are files, with a limit of their own."""
-UPLOADS = re.compile(rb"/v1/files|/v1/collections/[^/]+/documents")
-"""Routes that take forms with a file, which goes to the disk while it arrives."""
 FORM = b"multipart/form-data"
 UPLOAD_BYTES = MAX_BYTES + (1 << 20)
 """Bytes of the largest document in a form."""
@@ -117,18 +114,31 @@ OFFERS = (b"upgrade", b"http2-settings")
 """Headers that offer to switch protocols, and how Connection names them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the connections of one listener share."""
+
+    config: Config
+    rng: Rng
+    loop: asyncio.AbstractEventLoop
+    uvicorn: uvicorn.Config
+    state: ServerState
+    upload: Callable[[str], str]
+    """Returns whether a path takes a `file` as the body, or in a `form`; otherwise an empty string."""
+
+
 class Guard(HttpToolsProtocol):
     """One connection of a client."""
 
-    def __init__(self, listener: Listener) -> None:
-        super().__init__(listener.uvicorn, listener.state, {}, listener.loop)
+    def __init__(self, shared: Shared) -> None:
+        super().__init__(shared.uvicorn, shared.state, {}, shared.loop)
         self.access_log = False
-        self._listener = listener
-        self._config = listener.config
-        self._max_head = listener.config.max_header_kib << 10
+        self._shared = shared
+        self._config = shared.config
+        self._max_head = shared.config.max_header_kib << 10
         self._max_body = 0
         self.phase = Phase.NEW
-        self._times = Times(listener.config, self.loop.time())
+        self._times = Times(shared.config, self.loop.time())
         self._head_bytes = 0
         self._body_bytes = 0
         self._moved = False
@@ -290,12 +300,10 @@ class Guard(HttpToolsProtocol):
             return
         config = self._config
         self._max_body = config.max_body_mib << 20
-        path = self.url.partition(b"?")[0]
-        if path == IMPORT:
+        upload = self._shared.upload(self.url.partition(b"?")[0].decode("latin-1"))
+        if upload == "file":
             self._max_body = config.max_import_mib << 20
-        elif UPLOADS.fullmatch(path) and (b"content-type", FORM) in {
-            (name, value[:19]) for name, value in self.headers
-        }:
+        elif upload == "form" and (b"content-type", FORM) in {(name, value[:19]) for name, value in self.headers}:
             self._max_body = max(self._max_body, min(config.max_import_mib << 20, UPLOAD_BYTES))
         if announced > self._max_body:
             self.refuse(too_large(self._max_body))
@@ -373,7 +381,7 @@ class Guard(HttpToolsProtocol):
             self.cycle.message_event.set()
         url: bytes = getattr(self, "url", b"")  # there is none before the first request line
         path = url.partition(b"?")[0].decode("latin-1")
-        self.output.write(refusal(error, path, f"{self._listener.rng.bits64():016x}"))
+        self.output.write(refusal(error, path, f"{self._shared.rng.bits64():016x}"))
         self.output.flush()
         self._linger()
 

@@ -18,7 +18,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-from cairn.api.http.auth import is_admin, payer_of
+from cairn.api.http.auth import payer_of
 from cairn.api.http.call import HTTPCall
 from cairn.config.config import LIMITS, Config, TenantLimits, limits_of
 from cairn.system.interfaces import Clock
@@ -72,14 +72,6 @@ def _moment(text: str) -> float:
     return at.timestamp()
 
 
-WRITES = re.compile(
-    r"/v1/(agents(/import|/[^/]+/(turns|fork|resume))?|teams(/[^/]+/(rounds|messages|votes|fork|tool_results))?"
-    r"|workflows/runs(/[^/]+/resume)?|conversations(/[^/]+(/items)?)?|collections(/[^/]+/documents)?|files"
-    r"|vector_stores(/[^/]+/(files|file_batches))?|responses)"
-)
-"""Routes whose POST keeps more than was there."""
-IMPORT = "/v1/agents/import"
-"""A route whose bodies may be KV for the most part: it says itself how much of one is kept."""
 FORM = b"multipart/form-data"
 ENVELOPE = 64 << 10
 """Bytes of a form that are passed over: its fields and boundaries, which are not kept."""
@@ -169,14 +161,18 @@ class Quotas:
         self._tenants: dict[str, _TenantBytes] = {}
 
     @contextlib.asynccontextmanager
-    async def arriving(self, call: HTTPCall) -> AsyncIterator[None]:
-        """Count what a call brings while it is answered. Raises QuotaExceeded where its tenant may not keep that."""
+    async def arriving(self, call: HTTPCall, *, keeps: bool, upload: bool = False) -> AsyncIterator[None]:
+        """Count what a call brings while it is answered, if its route `keeps` it.
+
+        An `upload` may be KV for the most part, so its route counts itself how much of it is kept. Raises QuotaExceeded
+        if its tenant may not keep that much.
+        """
         most = self.limits(call.tenant).max_disk_mib
         if most is None:
             yield
             return
         method = call.scope["method"]
-        if method != "POST" or WRITES.fullmatch(call.path) is None:
+        if not keeps:
             try:
                 yield
             finally:
@@ -186,8 +182,8 @@ class Quotas:
         form = (call.header(b"content-type") or b"")[: len(FORM)].lower() == FORM
         coming = _ArrivingBytes(self, call.tenant, most, ENVELOPE if form else 0)
         length = call.header(b"content-length")
-        known = length is not None or call.path == IMPORT
-        await coming.announced(int(length) if length is not None and call.path != IMPORT else 0)
+        known = length is not None or upload
+        await coming.announced(int(length) if length is not None and not upload else 0)
         call.arrived = None if known else coming.arrived
         call.settled = coming.settled
         answered = False
@@ -361,9 +357,12 @@ class RateLimits:
             tenant.bound(self._of(self._names[share]), self._clock.now())
 
     @contextlib.contextmanager
-    def counted(self, call: HTTPCall) -> Iterator[None]:
-        """While a call is answered. RateLimited, with Retry-After, where its tenant has asked for too much."""
-        if self._none or not _counts(call):
+    def counted(self, call: HTTPCall, *, admin: bool) -> Iterator[None]:
+        """Count a call while it is answered. Raises RateLimited, with Retry-After, if its tenant asks for too much.
+
+        Calls of `admin` routes, of other methods than POST, and those that end a request are free.
+        """
+        if self._none or admin or call.scope["method"] != "POST" or call.path.endswith("/cancel"):
             yield
             return
         now = self._clock.now()
@@ -392,14 +391,6 @@ class RateLimits:
             found = self._tenants[call.payer] = _Tenant(self._of(call.tenant), now)
             self._names[call.payer] = call.tenant
         return found
-
-
-def _counts(call: HTTPCall) -> bool:
-    """Whether a call is one that is limited: those that ask for something to be done, but for the owner's own, and for
-    what ends a request."""
-    if call.scope["method"] != "POST" or call.path.endswith("/cancel"):
-        return False
-    return not is_admin(call.path)
 
 
 def _check(tenant: _Tenant, now: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from collections.abc import Callable
 from email.utils import formatdate
 from typing import Any
 
@@ -12,7 +13,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from cairn.api.http.auth import load_certificate, tls_context
-from cairn.api.http.connection import Guard
+from cairn.api.http.connection import Guard, Shared
 from cairn.config.config import Config
 from cairn.system.interfaces import Rng
 from cairn.system.posix import SystemRng
@@ -21,12 +22,12 @@ from cairn.system.posix import SystemRng
 class Listener:
     """A bound socket and its connections."""
 
-    def __init__(self, app: Any, config: Config, rng: Rng | None = None) -> None:
+    def __init__(self, app: Any, config: Config, upload: Callable[[str], str], rng: Rng | None = None) -> None:
+        """`upload(path)` returns whether a path takes a `file` as the body, or in a `form`, or neither."""
         self.config = config
-        self.rng = rng or SystemRng()
         self.loop = asyncio.get_running_loop()
         self.state = ServerState()
-        self.uvicorn = uvicorn.Config(
+        served = uvicorn.Config(
             app,
             ws="none",
             lifespan="off",
@@ -36,7 +37,8 @@ class Listener:
             proxy_headers=False,
             server_header=False,
         )
-        self.uvicorn.load()
+        served.load()
+        self._shared = Shared(config, rng or SystemRng(), self.loop, served, self.state, upload)
         shortest = min(config.header_timeout, config.body_timeout, config.stream_stall, config.idle_timeout)
         self._tick = min(1.0, shortest / 4)
         self._timer: asyncio.TimerHandle | None = None
@@ -51,7 +53,7 @@ class Listener:
         # A client that does not finish its handshake has as long as for its headers.
         patience = None if tls is None else self.config.header_timeout
         self._server = await self.loop.create_server(
-            lambda: Guard(self), sock=sock, backlog=4096, ssl=tls, ssl_handshake_timeout=patience
+            lambda: Guard(self._shared), sock=sock, backlog=4096, ssl=tls, ssl_handshake_timeout=patience
         )
         self._sweep()
 

@@ -5,28 +5,26 @@ Shapes: github.com/ggml-org/llama.cpp, tools/server/README.md.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from cairn.api.chat.exchange import ChoiceStream, Exchanges
+from cairn.api.chat.exchange import ChoiceStream
 from cairn.api.chat.generation import chat_prompt, check_length, check_model, text_exchange
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
-from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.chat.timings import AnswerTimes
 from cairn.api.chat.wire import cache_object, token_scores
 from cairn.api.http.body import read_json
 from cairn.api.http.call import HTTPCall, encode
 from cairn.api.http.sse import HEARTBEAT, error_event
 from cairn.api.llamacpp.schemas import InfillBody, LlamaBody, LlamaCompletionBody, plain, prompts_of
-from cairn.config.config import Config
+from cairn.api.routes import Route
+from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import CairnError, InvalidRequest, Unavailable
 from cairn.types.outputs import Delta, Done, FinishReason, TokenLogprob
-
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 
 NAMES = {
     "top_logprobs": "n_probs",
@@ -41,21 +39,42 @@ SNIPPET = "\n\n--- snippet ---\n\n"
 class Llama:
     """The routes."""
 
-    def __init__(self, config: Config, exchanges: Exchanges, attribution: AgentAttribution) -> None:
-        self._config = config
-        self._exchanges = exchanges
-        self._attribution = attribution
+    def __init__(self, state: ServerState) -> None:
+        self._config = state.config
+        self._exchanges = state.exchanges
+        self._attribution = state.attribution
 
-    def routes(self) -> dict[str, dict[str, Endpoint]]:
-        """Every route, by path and method."""
-        return {
-            "/completion": {"POST": self.completion},
-            "/infill": {"POST": self.infill},
-            "/apply-template": {"POST": self.apply_template},
-            "/v1/chat/completions/input_tokens": {"POST": self.input_tokens},
-            "/slots": {"GET": self.slots},
-            "/lora-adapters": {"GET": self.adapters},
-        }
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route(
+                "POST",
+                "/completion",
+                self.completion,
+                LlamaCompletionBody,
+                summary="What follows a text, as llama-server has it.",
+                model="chat",
+            ),
+            Route("POST", "/infill", self.infill, InfillBody, summary="The middle of a text.", model="chat"),
+            Route(
+                "POST",
+                "/apply-template",
+                self.apply_template,
+                ChatBody,
+                summary="The prompt of a chat as a text.",
+                model="chat",
+            ),
+            Route(
+                "POST",
+                "/v1/chat/completions/input_tokens",
+                self.input_tokens,
+                ChatBody,
+                summary="How many tokens a chat's prompt has.",
+                model="chat",
+            ),
+            Route("GET", "/slots", self.slots, summary="How many requests can run at once.", model="url"),
+            Route("GET", "/lora-adapters", self.adapters, summary="None: adapters are not built."),
+        ]
 
     async def completion(self, call: HTTPCall, service: Service) -> None:
         """POST /completion."""

@@ -16,8 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
@@ -26,14 +24,11 @@ from cairn.agents.agents import Agents
 from cairn.agents.export_kv import kv_bytes
 from cairn.agents.portable import MEDIA_TYPE
 from cairn.agents.types import AgentInfo
-from cairn.api.chat.exchange import Exchanges
 from cairn.api.chat.generation import check_length, check_model, warn_of_tools
 from cairn.api.chat.message_schemas import contents, plain_messages, plain_tools
 from cairn.api.chat.parse import parse, read
-from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.http.body import read_json, read_nothing
 from cairn.api.http.call import RETRY, HTTPCall, query, shown, spool
-from cairn.api.http.limits import Quotas
 from cairn.api.native.agent_schemas import (
     PATH,
     CreateBody,
@@ -48,13 +43,13 @@ from cairn.api.native.agent_schemas import (
     page_of,
 )
 from cairn.api.native.turns import TurnRoutes
-from cairn.config.config import Config
+from cairn.api.routes import Route
+from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.text.grammar.grammar import ToolChoice, Wanted
 from cairn.types.errors import Damaged, InvalidRequest, Overloaded, Unavailable, Unsupported, UnsupportedMedia
 from cairn.types.stats import TakenIn
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 MAX_IMPORTS = 4
 """How many imports of one tenant may run at once: each has a file on the disk, of at most max_import_mib."""
 LISTED = 20
@@ -64,40 +59,73 @@ LISTED = 20
 class AgentRoutes:
     """The routes of agents."""
 
-    def __init__(
-        self, config: Config, exchanges: Exchanges, attribution: AgentAttribution, quotas: Quotas, folder: Path
-    ) -> None:
-        """`folder`: the one of the token log, whose disk takes imports while they arrive."""
-        self._config, self._quotas = config, quotas
-        self._folder = folder
-        self._attribution = attribution
-        self._turns = TurnRoutes(config, exchanges, attribution)
+    def __init__(self, state: ServerState) -> None:
+        self._config, self._quotas = state.config, state.quotas
+        self._folder = state.agents_folder
+        """The one of the token log, whose disk takes imports while they arrive."""
+        self._attribution = state.attribution
+        self._turns = TurnRoutes(state)
         self._importing: Counter[str] = Counter()
         """Imports under way, by tenant."""
         self._reading = asyncio.Lock()
 
-    def routes(self, path: str) -> dict[str, Endpoint] | None:
-        """The methods of a path, or None."""
-        if path == PATH:
-            return {"POST": self.create, "GET": self.list}
-        if path == PATH + "/import":
-            return {"POST": self.import_agent}
-        id, _, rest = path.removeprefix(PATH + "/").partition("/")
-        if not path.startswith(PATH + "/") or not id:
-            return None
-        known: dict[str, dict[str, Endpoint]] = {
-            "": {"GET": self.show, "DELETE": self.delete},
-            "turns": {"GET": self._turns.turns, "POST": self._turns.turn},
-            "resume": {"POST": self._turns.resume},
-            "fork": {"POST": self.fork},
-            "rollback": {"POST": self.rollback},
-            "pin": {"POST": self.pin},
-            "unpin": {"POST": self.unpin},
-            "prefetch": {"POST": self.prefetch},
-            "evict": {"POST": self.evict},
-            "export": {"GET": self.export},
-        }
-        return known.get(rest) if rest or not path.endswith("/") else None
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route(
+                "POST",
+                "/v1/agents",
+                self.create,
+                CreateBody,
+                summary="A new agent.",
+                model="chat",
+                keeps=True,
+                status=201,
+            ),
+            Route(
+                "GET",
+                "/v1/agents",
+                self.list,
+                query=("limit", "after"),
+                summary="The agents, most recently created first.",
+            ),
+            Route(
+                "POST",
+                "/v1/agents/import",
+                self.import_agent,
+                query=("id", "kv"),
+                summary="An agent of an exported file.",
+                keeps=True,
+                status=201,
+                upload=True,
+            ),
+            Route("GET", "/v1/agents/{id}", self.show, summary="One agent, and where its KV lies."),
+            Route("DELETE", "/v1/agents/{id}", self.delete, summary="Delete an agent, with its text and its KV."),
+            Route(
+                "POST",
+                "/v1/agents/{id}/fork",
+                self.fork,
+                ForkBody,
+                summary="A new agent that shares the history up to a turn.",
+                keeps=True,
+                status=201,
+            ),
+            Route("POST", "/v1/agents/{id}/rollback", self.rollback, RollbackBody, summary="Go back to a turn."),
+            Route("POST", "/v1/agents/{id}/pin", self.pin, NoBody),
+            Route("POST", "/v1/agents/{id}/unpin", self.unpin, NoBody, summary="Its KV may be evicted again."),
+            Route("POST", "/v1/agents/{id}/prefetch", self.prefetch, NoBody, model="agent"),
+            Route(
+                "POST",
+                "/v1/agents/{id}/evict",
+                self.evict,
+                EvictBody,
+                summary="Give up its KV in memory, with `disk` everywhere.",
+            ),
+            Route(
+                "GET", "/v1/agents/{id}/export", self.export, query=("kv",), summary="An agent as one portable file."
+            ),
+            *self._turns.routes(),
+        ]
 
     # ------------------------------------------------------------------------------------------------------- agents
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, BinaryIO
 
@@ -23,7 +23,6 @@ from cairn.api.chat.paging import LISTED, MOST_LISTED, page, parameters
 from cairn.api.chat.parse import parse
 from cairn.api.http.body import read_json, read_nothing
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.event_log import EventLogs
 from cairn.api.http.multipart import is_form
 from cairn.api.native.agent_schemas import check_metadata
 from cairn.api.native.collection_schemas import (
@@ -36,9 +35,9 @@ from cairn.api.native.collection_schemas import (
     document_object,
     document_of_form,
 )
-from cairn.api.native.library import Library
 from cairn.api.native.work_events import Emit, answer
-from cairn.config.config import Config
+from cairn.api.routes import Route
+from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.rag.collections import SourcedAnswer
 from cairn.rag.definition import NewDocument, SearchHit, check_name
@@ -46,32 +45,85 @@ from cairn.rag.extractor import aside
 from cairn.types.errors import InvalidRequest
 from cairn.workflows.answerer import Asker
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
+FORM = {
+    "type": "object",
+    "required": ["file"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        **{name: {"type": "string"} for name in ("id", "name", "type", "metadata", "embedding_model", "stream")},
+    },
+}
+"""The schema of a document that is uploaded as a form."""
 
 
 class CollectionRoutes:
     """The routes of collections."""
 
-    def __init__(self, config: Config, logs: EventLogs, library: Library) -> None:
-        self._config, self._logs, self._library = config, logs, library
+    def __init__(self, state: ServerState) -> None:
+        self._config, self._logs, self._library = state.config, state.logs, state.library
 
-    def routes(self, path: str) -> dict[str, Endpoint] | None:
-        """The methods of a path, or None."""
-        if path == PATH:
-            return {"POST": self.create, "GET": self.list}
-        id, _, rest = path.removeprefix(PATH + "/").partition("/")
-        if not path.startswith(PATH + "/") or not id:
-            return None
-        document = rest.removeprefix("documents/")
-        if document != rest and document and "/" not in document:
-            return {"GET": self.show_document, "DELETE": self.delete_document}
-        known: dict[str, dict[str, Endpoint]] = {
-            "": {"GET": self.show, "DELETE": self.delete},
-            "documents": {"POST": self.add, "GET": self.documents},
-            "search": {"POST": self.search},
-            "ask": {"POST": self.ask},
-        }
-        return known.get(rest) if rest or not path.endswith("/") else None
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route(
+                "POST",
+                "/v1/collections",
+                self.create,
+                CollectionBody,
+                summary="A new collection of documents.",
+                keeps=True,
+                status=201,
+            ),
+            Route(
+                "GET",
+                "/v1/collections",
+                self.list,
+                query=("limit", "after"),
+                summary="The collections, most recently created first.",
+            ),
+            Route("GET", "/v1/collections/{id}", self.show, summary="One collection."),
+            Route("DELETE", "/v1/collections/{id}", self.delete, summary="Delete a collection, with its text."),
+            Route(
+                "POST",
+                "/v1/collections/{id}/documents",
+                self.add,
+                CollectionDocumentBody,
+                summary="Add a document.",
+                keeps=True,
+                status=201,
+                stream=True,
+                form=FORM,
+            ),
+            Route(
+                "GET",
+                "/v1/collections/{id}/documents",
+                self.documents,
+                query=("limit", "after"),
+                summary="The documents, in the order in which they were added.",
+            ),
+            Route("GET", "/v1/collections/{id}/documents/{document}", self.show_document, summary="One document."),
+            Route(
+                "DELETE",
+                "/v1/collections/{id}/documents/{document}",
+                self.delete_document,
+                summary="Delete a document, with its text.",
+            ),
+            Route(
+                "POST",
+                "/v1/collections/{id}/search",
+                self.search,
+                SearchBody,
+                summary="The passages that fit a query best.",
+            ),
+            Route(
+                "POST",
+                "/v1/collections/{id}/ask",
+                self.ask,
+                AskCollectionBody,
+                summary="An answer from the passages that fit a question best.",
+                model="chat",
+            ),
+        ]
 
     async def create(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/collections: {"id", "chunk", "overlap", "metadata"}, all optional."""

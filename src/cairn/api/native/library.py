@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from cairn.api.chat.generation import check_model
@@ -39,13 +39,22 @@ FILE, UPLOADS = "collections.sqlite", "files.sqlite"
 
 
 class Library:
-    """The collections of one server. `registry` are its models, once there are any."""
+    """The collections of one server."""
 
-    def __init__(self, config: Config, attribution: AgentAttribution, quotas: Quotas, folder: Path) -> None:
-        """`folder`: the one of the token log; the collections lie beside it, and whoever holds the one has both."""
+    def __init__(
+        self,
+        config: Config,
+        attribution: AgentAttribution,
+        quotas: Quotas,
+        folder: Path,
+        registry: Callable[[], Models],
+    ) -> None:
+        """`folder` is the token log's: the collections lie beside it, and its owner has both. `registry` returns the
+        models, or raises Unavailable before there are any.
+        """
         self._config, self._attribution, self._quotas = config, attribution, quotas
         self.folder = folder.with_name(folder.name + "-collections")
-        self.registry: Models | None = None
+        self._registry = registry
         self._opened: VectorStores | None = None
         self._collections: Collections | None = None
         self._opening = asyncio.Lock()
@@ -155,11 +164,6 @@ class Library:
         return sorted(best.values(), key=lambda one: (*(-number for number in _worth(one)), one.chunk.key))[
             : wanted.top_k
         ]
-
-    def _registry(self) -> Models:
-        if self.registry is None:
-            raise Unavailable("the model is still being loaded; ask again shortly", retry_after=2.0)
-        return self.registry
 
     def _asking(self, salt: bytes, share: str, field: str) -> Asking:
         return Asking(

@@ -29,14 +29,13 @@ from cairn.agents.overview import Overview
 from cairn.agents.savings import DAY_SECONDS
 from cairn.agents.types import Savings
 from cairn.api.chat.sessions import AgentAttribution
-from cairn.api.http.auth import Access
 from cairn.api.http.call import HTTPCall, Watch, encode
 from cairn.api.http.sse import EVENT_STREAM, HEARTBEAT
 from cairn.api.native.agents import agent_object
-from cairn.config.config import Config
+from cairn.api.routes import Route
+from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.frontend.stream import Waker
-from cairn.system.interfaces import Rng
 from cairn.types.errors import Overloaded, trace
 
 log = logging.getLogger("cairn.api")
@@ -189,22 +188,19 @@ class ChangeFeed:
 
 
 class ChangeFeeds:
-    """The route. `services`: all that serve now; `ending`: whether the server is about to end."""
+    """The route of live events."""
 
-    def __init__(
-        self,
-        config: Config,
-        access: Access,
-        attribution: AgentAttribution,
-        rng: Rng,
-        services: Callable[[], Sequence[Service]],
-        ending: Callable[[], bool],
-    ) -> None:
-        self._heartbeat = min(config.heartbeat, MOST_SILENCE)
-        self._access, self._attribution, self._rng = access, attribution, rng
-        self._services, self._ending = services, ending
+    def __init__(self, state: ServerState) -> None:
+        self._state, self._heartbeat = state, min(state.config.heartbeat, MOST_SILENCE)
+        self._access, self._attribution, self._rng = state.access, state.attribution, state.rng
         self._feeds: dict[str, ChangeFeed] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("GET", "/v1/events", self.follow, summary="A stream of what changes.", stream=True),
+        ]
 
     async def follow(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/events: what changes, from now on or from where Last-Event-ID says."""
@@ -254,9 +250,12 @@ class ChangeFeeds:
             task.add_done_callback(self._tasks.discard)
         return feed
 
+    def _services(self) -> Sequence[Service]:
+        return [] if self._state.models is None else list(self._state.models.services)
+
     async def _follow(self, tenant: str, feed: ChangeFeed) -> None:
         try:
-            await feed.run(self._attribution, self._ending)
+            await feed.run(self._attribution, lambda: self._state.draining)
         except Exception as error:
             log.error("the changes cannot be followed: %s", trace(error))
         finally:
@@ -270,8 +269,14 @@ class ChangeFeeds:
 class SavingsRoutes:
     """GET /v1/savings."""
 
-    def __init__(self, attribution: AgentAttribution) -> None:
-        self._attribution = attribution
+    def __init__(self, state: ServerState) -> None:
+        self._attribution = state.attribution
+
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("GET", "/v1/savings", self.show, summary="What was not computed again, in all and by day."),
+        ]
 
     async def show(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/savings: what a tenant's requests did not have to compute again, all together and by day."""

@@ -10,7 +10,6 @@ GET  /v1/teams/{id}/transcript?format=&member=
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -19,10 +18,8 @@ from cairn.agents.agents import Agents
 from cairn.api.chat.generation import check_length, check_model, check_sampling
 from cairn.api.chat.paging import LISTED, MOST_LISTED, page_by_id, parameters
 from cairn.api.chat.parse import parse
-from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.http.body import read_json, read_nothing
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.event_log import EventLogs
 from cairn.api.native.agent_schemas import NoBody
 from cairn.api.native.team_schemas import (
     PATH,
@@ -37,7 +34,8 @@ from cairn.api.native.team_schemas import (
     without_texts,
 )
 from cairn.api.native.work_events import Emit, answer
-from cairn.config.config import Config
+from cairn.api.routes import Route
+from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.teams.definition import check_team
 from cairn.teams.entries import Voted
@@ -47,35 +45,90 @@ from cairn.teams.voice import Caller
 from cairn.types.errors import InvalidRequest
 from cairn.types.request import OutputFormat
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
-
 
 class TeamRoutes:
     """The routes of teams."""
 
-    def __init__(self, config: Config, logs: EventLogs, attribution: AgentAttribution) -> None:
-        self._config, self._logs, self._attribution = config, logs, attribution
+    def __init__(self, state: ServerState) -> None:
+        self._config, self._logs, self._attribution = state.config, state.logs, state.attribution
         self._opened: tuple[Agents, Teams] | None = None
 
-    def routes(self, path: str) -> dict[str, Endpoint] | None:
-        """The methods of a path, or None."""
-        if path == PATH:
-            return {"POST": self.create, "GET": self.list}
-        id, _, rest = path.removeprefix(PATH + "/").partition("/")
-        if not path.startswith(PATH + "/") or not id:
-            return None
-        known: dict[str, dict[str, Endpoint]] = {
-            "": {"GET": self.show, "DELETE": self.delete},
-            "rounds": {"POST": self.rounds},
-            "messages": {"POST": self.post},
-            "votes": {"POST": self.vote},
-            "tool_results": {"POST": self.tool_results},
-            "interrupt": {"POST": self.interrupt},
-            "transcript": {"GET": self.transcript},
-            "fork": {"POST": self.fork},
-            "rollback": {"POST": self.rollback},
-        }
-        return known.get(rest) if rest or not path.endswith("/") else None
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route(
+                "POST", "/v1/teams", self.create, TeamBody, summary="A new team.", model="chat", keeps=True, status=201
+            ),
+            Route(
+                "GET",
+                "/v1/teams",
+                self.list,
+                query=("limit", "after"),
+                summary="The teams, most recently created first.",
+            ),
+            Route("GET", "/v1/teams/{id}", self.show, summary="One team, where it stands, and its report."),
+            Route(
+                "DELETE",
+                "/v1/teams/{id}",
+                self.delete,
+                summary="Delete a team, with its members' agents and all their text.",
+            ),
+            Route(
+                "POST",
+                "/v1/teams/{id}/rounds",
+                self.rounds,
+                RoundsBody,
+                summary="A round, or several.",
+                model="team",
+                keeps=True,
+            ),
+            Route(
+                "POST",
+                "/v1/teams/{id}/messages",
+                self.post,
+                PostBody,
+                summary="A message to all members, or with `to` a whisper.",
+                keeps=True,
+                status=201,
+            ),
+            Route(
+                "POST",
+                "/v1/teams/{id}/votes",
+                self.vote,
+                VoteBody,
+                summary="A vote beside the rounds.",
+                model="team",
+                keeps=True,
+            ),
+            Route(
+                "POST",
+                "/v1/teams/{id}/tool_results",
+                self.tool_results,
+                ToolResultsBody,
+                summary="What members' tools returned.",
+                keeps=True,
+            ),
+            Route("POST", "/v1/teams/{id}/interrupt", self.interrupt, NoBody, summary="Cut off what runs."),
+            Route(
+                "GET",
+                "/v1/teams/{id}/transcript",
+                self.transcript,
+                query=("format", "member"),
+                summary="What was said.",
+            ),
+            Route(
+                "POST",
+                "/v1/teams/{id}/fork",
+                self.fork,
+                TeamForkBody,
+                summary="A new team that shares the history up to a round.",
+                keeps=True,
+                status=201,
+            ),
+            Route(
+                "POST", "/v1/teams/{id}/rollback", self.rollback, TeamRollbackBody, summary="Go back behind a round."
+            ),
+        ]
 
     async def create(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/teams: a new team, whose members are forks of one beginning."""

@@ -15,17 +15,18 @@ import msgspec
 from cairn.agents.running_turn import RunningTurn
 from cairn.agents.types import TurnInfo
 from cairn.api.chat.answers import ChatAnswer
-from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Exchanges, Silence, spelled
+from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Silence, spelled
 from cairn.api.chat.generation import check_length, check_model, names_of
 from cairn.api.chat.message_schemas import contents, plain_messages
 from cairn.api.chat.parse import parse, read
-from cairn.api.chat.sessions import HEADER, AgentAttribution
+from cairn.api.chat.sessions import HEADER
 from cairn.api.chat.timings import AnswerTimes
 from cairn.api.chat.wire import cache_object
 from cairn.api.http.body import read_nothing
 from cairn.api.http.call import HTTPCall
 from cairn.api.native.agent_schemas import PATH, ResumeBody, TurnBody, check_account, check_own, check_turn, page_of
-from cairn.config.config import Config
+from cairn.api.routes import Route
+from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.text.chat.message_builder import plain
 from cairn.types.errors import InvalidRequest
@@ -34,10 +35,24 @@ from cairn.types.errors import InvalidRequest
 class TurnRoutes:
     """The routes of turns."""
 
-    def __init__(self, config: Config, exchanges: Exchanges, attribution: AgentAttribution) -> None:
-        self._config = config
-        self._exchanges = exchanges
-        self._attribution = attribution
+    def __init__(self, state: ServerState) -> None:
+        self._config = state.config
+        self._exchanges = state.exchanges
+        self._attribution = state.attribution
+
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route(
+                "GET",
+                "/v1/agents/{id}/turns",
+                self.turns,
+                query=("limit", "after"),
+                summary="The turns of an agent, branches that were left included.",
+            ),
+            Route("POST", "/v1/agents/{id}/turns", self.turn, TurnBody, model="agent", keeps=True),
+            Route("POST", "/v1/agents/{id}/resume", self.resume, ResumeBody, model="agent", keeps=True),
+        ]
 
     async def turns(self, call: HTTPCall, service: Service) -> None:
         """GET /v1/agents/{id}/turns, by number: all, or `limit` of them `after` a number."""

@@ -10,7 +10,6 @@ GET  /v1/workflows/runs/{id}/graph?format=  mermaid, svg or png, coloured by the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -20,14 +19,13 @@ from cairn.agents.agents import Agents
 from cairn.api.chat.generation import check_model, check_sampling
 from cairn.api.chat.paging import LISTED, MOST_LISTED, page_by_id, parameters
 from cairn.api.chat.parse import parse
-from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.http.body import Body, Count, read_json, read_nothing
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.event_log import EventLogs
 from cairn.api.native.agent_schemas import NoBody
 from cairn.api.native.team_schemas import one_of
 from cairn.api.native.work_events import Emit, answer
-from cairn.config.config import Config
+from cairn.api.routes import Route
+from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.types.errors import InvalidRequest
 from cairn.workflows.answerer import Asker, ServiceAnswerer
@@ -96,32 +94,59 @@ def run_object(state: RunState, *, whole: bool = True) -> dict[str, Any]:
     }
 
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
-
-
 class WorkflowRoutes:
     """The routes of workflows."""
 
-    def __init__(self, config: Config, logs: EventLogs, attribution: AgentAttribution) -> None:
-        self._config, self._logs, self._attribution = config, logs, attribution
+    def __init__(self, state: ServerState) -> None:
+        self._config, self._logs, self._attribution = state.config, state.logs, state.attribution
         self._opened: tuple[Agents, Runs] | None = None
 
-    def routes(self, path: str) -> dict[str, Endpoint] | None:
-        """The methods of a path, or None."""
-        if path == RUNS:
-            return {"POST": self.run, "GET": self.list}
-        if path == PATH + "/check":
-            return {"POST": self.check}
-        id, _, rest = path.removeprefix(RUNS + "/").partition("/")
-        if not path.startswith(RUNS + "/") or not id:
-            return None
-        known: dict[str, dict[str, Endpoint]] = {
-            "": {"GET": self.show, "DELETE": self.delete},
-            "resume": {"POST": self.resume},
-            "interrupt": {"POST": self.interrupt},
-            "graph": {"GET": self.graph},
-        }
-        return known.get(rest) if rest or not path.endswith("/") else None
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route(
+                "POST",
+                "/v1/workflows/check",
+                self.check,
+                WorkflowBody,
+                summary="What is wrong with a workflow, or its order and its graph.",
+            ),
+            Route(
+                "POST",
+                "/v1/workflows/runs",
+                self.run,
+                WorkflowRunBody,
+                summary="A run of a workflow.",
+                model="chat",
+                keeps=True,
+            ),
+            Route(
+                "GET",
+                "/v1/workflows/runs",
+                self.list,
+                query=("limit", "after"),
+                summary="The runs, most recently created first.",
+            ),
+            Route("GET", "/v1/workflows/runs/{id}", self.show, summary="The nodes of a run, and its result."),
+            Route("DELETE", "/v1/workflows/runs/{id}", self.delete, summary="Delete a run, with its text."),
+            Route(
+                "POST",
+                "/v1/workflows/runs/{id}/resume",
+                self.resume,
+                RunResumeBody,
+                summary="A run that was cut off goes on.",
+                model="run",
+                keeps=True,
+            ),
+            Route("POST", "/v1/workflows/runs/{id}/interrupt", self.interrupt, NoBody, summary="Cut off a run."),
+            Route(
+                "GET",
+                "/v1/workflows/runs/{id}/graph",
+                self.graph,
+                query=("format",),
+                summary="The graph of a run, coloured by how far each node is.",
+            ),
+        ]
 
     async def check(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/workflows/check: {"workflow"}: a 400 says what is wrong first."""

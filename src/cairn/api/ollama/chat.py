@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, Exchanges, spelled
+from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, spelled
 from cairn.api.chat.generation import chat_exchange, check_model, text_exchange
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody, Generation
-from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.chat.whole_calls import WholeCalls
 from cairn.api.chat.wire import cache_object, token_scores
 from cairn.api.http.body import read_plain
@@ -36,7 +35,8 @@ from cairn.api.ollama.schemas import (
 )
 from cairn.api.openai.chat import check_suffix, encode_text
 from cairn.api.openai.embeddings import Embeddings, floats
-from cairn.config.config import Config
+from cairn.api.routes import Route
+from cairn.api.state import ServerState
 from cairn.frontend.embeddings import check_embeds
 from cairn.frontend.service import Service
 from cairn.text.chat.message_builder import arguments_of
@@ -52,10 +52,31 @@ LATEST = ":latest"
 class Ollama:
     """The generating routes."""
 
-    def __init__(self, config: Config, exchanges: Exchanges, attribution: AgentAttribution) -> None:
-        self._config = config
-        self._exchanges = exchanges
-        self._attribution = attribution
+    def __init__(self, state: ServerState) -> None:
+        self._config = state.config
+        self._exchanges = state.exchanges
+        self._attribution = state.attribution
+
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route(
+                "POST",
+                "/api/chat",
+                self.chat,
+                OllamaChatBody,
+                summary="The next message of a chat, as Ollama has it.",
+                model="chat",
+            ),
+            Route(
+                "POST",
+                "/api/generate",
+                self.generate,
+                OllamaGenerateBody,
+                summary="What follows a text, as Ollama has it.",
+                model="chat",
+            ),
+        ]
 
     async def chat(self, call: HTTPCall, service: Service) -> None:
         """POST /api/chat. Without messages it asks for the model to be loaded, which it is."""
@@ -274,19 +295,26 @@ def is_called(service: Service, name: str) -> bool:
     return bool({wanted, wanted.removesuffix(LATEST)} & {known.casefold() for known in service.names})
 
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
-
-
 class OllamaEmbeddings:
     """The routes of vectors."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._embeddings = Embeddings(config)
+    def __init__(self, state: ServerState) -> None:
+        self._config = state.config
+        self._embeddings = Embeddings(state)
 
-    def routes(self) -> dict[str, dict[str, Endpoint]]:
-        """Every route, by path and method."""
-        return {"/api/embed": {"POST": self.embed}, "/api/embeddings": {"POST": self.embeddings}}
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("POST", "/api/embed", self.embed, OllamaEmbedBody, summary="Vectors of texts.", model="embed"),
+            Route(
+                "POST",
+                "/api/embeddings",
+                self.embeddings,
+                OllamaEmbeddingsBody,
+                summary="The vector of a text.",
+                model="embed",
+            ),
+        ]
 
     async def embed(self, call: HTTPCall, service: Service) -> None:
         """POST /api/embed: of one text or several; all of length 1."""

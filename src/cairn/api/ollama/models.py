@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -22,7 +22,8 @@ from cairn.api.http.body import read_plain
 from cairn.api.http.call import HTTPCall, Watch, encode, internal, shown
 from cairn.api.ollama.chat import LATEST, LINES
 from cairn.api.ollama.schemas import CopyBody, NameBody
-from cairn.config.config import Config
+from cairn.api.routes import Route
+from cairn.api.state import ServerState
 from cairn.frontend.requests import sampling_defaults
 from cairn.frontend.service import Service
 from cairn.models.files import is_gguf
@@ -31,7 +32,6 @@ from cairn.models.hub.addresses import KNOWN
 from cairn.models.hub.removal import plan, remove
 from cairn.models.safetensors.weights import parameters
 from cairn.models.spec.facts import bytes_by_format
-from cairn.router.models import Models
 from cairn.router.served_model import ServedModel
 from cairn.types.errors import (
     CairnError,
@@ -47,7 +47,6 @@ from cairn.types.model_spec import ModelSpec
 
 log = logging.getLogger("cairn.api")
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 
 SPEAKS = "0.14.0"
 """The version of Ollama whose API this is. Clients ask for a least one: 0.6.4 (Copilot), 0.13.4 (codex)."""
@@ -73,25 +72,37 @@ class _Facts(NamedTuple):
 class OllamaModels:
     """The routes of models."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, state: ServerState) -> None:
+        self._state, self._config = state, state.config
         self._facts: dict[str, _Facts] = {}
         """By where a model lies."""
         self._pulling = 0
-        self.registry: Models
-        """Set before the first call."""
 
-    def routes(self) -> dict[str, dict[str, Endpoint]]:
-        """Every route, by path and method."""
-        return {
-            "/api/tags": {"GET": self.tags},
-            "/api/ps": {"GET": self.ps},
-            "/api/version": {"GET": self.version},
-            "/api/show": {"POST": self.show},
-            "/api/pull": {"POST": self.pull},
-            "/api/delete": {"DELETE": self.delete},
-            "/api/copy": {"POST": self.copy},
-        }
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("GET", "/api/tags", self.tags),
+            Route("GET", "/api/ps", self.ps),
+            Route("GET", "/api/version", self.version, summary="The version of Ollama whose API this is."),
+            Route("POST", "/api/show", self.show, NameBody, summary="A model."),
+            Route(
+                "POST",
+                "/api/pull",
+                self.pull,
+                NameBody,
+                summary="Download a model for a server to come.",
+                access="admin",
+            ),
+            Route(
+                "DELETE",
+                "/api/delete",
+                self.delete,
+                NameBody,
+                summary="Delete a download that is not served.",
+                access="admin",
+            ),
+            Route("POST", "/api/copy", self.copy, CopyBody),
+        ]
 
     async def version(self, call: HTTPCall, service: Service) -> None:
         """GET /api/version."""
@@ -100,7 +111,7 @@ class OllamaModels:
     async def tags(self, call: HTTPCall, service: Service) -> None:
         """GET /api/tags: all models that can be asked for."""
         shown = []
-        for model in self.registry.models:
+        for model in self._state.registry.models:
             if (facts := await self._known(model)) is not None:
                 shown.append(_model(model, facts) | {"modified_at": facts.modified})
         await call.json({"models": shown})
@@ -108,9 +119,9 @@ class OllamaModels:
     async def ps(self, call: HTTPCall, service: Service) -> None:
         """GET /api/ps: those that are loaded, and when they are unloaded if nobody asks for them."""
         shown = []
-        for model, loaded in self.registry.loaded():
+        for model, loaded in self._state.registry.loaded():
             if (facts := await self._known(model)) is not None:
-                expires = self.registry.expires_in(model)
+                expires = self._state.registry.expires_in(model)
                 at = (
                     FOREVER
                     if expires == math.inf
@@ -123,10 +134,10 @@ class OllamaModels:
     async def show(self, call: HTTPCall, service: Service) -> None:
         """POST /api/show. The context length is the served one, since clients fill what they are told of."""
         body = parse(NameBody, await read_plain(call, self._config), self._config, call)
-        name = self.registry.spelt(body.model)
-        if not self._is_served(name) and (self.registry.several or service.strict):
+        name = self._state.registry.spelt(body.model)
+        if not self._is_served(name) and (self._state.registry.several or service.strict):
             raise self._unknown(body.model)
-        model = self.registry.find(name)
+        model = self._state.registry.find(name)
         facts = await self._known(model)
         if model.loaded is None or facts is None:
             await call.json(_show_of_files(model, facts))
@@ -197,7 +208,7 @@ class OllamaModels:
         if self._is_served(model):
             raise Conflict(f"{shown(model)} is being served; end this server before its model is removed")
         try:
-            await asyncio.to_thread(_remove, model, [one.config.model for one in self.registry.models])
+            await asyncio.to_thread(_remove, model, [one.config.model for one in self._state.registry.models])
         except ModelError as error:
             raise UnknownModel(str(error), field="model") from None
         await call.respond(200, b"", [])
@@ -216,15 +227,15 @@ class OllamaModels:
 
     def _check_owner(self) -> None:
         """Forbidden where anybody from elsewhere could fill or empty the disk."""
-        config = self.registry.config  # as it holds now
+        config = self._state.registry.config  # as it holds now
         if not has_keys(config) and not is_local(config.host):
             raise Forbidden("downloads are changed over HTTP only by the admin key, or on this machine alone")
 
     def _is_served(self, name: str) -> bool:
-        return self.registry.has(self.registry.spelt(name))
+        return self._state.registry.has(self._state.registry.spelt(name))
 
     def _unknown(self, name: str) -> UnknownModel:
-        error = self.registry.unknown(name)
+        error = self._state.registry.unknown(name)
         return UnknownModel(
             str(error).replace("there is no model", "model").replace("; this", " not found; this", 1), field="model"
         )

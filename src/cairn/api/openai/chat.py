@@ -7,14 +7,14 @@ from functools import partial
 from typing import cast
 
 from cairn.api.chat.answers import ChatAnswer, TextAnswer
-from cairn.api.chat.exchange import ChoiceStream, Exchanges
+from cairn.api.chat.exchange import ChoiceStream
 from cairn.api.chat.generation import chat_exchange, check_length, check_model, names_of, pace_of, text_exchange
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody, CompletionBody, with_prompt_logprobs
-from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.http.body import read_json
 from cairn.api.http.call import HTTPCall
-from cairn.config.config import Config
+from cairn.api.routes import Route
+from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import InvalidRequest
@@ -26,10 +26,26 @@ COMPLETION_TOKENS = 16
 class OpenAI:
     """The two generating routes."""
 
-    def __init__(self, config: Config, exchanges: Exchanges, attribution: AgentAttribution) -> None:
-        self._config = config
-        self._attribution = attribution
-        self._exchanges = exchanges
+    def __init__(self, state: ServerState) -> None:
+        self._config = state.config
+        self._attribution = state.attribution
+        self._exchanges = state.exchanges
+
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route(
+                "POST",
+                "/v1/chat/completions",
+                self.chat,
+                ChatBody,
+                summary="The next message of a chat, whole or as it comes.",
+                model="chat",
+            ),
+            Route(
+                "POST", "/v1/completions", self.complete, CompletionBody, summary="What follows a text.", model="chat"
+            ),
+        ]
 
     async def chat(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/chat/completions."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import msgspec
@@ -23,18 +23,17 @@ from cairn.api.chat.message_schemas import plain_messages
 from cairn.api.chat.paging import page, page_of_items
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
-from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.http.body import Body, Several, read_nothing
 from cairn.api.http.call import HTTPCall
 from cairn.api.native.agent_schemas import MAX_OWN_METADATA, check_metadata
 from cairn.api.openai.item_references import ItemReferences
 from cairn.api.openai.responses_items import items_of, messages_of
 from cairn.api.openai.stored_responses import TTL, StoredResponses, find_kept
-from cairn.config.config import Config
+from cairn.api.routes import Route
+from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.types.errors import ConversationLocked, InvalidRequest, NotFound
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 PATH = "/v1/conversations"
 PREFIX = "conv_"
 KIND = "conversation"
@@ -84,27 +83,53 @@ class _State(msgspec.Struct):
 class Conversations:
     """The routes of conversations."""
 
-    def __init__(self, config: Config, attribution: AgentAttribution, stored: StoredResponses) -> None:
-        self._config = config
-        self._attribution = attribution
+    def __init__(self, state: ServerState, stored: StoredResponses) -> None:
+        self._config = state.config
+        self._attribution = state.attribution
         self._stored = stored
-        self.references = ItemReferences(config, stored, self._items)
+        self.references = ItemReferences(state.config, stored, self._items)
         """Resolves references to items of these, and of responses."""
         self._locked: set[tuple[str, str]] = set()
 
-    def routes(self, path: str) -> dict[str, Endpoint] | None:
-        """The methods of a path, or None."""
-        if path == PATH:
-            return {"POST": self.create}
-        _, _, rest = path.removeprefix(PATH + "/").partition("/")
-        if not path.startswith(PATH + "/" + PREFIX) or path.endswith("/"):
-            return None
-        if not rest:
-            return {"GET": self.show, "POST": self.update, "DELETE": self.delete}
-        if rest == "items":
-            return {"GET": self.items, "POST": self.add}
-        kind, _, item = rest.partition("/")
-        return {"GET": self.item, "DELETE": self.remove} if kind == "items" and item and "/" not in item else None
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route(
+                "POST", "/v1/conversations", self.create, ConversationBody, summary="A new conversation.", keeps=True
+            ),
+            Route("GET", "/v1/conversations/{id:conv_}", self.show, summary="A conversation."),
+            Route(
+                "POST",
+                "/v1/conversations/{id:conv_}",
+                self.update,
+                ConversationBody,
+                summary="Give a conversation other metadata.",
+                keeps=True,
+            ),
+            Route(
+                "DELETE",
+                "/v1/conversations/{id:conv_}",
+                self.delete,
+                summary="Delete a conversation; its responses stay.",
+            ),
+            Route(
+                "GET",
+                "/v1/conversations/{id:conv_}/items",
+                self.items,
+                query=("limit", "order", "after"),
+                summary="The items of a conversation.",
+            ),
+            Route(
+                "POST",
+                "/v1/conversations/{id:conv_}/items",
+                self.add,
+                ItemsBody,
+                summary="More items for a conversation.",
+                keeps=True,
+            ),
+            Route("GET", "/v1/conversations/{id:conv_}/items/{item}", self.item, summary="One item."),
+            Route("DELETE", "/v1/conversations/{id:conv_}/items/{item}", self.remove, summary="Remove an item."),
+        ]
 
     # ------------------------------------------------------------------------------------------------- of responses
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from cairn.api.chat.generation import check_model
 from cairn.api.chat.parse import parse
 from cairn.api.http.body import Body, Count, Prompt, Several, Stop, read_json
 from cairn.api.http.call import Disconnected, HTTPCall, Watch
-from cairn.config.config import Config
+from cairn.api.routes import Route
+from cairn.api.state import ServerState
 from cairn.frontend.embeddings import (
     AT_ONCE,
     MAX_TEXTS,
@@ -162,25 +163,23 @@ def _object(given: dict[str, Any], where: str) -> str:
     return "".join(texts)
 
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
-
-
 class Embeddings:
     """The routes of models that make vectors or judge texts."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, state: ServerState) -> None:
+        self._config = state.config
 
-    def routes(self) -> dict[str, dict[str, Endpoint]]:
-        """Every route, by path and method."""
-        rerank: dict[str, Endpoint] = {"POST": self.rerank}
-        return {
-            "/v1/embeddings": {"POST": self.embeddings},
-            "/embed": {"POST": self.embed},
-            "/embedding": {"POST": self.embedding},
-            **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/v1/reranking"), rerank),
-            "/v1/score": {"POST": self.score},
-        }
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("POST", "/v1/embeddings", self.embeddings, EmbeddingBody, summary="Vectors of texts.", model="embed"),
+            Route("POST", "/v1/rerank", self.rerank, RerankBody, model="rerank"),
+            Route("POST", "/v2/rerank", self.rerank, RerankBody, model="rerank"),
+            Route("POST", "/v1/reranking", self.rerank, RerankBody, model="rerank"),
+            Route("POST", "/v1/score", self.score, ScoreBody, model="rerank"),
+            Route("POST", "/embed", self.embed, TextsBody, model="embed"),
+            Route("POST", "/embedding", self.embedding, LlamaEmbeddingBody, model="embed"),
+        ]
 
     async def embeddings(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/embeddings."""

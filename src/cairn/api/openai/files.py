@@ -9,40 +9,47 @@ Shapes: platform.openai.com/docs/api-reference/files, as openai-python's `types`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from cairn.api.chat.paging import page, parameters
 from cairn.api.http.call import HTTPCall
-from cairn.api.native.library import Library
-from cairn.config.config import Config
+from cairn.api.routes import Route
+from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.rag.file_store import MAX_FILES, StoredFile
 from cairn.types.errors import InvalidRequest, Unsupported
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 PATH = "/v1/files"
+FORM = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"type": "string"}},
+}
+"""The schema of an upload."""
 PURPOSES = ("assistants", "user_data", "batch", "fine-tune", "vision", "evals")
 
 
 class FileRoutes:
     """The routes of files."""
 
-    def __init__(self, config: Config, library: Library) -> None:
-        self._config, self._library = config, library
+    def __init__(self, state: ServerState) -> None:
+        self._config, self._library = state.config, state.library
 
-    def routes(self, path: str) -> dict[str, Endpoint] | None:
-        """The methods of a path, or None."""
-        if path == PATH:
-            return {"POST": self.create, "GET": self.list}
-        id, _, rest = path.removeprefix(PATH + "/").partition("/")
-        if not path.startswith(PATH + "/") or not id:
-            return None
-        known: dict[str, dict[str, Endpoint]] = {
-            "": {"GET": self.show, "DELETE": self.delete},
-            "content": {"GET": self.content},
-        }
-        return known.get(rest) if rest or not path.endswith("/") else None
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("POST", "/v1/files", self.create, summary="Upload a file.", keeps=True, form=FORM),
+            Route(
+                "GET",
+                "/v1/files",
+                self.list,
+                query=("limit", "order", "after", "purpose"),
+                summary="The files, the newest first.",
+            ),
+            Route("GET", "/v1/files/{id}", self.show, summary="One file."),
+            Route("DELETE", "/v1/files/{id}", self.delete, summary="Delete a file, and what vector stores have of it."),
+            Route("GET", "/v1/files/{id}/content", self.content, summary="The bytes of a file."),
+        ]
 
     async def create(self, call: HTTPCall, service: Service) -> None:
         """POST /v1/files: a form with a `file` and its `purpose`, which is noted."""

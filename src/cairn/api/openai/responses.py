@@ -11,24 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from cairn.agents.running_turn import RunningTurn
 from cairn.api.chat.cache_diagnosis import RecentPrompts
-from cairn.api.chat.exchange import ChoiceStream, Exchange, Exchanges, spelled
+from cairn.api.chat.exchange import ChoiceStream, Exchange, spelled
 from cairn.api.chat.generation import chat_exchange, chat_prompt
 from cairn.api.chat.paging import page_of_items, parameters
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
-from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.chat.wire import pack
 from cairn.api.http.body import read_nothing
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.event_log import EventLogs
 from cairn.api.http.sse import EVENT_STREAM
 from cairn.api.native.agent_schemas import NoBody, check_metadata
-from cairn.api.native.library import Library
 from cairn.api.native.turns import turn_exchange
 from cairn.api.openai.conversations import Conversations, conversation_of
 from cairn.api.openai.file_search import RESULTS, FileSearch, Searched, wants_search
@@ -36,7 +33,8 @@ from cairn.api.openai.response_answer import ResponseAnswer, completed, head_of
 from cairn.api.openai.responses_items import items_of
 from cairn.api.openai.responses_schemas import ENCRYPTED, LOGPROBS, NAMES, ResponseBody, Tools, chat_of, instructed
 from cairn.api.openai.stored_responses import PREFIX, StoredResponses
-from cairn.config.config import Config
+from cairn.api.routes import Route
+from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.types.errors import CairnError, ContextTooLong, InvalidRequest, UnknownResponse
 from cairn.types.outputs import Delta, Done
@@ -105,7 +103,6 @@ class CompactedAnswer:
         return head | {"output": [*self._kept, item], "usage": usage}
 
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 PATH = "/v1/responses"
 CANCEL_SECONDS = 5.0
 """How long a cancelled response may take to end before it is shown as it is."""
@@ -114,42 +111,56 @@ CANCEL_SECONDS = 5.0
 class Responses:
     """The routes of responses."""
 
-    def __init__(
-        self,
-        config: Config,
-        exchanges: Exchanges,
-        logs: EventLogs,
-        attribution: AgentAttribution,
-        library: Library,
-    ) -> None:
-        self._config = config
-        self._exchanges = exchanges
-        self._logs = logs
-        self._attribution = attribution
-        self._stored = StoredResponses(config, attribution)
+    def __init__(self, state: ServerState) -> None:
+        self._config = state.config
+        self._exchanges = state.exchanges
+        self._logs = state.logs
+        self._attribution = state.attribution
+        self._stored = StoredResponses(state.config, state.attribution)
         self._recent = RecentPrompts()
-        self._search = FileSearch(config, library)
-        self._conversations = Conversations(config, attribution, self._stored)
+        self._search = FileSearch(state.config, state.library)
+        self._conversations = Conversations(state, self._stored)
 
-    def routes(self, path: str) -> dict[str, Endpoint] | None:
-        """The methods of a path, or None."""
-        if path == PATH:
-            return {"POST": self.create}
-        if not path.startswith(PATH):
-            return self._conversations.routes(path)
-        if path == PATH + "/input_tokens":
-            return {"POST": self.input_tokens}
-        if path == PATH + "/compact":
-            return {"POST": self.compact}
-        id, _, rest = path.removeprefix(PATH + "/").partition("/")
-        if not path.startswith(PATH + "/" + PREFIX) or not id:
-            return None
-        known: dict[str, dict[str, Endpoint]] = {
-            "": {"GET": self.show, "DELETE": self.delete},
-            "cancel": {"POST": self.cancel},
-            "input_items": {"GET": self.input_items},
-        }
-        return known.get(rest) if rest or not path.endswith("/") else None
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route(
+                "POST",
+                "/v1/responses",
+                self.create,
+                ResponseBody,
+                summary="A response, kept for the next one to go on from.",
+                model="chat",
+                keeps=True,
+            ),
+            Route(
+                "POST",
+                "/v1/responses/input_tokens",
+                self.input_tokens,
+                ResponseBody,
+                summary="How many tokens a response's input has.",
+                model="chat",
+            ),
+            Route(
+                "POST",
+                "/v1/responses/compact",
+                self.compact,
+                ResponseBody,
+                summary="A shorter conversation that says the same.",
+                model="chat",
+            ),
+            Route("GET", "/v1/responses/{id:resp_}", self.show, query=("stream", "starting_after", "include")),
+            Route("DELETE", "/v1/responses/{id:resp_}", self.delete, summary="Delete a response."),
+            Route("POST", "/v1/responses/{id:resp_}/cancel", self.cancel, NoBody),
+            Route(
+                "GET",
+                "/v1/responses/{id:resp_}/input_items",
+                self.input_items,
+                query=("limit", "order", "after"),
+                summary="The items that a response was asked with.",
+            ),
+            *self._conversations.routes(),
+        ]
 
     async def _read(self, call: HTTPCall, service: Service) -> ResponseBody:
         """The body of a call, with items in the place of references to them."""

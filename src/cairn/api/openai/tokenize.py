@@ -15,7 +15,8 @@ from cairn.api.chat.schemas import DetokenizeBody, TokenizeBody
 from cairn.api.http.body import read_json
 from cairn.api.http.call import HTTPCall
 from cairn.api.openai.chat import encode_text
-from cairn.config.config import Config
+from cairn.api.routes import Route
+from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import InvalidRequest
@@ -24,8 +25,22 @@ from cairn.types.errors import InvalidRequest
 class TokenRoutes:
     """The two routes of tokens."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, state: ServerState) -> None:
+        self._config = state.config
+
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route(
+                "POST",
+                "/tokenize",
+                self.tokenize,
+                TokenizeBody,
+                summary="The tokens of a text or a chat.",
+                model="chat",
+            ),
+            Route("POST", "/detokenize", self.detokenize, DetokenizeBody, summary="The text of tokens.", model="chat"),
+        ]
 
     async def tokenize(self, call: HTTPCall, service: Service) -> None:
         """POST /tokenize: {"prompt"}, {"content"} or {"messages"} -> {"tokens", "count", "max_model_len"}.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from cairn.api.chat.paging import LISTED, MOST_LISTED, parameters
@@ -23,7 +23,6 @@ from cairn.api.chat.parse import parse
 from cairn.api.http.body import read_json, read_nothing
 from cairn.api.http.call import HTTPCall
 from cairn.api.native.agent_schemas import NoBody
-from cairn.api.native.library import Library
 from cairn.api.openai.files import listed
 from cairn.api.openai.vector_store_schemas import (
     AttachBody,
@@ -38,14 +37,14 @@ from cairn.api.openai.vector_store_schemas import (
     result_object,
     store_object,
 )
-from cairn.config.config import Config
+from cairn.api.routes import Route
+from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.rag.attachments import Attachment
 from cairn.rag.definition import CHUNK, OVERLAP, Collection
 from cairn.rag.vector_stores import FIELD, Embedders, VectorStores
 from cairn.types.errors import InvalidRequest, NotFound
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 PATH = "/v1/vector_stores"
 STATES = ("in_progress", "completed", "failed", "cancelled")
 
@@ -53,43 +52,107 @@ STATES = ("in_progress", "completed", "failed", "cancelled")
 class VectorStoreRoutes:
     """The routes of vector stores."""
 
-    def __init__(self, config: Config, library: Library) -> None:
-        self._config, self._library = config, library
+    def __init__(self, state: ServerState) -> None:
+        self._config, self._library = state.config, state.library
 
-    def routes(self, path: str) -> dict[str, Endpoint] | None:
-        """The methods of a path, or None."""
-        if path == PATH:
-            return {"POST": self.create, "GET": self.list}
-        parts = path.removeprefix(PATH + "/").split("/")
-        if not path.startswith(PATH + "/") or not all(parts):
-            return None
-        return self._of_batches(parts) if parts[1:2] == ["file_batches"] else self._of_store(parts)
-
-    def _of_store(self, parts: Sequence[str]) -> dict[str, Endpoint] | None:
-        match parts:
-            case [_]:
-                return {"GET": self.show, "POST": self.change, "DELETE": self.delete}
-            case [_, "search"]:
-                return {"POST": self.search}
-            case [_, "files"]:
-                return {"POST": self.attach, "GET": self.files}
-            case [_, "files", _]:
-                return {"GET": self.show_file, "POST": self.change_file, "DELETE": self.detach}
-            case [_, "files", _, "content"]:
-                return {"GET": self.content}
-        return None
-
-    def _of_batches(self, parts: Sequence[str]) -> dict[str, Endpoint] | None:
-        match parts:
-            case [_, _]:
-                return {"POST": self.batch}
-            case [_, _, _]:
-                return {"GET": self.show_batch}
-            case [_, _, _, "cancel"]:
-                return {"POST": self.cancel}
-            case [_, _, _, "files"]:
-                return {"GET": self.files}
-        return None
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route(
+                "POST",
+                "/v1/vector_stores",
+                self.create,
+                VectorStoreBody,
+                summary="A new vector store, which is a collection.",
+                keeps=True,
+            ),
+            Route(
+                "GET",
+                "/v1/vector_stores",
+                self.list,
+                query=("limit", "order", "after"),
+                summary="The vector stores, the newest first.",
+            ),
+            Route("GET", "/v1/vector_stores/{id}", self.show, summary="One vector store."),
+            Route(
+                "POST",
+                "/v1/vector_stores/{id}",
+                self.change,
+                VectorStoreChangeBody,
+                summary="Give a vector store another name or other metadata.",
+            ),
+            Route(
+                "DELETE",
+                "/v1/vector_stores/{id}",
+                self.delete,
+                summary="Delete a vector store, with its text; files stay.",
+            ),
+            Route(
+                "POST",
+                "/v1/vector_stores/{id}/search",
+                self.search,
+                StoreSearchBody,
+                summary="The passages that fit a query best.",
+            ),
+            Route(
+                "POST",
+                "/v1/vector_stores/{id}/files",
+                self.attach,
+                AttachBody,
+                summary="Put a file into a vector store.",
+                keeps=True,
+            ),
+            Route(
+                "GET",
+                "/v1/vector_stores/{id}/files",
+                self.files,
+                query=("limit", "order", "after", "filter"),
+                summary="The files of a vector store.",
+            ),
+            Route("GET", "/v1/vector_stores/{id}/files/{file}", self.show_file, summary="One file of a vector store."),
+            Route(
+                "POST",
+                "/v1/vector_stores/{id}/files/{file}",
+                self.change_file,
+                AttributesBody,
+                summary="Give a file other attributes.",
+            ),
+            Route(
+                "DELETE",
+                "/v1/vector_stores/{id}/files/{file}",
+                self.detach,
+                summary="Take a file out of a vector store.",
+            ),
+            Route("GET", "/v1/vector_stores/{id}/files/{file}/content", self.content, summary="The text of a file."),
+            Route(
+                "POST",
+                "/v1/vector_stores/{id}/file_batches",
+                self.batch,
+                BatchBody,
+                summary="Put several files into a vector store.",
+                keeps=True,
+            ),
+            Route(
+                "GET",
+                "/v1/vector_stores/{id}/file_batches/{batch}",
+                self.show_batch,
+                summary="How far several files are.",
+            ),
+            Route(
+                "POST",
+                "/v1/vector_stores/{id}/file_batches/{batch}/cancel",
+                self.cancel,
+                NoBody,
+                summary="Leave out what is not read yet.",
+            ),
+            Route(
+                "GET",
+                "/v1/vector_stores/{id}/file_batches/{batch}/files",
+                self.files,
+                query=("limit", "order", "after", "filter"),
+                summary="The files of a batch.",
+            ),
+        ]
 
     # --------------------------------------------------------------------------------------------------------- stores
 
