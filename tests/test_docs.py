@@ -87,3 +87,12 @@ def test_every_test_that_the_table_of_bounds_names_is_there() -> None:
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "reliability.md").read_text()))
     texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
     assert len(named) >= 12 and not [one for one in named if not any(f"def {one}(" in text for text in texts)]
+
+
+def test_every_file_that_the_architecture_names_is_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|h))`", page))
+    files = [str(path) for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.*")]
+    assert len(named) > 40 and not [
+        name for name in sorted(named) if not any(one.endswith(f"/{name}") for one in files)
+    ]
