@@ -112,7 +112,7 @@ class App:
         self.state.open(Models.of(service, self.state.config))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI 3. Only HTTP is served; a lifespan is acknowledged and does nothing."""
+        """Serve a call by ASGI 3. Only HTTP is served; a lifespan is acknowledged and does nothing."""
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
             return
@@ -203,12 +203,12 @@ class AdminSide:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI 3."""
+        """Serve a call by ASGI 3."""
         await self._app({**scope, ADMIN_SIDE: True}, receive, send)
 
 
 def build_app(service: Service | None, config: Config) -> App:
-    """The ASGI application for a service; with None it answers 503 until `app.state.open` gives it models."""
+    """Return the application for a service; without one it answers 503 until `app.state.open` gives it models."""
     return App(None if service is None else Models.of(service, config), config)
 
 
@@ -227,7 +227,7 @@ def _is_probe(path: str) -> bool:
 
 
 def _note(call: HTTPCall, seconds: float, spans: Spans | None, trace_id: str, failed: str) -> None:
-    """A line in the access log. Nothing that was asked or answered stands in it, and no query."""
+    """Write a line to the access log. It holds nothing that was asked or answered, and no query."""
     level = logging.DEBUG if _is_probe(call.path) else logging.INFO
     if not access.isEnabledFor(level):
         return
@@ -242,7 +242,7 @@ def _note(call: HTTPCall, seconds: float, spans: Spans | None, trace_id: str, fa
 
 
 def _facts(call: HTTPCall, seconds: float, spans: Spans, trace_id: str, failed: str) -> dict[str, Any]:
-    """What a line has as fields of its own. A tenant is its name, never its key."""
+    """Return the log line's own fields. A tenant is its name, never its key."""
     found: dict[str, Any] = {
         "request_id": call.id,
         "client_request_id": call.name,

@@ -164,7 +164,7 @@ async def _drain(app: App, models: Models, config: Config, stop: Signals) -> Non
 
 
 def _reload(app: App) -> None:
-    """What SIGHUP asks for."""
+    """Reload the options, as SIGHUP asks."""
     try:
         app.state.options(app.state.models)
     except CairnError as error:
@@ -172,8 +172,10 @@ def _reload(app: App) -> None:
 
 
 class Signals:
-    """SIGTERM and SIGINT: the first and the second. SIGHUP calls `hang_up`, unless it would come from a terminal that
-    closes: then it ends the server, as it ends any program."""
+    """The first and the second SIGTERM or SIGINT, as events.
+
+    SIGHUP calls `hang_up`; if the server runs in a terminal, SIGHUP means that the terminal closes, and ends the server.
+    """
 
     def __init__(self, hang_up: Callable[[], None] = lambda: None) -> None:
         self.first = asyncio.Event()
@@ -196,7 +198,7 @@ class Signals:
 
 
 async def _until(work: Coroutine[Any, Any, Any], event: asyncio.Event) -> Any:
-    """The result of `work`, or None if the event came first; then the work is cancelled."""
+    """Return the result of `work`, or None if the event came first; then the work is cancelled."""
     task = asyncio.ensure_future(work)
     waiting = asyncio.ensure_future(event.wait())
     try:
@@ -211,7 +213,7 @@ async def _until(work: Coroutine[Any, Any, Any], event: asyncio.Event) -> Any:
 
 
 def address(host: str, sock: socket.socket, *, tls: bool = False) -> str:
-    """The URL that clients on this machine use."""
+    """Return the URL that clients on this machine use."""
     port = sock.getsockname()[1]
     name = host.strip("[]")
     if name in ("0.0.0.0", "::"):
@@ -221,7 +223,7 @@ def address(host: str, sock: socket.socket, *, tls: bool = False) -> str:
 
 
 def elsewhere(config: Config, port: int, network: Network) -> list[str]:
-    """The URLs that clients on other machines use, where it listens on every interface."""
+    """Return the URLs that clients on other machines use, if the server listens on every interface."""
     name = config.host.strip("[]")
     if name not in ("0.0.0.0", "::"):
         return []
@@ -258,7 +260,7 @@ def _announce(url: str, others: Sequence[str], service: Service, config: Config)
 
 class _Talk(Console):
     def on_broken_pipe(self) -> None:
-        """Nobody reads any more: no reason to end the server, as rich would."""
+        """Ignore that nobody reads any more; rich would end the server."""
 
 
 def _say(config: Config, text: str) -> None:

@@ -69,17 +69,17 @@ def document(routes: Iterable[Route]) -> bytes:
 
 def _operation(route: Route) -> dict[str, Any]:
     path = route.public_path
-    text = _description(route)
-    summary = route.summary or text.partition(". ")[0]
+    text = " ".join((route.endpoint.__doc__ or "").split())
+    summary, dot, rest = text.partition(". ")
     found: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{path}").strip("_"),
         "tags": [_tag(path)],
-        "summary": summary,
+        "summary": summary + "." if dot else summary,
         "security": [] if route.access == "open" else [{}, {route.access: []}],
         "responses": _responses(route),
     }
-    if text not in ("", summary):
-        found["description"] = text
+    if rest:
+        found["description"] = rest
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"{(\w+)}", path)
@@ -90,13 +90,6 @@ def _operation(route: Route) -> dict[str, Any]:
     if (body := _request_body(route)) is not None:
         found["requestBody"] = body
     return found
-
-
-def _description(route: Route) -> str:
-    """Return the endpoint's docstring without the method and path that it may begin with."""
-    words = " ".join((route.endpoint.__doc__ or "").split())
-    text = re.sub(r"^[A-Z]+ /\S*?(?:[:;]|\.\Z|\.\s|,|\s)\s*", "", f"{words} ").strip()
-    return text[:1].upper() + text[1:]
 
 
 def _request_body(route: Route) -> dict[str, Any] | None:

@@ -82,7 +82,7 @@ class Page:
         return self._page or name in COMMON
 
     async def root(self, call: HTTPCall, state: ServerHealth) -> None:
-        """GET /: the page, for browsers; what clients of Ollama know a server by, for all others."""
+        """Return the page to browsers, and to all others what clients of Ollama know a server by."""
         call.headers.append((b"vary", b"accept"))
         if b"text/html" in (call.header(b"accept") or b""):
             await _send(PAGE_HTML, call, state)
@@ -90,18 +90,18 @@ class Page:
             await health.root(call, state)
 
     async def docs(self, call: HTTPCall, state: ServerHealth) -> None:
-        """GET /docs: the API's description for people."""
+        """Return the API's description for people."""
         await _send(DOCS[0], call, state)
 
     async def openapi(self, call: HTTPCall, state: ServerHealth) -> None:
-        """GET /openapi.json: every route and what its body may say, from the types that check it."""
+        """Return every route and what its body may hold, from the types that check it."""
         if not self._openapi:
             self._openapi = self._described()
         await call.respond(200, self._openapi, [(b"content-type", b"application/json")])
 
 
 async def _send(name: str, call: HTTPCall, state: ServerHealth) -> None:
-    """A file of the page."""
+    """Send a file of the page."""
     file = _file(name)
     headers = [*HEADERS, (b"content-type", file.kind), (b"etag", file.tag)]
     if call.header(b"if-none-match") == file.tag:

@@ -16,7 +16,8 @@ from cairn.api.http.body import Body
 from cairn.api.http.call import HTTPCall
 
 Endpoint = Callable[[HTTPCall, Any], Awaitable[None]]
-"""Answers a call; it is given the model's `Service`, or of a route that is there `always` the `ServerHealth`."""
+"""Answers a call; gets the model's `Service`, or the `ServerHealth` if its route is there `always`. Its docstring is its
+description in /openapi.json, the first sentence the summary."""
 Upload = Literal["", "file", "form"]
 _VARIABLE = re.compile(r"{(\w+)(?::([^}]*))?}")
 
@@ -31,8 +32,6 @@ class Route:
     body: type[Body] | None = None
     query: tuple[str, ...] = ()
     """Parameters in the URL."""
-    summary: str = ""
-    """For /openapi.json; by default the first sentence of the endpoint's docstring."""
     access: Literal["open", "key", "admin"] = "key"
     model: Literal["", "chat", "embed", "rerank", "agent", "team", "run", "url"] = ""
     """Which model has to be loaded: the first of a kind unless the body names one, that of the agent, team or run in
@@ -44,10 +43,10 @@ class Route:
     upload: bool = False
     """Whether the body is a file, of at most `max_import_mib`."""
     form: Mapping[str, Any] | None = None
-    """The schema of a form with a file that it takes, beside JSON or in its place."""
+    """The schema of a form with a file, which it takes beside JSON or instead."""
     status: int = 200
     stream: bool = False
-    """Whether it sends server-sent events: of a status of 201 as an answer of 200 beside it."""
+    """Whether it sends server-sent events. With a status of 201 that is a second answer, of 200."""
     listed: bool = True
     """Whether /openapi.json and traces name it."""
 

@@ -77,7 +77,7 @@ def serve(config: Config, again: Callable[[], Config] | None = None) -> None:
 
 @contextlib.contextmanager
 def _admin_socket(config: Config) -> Iterator[socket.socket | None]:
-    """The socket of the listener for admin routes, where there is to be one."""
+    """Yield the socket of the listener for admin routes; None if there is none."""
     if config.admin_port is None:
         yield None
         return
@@ -92,7 +92,7 @@ def _pause() -> bool:
 
 
 def bind(host: str, port: int, option: str = "port") -> socket.socket:
-    """A socket that listens. Raises ConfigError in one sentence, with the `option`, where that is not possible."""
+    """Return a socket that listens. Raises ConfigError, with the `option`, if that is not possible."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError):
@@ -115,9 +115,11 @@ def bind(host: str, port: int, option: str = "port") -> socket.socket:
 
 
 def return_freed_memory() -> None:
-    """Have glibc give memory back when it is freed: by itself it keeps as much as two of the largest blocks that there
-    ever were, and as many heaps as there were threads, so one body of megabytes costs them for good. Other C libraries
-    are left as they are."""
+    """Have glibc give back memory that is freed.
+
+    By default it keeps as much as two of the largest blocks there ever were, and as many heaps as there were threads:
+    one body of megabytes would cost them for good. Other C libraries are left alone.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and sys.platform == "linux":
         for option, value in MALLOC_OPTIONS:

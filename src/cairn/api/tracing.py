@@ -35,7 +35,10 @@ CLOSE_SECONDS = 2.0
 
 
 def endpoint_of(config: Config) -> str | None:
-    """Where spans go; None where nobody wants any. ConfigError for what is no address, and where the SDK is missing."""
+    """Return where spans go; None if traces are off.
+
+    Raises ConfigError for an address that is none, and if the SDK is missing.
+    """
     given = config.otlp_traces_endpoint
     if given is None:
         return None
@@ -82,11 +85,11 @@ class CallTrace:
         child.end(end_time=self._wall(part.ended))
 
     def _wall(self, at: float) -> int:
-        """The wall clock's nanoseconds of a moment of the monotonic one."""
+        """Convert a moment of the monotonic clock to nanoseconds of the wall clock."""
         return self._clock.time_ns() - int((self._clock.now() - at) * 1e9)
 
     def end(self, call: HTTPCall, error: str) -> None:
-        """The call was answered; `error`: with which code, where it was refused or failed."""
+        """End the span. `error` is the code with which the call was refused or failed."""
         from opentelemetry.trace import Status, StatusCode
 
         span, route = self._span, call.route
@@ -127,7 +130,7 @@ class Tracing:
 
     @classmethod
     def of(cls, config: Config, clock: Clock) -> Tracing | None:
-        """As the options say: None where nobody wants traces. Raises ConfigError."""
+        """Return the traces that the options ask for; None if they are off. Raises ConfigError."""
         endpoint = endpoint_of(config)
         if endpoint is None:
             return None
@@ -137,7 +140,7 @@ class Tracing:
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), clock)
 
     def begin(self, call: HTTPCall) -> CallTrace | None:
-        """A call has come; None where its trace is not sampled."""
+        """Begin the span of a call; None if its trace is not sampled."""
         from opentelemetry.trace import SpanKind
 
         carried = {name: value for name in ("traceparent", "tracestate") if (value := _text(call, name)) is not None}

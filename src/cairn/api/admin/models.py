@@ -80,31 +80,24 @@ class ModelAdmin:
                 "GET",
                 "/v1/admin/models",
                 self.list,
-                summary="All models, what they take and what is left.",
                 access="admin",
             ),
-            Route("POST", "/v1/admin/models/load", self.load, LoadBody, summary="Load a model.", access="admin"),
-            Route(
-                "POST", "/v1/admin/models/unload", self.unload, UnloadBody, summary="Unload a model.", access="admin"
-            ),
+            Route("POST", "/v1/admin/models/load", self.load, LoadBody, access="admin"),
+            Route("POST", "/v1/admin/models/unload", self.unload, UnloadBody, access="admin"),
             Route(
                 "POST",
                 "/v1/admin/models/swap",
                 self.swap,
                 SwapBody,
-                summary="Another model in the name of one.",
                 access="admin",
             ),
-            Route(
-                "POST", "/v1/admin/drain", self.drain, DrainBody, summary="No new requests from now on.", access="admin"
-            ),
+            Route("POST", "/v1/admin/drain", self.drain, DrainBody, access="admin"),
             Route("POST", "/v1/admin/reload", self.reload, NoBody, access="admin"),
             Route(
                 "POST",
                 "/v1/models/load",
                 self.load,
                 LoadBody,
-                summary="Load a model, as llama-server has it.",
                 access="admin",
             ),
             Route(
@@ -112,13 +105,12 @@ class ModelAdmin:
                 "/v1/models/unload",
                 self.unload,
                 UnloadBody,
-                summary="Unload a model, as llama-server has it.",
                 access="admin",
             ),
         ]
 
     async def list(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/admin/models."""
+        """List all models, the memory they take and what is left."""
         models = self._state.registry
         left = await asyncio.to_thread(models.loader.left)
         await call.json(
@@ -133,23 +125,23 @@ class ModelAdmin:
         )
 
     async def load(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/admin/models/load."""
+        """Load a model."""
         body = parse(LoadBody, await self._read(call), self._config, call)
         model = self._find(body.model)
         await self._state.registry.load(model)
         await self._done(call, model)
 
     async def unload(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/admin/models/unload: requests that it has go on for `grace` seconds, by default shutdown_grace."""
+        """Unload a model. Its requests may go on for `grace` seconds, by default shutdown_grace."""
         body = parse(UnloadBody, await self._read(call), self._config, call)
         model = self._find(body.model)
         await self._state.registry.unload(model, self._grace(body.grace, self._config.shutdown_grace))
         await self._done(call, model)
 
     async def swap(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/admin/models/swap: answered when the new model answers, or, with why not, when the old one does.
+        """Put another model behind a name. Answered when the new model answers, or with an error when the old one does.
 
-        Where the client leaves before, the swap ends and the old model answers on.
+        If the client leaves before, the swap ends and the old model stays.
         """
         body = parse(SwapBody, await self._read(call), self._config, call)
         model, grace = self._find(body.model), self._grace(body.grace, SWAP_GRACE)
@@ -163,7 +155,7 @@ class ModelAdmin:
         await self._done(call, model)
 
     async def drain(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/admin/drain."""
+        """Refuse new requests from now on."""
         self._check_owner()
         body = parse(DrainBody, await read_nothing(call, self._config), self._config, call)
         requests, grace = self._state.registry.requests, self._grace(body.grace, self._config.shutdown_grace)
@@ -174,7 +166,7 @@ class ModelAdmin:
         await call.json({"object": "drain", "draining": True, "requests": requests})
 
     async def reload(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/admin/reload: the options are read again; which hold now, and which it takes a restart for."""
+        """Read the options again. Returns which hold now, and which need a restart."""
         self._check_owner()
         parse(NoBody, await read_nothing(call, self._config), self._config)
         found = self._state.options(self._state.registry)
@@ -189,7 +181,7 @@ class ModelAdmin:
         return await read_json(call, self._config)
 
     def _find(self, name: str) -> ServedModel:
-        """The model of that name, also where any other name would do for an answer."""
+        """Return the model of exactly that name, even if the server answers to any."""
         _check_name(name, "model")
         if not self._state.registry.has(name):
             raise self._state.registry.unknown(name)
@@ -203,7 +195,7 @@ class ModelAdmin:
         return float(seconds)
 
     def _check_owner(self) -> None:
-        """Forbidden where anybody from elsewhere could do it."""
+        """Raise Forbidden if anybody from elsewhere could do it."""
         config = self._config
         host = config.host if config.admin_port is None else config.admin_host
         if not has_keys(config) and not is_local(host) and config.admin_key is None:
@@ -235,7 +227,7 @@ class ModelAdmin:
 
 
 def _check_name(name: str, field: str) -> None:
-    """InvalidRequest for what can be no model's name or place."""
+    """Raise InvalidRequest for a text that can be no model's name or place."""
     if not name.strip() or "\0" in name:
         raise InvalidRequest(
             f"{field} must name a model: a name of this server's, a folder or a .gguf file", field=field

@@ -79,8 +79,10 @@ class Reload:
 
 
 def _check_keys(now: Config, wanted: Config) -> None:
-    """Raise ConfigError where a server that has keys would have none: a file of options may be cut while an editor
-    writes it, and would let everybody in."""
+    """Raise ConfigError if a server that has keys would have none.
+
+    A file of options may be cut off while an editor writes it, and would let everybody in.
+    """
     for name, what, lost in (
         ("admin_key", "admin key", now.admin_key is not None and wanted.admin_key is None),
         ("tenants", "tenants", bool(now.tenants) and not wanted.tenants),
@@ -95,7 +97,7 @@ def _check_keys(now: Config, wanted: Config) -> None:
 
 
 def _possible(now: Config, read: Config) -> tuple[Config, dict[str, str]]:
-    """The options that can hold from now on, and those that are others and cannot."""
+    """Return the options that can hold from now on, and those that changed and cannot."""
     differing = {name for name in Config.__struct_fields__ if getattr(now, name) != getattr(read, name)}
     unchanged = dict.fromkeys(sorted(differing - CHANGED), RESTART)
     taken: dict[str, Any] = {name: getattr(read, name) for name in differing & CHANGED}

@@ -48,16 +48,16 @@ class Admin:
     def routes(self) -> list[Route]:
         """Return the table of these routes."""
         return [
-            Route("GET", "/v1/models", self.models, summary="The models that are served."),
-            Route("GET", "/v1/models/{id:*}", self.model, summary="One model."),
-            Route("GET", "/v1/requests/{id}", self.request, summary="The state of a request, and its text so far."),
-            Route("POST", "/v1/requests/{id}/cancel", self.cancel, NoBody, summary="End a request."),
+            Route("GET", "/v1/models", self.models),
+            Route("GET", "/v1/models/{id:*}", self.model),
+            Route("GET", "/v1/requests/{id}", self.request),
+            Route("POST", "/v1/requests/{id}/cancel", self.cancel, NoBody),
             Route("GET", "/v1/requests/{id}/events", self.events, query=("after",), stream=True),
-            Route("GET", "/metrics", self.metrics, summary="Figures in Prometheus' text format.", access="admin"),
+            Route("GET", "/metrics", self.metrics, access="admin"),
         ]
 
     async def models(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/models."""
+        """List the models that are served."""
         anthropic = call.header(ANTHROPIC) is not None
         data = [self._shown(model, anthropic) for model in self._state.registry.models]
         if anthropic:
@@ -67,14 +67,14 @@ class Admin:
         await call.json({"object": "list", "data": data})
 
     async def model(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/models/{id}; an id may hold slashes."""
+        """Return one model. Its id may hold slashes."""
         name = call.path.removeprefix("/v1/models/")
         if not self._state.registry.several:
             check_model(name, service, strict=True)
         await call.json(self._shown(self._state.registry.find(name), call.header(ANTHROPIC) is not None))
 
     async def request(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/requests/{id}: the state, and of each choice the tokens and the text so far."""
+        """Return the state of a request, with the tokens and the text of each choice so far."""
         number = self._number(call, call.path_part(REQUESTS))
         if (work := self._work(call, service, number)) is not None:
             await call.json(work)
@@ -82,7 +82,7 @@ class Admin:
         await call.json(self._report(number, self._known(call, service, number)))
 
     async def cancel(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/requests/{id}/cancel: end it; one that has ended already stays as it is. No body, or {}."""
+        """End a request. One that has ended already stays as it is."""
         parse(NoBody, await read_nothing(call, self._config), self._config)
         number = self._number(call, call.path_part(REQUESTS))
         if self._work(call, service, number) is not None:
@@ -95,14 +95,14 @@ class Admin:
         await call.json(report | {"cancelled": any(ended)})
 
     async def events(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/requests/{id}/events?after=N: the events of a resumable request, live until its end."""
+        """Stream the events of a resumable request until its end. It begins after event number `after`."""
         number = self._number(call, call.path_part(REQUESTS))
         after = parse_after(call)
         follower = self._logs.find(number, call.salt, self._config.heartbeat)
         await follower.run(call, after)
 
     async def metrics(self, call: HTTPCall, service: Service) -> None:
-        """GET /metrics, in Prometheus' text format."""
+        """Return figures in Prometheus' text format."""
         every = [loaded.service.metrics for _, loaded in self._state.registry.loaded()]
         text = ServerMetrics(
             self._config.metrics_prefix, lambda: every, partial(model_health.metrics, self._state.registry)
@@ -110,7 +110,7 @@ class Admin:
         await call.respond(200, text, [(b"content-type", CONTENT_TYPE.encode())])
 
     def _shown(self, model: ServedModel, anthropic: bool) -> dict[str, Any]:
-        """A model as the list has it. What is not known of one that was never loaded is left out, or null."""
+        """Return a model as the list shows it. What is unknown of one that was never loaded is left out, or null."""
         context = context_of(model)
         if anthropic:
             return {
@@ -146,7 +146,7 @@ class Admin:
         return number
 
     def _work(self, call: HTTPCall, service: Service, number: int) -> dict[str, Any] | None:
-        """A call that is work of several requests - rounds of a team, a run of a workflow; None for any other."""
+        """Return work made of several requests (rounds of a team, a run of a workflow); None for a single request."""
         ids = self._calls.ids(number)
         if any((self._state.registry.with_request(id) or service).status(id) is not None for id in ids):
             return None
@@ -154,7 +154,7 @@ class Admin:
         return None if state is None else {"id": f"{number:016x}", "object": "request", "state": state, "choices": []}
 
     def _known(self, call: HTTPCall, service: Service, number: int) -> dict[int, RequestStatus]:
-        """The status of each choice that is remembered, by its index; NotFound also for another tenant's request."""
+        """Return the status of each remembered choice by index. Raises NotFound also for another tenant's request."""
         ids = self._calls.ids(number)
         found = enumerate((self._state.registry.with_request(id) or service).status(id) for id in ids)
         known = {at: status for at, status in found if status is not None and status.salt == call.salt}
@@ -202,7 +202,7 @@ _STATUS = {
 
 
 def context_of(model: ServedModel) -> int | None:
-    """The longest context that a model serves, or would; None where its files were not read yet."""
+    """Return the longest context that a model serves, or would; None if its files were not read yet."""
     if model.loaded is not None:
         return model.loaded.service.info.context
     return None if model.spec is None else min(model.spec.context, model.config.context or model.spec.context)
@@ -225,13 +225,12 @@ class Props:
                 "GET",
                 "/props",
                 self.show,
-                summary="What is served, and what applies where a request says nothing.",
                 model="url",
             ),
         ]
 
     async def show(self, call: HTTPCall, service: Service) -> None:
-        """GET /props."""
+        """Return what is served, and what applies if a request gives no option."""
         spec, tokenizer, context = service.spec, service.tokenizer, service.info.context
         ends = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in spec.eos_ids]
         await call.json(
@@ -254,7 +253,7 @@ class Props:
         )
 
     def _defaults(self, service: Service) -> dict[str, Any]:
-        """What a request gets that gives no option: the same function that completes requests says so."""
+        """Return what a request without options gets, by the function that completes requests."""
         order = self._config.sampler_order
         params = sampling_params(service.spec, prompt_tokens=1, context=service.info.context, sampler_order=order)
         return {
@@ -292,32 +291,34 @@ class StoredRoutes:
         ]
 
     async def stats(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/cache: the stores below the pool, at most about a second old; null where there is no such store. Of
-        several models each has its own in `models`."""
+        """Return the KV stores below the pool, at most about a second old; null for one that is absent.
+
+        Of several models each has its own in `models`.
+        """
         body: dict[str, Any] = {"object": "cache", "model": service.name, **msgspec.to_builtins(service.kv())}
         if self._state.registry.several:
             body["models"] = {one.name: msgspec.to_builtins(one.kv()) for one in self._state.registry.services}
         await call.json(body)
 
     async def flush(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/cache/flush: answers when all KV that was to be stored is durable; 503 if a part was given up."""
+        """Store all waiting KV. Answered when it is durable, with a 503 if a part was given up."""
         await self._nothing(call)
         for one in self._every(service):
             await one.flush()
         await self.stats(call, service)
 
     async def scrub(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/cache/scrub: read and check every stored chunk; damaged ones go."""
+        """Read and check every stored chunk. Damaged ones are removed."""
         await self._nothing(call)
         await call.json(_swept("scrub", [await one.scrub() for one in self._every(service)]))
 
     async def prune(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/cache/prune: remove what nobody used for the time to live."""
+        """Remove KV that nobody used for the time to live."""
         await self._nothing(call)
         await call.json(_swept("prune", [await one.prune() for one in self._every(service)]))
 
     def _every(self, service: Service) -> list[Service]:
-        """The models that keep KV; the one there is says itself that it keeps none."""
+        """Return the models that keep KV; if there is none, the one that will say so."""
         return [one for one in self._state.registry.services if one.spec.kind == "chat"] or [service]
 
     async def _nothing(self, call: HTTPCall) -> None:

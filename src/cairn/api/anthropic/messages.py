@@ -48,7 +48,6 @@ class Anthropic:
                 "/v1/messages",
                 self.messages,
                 MessagesBody,
-                summary="The next message of a chat, as Anthropic has it.",
                 model="chat",
             ),
             Route(
@@ -56,13 +55,12 @@ class Anthropic:
                 "/v1/messages/count_tokens",
                 self.count_tokens,
                 MessagesBody,
-                summary="How many tokens a chat has.",
                 model="chat",
             ),
         ]
 
     async def messages(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/messages."""
+        """Generate the next message of a chat, in Anthropic's form."""
         call.headers.append((b"request-id", call.id.encode()))
         body, chat = await self._read(call, service)
         exchange = await chat_exchange(
@@ -80,7 +78,7 @@ class Anthropic:
     def _diagnose(
         self, call: HTTPCall, service: Service, body: MessagesBody, choices: Sequence[ChoiceStream]
     ) -> dict[str, Any] | None:
-        """What became of the prefix of an earlier message, where that is asked."""
+        """Return where the prompt leaves that of an earlier message, if the request asks."""
         prompt, parts = choices[0].request.prompt, {"model": service.name} | body.parts
         self._recent.note(call.tenant, "msg_" + call.id, parts, prompt)
         previous = (body.diagnostics or {}).get("previous_message_id")
@@ -89,7 +87,7 @@ class Anthropic:
         return message_diagnostics(self._recent.compare(call.tenant, previous, parts, prompt))
 
     async def count_tokens(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/messages/count_tokens."""
+        """Count the tokens of a chat."""
         _, chat = await self._read(call, service)
         with spelled(NAMES):
             prompt = await chat_prompt(call, service, self._config, chat)
@@ -124,11 +122,11 @@ class MessageAnswer:
         self._thought = ""
 
     def begin(self) -> bytes:
-        """Nothing yet: the first event tells what the cache gave, which is known with the first token."""
+        """Return nothing: the first event reports what the cache gave, which is known with the first token."""
         return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """Pieces of blocks."""
+        """Return the events of one delta."""
         data = self._start()
         if delta.reasoning and self._body.thinks:
             data += self._enter("thinking")
@@ -142,26 +140,26 @@ class MessageAnswer:
         return data
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
-        """The last block's end, why the message ends, and what it cost."""
+        """Return the end of the last block, the reason why the message ends, and its usage."""
         stop, sequence = self._stop()
         usage = self._usage(done)
         delta = {"stop_reason": stop, "stop_sequence": sequence}
         return self._start() + self._leave() + _event("message_delta", {"delta": delta, "usage": usage})
 
     def end(self) -> bytes:
-        """The end of the stream."""
+        """Return the event that ends the stream."""
         return _event("message_stop", {})
 
     def error(self, error: CairnError) -> bytes:
-        """The event of a failure."""
+        """Return the event of a failure."""
         return b"event: error\ndata: " + encode(anthropic_error(error, self._id)) + b"\n\n"
 
     def heartbeat(self) -> bytes:
-        """A ping; before it the message begins, since no event may come first but that."""
+        """Return a ping, with the beginning of the message before it: no other event may come first."""
         return self._start() + PING
 
     def whole(self) -> dict[str, Any]:
-        """The message in one piece."""
+        """Return the complete message."""
         said, done = self._choice.said, self._choice.done
         assert done is not None
         content = [block for part in said.parts() for block in self._blocks(part)]
@@ -169,7 +167,7 @@ class MessageAnswer:
         return self._message(content, self._usage(done)) | {"stop_reason": stop, "stop_sequence": sequence}
 
     def _blocks(self, part: Delta) -> list[dict[str, Any]]:
-        """The block of a part of the answer; none of thinking that nobody asked for."""
+        """Return the blocks of a part of the answer; none of thinking that was not asked for."""
         if part.tool_calls:
             (call,) = part.tool_calls
             return [{"type": "tool_use", "id": call.id, "name": call.name, "input": arguments_of(call.arguments)}]
@@ -181,7 +179,7 @@ class MessageAnswer:
         return [{"type": "thinking", "thinking": shown, "signature": self._signature(part.reasoning)}]
 
     def _start(self) -> bytes:
-        """The event that begins the message, once."""
+        """Return the event that begins the message, once."""
         if self._started:
             return b""
         self._started = True
@@ -239,13 +237,13 @@ class MessageAnswer:
         return data
 
     def _signature(self, thought: str) -> str:
-        """What comes back with a thought: of one that is not shown the thought itself."""
+        """Return what a client sends back with a thought: if the thought is not shown, the thought itself."""
         return (
             pack(thought) if self._body.omits else hashlib.sha256(thought.encode("utf-8", "replace")).hexdigest()[:32]
         )
 
     def _stop(self) -> tuple[str, str | None]:
-        """stop_reason and stop_sequence."""
+        """Return stop_reason and stop_sequence."""
         choice, done = self._choice, self._choice.done
         assert done is not None
         if done.reason is FinishReason.TOOL_CALLS:

@@ -80,7 +80,7 @@ class MessagesBody(Body):
 
 
 def chat_of(body: MessagesBody, call: HTTPCall, knows: Callable[[str], bool]) -> dict[str, Any]:
-    """The chat that a body asks for, as a `ChatBody` has it. `knows`: as of `ChatBody.template_args`."""
+    """Return the fields of a `ChatBody` that a body asks for. `knows`: as in `ChatBody.template_args`."""
     messages = [] if body.system is None else _system(body.system, "system")
     for index, message in enumerate(body.messages):
         messages += _message(message, f"messages[{index}]", call)
@@ -117,7 +117,7 @@ def chat_of(body: MessagesBody, call: HTTPCall, knows: Callable[[str], bool]) ->
 
 
 def _thinking(body: MessagesBody, knows: Callable[[str], bool]) -> dict[str, Any]:
-    """What the template is told: without `thinking` nothing is thought, as with Anthropic's models."""
+    """Return the template arguments for thinking. Without `thinking` there is none, as with Anthropic's models."""
     kind = (body.thinking or {}).get("type", "disabled")
     if kind not in ("enabled", "adaptive", "between_tools", "disabled"):
         raise InvalidRequest(
@@ -138,7 +138,7 @@ def _thinking(body: MessagesBody, knows: Callable[[str], bool]) -> dict[str, Any
 
 
 def _budget(thinking: Mapping[str, Any]) -> int | None:
-    """Tokens after which thinking is ended; some clients leave them out."""
+    """Return the tokens after which thinking ends; None if the client leaves them out."""
     given = thinking.get("budget_tokens")
     if given is None:
         return None
@@ -181,7 +181,7 @@ def _tools(tools: list[dict[str, Any]] | None, call: HTTPCall) -> list[dict[str,
 
 
 def _client_tool(tool: Mapping[str, Any], where: str, named: Collection[Any], call: HTTPCall) -> list[dict[str, Any]]:
-    """A tool that has a type, as a function where clients run it. Those that run on a server are passed over."""
+    """Return a typed tool that clients run as a function; None for one that would run on a server."""
     kind = tool.get("type")
     if isinstance(kind, str) and kind.startswith("computer_"):
         raise Unsupported(f"{where}: {kind:.40} shows the model a screen, and models here read text", field=where)
@@ -203,7 +203,7 @@ def _strict(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _system(given: Any, where: str) -> list[dict[str, Any]]:
-    """System texts as one message; none where nothing is left of them."""
+    """Return system texts as one message; none if nothing is left of them."""
     texts = [ATTRIBUTION.sub("", text, count=1) if ATTRIBUTION.match(text) else text for text in _texts(given, where)]
     text = "\n".join(text for text in texts if text)
     return [{"role": "system", "content": text}] if text else []
@@ -246,7 +246,7 @@ def _user(content: Any, where: str, call: HTTPCall) -> list[dict[str, Any]]:
 
 
 def _assistant(content: Any, where: str, call: HTTPCall) -> dict[str, Any]:
-    """One message of what was thought, said and called, as it was given out."""
+    """Return thinking, texts and calls as one message."""
     thoughts: list[str] = []
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -278,7 +278,7 @@ def _texts(content: Any, where: str) -> list[str]:
 
 
 def _text(block: Mapping[str, Any], where: str) -> str:
-    """The text of a block that may stand in a prompt."""
+    """Return the text of a block that may stand in a prompt."""
     kind = block.get("type")
     if kind == "text":
         return _field(block, "text", where)
@@ -296,7 +296,7 @@ def _text(block: Mapping[str, Any], where: str) -> str:
 
 
 def _blocks(content: Any, where: str) -> list[Mapping[str, Any]]:
-    """Blocks; a text is one of them."""
+    """Return the blocks of a content; a text counts as one block."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):

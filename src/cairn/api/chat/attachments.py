@@ -68,8 +68,10 @@ class LeftOut(NamedTuple):
 
 
 async def leave_out(call: HTTPCall | None, kind: type[Body], body: dict[str, Any], config: Config) -> None:
-    """Put texts in the place of a body's attachments. Unsupported for one that a user has just sent, unless
-    `config.images` is "text"."""
+    """Replace a body's attachments by texts.
+
+    Raises Unsupported for one that a user has just sent, unless `config.images` is "text".
+    """
     items = body.get(kind.attached)
     found = list(_found(items, kind.attached)) if isinstance(items, list) else []
     images = body.get("images") if kind.attached == "prompt" else None
@@ -97,13 +99,15 @@ async def leave_out(call: HTTPCall | None, kind: type[Body], body: dict[str, Any
 
 
 def digest(given: Any) -> str:
-    """Eight hexadecimal digits of SHA-256 over the bytes of an attachment, or over its address."""
+    """Return eight hexadecimal digits of SHA-256 over an attachment's bytes, or over its address."""
     return hashlib.sha256(_bytes(given)).hexdigest()[:8]
 
 
 def _newest(items: Any) -> int | None:
-    """The item in which a user has the last word: no answer follows it, and no result of a tool stands beside it,
-    since what agents read they send so."""
+    """Return the index of the item in which a user has the last word.
+
+    No answer follows it, and no tool result stands beside it: agents send files they read as tool results.
+    """
     if not isinstance(items, list):
         return 0
     newest: int | None = None
@@ -126,7 +130,7 @@ def _holds_result(item: Mapping[str, Any]) -> bool:
 
 
 def _found(items: list[Any], field: str) -> Iterator[LeftOut]:
-    """Every attachment of messages or items."""
+    """Yield every attachment of messages or items."""
     for index, item in enumerate(items):
         if not isinstance(item, dict):
             continue
@@ -149,7 +153,7 @@ def _in_parts(parts: list[Any], where: str, item: int) -> Iterator[LeftOut]:
 
 
 def _in_list(images: Any, where: str, item: int) -> Iterator[LeftOut]:
-    """Ollama's images, which are texts in a list of their own."""
+    """Yield Ollama's images: base64 texts in a list of their own."""
     for index, image in enumerate(images if isinstance(images, list) else ()):
         at = f"{where}[{index}]"
         if not isinstance(image, str):
@@ -158,7 +162,7 @@ def _in_list(images: Any, where: str, item: int) -> Iterator[LeftOut]:
 
 
 def _is_text(part: Mapping[str, Any]) -> bool:
-    """Whether it is a document of Anthropic's that holds text."""
+    """Return whether a part is an Anthropic document that holds text."""
     source = part.get("source")
     return isinstance(source, dict) and source.get("type") in ("text", "content")
 
@@ -186,7 +190,7 @@ def _bytes(given: Any) -> bytes:
 
 
 def _payload(given: Any) -> tuple[str, str]:
-    """Name and text of the field that holds an attachment, or says where it is; both empty where there is none."""
+    """Return the name and the text of the field with an attachment's data or address; both empty if there is none."""
     if isinstance(given, str):
         return "data", given
     for holder in (given.get("source"), given.get(str(given.get("type"))), given.get("image_url"), given):
@@ -200,7 +204,7 @@ def _payload(given: Any) -> tuple[str, str]:
 
 
 def _decoded(text: str) -> bytes:
-    """The bytes that base64 stands for, however it is broken into lines; of what is none the text itself."""
+    """Decode base64, however it is broken into lines; return the text's own bytes if it is none."""
     raw = text.encode("utf-8", "replace").translate(_PLAIN)
     for padding in (b"", b"=", b"=="):
         try:

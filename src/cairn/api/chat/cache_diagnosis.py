@@ -45,7 +45,7 @@ class RecentPrompts:
         self._tokens = 0
 
     def note(self, tenant: str, id: str, parts: Mapping[str, Any], prompt: Sequence[int]) -> None:
-        """An answer has this prompt. `parts`: what of the request may be named as changed, in that order."""
+        """Remember the prompt of an answer. `parts` of the request may be named as changed, in this order."""
         if len(prompt) > TOKENS:
             return
         asked = {name: _digest(value) for name, value in parts.items()}
@@ -56,7 +56,7 @@ class RecentPrompts:
             self._tokens -= len(old.prompt) + OPENING
 
     def compare(self, tenant: str, id: str, parts: Mapping[str, Any], prompt: Sequence[int]) -> Parting | None:
-        """Where a prompt leaves that of an earlier answer; None where that is not known."""
+        """Return where a prompt leaves that of an earlier answer; None if that answer is unknown."""
         before = self._asked.get((tenant, id))
         if before is None:
             return None
@@ -69,7 +69,7 @@ class RecentPrompts:
 
 
 def message_diagnostics(parting: Parting | None) -> dict[str, Any] | None:
-    """Anthropic's `diagnostics`: null where nothing diverged."""
+    """Return Anthropic's `diagnostics`; None if nothing diverged."""
     if parting is None:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
     if parting.part is None:
@@ -79,7 +79,10 @@ def message_diagnostics(parting: Parting | None) -> dict[str, Any] | None:
 
 
 def response_diagnostics(parting: Parting | None, prompt: int, cached: int) -> dict[str, Any]:
-    """OpenAI's `prompt_cache_diagnostics`: `unavailable` where nothing changed and the cache had it no longer."""
+    """Return OpenAI's `prompt_cache_diagnostics`.
+
+    It is `unavailable` if nothing changed but the cache no longer had the prompt.
+    """
     if parting is None:
         return {"type": "comparison_response_not_found"}
     if parting.part is None:
@@ -97,7 +100,7 @@ def _digest(value: Any) -> bytes:
 
 
 def _common(one: array[int], other: array[int]) -> int:
-    """How many items are equal at both beginnings."""
+    """Return how many leading items are equal."""
     low, high = 0, min(len(one), len(other))
     while low < high:  # slices are compared at memory speed
         middle = (low + high + 1) // 2

@@ -21,12 +21,12 @@ class ClientTool(NamedTuple):
     parameters: Mapping[str, Any]
 
     def function(self, name: str | None = None) -> dict[str, Any]:
-        """The tool as a function."""
+        """Return the tool as a function definition."""
         return {"name": name or self.name, "description": self.description, "parameters": dict(self.parameters)}
 
 
 def _object(required: str, **properties: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema of an object; `required`: names, separated by blanks."""
+    """Return the JSON schema of an object; `required` holds names separated by blanks."""
     found: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
     return found | ({"required": required.split()} if required else {})
 

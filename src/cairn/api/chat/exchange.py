@@ -45,13 +45,16 @@ UNREAD = (
 
 
 class Silence:
-    """How long a stream has sent nothing: what is generated and not shown (reasoning that is hidden, a call that is
-    held back) breaks no silence, and clients end streams that are silent for minutes."""
+    """The time a stream has sent nothing.
+
+    Tokens that are generated and not shown (hidden reasoning, a call that is held back) break no silence, and clients
+    end streams that are silent for minutes.
+    """
 
     __slots__ = ("_loop", "_since", "most")
 
     def __init__(self, most: float) -> None:
-        """`most` seconds of it are borne."""
+        """Allow at most `most` seconds of silence."""
         self.most = most
         self._loop = asyncio.get_running_loop()
         self._since = self._loop.time()
@@ -62,7 +65,7 @@ class Silence:
         return max(0.0, self._since + self.most - self._loop.time())
 
     def broken(self) -> None:
-        """Something is sent."""
+        """Note that something is sent."""
         self._since = self._loop.time()
 
 
@@ -74,31 +77,31 @@ class Adapter(Protocol):
     """
 
     def begin(self) -> bytes:
-        """The first events of a stream."""
+        """Return the first events of a stream."""
         ...
 
     def delta(self, index: int, delta: Delta, /) -> bytes:
-        """A piece of a choice."""
+        """Return the events of one delta of a choice."""
         ...
 
     def finish(self, index: int, done: Done, reason: str, /) -> bytes:
-        """The end of a choice."""
+        """Return the events that end a choice."""
         ...
 
     def end(self) -> bytes:
-        """The last events of a stream whose choices have all ended."""
+        """Return the last events of a stream, when all choices have ended."""
         ...
 
     def error(self, error: CairnError, /) -> bytes:
-        """The events that end a stream which failed after it began."""
+        """Return the events that end a stream which failed after it began."""
         ...
 
     def heartbeat(self) -> bytes:
-        """What keeps a stream awake that has nothing to say."""
+        """Return bytes that keep an idle stream awake."""
         ...
 
     def whole(self) -> Any:
-        """The answer in one piece, once all choices have ended: JSON."""
+        """Return the answer in one piece as a JSON value, when all choices have ended."""
         ...
 
 
@@ -146,11 +149,11 @@ class ChoiceStream:
         return self.done.reason.value
 
     def scores(self, kind: TokenKind) -> Sequence[TokenLogprob]:
-        """The log-probabilities of its content, or of its reasoning."""
+        """Return the log-probabilities of the content, or of the reasoning."""
         return logprobs_of(kind, self.kinds, self.logprobs)
 
     def stop_text(self, decode: Callable[[Sequence[int]], str]) -> str | None:
-        """Which of the request's stop texts has ended it, if one did."""
+        """Return the stop text that ended the choice; None if none did."""
         assert self.done is not None
         ended = self.tokens and self.tokens[-1] in self.request.sampling.stop_token_ids
         if self.done.reason is not FinishReason.STOP or not self.request.stop or ended:
@@ -212,10 +215,10 @@ class Exchange:
     async def chunks(
         self, heartbeat: float | None = None, *, stream: bool, log: bool = False
     ) -> AsyncGenerator[bytes, None]:
-        """The answer as it comes. The first piece is empty: from then on a failure is a part of the answer.
+        """Yield the answer as it comes.
 
-        `stream`: the client reads it as events; otherwise it wants the whole at the end. `log`: events are wanted
-        in any case.
+        The first piece is empty: from then on a failure is part of the answer. `stream`: the client reads events;
+        otherwise it gets the whole answer at the end. `log`: yield events in any case.
         """
         say = stream or log
         silence = None if heartbeat is None else Silence(heartbeat)
@@ -277,8 +280,10 @@ class Exchange:
 
     @contextlib.contextmanager
     def _attributed(self) -> Iterator[None]:
-        """While choices are generated: the agent in whose name they were asked for is in use, and however one ends that
-        was begun, its KV belongs to that agent."""
+        """Mark the agent as in use while choices are generated.
+
+        The KV of every choice that was begun belongs to that agent, however the choice ends.
+        """
         computed = True
         try:
             with self.attribution.using() if self.attribution is not None else contextlib.nullcontext():
@@ -343,7 +348,7 @@ class Exchanges:
         )
 
     async def _follow(self, call: HTTPCall, exchange: Exchange, stream: bool) -> None:
-        """Generate onto an event log, of which the connection is the first reader."""
+        """Generate onto an event log, with the connection as its first reader."""
         follower = self._log(call, exchange, stream=stream)
         try:
             await (follower.run(call) if stream else follower.wait(call))
@@ -384,7 +389,7 @@ class Exchanges:
 
 
 async def _closing(chunks: AsyncGenerator[bytes, None], over: Callable[[], None]) -> AsyncGenerator[bytes, None]:
-    """The same chunks, with a call at their end."""
+    """Yield the same chunks, then call `over`."""
     try:
         async with contextlib.aclosing(chunks):
             async for data in chunks:
@@ -394,7 +399,7 @@ async def _closing(chunks: AsyncGenerator[bytes, None], over: Callable[[], None]
 
 
 def generating(service: Service, choices: Sequence[ChoiceStream], told: PromptOrigin) -> Source:
-    """The source of ordinary requests; each choice has its stream once it was started."""
+    """Return the source of ordinary requests. Each choice gets its stream once it is started."""
     of = {choice.request.id: choice for choice in choices}
 
     def start(request: Request) -> RequestStream:
@@ -410,8 +415,10 @@ def generating(service: Service, choices: Sequence[ChoiceStream], told: PromptOr
 
 @contextlib.contextmanager
 def spelled(names: Mapping[str, str]) -> Iterator[None]:
-    """A refusal names the field that the client has sent: `names` are ours and the route's. What is inside a field is
-    named by the longest of them that it begins with."""
+    """Rename the field of an InvalidRequest to what the client sent: `names` maps our names to the route's.
+
+    A nested field takes the longest of them that it begins with.
+    """
     try:
         yield
     except InvalidRequest as error:
@@ -423,7 +430,7 @@ def spelled(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def spelled_name(field: str, names: Mapping[str, str]) -> str | None:
-    """What a route calls a field, by the longest of `names` that it begins with; None where it has no other name."""
+    """Return the route's name of a field, by the longest of `names` that it begins with; None if it has no other."""
     known, rest = field, ""
     while known not in names and "." in known:
         known, _, inner = known.rpartition(".")

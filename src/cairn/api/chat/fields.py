@@ -257,10 +257,10 @@ ROWS: Mapping[Place, Mapping[str, FieldRow]] = {
 
 
 def asks_for_nothing(row: FieldRow, value: Any) -> bool:
-    """Whether a field of the row may have this value."""
+    """Return whether a field of the row may have this value."""
     return row.values is None or any(_same(value, one) for one in row.values)
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Whether two JSON values are equal; 1.0 is 1, and true is not."""
+    """Return whether two JSON values are equal; 1.0 equals 1, and true does not."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)

@@ -35,18 +35,18 @@ MAX_EFFORT = 32
 
 
 def check_chat(body: ChatBody, config: Config) -> None:
-    """The limits of a chat, and combinations that mean nothing."""
+    """Check the limits of a chat, and combinations of fields that mean nothing."""
     check_generation(body, config)
 
 
 def check_stream(body: Generation) -> None:
-    """InvalidRequest for options of a stream where there is none."""
+    """Raise InvalidRequest for options of a stream without a stream."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options goes with stream: true", field="stream_options")
 
 
 def choice_of(body: ChatBody) -> Any:
-    """Whether the model may call the tools: `none`, or anything else. Some clients send an object."""
+    """Return the body's tool choice: `none`, or another mode. Some clients send an object."""
     choice = body.tool_choice
     if isinstance(choice, dict):
         choice = choice.get("type", choice.get("mode"))
@@ -54,7 +54,7 @@ def choice_of(body: ChatBody) -> Any:
 
 
 def check_generation(body: ChatGeneration, config: Config) -> None:
-    """What holds for a chat and for a turn."""
+    """Check what holds for a chat and for a turn."""
     check_stream(body)
     check_messages(body.messages, config)
     name = "reasoning.effort" if body.reasoning_effort is None else "reasoning_effort"
@@ -71,7 +71,7 @@ def check_generation(body: ChatGeneration, config: Config) -> None:
 
 
 def check_messages(messages: list[ChatMessage], config: Config) -> None:
-    """What each role may carry, and how much its tool calls."""
+    """Check what each role may carry, and the size of all tool calls."""
     calls = [call.function.arguments for message in messages for call in message.tool_calls or ()]
     if has_more([arguments.encode("utf-8", "surrogatepass") for arguments in calls], config.max_json_values):
         raise InvalidRequest(
@@ -83,7 +83,7 @@ def check_messages(messages: list[ChatMessage], config: Config) -> None:
 
 
 def check_template_args(given: dict[str, Any] | None) -> None:
-    """Arguments of a chat template: at most 16 plain values, none of the names that the server sets itself."""
+    """Check arguments of a chat template: at most 16 plain values, none that the server sets itself."""
     for name, value in (given or {}).items():
         field = f"chat_template_kwargs.{shown(name)}"
         if not name.isidentifier() or name.startswith("_") or name in RESERVED:
@@ -126,10 +126,10 @@ async def chat_exchange(
     before: Sequence[int] = (),
     allow_empty: bool = False,
 ) -> Exchange:
-    """The exchange of a chat. `names` are what the dialect calls the fields of a chat, and of a request.
+    """Build the exchange of a chat.
 
-    `before` are tokens that stand before it. `allow_empty`: an answer of no tokens may be asked for, to have the prompt
-    computed.
+    `names` map the fields of a chat and of a request to the dialect's. `before` are tokens in front of the prompt.
+    `allow_empty` permits an answer of no tokens, to have only the prompt computed.
     """
     with spelled(names):
         prompt = await chat_prompt(call, service, config, body)
@@ -177,7 +177,10 @@ async def text_exchange(
     *,
     allow_empty: bool = False,
 ) -> Exchange:
-    """The exchange of raw prompts. `names` as of a chat; `allow_empty`: prompts that are only scored."""
+    """Build the exchange of raw prompts.
+
+    `names` are as for a chat; `allow_empty` permits prompts that are only scored.
+    """
     check_stream(body)
     draw, store, output = ids(call, service), is_stored(body.store, config), OutputFormat(continues=True)
     asked: list[Request] = []
@@ -213,14 +216,14 @@ async def text_exchange(
 
 
 def _durable(requests: Sequence[Request], tied: Attribution | None) -> list[Request]:
-    """The same, to be stored before others where they name an agent or a session."""
+    """Return the requests, to be stored before others if they name an agent or a session."""
     if tied is None or not tied.named:
         return list(requests)
     return [msgspec.structs.replace(request, durable=True) for request in requests]
 
 
 async def chat_prompt(call: HTTPCall, service: Service, config: Config, body: ChatBody) -> Prompt:
-    """The prompt of a chat, checked."""
+    """Check a chat and return its prompt."""
     check_chat(body, config)
     check_model(body.model, service)
     service.check_generates()
@@ -242,7 +245,7 @@ async def chat_prompt(call: HTTPCall, service: Service, config: Config, body: Ch
 
 
 def shown_tools(body: ChatBody) -> list[dict[str, Any]] | None:
-    """The tools that the model is told of."""
+    """Return the tools that the prompt lists; None if the model may not call any."""
     return plain_tools(body.tools) if choice_of(body) != "none" else None
 
 
@@ -263,7 +266,7 @@ def warn_of_thinking(call: HTTPCall, service: Service, body: Templated) -> None:
 
 
 def chat_keeper(service: Service, tenant: str, tied: Attribution | None) -> Callable[[ChoiceStream], None]:
-    """Keeps the exact tokens of an answer, for when it comes back as history, and what it cost."""
+    """Return a function that keeps an answer's exact tokens, for when it comes back as history, and its cost."""
 
     def keep(choice: ChoiceStream) -> None:
         sampled = service.chat.remember(tenant, choice.request.prompt, choice.tokens, choice.said.message())
@@ -274,7 +277,7 @@ def chat_keeper(service: Service, tenant: str, tied: Attribution | None) -> Call
 
 
 def cost_keeper(tied: Attribution | None) -> Callable[[ChoiceStream], None]:
-    """Of a text only what it cost is kept."""
+    """Return a function that keeps only the cost of an answer."""
 
     def keep(choice: ChoiceStream) -> None:
         if tied is not None and choice.done is not None:
@@ -284,17 +287,17 @@ def cost_keeper(tied: Attribution | None) -> Callable[[ChoiceStream], None]:
 
 
 def ids(call: HTTPCall, service: Service) -> Any:
-    """Draws request ids; the first is the call's own."""
+    """Return a source of request ids; the first is the call's own."""
     return itertools.chain((call.number,), iter(service.next_id, -1)).__next__
 
 
 def is_stored(store: bool | None, config: Config) -> bool:
-    """Whether something of a request may be kept on the disk, as it says itself and the server's owner."""
+    """Return whether a request may be kept on the disk, by its own `store` and the server's options."""
     return store is not False or config.store_kv == "always"
 
 
 def check_model(name: str | None, service: Service, *, strict: bool = False) -> None:
-    """UnknownModel where `strict`, or the server's owner, wants a name of the model that is served."""
+    """Raise UnknownModel for a name of another model, if `strict` or the options ask for exact names."""
     if name is not None and name not in service.names and (strict or service.strict):
         raise UnknownModel(f"there is no model {shown(name)!r}; this server has: {service.name}", field="model")
 

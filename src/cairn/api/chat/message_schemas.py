@@ -160,7 +160,7 @@ Messages = Annotated[Several[ChatMessage], Field(min_length=1)]
 
 
 def plain_messages(messages: Iterable[ChatMessage]) -> list[dict[str, Any]]:
-    """The messages as plain values, without what is absent; what they mean to a template is the chat's business."""
+    """Return the messages as plain values without absent fields."""
     found = []
     for message in messages:
         content: Any = message.content
@@ -188,7 +188,7 @@ def plain_messages(messages: Iterable[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def contents(messages: Iterable[ChatMessage], tools: Sequence[dict[str, Any]] | None = None) -> list[str]:
-    """Every text that a template puts into the prompt: of the messages all but reasoning, and the tools as JSON."""
+    """Return every text that a template puts into the prompt: all of the messages but reasoning, tools as JSON."""
     found = [json.dumps(tool, ensure_ascii=False) for tool in tools or ()]
     for message in messages:
         if isinstance(message.content, str):
@@ -201,7 +201,7 @@ def contents(messages: Iterable[ChatMessage], tools: Sequence[dict[str, Any]] | 
 
 
 def plain_tools(tools: Iterable[Tool] | None) -> list[dict[str, Any]] | None:
-    """The tools as the chat template wants them, or None."""
+    """Return the tools in the form that chat templates read, or None."""
     plain = [
         {"type": "function", "function": tool.function.model_dump(exclude_none=True, exclude={"strict"})}
         for tool in tools or ()

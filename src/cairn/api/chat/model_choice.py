@@ -89,7 +89,10 @@ class ModelRouter:
                     self._models.keep(model, keep)
 
     async def _choose(self, call: HTTPCall, how: str) -> tuple[ServedModel, float | None]:
-        """Choose among several models; also how many seconds the client wants the model kept, None if unsaid."""
+        """Choose among several models.
+
+        Also returns how many seconds the client wants the model kept; None if it does not say.
+        """
         if how == "url":
             return self._models.find(_asked(call)), None
         named = await self._named(call)
@@ -105,7 +108,7 @@ class ModelRouter:
         return model, seconds_of(named.keep_alive) if of_ollama and named.keep_alive is not None else None
 
     def _of_agent(self, call: HTTPCall, id: str, named: _Named) -> ServedModel:
-        """The model that a turn names, else the one that answered the agent's last."""
+        """Return the model that a turn names, else the one that answered the agent's last turn."""
         if (name := _text(named.model)) is None and self._attribution.agents is not None:
             identity, made_for = self._attribution.agents.model_of(call.tenant, id)
             if (found := self._models.by_identity(identity)) is not None:
@@ -115,13 +118,13 @@ class ModelRouter:
         return self._models.find(name)
 
     def _of_work(self, call: HTTPCall, room: str, id: str, named: _Named) -> ServedModel:
-        """The model that a round, a vote or a run names, else the one that the team or run was made with."""
+        """Return the model that the body names, else the one that the team or run was made with."""
         if (name := _text(named.model)) is None and self._attribution.agents is not None:
             name = self._attribution.agents.journals.model_of(room, call.tenant, id)
         return self._models.find(name)
 
     def _about(self, call: HTTPCall) -> Service | None:
-        """The service that a request, or an agent's context, belongs to, if it is loaded."""
+        """Return the service that a request or an agent's context belongs to, if it is loaded."""
         if call.route.startswith(REQUESTS):
             number = parse_id(call.path.split("/")[3])
             return None if number is None else self._models.with_request(number)
@@ -131,7 +134,7 @@ class ModelRouter:
         return None
 
     async def _named(self, call: HTTPCall) -> _Named:
-        """What the body names. One that is no JSON object names nothing: its route refuses it."""
+        """Return the names in the body. A body that is no JSON object names nothing: its route refuses it."""
         body = await call.peek()
         try:
             return _decode(body.removeprefix(codecs.BOM_UTF8))
@@ -140,9 +143,9 @@ class ModelRouter:
 
 
 def seconds_of(given: Any) -> float:
-    """Return the seconds that Ollama's keep_alive says: a number of them, or a duration of Go's such as "1h30m".
+    """Return the seconds of Ollama's keep_alive: a number, or a duration of Go's such as "1h30m".
 
-    Infinite where it is negative. InvalidRequest for anything else.
+    Infinite if it is negative. Raises InvalidRequest for anything else.
     """
     if isinstance(given, int | float) and not isinstance(given, bool):
         return float(given) if given >= 0 else math.inf
@@ -159,7 +162,7 @@ def seconds_of(given: Any) -> float:
 
 
 def _text(name: Any) -> str | None:
-    """A model's name as a body has it; what is none is refused by its route."""
+    """Return a model's name from a body; None if it is no text, which its route refuses."""
     return name if isinstance(name, str) and name else None
 
 

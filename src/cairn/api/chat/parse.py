@@ -1,5 +1,4 @@
-"""From a JSON object to a request body: fields under other names, those that are accepted without effect, those whose
-meaning is not built, what is too long to be looked at, and the sentence for what has the wrong shape."""
+"""Request bodies: a JSON object becomes a model of its route, or an error that names the field."""
 
 from __future__ import annotations
 
@@ -52,11 +51,11 @@ async def read(
 
 
 def parse(kind: type[B], value: dict[str, Any], config: Config, call: HTTPCall | None = None) -> B:
-    """The body as a model; InvalidRequest or Unsupported names the field and what was expected.
+    """Return the body as a model; InvalidRequest or Unsupported names the field and what was expected.
 
-    All of it is read on the event loop, so what is too long is refused unread, and of what is wrong the first is told.
-    Unknown fields of chats are passed over, and `call` is told of them, unless they look like a slip of a known one or
-    the server's options refuse them; `call` may ask for slips to be passed over as well.
+    Everything is read on the event loop, so bodies that are too long are refused unread, and only the first error is
+    reported. Unknown fields of chats are ignored with a warning to `call`, unless they look like a misspelt known field
+    or the options refuse them; `call` may ask for misspelt ones to be ignored as well.
     """
     _check_lengths(value, config)
     lenient = config.lenient or (call is not None and call.header(LENIENT) in (b"1", b"true"))
@@ -80,7 +79,7 @@ class _Reader:
         known ones."""
 
     def known(self, kind: type[Body], value: dict[str, Any], where: str) -> dict[str, Any]:
-        """The fields that the body has, and those that are to be refused."""
+        """Return the body's known fields, and the unknown ones to refuse."""
         fields, rows = kind.model_fields, ROWS.get(kind.place, {})
         most = len(fields) + len(rows) + SPARE_FIELDS
         if len(value) > most:
@@ -115,7 +114,7 @@ class _Reader:
         ]
 
     def _pass_over(self, kind: type[Body], name: str, where: str) -> bool:
-        """Whether an unknown field is let through, which its sender is told."""
+        """Return whether an unknown field is ignored; its sender is warned."""
         field, met = where + shown(name), (kind, name) in self._met
         what = "this route" if not where else "this object" if kind.place == "other" else f"a {kind.place}"
         passed, near = self._met[kind, name] if met else self._judge(kind, name)
@@ -126,7 +125,7 @@ class _Reader:
         return passed
 
     def _judge(self, kind: type[Body], name: str) -> tuple[bool, str]:
-        """Whether a field that was not met before is passed over, and which known one is like it, as words."""
+        """Return whether a new unknown field is ignored, and a hint at the known field that it resembles."""
         if len(self._met) == MAX_UNKNOWN:
             raise InvalidRequest(f"the request body holds more than {MAX_UNKNOWN} different unknown fields, the limit")
         known = [*kind.model_fields, *kind.synonyms] if len(name) <= MAX_WORD else []
@@ -135,14 +134,14 @@ class _Reader:
         return self._met[kind, name]
 
     def _is_unheard_of(self, kind: type[Body], name: str, known: Sequence[str]) -> bool:
-        """Whether a field of another maker's API means nothing here, as far as can be told."""
+        """Return whether an unknown field resembles no known one, and may be ignored."""
         if self._strict or kind.place == "other":
             return False
         return not known or slip_of(name, [*known, *ROWS.get(kind.place, {})]) is None
 
 
 def _renamed(kind: type[Body], value: dict[str, Any]) -> Mapping[str, Any]:
-    """The object with every field under its own name."""
+    """Return the object with synonyms renamed to the fields' own names."""
     value = kind.usual(value)
     for name in value.keys() & kind.synonyms.keys():
         own = kind.synonyms[name]
@@ -176,7 +175,7 @@ def _check_lengths(fields: dict[str, Any], config: Config) -> None:
 
 
 def _check_row(row: FieldRow, field: str, value: Any) -> None:
-    """Unsupported where a field asks for something that is not built."""
+    """Raise Unsupported if a field asks for something that is not built."""
     if not asks_for_nothing(row, value):
         allowed = " or ".join([*(json.dumps(one) for one in row.values or ()), "absent"])
         raise Unsupported(f"{field} can only be {allowed}: {row.why}", field=field)
@@ -204,7 +203,7 @@ _SHAPES: Mapping[str, str] = {
 
 
 def _explain(error: Any, unknown: Mapping[str, str]) -> InvalidRequest:
-    """The sentence for an error of the validator. It says nothing of the value but what kind it is."""
+    """Return the message for a validator's error. It names the kind of the value, never the value."""
     kind, loc, field = error["type"], error["loc"], ""
     for before, part in pairwise(("", *loc)):
         if isinstance(part, int):

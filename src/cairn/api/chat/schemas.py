@@ -1,6 +1,6 @@
-"""Request bodies: their shapes. How a JSON object becomes one is in `parse`, which fields beside these are accepted in
-`fields`, what a body may still not say in `checks`.
+"""Shapes of request bodies.
 
+`parse` turns a JSON object into one, `fields` lists other fields that are accepted, `generation` checks combinations.
 Shapes follow the OpenAI API reference (platform.openai.com/docs/api-reference, as openai-python's `types` state them).
 Numbers are only typed here; their ranges are checked in `frontend/requests.py`, lengths of lists there and in `parse`.
 """
@@ -142,7 +142,7 @@ class Generation(Body):
         return {key: item for key, item in value.items() if key != "stop"} if value.get("stop") == "" else value
 
     def options(self, **more: Any) -> SamplingOptions:
-        """The sampling options as the service wants them; `more` adds or replaces some."""
+        """Return the sampling options for the service; `more` adds or replaces some."""
         given: dict[str, Any] = {
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
@@ -170,7 +170,7 @@ class Generation(Body):
         return SamplingOptions(**(given | more))
 
     def wanted(self) -> Wanted:
-        """What the answer has to be."""
+        """Return the constraints on the answer."""
         return wanted_of({name: getattr(self, name) for name in FIELDS})
 
     @property
@@ -264,7 +264,7 @@ class ChatGeneration(Generation, Templated):
     """False: the answer ends with its first call."""
 
     def chat_options(self) -> SamplingOptions:
-        """The sampling options, `max_tokens` by either of its names."""
+        """Return the sampling options, with `max_tokens` by either of its names."""
         most = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         return self.options(
             max_tokens=most,
@@ -275,7 +275,7 @@ class ChatGeneration(Generation, Templated):
         )
 
     def wanted(self) -> Wanted:
-        """What the answer has to be."""
+        """Return the constraints on the answer."""
         given = {name: getattr(self, name) for name in FIELDS}
         return wanted_of(given, parallel=self.parallel_tool_calls is not False)
 
@@ -291,11 +291,11 @@ class ChatBody(ChatGeneration):
     """How many of the likeliest tokens are told beside each of the prompt's, with log-probabilities, as vLLM does."""
 
     def chat_options(self) -> SamplingOptions:
-        """The sampling options, the prompt's log-probabilities among them."""
+        """Return the sampling options, with log-probabilities of the prompt."""
         return with_prompt_logprobs(super().chat_options(), self.prompt_logprobs, stream=bool(self.stream))
 
     def wanted(self) -> Wanted:
-        """What the answer has to be, calls included."""
+        """Return the constraints on the answer and its calls."""
         return wanted_of(
             {name: getattr(self, name) for name in FIELDS},
             [(tool.function.name, bool(tool.function.strict)) for tool in self.tools or ()],
@@ -305,7 +305,7 @@ class ChatBody(ChatGeneration):
 
 
 def with_prompt_logprobs(options: SamplingOptions, count: int | None, *, stream: bool) -> SamplingOptions:
-    """The options of an answer that also has the log-probabilities of its prompt. InvalidRequest."""
+    """Return options that also ask for log-probabilities of the prompt. Raises InvalidRequest for a stream."""
     field = "prompt_logprobs"
     if count is None:
         return options

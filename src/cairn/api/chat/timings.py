@@ -15,7 +15,7 @@ from cairn.types.stats import CacheReport
 
 
 def cache_of(choice: ChoiceStream) -> CacheReport | None:
-    """Where the KV of a choice's prompt came from, once that was computed."""
+    """Return where the KV of a choice's prompt came from; None until that is computed."""
     return None if choice.stream is None else choice.stream.cache
 
 
@@ -30,7 +30,10 @@ class AnswerTimes:
         progress: bool | None,
         cache: Callable[[ChoiceStream], CacheReport | None] = cache_of,
     ) -> None:
-        """`timings`: each piece and the end say how long they took; `progress`: so does the prompt."""
+        """Measure an answer.
+
+        `timings`: each piece and the end report how long they took; `progress`: the prompt does too.
+        """
         self.timings, self.progress = bool(timings), bool(progress)
         self._choices, self._cache = choices, cache
         self._began = time.monotonic()
@@ -60,13 +63,13 @@ class AnswerTimes:
         return told
 
     def so_far(self, index: int) -> dict[str, Any]:
-        """The timings of a choice that was heard and goes on."""
+        """Return the timings of a choice that is still generated."""
         choice, first, cached = self._choices[index], self._first.get(index, self._began), self._cached(index)
         said = time.monotonic() - first
         return timings(cached, len(choice.request.prompt) - cached, first - self._began, len(choice.tokens), said)
 
     def whole(self, index: int, done: Done) -> dict[str, Any]:
-        """The timings of a choice that has ended."""
+        """Return the timings of a choice that has ended."""
         choice, cached = self._choices[index], done.usage.cached_tokens
         computed = len(choice.request.prompt) - cached
         return timings(cached, computed, done.timing.prefill, len(choice.tokens), done.timing.decode)
@@ -83,7 +86,7 @@ class AnswerTimes:
 
 
 def timings(cached: int, computed: int, prompt: float, said: int, saying: float) -> dict[str, Any]:
-    """Tokens and seconds of a prompt and of an answer."""
+    """Return llama.cpp's `timings` object: tokens and milliseconds of a prompt and of an answer."""
     return {
         "cache_n": cached,
         "prompt_n": computed,

@@ -22,7 +22,7 @@ class WholeCalls:
         return before, within
 
     def finish(self) -> list[ToolCallDelta]:
-        """The call that was being written: it is whole, since something else follows or nothing does."""
+        """Return the call that was being written: it is complete, since something else follows or nothing does."""
         pieces, self._pieces = self._pieces, []
         if not pieces:
             return []

@@ -22,7 +22,7 @@ from cairn.types.errors import Forbidden, InvalidRequest, UnsupportedMedia
 
 
 async def read_nothing(call: HTTPCall, config: Config) -> dict[str, Any]:
-    """The body of a request that takes nothing: a JSON object, whose fields the caller refuses, or no body at all."""
+    """Return the JSON object in the body, {} if there is no body. The caller refuses any field."""
     body = await call.body()
     if not body:
         check_origin(call)
@@ -32,15 +32,15 @@ async def read_nothing(call: HTTPCall, config: Config) -> dict[str, Any]:
 
 
 async def read_json(call: HTTPCall, config: Config) -> dict[str, Any]:
-    """The body of a request that must be a JSON object."""
+    """Return the body, which must be a JSON object with a JSON content type."""
     _check_headers(call)
     return _parsed(call, await call.body(), config)
 
 
 async def read_plain(call: HTTPCall, config: Config) -> dict[str, Any]:
-    """The body of a request that must be a JSON object, whatever it calls itself: clients of Ollama say nothing of it.
+    """Return the body, which must be a JSON object whatever its content type: clients of Ollama send none.
 
-    A web page need not ask before it sends such a body, so a page must be one that may.
+    Browsers send such a body without a preflight, so the page's origin is checked.
     """
     if (call.header(b"content-type") or b"").partition(b";")[0].strip().lower() != b"application/json":
         check_origin(call)
@@ -49,8 +49,10 @@ async def read_plain(call: HTTPCall, config: Config) -> dict[str, Any]:
 
 
 def check_origin(call: HTTPCall) -> None:
-    """Forbidden for a web page that may not call. Any may send a request without a body, or a form, and need not ask
-    first as it must for JSON."""
+    """Raise Forbidden for a web page that may not call.
+
+    Browsers send a request without a body, or a form, without the preflight that JSON needs.
+    """
     origin = (call.header(b"origin") or b"").decode("latin-1")
     if not origin or call.header(b"sec-fetch-site") in (b"same-origin", b"none"):
         return
@@ -80,7 +82,7 @@ def _check_coding(call: HTTPCall) -> None:
 
 
 def _unheard(sentence: str) -> None:
-    """Nobody is told."""
+    """Ignore a warning."""
 
 
 def parse_json(
@@ -140,9 +142,11 @@ def _objects(body: bytes, most: int) -> int:
 
 
 def has_more(bodies: Sequence[bytes], limit: int) -> bool:
-    """Whether there are together more than `limit` commas and opening brackets outside of texts, which is as many as
-    there are containers and further members. Each body is read by itself: a text that one of them
-    leaves open ends with it. Bodies of few such marks, texts included, cost three scans at memory speed."""
+    """Return whether the bodies hold together more than `limit` JSON values.
+
+    Counts commas and opening brackets outside of strings, which bounds the number of containers and members. Each body
+    is scanned by itself: a string left open ends with it. Bodies with few such marks cost three scans at memory speed.
+    """
     if sum(body.count(mark) for body in bodies for mark in (b",", b"[", b"{")) <= limit:
         return False
     marks = (found for body in bodies for found in _MARK.finditer(body) if found[1] is not None)
@@ -285,7 +289,7 @@ class Body(BaseModel):
 
 
 def _whole(value: Any) -> Any:
-    """4.0 is a whole number, as of clients whose numbers are all floats."""
+    """Convert 4.0 to 4: some clients send all numbers as floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -295,7 +299,7 @@ Several = Annotated[list[T], Field(fail_fast=True)]
 
 
 def text_or_list(value: Any) -> str | None:
-    """The tag of a field that is a text or a list."""
+    """Return the discriminator tag of a field that is a text or a list; None for anything else."""
     return "~text" if isinstance(value, str) else "~list" if isinstance(value, list) else None
 
 

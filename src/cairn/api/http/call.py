@@ -72,9 +72,9 @@ class BodyBudget:
 
 
 async def spool(pieces: AsyncIterator[bytes], folder: Path) -> BinaryIO:
-    """A file without a name on the disk of `folder` that holds a body. The caller closes it.
+    """Write a body to an unnamed file on the disk of `folder` and return it. The caller closes it.
 
-    Raises what `pieces` does, and Unavailable where the disk refuses.
+    Raises what `pieces` raises, and Unavailable if the disk refuses.
     """
     try:
         # The system's own folder of temporary files may lie in memory: it is only for a server that keeps nothing.
@@ -128,8 +128,11 @@ USED_RETRY = 5.0
 
 
 def encode(value: Any) -> bytes:
-    """Return a value as JSON in one line, whatever a reader takes for the end of one: Python's `splitlines`, and what
-    is built on it, ends lines at three more characters than those that JSON escapes."""
+    """Return a value as JSON that every reader takes for one line.
+
+    Python's `splitlines`, and readers built on it, break lines at three more characters than those that JSON escapes;
+    these are escaped too.
+    """
     data = _encode(value)
     if not data.isascii():
         for char, escaped in _BREAKS:
@@ -142,8 +145,10 @@ class Disconnected(Exception):
 
 
 def error_body(error: CairnError) -> dict[str, Any]:
-    """The error in OpenAI's shape; of a prompt that is too long also its tokens and the context's, as llama.cpp says
-    them."""
+    """Return the error in OpenAI's shape.
+
+    For a prompt that is too long it also has the prompt's tokens and the context length, as llama.cpp reports them.
+    """
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 499: "cancelled"}
     fallback = "invalid_request_error" if error.status < 500 else "server_error"
     kind = kinds.get(error.status, fallback)
@@ -154,7 +159,7 @@ def error_body(error: CairnError) -> dict[str, Any]:
 
 
 def retry_after(error: CairnError) -> Headers:
-    """The Retry-After header in whole seconds, rounded up, where the error knows it."""
+    """Return the Retry-After header in whole seconds, rounded up; no header if the error has no such time."""
     if error.retry_after is None:
         return []
     return [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after)))]
@@ -168,7 +173,7 @@ _UNPACKED_AT_ONCE = 1 << 12
 
 
 def shown(text: str) -> str:
-    """The beginning of a text that came from the client, fit for a message."""
+    """Return at most 100 printable characters of a client's text, for a message."""
     return _printable(text[:100])
 
 
@@ -227,7 +232,7 @@ class HTTPCall:
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, number: int, budget: BodyBudget, limit: int = 1 << 24
     ) -> None:
-        """`limit`: most bytes of a body that comes compressed, once it is not."""
+        """Wrap an ASGI call. A compressed body may unpack to at most `limit` bytes."""
         self.scope = scope
         self.path: str = scope["path"]
         self.route = "*"
@@ -271,14 +276,14 @@ class HTTPCall:
         self._peeked: bytes | None = None
 
     def header(self, name: bytes) -> bytes | None:
-        """The value of a request header, the first if it came twice."""
+        """Return the value of a request header, the first if it came twice; None if it is absent."""
         for key, value in self.scope["headers"]:
             if key == name:
                 return bytes(value)
         return None
 
     def path_part(self, prefix: str, number: int = 0) -> str:
-        """A part of the path below a prefix, which ends without a slash: what the call is about."""
+        """Return segment `number` of the path below `prefix`, which ends without a slash."""
         return self.path.removeprefix(prefix + "/").split("/")[number]
 
     async def body(self) -> bytes:
@@ -313,12 +318,12 @@ class HTTPCall:
         return found
 
     async def peek(self) -> bytes:
-        """The body, which `body` gives once more. Raises what that does."""
+        """Return the body and keep it for the next call of `body`. Raises what `body` raises."""
         self._peeked = await self.body()
         return self._peeked
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The request body as it arrives, never more than about 64 KiB of it; Disconnected if the client left."""
+        """Yield the body as it arrives, at most about 64 KiB at a time. Raises Disconnected if the client left."""
         more = True
         while more:
             message = await self._receive()
@@ -331,7 +336,7 @@ class HTTPCall:
             more = message.get("more_body", False)
 
     def release(self) -> None:
-        """The body is held no more."""
+        """Give back the budget that the body takes."""
         self._budget.give(self.payer, self._held)
         self._held = 0
 
@@ -354,22 +359,22 @@ class HTTPCall:
             self.warnings.append(_printable(sentence))
 
     async def respond(self, status: int, body: bytes, headers: Headers) -> None:
-        """A whole answer."""
+        """Send a complete answer."""
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def json(self, value: Any, status: int = 200) -> None:
-        """A whole answer as JSON."""
+        """Send a complete JSON answer."""
         if self.warnings and isinstance(value, dict):
             value = value | {"warnings": self.warnings}
         await self.respond(status, encode(value), [JSON])
 
     async def fail(self, error: CairnError, headers: Headers, body: dict[str, Any]) -> None:
-        """A whole answer that reports an error, `body` in the shape that the path's clients read."""
+        """Send an error; `body` has the shape that the path's clients read."""
         await self.respond(error.status, encode(body), [JSON, *headers, *retry_after(error)])
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Status and headers of an answer whose body follows by `write`."""
+        """Send status and headers of an answer whose body follows by `write`."""
         self.started = True
         self.status = status
         id = self.id.encode()
@@ -388,12 +393,12 @@ class HTTPCall:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def begin(self, headers: Headers) -> None:
-        """Status 200 and headers on their way at once, before there is anything to say."""
+        """Send status 200 and the headers at once, before there is a body."""
         await self.start(200, headers)
         await self.write(b"")
 
     async def write(self, data: bytes, more: bool = True) -> None:
-        """A piece of the body; waits while the client reads too slowly."""
+        """Send a piece of the body; waits while the client reads too slowly."""
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
@@ -412,22 +417,25 @@ def _unpack(body: bytes, limit: int) -> bytes:
 
 
 def too_large(limit: int) -> TooLarge:
-    """The error for a body over `limit` bytes."""
+    """Return the error for a body over `limit` bytes."""
     return TooLarge(f"the request body is larger than {limit} bytes, the limit")
 
 
 def too_slow(what: str, seconds: float) -> RequestTimeout:
-    """The error for headers or a body that did not arrive in time."""
+    """Return the error for headers or a body that did not arrive in time."""
     return RequestTimeout(f"the {what} did not arrive within {seconds:g} seconds, the limit")
 
 
 def internal(id: str) -> CairnError:
-    """The error for what was not foreseen; it tells the client nothing but where to look."""
+    """Return the error for an unforeseen exception: it tells the client only which request to look for in the log."""
     return CairnError(f"an internal error; the server's log names request {id}")
 
 
 def unforeseen(error: Exception, id: str) -> CairnError:
-    """`internal`, but for a machine that has no memory, thread or file left: that passes, so it is Unavailable."""
+    """Return the error for an exception that no code expected.
+
+    If the machine ran out of memory, threads or files, that passes: the error is Unavailable then.
+    """
     used_up = isinstance(error, OSError) and error.errno in USED_UP
     if used_up or isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_THREAD in str(error)):
         return Unavailable(
@@ -461,7 +469,7 @@ class Watch:
         self._main.cancel()
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         if not self.left:
             self._task.cancel()
 

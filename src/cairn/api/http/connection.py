@@ -71,7 +71,7 @@ class Times:
         """Since when the client has read nothing of what is written."""
 
     def look(self, now: float, sent: int, unsent: int) -> None:
-        """So many bytes have gone out, so many wait."""
+        """Record how many bytes were sent and how many wait to be sent."""
         if unsent == 0:
             self._stuck = None
         elif self._stuck is None or sent != self._sent:
@@ -79,7 +79,10 @@ class Times:
         self._sent = sent
 
     def verdict(self, now: float, phase: Phase, body_bytes: int, *, reading: bool) -> Verdict | CairnError | None:
-        """What the client has earned by now: a refusal, an end, or nothing. `reading`: whether a body may come in."""
+        """Return what is due now: an error to refuse with, a `Verdict`, or None.
+
+        `reading`: whether the server is reading the body, so that a slow one is the client's fault.
+        """
         config = self._config
         if self._stuck is not None and now - self._stuck > config.stream_stall:
             return Verdict.ABORT
@@ -147,7 +150,7 @@ class Guard(HttpToolsProtocol):
     # ------------------------------------------------------------------------------------------- the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client connected."""
+        """Take a new connection, or refuse it if too many are open."""
         transport.set_write_buffer_limits(high=WRITE_BUFFER)
         self.output = OutputTransport(transport, self.end)
         super().connection_made(self.output)  # type: ignore[arg-type]
@@ -159,12 +162,12 @@ class Guard(HttpToolsProtocol):
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone, whoever ended it."""
+        """Note that the connection is gone."""
         self.phase = Phase.CLOSED
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes from the client."""
+        """Parse bytes from the client, within the bound on headers."""
         if self._deaf:
             return
         self._times.heard = self.loop.time()
@@ -182,10 +185,11 @@ class Guard(HttpToolsProtocol):
                 self._refuse_head()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends nothing more: it has closed the connection, or only its own side (`nc -N`) and still reads.
+        """Handle the end of the client's input: it closed the connection, or only its side (`nc -N`) and still reads.
 
-        Both look the same until something is written, and the kernel of one that is gone says so. A request that is
-        whole is therefore answered, and what is sent first means nothing: 100 Continue, or a comment in a stream.
+        Both look the same until something is written: the kernel of a client that is gone then says so. A complete
+        request is therefore answered, and what is sent first carries no meaning: 100 Continue, or a comment in a
+        stream.
         """
         if self.phase is Phase.HEAD or self.phase is Phase.BODY:
             self.refuse(InvalidRequest("the connection ended before the request was whole"))
@@ -201,7 +205,7 @@ class Guard(HttpToolsProtocol):
         return True
 
     def _watch_for_reset(self, pause: float) -> None:
-        """Look now and then whether the client is gone after all: while nothing is read no loop says so."""
+        """Look now and then whether the client is gone: while nothing is read, the event loop does not report it."""
 
         def look() -> None:
             if self.phase is not Phase.ANSWER:
@@ -223,8 +227,11 @@ class Guard(HttpToolsProtocol):
             self._garbage()
 
     def _feed_without_upgrade(self, rest: bytes) -> None:
-        """Some clients (Java's) offer to switch protocols with every request. The parser then drops the body, so the
-        same head is parsed again without the offer, which a server may ignore (RFC 9110, 7.8)."""
+        """Parse the request again without its offer to switch protocols.
+
+        Some clients (Java's) make the offer with every request, and the parser then drops the body. A server may ignore
+        the offer (RFC 9110, 7.8).
+        """
         version = self.parser.get_http_version().encode()
         lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
         for name, value in self.headers:
@@ -258,7 +265,7 @@ class Guard(HttpToolsProtocol):
     # --------------------------------------------------------------------------------------- the parser's events
 
     def on_message_begin(self) -> None:
-        """A request line begins."""
+        """Handle the beginning of a request line."""
         if self._deaf:
             return
         if self.phase is Phase.BODY or self.phase is Phase.ANSWER:
@@ -269,17 +276,17 @@ class Guard(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """A piece of the target."""
+        """Take a piece of the request target."""
         if not self._deaf:
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header line. Trailers, which follow a chunked body, mean nothing here."""
+        """Take a header line. Trailers, which follow a chunked body, are ignored."""
         if not self._deaf and self.phase is Phase.HEAD:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """All headers are there: check their size and the announced body, then start the application."""
+        """Check the size of the headers and of the announced body, then start the application."""
         if self._deaf:
             return
         if self.parser.get_method() == b"CONNECT":  # a tunnel, for proxies; to the parser it is always an upgrade
@@ -316,7 +323,10 @@ class Guard(HttpToolsProtocol):
         self._head_bytes = self._body_bytes = 0
 
     def _take_target(self) -> bool:
-        """Return whether the target is a path or a URL. Of a URL the path stays, and its host is checked as Host is."""
+        """Return whether the target is a path or a URL.
+
+        Of a URL the path is kept, and its host is checked like Host.
+        """
         if self.url.startswith(b"/"):
             return True
         if (found := ABSOLUTE.match(self.url)) is None:
@@ -330,12 +340,12 @@ class Guard(HttpToolsProtocol):
         super()._start_asgi_task(cycle, _unchunked(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     def on_chunk_header(self) -> None:
-        """A chunk begins."""
+        """Note that a chunk begins."""
         self._moved = True
         self._head_bytes = 0
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+        """Take a piece of the body; refuse the request if it is too large."""
         if self._deaf:
             return
         self._moved = True
@@ -346,7 +356,7 @@ class Guard(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is whole."""
+        """Note that the request is complete."""
         if self._deaf or self.phase is Phase.HEAD:
             return
         if self.phase is Phase.BODY:
@@ -354,7 +364,7 @@ class Guard(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The application has answered."""
+        """Make the connection ready for its next request, or end it."""
         self.server_state.total_requests += 1
         self.output.flush()
         if self.phase in (Phase.LINGER, Phase.CLOSED):
@@ -401,8 +411,10 @@ class Guard(HttpToolsProtocol):
             self.output.raw.close()
 
     def _linger(self) -> None:
-        """Closing a socket that has unread input resets it, and the client may never see the answer: so first say
-        that nothing more will come, and drop what still arrives for a moment."""
+        """Announce the end, then discard input for a moment before closing.
+
+        Closing a socket with unread input resets it, and the client might never see the answer.
+        """
         self._deaf = True
         self.phase = Phase.LINGER
         self._times.since = self.loop.time()
@@ -432,7 +444,7 @@ class Guard(HttpToolsProtocol):
         return self.phase in (Phase.BODY, Phase.ANSWER) or self.output.raw.get_write_buffer_size() > 0
 
     def sweep(self, now: float) -> None:
-        """Enforce the times. Called a few times within the shortest of them."""
+        """Enforce the time limits. Called several times within the shortest of them."""
         unsent = self.output.raw.get_write_buffer_size()
         self._times.look(now, self.output.written - unsent, unsent)
         match self._times.verdict(now, self.phase, self._body_bytes, reading=not self.flow.read_paused):
@@ -445,8 +457,10 @@ class Guard(HttpToolsProtocol):
 
 
 def _unchunked(cycle: RequestResponseCycle, app: Any) -> Any:
-    """The application for a client that speaks HTTP/1.0. It knows no chunks (RFC 9112, 6.1), so an answer of unknown
-    length just ends with its connection, which uvicorn closes after each answer to such a client."""
+    """Wrap the application for a client that speaks HTTP/1.0, which knows no chunks (RFC 9112, 6.1).
+
+    An answer of unknown length ends with its connection, which uvicorn closes after each answer to such a client.
+    """
 
     async def run(scope: Any, receive: Any, send: Any) -> None:
         endless = False

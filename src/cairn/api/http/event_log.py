@@ -33,7 +33,7 @@ class CallTable:
         self._names: dict[tuple[bytes, str], _Name] = {}
 
     def open(self, number: int, ids: Sequence[int], *, name: str | None = None, salt: bytes = b"") -> None:
-        """A call began with these requests. `name`: what the client, whose salt this is, calls it."""
+        """Register a call and its requests. `name` is the client's own name for it, unique below its `salt`."""
         if len(ids) == 1 and name is None:
             return
         key = None if name is None else (salt, name)
@@ -46,7 +46,7 @@ class CallTable:
             named.calls += 1
 
     def close(self, number: int) -> None:
-        """The call ended."""
+        """Note that a call has ended."""
         call = self._live.pop(number, None)
         if call is None:
             return
@@ -64,17 +64,17 @@ class CallTable:
                     del self._names[old.key]
 
     def ids(self, number: int) -> tuple[int, ...]:
-        """The requests of a call; for one that is not known, the request of the same number."""
+        """Return the request ids of a call; of an unknown call, the id of the same number."""
         found = self._live.get(number)
         if found is None and number in self._ended:
             found = self._ended[number][1]
         return found.ids if found is not None else (number,)
 
     def find(self, text: str, salt: bytes) -> int | None:
-        """The number of the call that a client means by a name of its own or by an id of ours; None for neither.
+        """Return the number of a call by a client's own name or by a server id; None for neither.
 
-        A name is the call's that has it now, else the last one's that had it. Conflict where several had it at once
-        and one of them still runs: which one is meant nobody can tell, and the wrong one must not be ended.
+        A name means the call that has it now, else the last one that had it. Raises Conflict if several had it at once
+        and one of them still runs: the wrong one must not be ended.
         """
         named = self._names.get((salt, text))
         if named is None:
@@ -107,7 +107,7 @@ class _Name:
 
 
 def parse_id(text: str) -> int | None:
-    """The number in an id as clients saw it (X-Request-ID, or the `id` of an answer), or None."""
+    """Return the number in an id as clients see it (X-Request-ID, or the `id` of an answer); None for anything else."""
     for prefix in PREFIXES:
         text = text.removeprefix(prefix)
     if len(text) != 16 or not all(char in "0123456789abcdef" for char in text):
@@ -194,7 +194,7 @@ class EventLog:
         self.wake()
 
     def end(self) -> None:
-        """There will be no more events. What the request held is let go of, and all that was said is compressed."""
+        """Close the log: release what the request held, and compress the events."""
         self.over = True
         self.cancel, self.error = _nothing, error_event  # what they were bound to holds the whole prompt
         if self._fresh:
@@ -215,7 +215,10 @@ class EventLog:
         return True
 
     def read(self, after: int) -> tuple[bytes, int]:
-        """Some of the events that follow number `after`, as they are sent, and the number of the last of them."""
+        """Return some of the events after number `after`, as sent, and the number of the last of them.
+
+        Raises NotFound if the first of them is no longer kept.
+        """
         if after >= self.last:
             return b"", after
         if after + 1 < self.first:
@@ -242,7 +245,7 @@ class EventLog:
 
 
 def _nothing() -> None:
-    """Nothing is left to cancel."""
+    """Do nothing: there is nothing left to cancel."""
 
 
 logger = logging.getLogger("cairn.api")
@@ -254,7 +257,7 @@ class EventLogs:
     """The logs of one server: as many bytes as allowed, each for the time of grace after its last reader."""
 
     def __init__(self, grace: float, limit: int, calls: CallTable | None = None) -> None:
-        """`grace` in seconds; `limit`: bytes of memory of all logs together; `calls`: by what clients call them."""
+        """Keep logs for `grace` seconds after their end, within `limit` bytes in all."""
         self.calls = calls
         self._grace = grace
         self._limit = limit
@@ -273,10 +276,10 @@ class EventLogs:
         error: Callable[[CairnError], bytes] = error_event,
         unattended: bool = False,
     ) -> Follower:
-        """Generate `events` onto a log. `call` is its first reader; `cancel` ends the request when the grace is over,
-        unless it is `unattended` and may run without readers.
+        """Generate `events` onto a new log and return its first reader, `call`.
 
-        `error` makes the events of a failure. The reader is counted from here on: follow it, or `leave`.
+        `cancel` ends the request when the grace time is over, unless it is `unattended` and may run without readers.
+        `error` makes the events of a failure. The reader counts from here on: follow it, or `leave`.
         """
         log = EventLog(call.number, call.salt, cancel, error)
         log.unattended = unattended
@@ -289,7 +292,7 @@ class EventLogs:
         return follower
 
     def state(self, number: int, salt: bytes) -> str | None:
-        """What became of the work of a log of the same tenant; None for any other number."""
+        """Return the state of the work behind a log of the same tenant; None for any other number."""
         log = self._logs.get(number)
         if log is None or log.salt != salt:
             return None
@@ -307,7 +310,7 @@ class EventLogs:
         return True
 
     def find(self, number: int, salt: bytes, heartbeat: float) -> Follower:
-        """A reader of a log of the same tenant; NotFound for any other number."""
+        """Return a reader of a log of the same tenant. Raises NotFound for any other number."""
         log = self._logs.get(number)
         if log is None or log.salt != salt:
             raise NotFound(
@@ -334,7 +337,7 @@ class EventLogs:
             log.timer = asyncio.get_running_loop().call_later(self._grace, self._expire, log)
 
     def _expire(self, log: EventLog) -> None:
-        """Nobody came back: end what still runs, unless it needs nobody, and forget what has ended."""
+        """End the grace time: cancel work that needs a reader, forget a log that is complete."""
         log.timer = None
         if log.over:
             self._forget(log)
@@ -430,8 +433,11 @@ class Follower:
         self._leave(self._log, self._waker)
 
     async def wait(self, call: HTTPCall) -> None:
-        """Return when all is said, for an answer sent whole. Raises what ended it early, and Disconnected if the
-        client left before; the log then has its time of grace."""
+        """Wait for the end of the log, for an answer sent in one piece.
+
+        Raises the error that ended it early, and Disconnected if the client left before; the log then has its grace
+        time.
+        """
         log = self._log
         try:
             async with Watch(call) as watch:
@@ -467,7 +473,7 @@ class Follower:
 
 
 def is_resumable(call: HTTPCall, stream: bool) -> bool:
-    """Whether the call asks to outlive its connection. InvalidRequest for what cannot."""
+    """Return whether the call asks to outlive its connection. Raises InvalidRequest if it cannot."""
     value = call.header(HEADER)
     if value is None or value == b"0":
         return False
@@ -479,7 +485,7 @@ def is_resumable(call: HTTPCall, stream: bool) -> bool:
 
 
 def parse_after(call: HTTPCall) -> int:
-    """The number in Last-Event-ID, which a browser sends when it comes back, else in `?after=N`, else 0."""
+    """Return the event number in Last-Event-ID, which a reconnecting browser sends, else in `?after=N`, else 0."""
     query = call.scope.get("query_string", b"").decode("latin-1")
     name, _, text = query.partition("=")
     if query and name != "after":

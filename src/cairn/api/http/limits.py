@@ -32,9 +32,9 @@ _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
 
 
 def deadline_of(call: HTTPCall, clock: Clock) -> float | None:
-    """The monotonic clock's time until which a call wants its answer; None where it does not say.
+    """Return the call's deadline on the monotonic clock; None if it sets none.
 
-    InvalidRequest for a header that says no time, DeadlineExceeded for one that is past.
+    Raises InvalidRequest for a header that is no time, DeadlineExceeded for a time that is past.
     """
     given, until = call.header(TIMEOUT), call.header(UNTIL)
     if given is None and until is None:
@@ -57,7 +57,7 @@ def deadline_of(call: HTTPCall, clock: Clock) -> float | None:
 
 
 def _moment(text: str) -> float:
-    """Unix time."""
+    """Parse a Unix time, or a date and time with its zone, into Unix seconds."""
     if _UNIX.fullmatch(text):
         return float(text)
     try:
@@ -110,7 +110,7 @@ class _ArrivingBytes:
     __slots__ = ("_most", "_passed", "_quotas", "_settled", "_tenant", "size")
 
     def __init__(self, quotas: Quotas, tenant: str, most: int, passed: int) -> None:
-        """`passed`: so many of its bytes do not count."""
+        """Count the bytes of one call; the first `passed` bytes are free."""
         self._quotas, self._tenant, self._most, self._passed = quotas, tenant, most, passed
         self._settled = False
         self.size = 0
@@ -232,7 +232,7 @@ class Quotas:
         known.changed = True
 
     async def _measure(self, tenant: str, kept: _TenantBytes, age: float) -> None:
-        """Measure what is on the disk, unless that was done within `age` seconds."""
+        """Measure the tenant's bytes on the disk, unless that was done within `age` seconds."""
         began = self._clock.now()
         if began - kept.at < age:
             return
@@ -283,13 +283,13 @@ class _Bucket:
         self._left = self.left(now) - count
 
     def resized(self, limit: int, now: float) -> _Bucket:
-        """One of another size, of which as much is used."""
+        """Return a bucket of another size with the same amount used."""
         found = _Bucket(limit, now)
         found.take(self.limit - self.left(now), now)
         return found
 
     def until(self, count: float, now: float) -> float:
-        """Seconds until there are so many."""
+        """Return the seconds until `count` are available."""
         return max(0.0, (count - self.left(now)) * MINUTE / self.limit)
 
 
@@ -308,7 +308,7 @@ class _Tenant:
         """How long its requests take on the whole; 0 before any has ended."""
 
     def bound(self, limits: TenantLimits, now: float) -> None:
-        """These limits hold from now on. What was used of a bucket stays used."""
+        """Apply new limits; what was used of a bucket stays used."""
         self.most = limits.max_concurrent
         most = {
             "requests": limits.requests_per_minute,
@@ -323,17 +323,17 @@ class _Tenant:
         }
 
     def take(self, now: float, tokens: tuple[int, int]) -> None:
-        """A request has ended, with so many tokens of its prompt and of its own."""
+        """Count the tokens of a request that has ended: of its prompt, and of its answer."""
         for what, count in (("tokens", sum(tokens)), ("input_tokens", tokens[0]), ("output_tokens", tokens[1])):
             if what in self.buckets:
                 self.buckets[what].take(count, now)
 
     def busy_for(self, now: float) -> float:
-        """Seconds until one of its requests will have ended, as long as they took so far."""
+        """Estimate the seconds until one of the tenant's requests ends, from how long earlier ones took."""
         return max(BUSY_SECONDS, self.seconds - (now - self.began[0])) if self.began else BUSY_SECONDS
 
     def ended(self, began: float, now: float) -> None:
-        """A request that came then has ended."""
+        """Note the end of a request that began at `began`."""
         self.began.remove(began)
         self.seconds += (now - began - self.seconds) * (WEIGHT if self.seconds else 1.0)
 
@@ -349,7 +349,7 @@ class RateLimits:
         self.configure(config)
 
     def configure(self, config: Config) -> None:
-        """The limits of these options hold from now on."""
+        """Apply the limits of these options."""
         self._of = limits_of(config)
         every = (self._of(""), *(self._of(one.name) for one in config.tenants))
         self._none = not any(_limited(one) for one in every)
@@ -378,7 +378,7 @@ class RateLimits:
             tenant.ended(now, self._clock.now())
 
     def used(self, share: str, prompt_tokens: int, completion_tokens: int) -> None:
-        """A request that takes this share of the server has ended, with so many tokens."""
+        """Count the tokens of a request that has ended, by the share it was scheduled under."""
         if (tenant := self._tenants.get(payer_of(share))) is not None:
             tenant.take(self._clock.now(), (prompt_tokens, completion_tokens))
 
@@ -408,7 +408,7 @@ def _check(tenant: _Tenant, now: float) -> None:
 
 
 def _headers(tenant: _Tenant, now: float, *, anthropic: bool) -> list[tuple[bytes, bytes]]:
-    """What is left before this request, and in how long there is a whole minute's worth again."""
+    """Return the headers that report what is left before this request, and when a full minute's worth is available."""
     found = []
     for name, bucket in tenant.buckets.items():
         what = name.replace("_", "-")
@@ -424,7 +424,7 @@ def _headers(tenant: _Tenant, now: float, *, anthropic: bool) -> list[tuple[byte
 
 
 def _duration(seconds: float) -> str:
-    """As OpenAI writes it: 20ms, 1.5s, 1m0s."""
+    """Format seconds as OpenAI does: 20ms, 1.5s, 1m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(math.ceil(seconds), 60)

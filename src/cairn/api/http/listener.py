@@ -23,7 +23,10 @@ class Listener:
     """A bound socket and its connections."""
 
     def __init__(self, app: Any, config: Config, upload: Callable[[str], str], rng: Rng | None = None) -> None:
-        """`upload(path)` returns whether a path takes a `file` as the body, or in a `form`, or neither."""
+        """Prepare to serve `app`.
+
+        `upload(path)` returns whether a path takes a `file` as the body, or in a `form`, or neither.
+        """
         self.config = config
         self.loop = asyncio.get_running_loop()
         self.state = ServerState()
@@ -58,7 +61,7 @@ class Listener:
         self._sweep()
 
     def renew(self, config: Config) -> None:
-        """Later connections get the certificate that its files hold now."""
+        """Use the certificate that the files hold now for later connections."""
         if self._tls is not None:
             load_certificate(self._tls, config)
 
@@ -70,7 +73,7 @@ class Listener:
         self._timer = self.loop.call_later(self._tick, self._sweep)
 
     def guards(self) -> list[Guard]:
-        """The open connections."""
+        """Return the open connections."""
         return [guard for guard in self.state.connections if isinstance(guard, Guard)]
 
     async def close(self, patience: float) -> None:

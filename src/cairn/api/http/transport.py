@@ -22,8 +22,11 @@ _TCP_CLOSE = 7
 
 
 class OutputTransport:
-    """A transport that counts what was written, sends the head of an answer together with the first piece of its
-    body (each write is a system call and wakes the client), and closes the way its owner wants."""
+    """A transport that counts what was written and closes the way its owner wants.
+
+    It sends the head of an answer together with the first piece of its body: each write is a system call and wakes the
+    client.
+    """
 
     __slots__ = ("_end", "_head", "events", "raw", "written")
 
@@ -70,7 +73,7 @@ class OutputTransport:
 
 
 def refusal(error: CairnError, path: str, request_id: str) -> bytes:
-    """The whole answer that refuses a request, in the shape that the path's clients read."""
+    """Return a complete HTTP answer that refuses a request, in the shape that the path's clients read."""
     body = encode(body_of(path, error, request_id))
     lines = [
         b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode()),

@@ -52,16 +52,14 @@ class Llama:
                 "/completion",
                 self.completion,
                 LlamaCompletionBody,
-                summary="What follows a text, as llama-server has it.",
                 model="chat",
             ),
-            Route("POST", "/infill", self.infill, InfillBody, summary="The middle of a text.", model="chat"),
+            Route("POST", "/infill", self.infill, InfillBody, model="chat"),
             Route(
                 "POST",
                 "/apply-template",
                 self.apply_template,
                 ChatBody,
-                summary="The prompt of a chat as a text.",
                 model="chat",
             ),
             Route(
@@ -69,15 +67,14 @@ class Llama:
                 "/v1/chat/completions/input_tokens",
                 self.input_tokens,
                 ChatBody,
-                summary="How many tokens a chat's prompt has.",
                 model="chat",
             ),
-            Route("GET", "/slots", self.slots, summary="How many requests can run at once.", model="url"),
-            Route("GET", "/lora-adapters", self.adapters, summary="None: adapters are not built."),
+            Route("GET", "/slots", self.slots, model="url"),
+            Route("GET", "/lora-adapters", self.adapters),
         ]
 
     async def completion(self, call: HTTPCall, service: Service) -> None:
-        """POST /completion."""
+        """Generate what follows a text, in llama-server's form."""
         given = plain(await read_json(call, self._config))
         body = parse(LlamaCompletionBody, given, self._config, call)
         check_model(body.model, service)
@@ -90,7 +87,7 @@ class Llama:
         await self._run(call, service, body, prompts)
 
     async def infill(self, call: HTTPCall, service: Service) -> None:
-        """POST /infill: what stands between `input_prefix` and `input_suffix`, and begins with `prompt`."""
+        """Generate what stands between `input_prefix` and `input_suffix` and begins with `prompt`."""
         given = plain(await read_json(call, self._config))
         body = parse(InfillBody, given, self._config, call)
         check_model(body.model, service)
@@ -128,14 +125,14 @@ class Llama:
         await self._exchanges.run(call, exchange, stream=bool(body.stream))
 
     async def apply_template(self, call: HTTPCall, service: Service) -> None:
-        """POST /apply-template: the text of a chat's prompt, which as a raw prompt has the same tokens."""
+        """Return the prompt of a chat as a text. As a raw prompt the text has the same tokens."""
         prompt = await self._prompt(call, service)
         spell = partial(service.tokenizer.spell, prompt)
         text = spell() if len(prompt) <= INLINE else await service.chat.long.run(call.share, spell)
         await call.json({"prompt": text})
 
     async def input_tokens(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/chat/completions/input_tokens: how many a chat's prompt has."""
+        """Count the tokens of a chat's prompt."""
         prompt = await self._prompt(call, service)
         await call.json({"object": "response.input_tokens", "input_tokens": len(prompt)})
 
@@ -144,7 +141,7 @@ class Llama:
         return (await chat_prompt(call, service, self._config, body)).tokens
 
     async def slots(self, call: HTTPCall, service: Service) -> None:
-        """GET /slots: as many as requests can run at once, of which some are taken. Nothing of a request is told."""
+        """List the slots: as many as requests can run at once. Nothing of the requests is shown."""
         slots, running = min(self._config.max_running, service.info.max_rows), service.stats().running
         if b"fail_on_no_slot=1" in call.scope.get("query_string", b"") and running >= slots:
             raise Unavailable("no slot available", retry_after=1.0)
@@ -152,7 +149,7 @@ class Llama:
         await call.json([{"id": id, "is_processing": id < running} | one for id in range(slots)])
 
     async def adapters(self, call: HTTPCall, service: Service) -> None:
-        """GET /lora-adapters: there are none."""
+        """Return an empty list: adapters are not built."""
         await call.json([])
 
 
@@ -166,11 +163,11 @@ class LlamaAnswer:
         self._pace = AnswerTimes(choices, timings=body.timings_per_token, progress=body.return_progress)
 
     def begin(self) -> bytes:
-        """Nothing."""
+        """Return nothing."""
         return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """A piece of a stream."""
+        """Return the events of one delta."""
         choice = self._choices[index]
         data = b"".join(self._progress(index, told) for told in self._pace.heard(index, delta))
         if not (delta.text or delta.tokens):
@@ -183,23 +180,23 @@ class LlamaAnswer:
         return data + _event(piece)
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
-        """The last piece of a choice."""
+        """Return the last piece of a choice."""
         return _event(self._end(index) | {"content": "", "tokens": []})
 
     def end(self) -> bytes:
-        """Nothing: the last pieces say that they are."""
+        """Return nothing: the last pieces say that they are the last."""
         return b""
 
     def error(self, error: CairnError) -> bytes:
-        """The event of a failure."""
+        """Return the event of a failure."""
         return error_event(error)
 
     def heartbeat(self) -> bytes:
-        """A comment."""
+        """Return a comment."""
         return HEARTBEAT
 
     def whole(self) -> Any:
-        """The answer in one piece; of several choices a list."""
+        """Return the complete answer; of several choices a list."""
         found = [self._end(index) | self._probabilities(choice.logprobs) for index, choice in enumerate(self._choices)]
         shown = [self._chosen(one) for one in found]
         return shown[0] if len(shown) == 1 else shown
@@ -247,7 +244,7 @@ class LlamaAnswer:
         }
 
     def _settings(self, choice: ChoiceStream) -> dict[str, Any]:
-        """What has applied."""
+        """Return the sampling options that applied."""
         params = choice.request.sampling
         asked = -1 if self._body.max_tokens is None else self._body.max_tokens
         return {
@@ -270,7 +267,7 @@ class LlamaAnswer:
         }
 
     def _chosen(self, whole: dict[str, Any]) -> dict[str, Any]:
-        """The `response_fields`; one inside an object is called by its path. What is not there is left out."""
+        """Return the `response_fields`, nested ones by their paths. Fields that are absent are left out."""
         if not self._body.response_fields:
             return whole
         found = {}
@@ -289,7 +286,7 @@ DEEPEST = 8
 
 
 async def _encoded(call: HTTPCall, service: Service, pieces: Sequence[str | int], *, special: bool) -> list[int]:
-    """The tokens of a prompt's pieces; what begins a text stands before it unless it begins with a token."""
+    """Encode the pieces; add what begins a text, such as BOS, unless the first piece is already a token id."""
     tokenizer = service.tokenizer
     texts = [piece for piece in pieces if isinstance(piece, str)]
 

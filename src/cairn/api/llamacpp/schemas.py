@@ -63,7 +63,7 @@ class InfillBody(LlamaBody):
 
 
 def plain(given: dict[str, Any]) -> dict[str, Any]:
-    """The body with a `logit_bias` of pairs as the object that it means; false forbids a token."""
+    """Return the body with a `logit_bias` of pairs as an object; false forbids a token."""
     bias = given.get("logit_bias")
     if not isinstance(bias, list):
         return given
@@ -76,7 +76,7 @@ def plain(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def prompts_of(given: Any, most: int) -> list[list[str | int]]:
-    """The prompts of a body, each as its pieces: texts and token ids."""
+    """Return the prompts of a body, each as its pieces: texts and token ids."""
     found = _pieces(given)
     if found is not None:
         return [found]
@@ -91,7 +91,7 @@ def prompts_of(given: Any, most: int) -> list[list[str | int]]:
 
 
 def _pieces(given: Any) -> list[str | int] | None:
-    """One prompt's pieces; None for what is none, or several."""
+    """Return the pieces of one prompt; None for anything else, also for several prompts."""
     if isinstance(given, dict):
         if given.get("multimodal_data"):
             raise Unsupported("prompt.multimodal_data: this model reads texts alone", field="prompt")

@@ -91,7 +91,7 @@ def check_portable(read: Portable, config: Config) -> None:
 
 
 def beginning(body: CreateBody, config: Config) -> list[ChatMessage]:
-    """The messages that an agent begins with, checked."""
+    """Return the messages that an agent begins with, checked."""
     messages = list(body.messages or ())
     check_messages(messages, config)
     if body.system is not None:
@@ -109,13 +109,13 @@ def beginning(body: CreateBody, config: Config) -> list[ChatMessage]:
 
 
 def check_ttl(ttl: float | None) -> None:
-    """How long an agent may be kept."""
+    """Raise InvalidRequest for a time to live out of range."""
     if ttl is not None and not LEAST_TTL <= ttl <= MOST_TTL:
         raise InvalidRequest(f"ttl must be {LEAST_TTL:.0f} to {MOST_TTL:.0f} seconds, got {ttl:g}", field="ttl")
 
 
 def check_metadata(given: Mapping[str, str] | None, most: int = MAX_METADATA_VALUE) -> None:
-    """The lengths of names and values of what is kept with an agent."""
+    """Raise InvalidRequest if names or values of metadata are too long."""
     for name, value in (given or {}).items():
         if len(name) > MAX_METADATA_VALUE or len(value) > most:
             field = f"metadata.{shown(name)}"
@@ -123,20 +123,20 @@ def check_metadata(given: Mapping[str, str] | None, most: int = MAX_METADATA_VAL
 
 
 def kept_for(id: str, metadata: Mapping[str, str]) -> str:
-    """What an agent is that belongs to another API: a response or a conversation; "" for all others."""
+    """Return the kind of an agent that belongs to another API, `response` or `conversation`; "" for all others."""
     kind = metadata.get("object", "")
     prefix, part = {"response": ("resp_", "head"), "conversation": ("conv_", "state")}.get(kind, ("", ""))
     return kind if prefix and id.startswith(prefix) and part in metadata else ""
 
 
 def check_own(info: AgentInfo) -> None:
-    """Conflict for an agent that only the API it belongs to may go on with: it would no longer be what that says."""
+    """Raise Conflict for an agent that belongs to another API, and would break if continued here."""
     if kind := kept_for(info.id, info.metadata):
         raise Conflict(f"{info.id} is a {kind}: it is gone on with at /v1/responses, and not as an agent")
 
 
 def check_turn(body: TurnBody, config: Config) -> None:
-    """The limits of a turn, and combinations that mean nothing."""
+    """Check the limits of a turn, and combinations of fields that mean nothing."""
     check_generation(body, config)
     for index, message in enumerate(body.messages):
         if message.role == "assistant":
@@ -151,7 +151,7 @@ def check_turn(body: TurnBody, config: Config) -> None:
 
 
 def check_account(body: TurnBody, header: str | None, id: str) -> None:
-    """A turn is on the account of the agent in its address; nothing in it may name another."""
+    """Raise InvalidRequest if a turn names another agent than the one in its path."""
     names = {
         "X-Cairn-Agent": header,
         "metadata.agent": (body.metadata or {}).get("agent"),
@@ -165,7 +165,7 @@ def check_account(body: TurnBody, header: str | None, id: str) -> None:
 
 
 def page_of(call: HTTPCall, place: str) -> tuple[int | None, str]:
-    """`limit` and `after` in the URL of a list; None and "" where they are not given. `place`: what `after` is."""
+    """Return `limit` and `after` from the URL of a list; None and "" if absent. `place` says what `after` is."""
     limit, after = None, ""
     for name, value in query(call):
         number = value.isascii() and value.isdigit() and len(value) <= 3

@@ -77,7 +77,6 @@ class AgentRoutes:
                 "/v1/agents",
                 self.create,
                 CreateBody,
-                summary="A new agent.",
                 model="chat",
                 keeps=True,
                 status=201,
@@ -87,50 +86,44 @@ class AgentRoutes:
                 "/v1/agents",
                 self.list,
                 query=("limit", "after"),
-                summary="The agents, most recently created first.",
             ),
             Route(
                 "POST",
                 "/v1/agents/import",
                 self.import_agent,
                 query=("id", "kv"),
-                summary="An agent of an exported file.",
                 keeps=True,
                 status=201,
                 upload=True,
             ),
-            Route("GET", "/v1/agents/{id}", self.show, summary="One agent, and where its KV lies."),
-            Route("DELETE", "/v1/agents/{id}", self.delete, summary="Delete an agent, with its text and its KV."),
+            Route("GET", "/v1/agents/{id}", self.show),
+            Route("DELETE", "/v1/agents/{id}", self.delete),
             Route(
                 "POST",
                 "/v1/agents/{id}/fork",
                 self.fork,
                 ForkBody,
-                summary="A new agent that shares the history up to a turn.",
                 keeps=True,
                 status=201,
             ),
-            Route("POST", "/v1/agents/{id}/rollback", self.rollback, RollbackBody, summary="Go back to a turn."),
+            Route("POST", "/v1/agents/{id}/rollback", self.rollback, RollbackBody),
             Route("POST", "/v1/agents/{id}/pin", self.pin, NoBody),
-            Route("POST", "/v1/agents/{id}/unpin", self.unpin, NoBody, summary="Its KV may be evicted again."),
+            Route("POST", "/v1/agents/{id}/unpin", self.unpin, NoBody),
             Route("POST", "/v1/agents/{id}/prefetch", self.prefetch, NoBody, model="agent"),
             Route(
                 "POST",
                 "/v1/agents/{id}/evict",
                 self.evict,
                 EvictBody,
-                summary="Give up its KV in memory, with `disk` everywhere.",
             ),
-            Route(
-                "GET", "/v1/agents/{id}/export", self.export, query=("kv",), summary="An agent as one portable file."
-            ),
+            Route("GET", "/v1/agents/{id}/export", self.export, query=("kv",)),
             *self._turns.routes(),
         ]
 
     # ------------------------------------------------------------------------------------------------------- agents
 
     async def create(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/agents."""
+        """Create an agent."""
         agents = self._open()
         body = await read(CreateBody, call, self._config, read_nothing)
         check_model(body.model, service)
@@ -165,9 +158,10 @@ class AgentRoutes:
         await call.json(agent_object(info, service), 201)
 
     async def list(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/agents, most recently created first; `savings` is the sum over all the tenant's requests.
+        """List the agents, most recently created first.
 
-        Responses and conversations, which are agents underneath, are left out.
+        `savings` is the sum over all the tenant's requests. Responses and conversations, which are agents underneath,
+        are left out.
 
         `after` is the `next` of the page before, which also holds when agents are deleted meanwhile, or an agent's id.
         """
@@ -179,7 +173,7 @@ class AgentRoutes:
         await call.json({"object": "list", "data": data, "has_more": page.more, "next": page.next, "savings": savings})
 
     async def show(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/agents/{id}. `damage` says what the log lost of its path, and what can be done."""
+        """Return an agent, and where its KV lies. `damage` says what the log lost of its path, and what can be done."""
         agents, id = self._open(), call.path_part(PATH)
         found = agent_object(agents.get(call.tenant, id), service)
         found |= {"messages": None, "tools": None, "kv": None, "damage": None}
@@ -194,22 +188,22 @@ class AgentRoutes:
         await call.json(found)
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /v1/agents/{id}: answered when its bytes are gone from the disk.
+        """Delete an agent, with its text and its KV. Answered when its bytes are gone from the disk.
 
-        Its KV, which holds token ids, goes with them, except: while the worker is being replaced it goes once there is
-        one, and that of turns that another model answered, or that the log cannot be read for, goes when nobody has
-        used it for kv_ttl, 30 days unless configured otherwise.
+        KV holds token ids. While the worker is being replaced, KV goes once there is one. KV of turns that another
+        model answered, or that the log cannot be read for, goes when nobody has used it for kv_ttl (30 days by
+        default).
         """
         id = call.path_part(PATH)
         await self._open().delete(call.tenant, id)
         await call.json({"id": id, "object": "agent.deleted", "deleted": True})
 
     async def pin(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/agents/{id}/pin: keep its KV in the stores from eviction."""
+        """Protect an agent's KV in the stores from eviction."""
         await self._pin(call, service, True)
 
     async def unpin(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/agents/{id}/unpin."""
+        """Let an agent's KV be evicted again."""
         await self._pin(call, service, False)
 
     async def _pin(self, call: HTTPCall, service: Service, pinned: bool) -> None:
@@ -218,21 +212,21 @@ class AgentRoutes:
         await call.json(agent_object(await agents.pin(call.tenant, id, pinned), service))
 
     async def prefetch(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/agents/{id}/prefetch: bring its KV up before it is needed; answered when it is there."""
+        """Load an agent's KV before it is needed. Answered when it is loaded."""
         agents, id = self._open(), call.path_part(PATH)
         parse(NoBody, await read_nothing(call, self._config), self._config)
         placed = await agents.prefetch(call.tenant, id)
         await call.json({"id": id, "object": "agent.kv", "kv": msgspec.to_builtins(placed)})
 
     async def evict(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/agents/{id}/evict: {"disk"}: give its KV up in the pool and in RAM, with `disk` everywhere."""
+        """Release an agent's KV in the pool and in RAM, with `disk` also on the disk."""
         agents, id = self._open(), call.path_part(PATH)
         body = parse(EvictBody, await read_nothing(call, self._config), self._config)
         placed = await agents.evict(call.tenant, id, disk=bool(body.disk))
         await call.json({"id": id, "object": "agent.kv", "kv": msgspec.to_builtins(placed)})
 
     async def fork(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/agents/{id}/fork: {"turn", "id"}, both optional."""
+        """Create an agent that shares the history up to a turn."""
         agents, id = self._open(), call.path_part(PATH)
         body = parse(ForkBody, await read_nothing(call, self._config), self._config)
         check_own(agents.get(call.tenant, id))
@@ -240,14 +234,14 @@ class AgentRoutes:
         await call.json(agent_object(info, service), 201)
 
     async def rollback(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/agents/{id}/rollback: {"turn"}."""
+        """Go back to a turn."""
         agents, id = self._open(), call.path_part(PATH)
         body = parse(RollbackBody, await read_json(call, self._config), self._config)
         check_own(agents.get(call.tenant, id))
         await call.json(agent_object(await agents.rollback(call.tenant, id, turn=body.turn), service))
 
     async def export(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/agents/{id}/export?kv=: one portable file, with `kv=true` the KV of its context in front of it."""
+        """Return an agent as one portable file. With `kv=true` the KV of its context is in front of it."""
         id, most = call.path_part(PATH), 0
         for name, value in query(call):
             if name != "kv" or value not in ("true", "false"):
@@ -265,9 +259,9 @@ class AgentRoutes:
         await call.write(b"", more=False)
 
     async def import_agent(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/agents/import?id=&kv=: an exported file as application/octet-stream.
+        """Create an agent from an exported file, sent as application/octet-stream.
 
-        Its KV is taken with `kv=true` alone: who takes it trusts whoever wrote it, as no check tells what a model would
+        Its KV is taken with `kv=true` alone. Take it only from somebody you trust: no check tells what a model would
         have computed.
         """
         agents, id, wanted = self._open(), None, False
@@ -303,7 +297,7 @@ class AgentRoutes:
         await call.json(answer, 201)
 
     async def _take_in(self, agents: Agents, tenant: str, id: str, file: BinaryIO, size: int) -> dict[str, Any]:
-        """What is told of the KV in an imported file. The agent is there whatever comes of it."""
+        """Import the KV of an agent's file and report what was taken. The agent exists whatever comes of it."""
         if not size:
             return {"chunks": 0, "bytes": 0, "why": "no KV was taken: the file has none, or kv=true was not said"}
         try:
@@ -319,5 +313,5 @@ class AgentRoutes:
 
 
 def agent_object(info: AgentInfo, service: Service) -> dict[str, Any]:
-    """An agent on the wire."""
+    """Return an agent as clients see it."""
     return {"object": "agent", **msgspec.to_builtins(info), "model": info.model or service.name}

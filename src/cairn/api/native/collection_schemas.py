@@ -37,7 +37,7 @@ class CollectionBody(Body):
     metadata: dict[str, str] | None = None
 
     def sizes(self) -> tuple[int, int]:
-        """Characters of a chunk, and of what it repeats."""
+        """Return the chunk size and overlap in characters."""
         chunk = CHUNK if self.chunk is None else self.chunk
         if not 100 <= chunk <= 20_000:
             raise InvalidRequest(f"chunk must be 100 to 20000 characters; it is {chunk}", field="chunk")
@@ -62,7 +62,7 @@ class CollectionDocumentBody(Body):
     stream: bool | None = None
 
     def kind(self) -> DocumentKind:
-        """How the document is read. InvalidRequest where it is none that a text can be."""
+        """Return the document's type. Raises InvalidRequest if a text cannot be of this type."""
         kind = self.type or kind_of(self.name)
         if self.text is not None and kind in BINARY:
             raise InvalidRequest(
@@ -71,7 +71,7 @@ class CollectionDocumentBody(Body):
         return kind
 
     def content(self) -> str | bytes:
-        """A text, or the bytes of a file."""
+        """Return the text, or the bytes of a file."""
         if (self.text is None) == (self.data is None):
             raise InvalidRequest("give text, or data in base64, and not both", field="text")
         if self.text is not None:
@@ -83,7 +83,7 @@ class CollectionDocumentBody(Body):
 
 
 def document_of_form(upload: Upload) -> dict[str, Any]:
-    """What a form says of its file, as a body has it."""
+    """Return a form's fields as a document's body has them."""
     given: dict[str, Any] = {"name": upload.filename, **upload.fields}
     for name in ("text", "data"):
         if name in given:
@@ -120,7 +120,7 @@ class SearchBody(Body):
     """The score that a chunk has to reach unless the body says otherwise."""
 
     def wanted(self) -> Search:
-        """What is searched for beside the question."""
+        """Return the search options."""
         top_k = 5 if self.top_k is None else self.top_k
         if not 1 <= top_k <= MAX_FOUND:
             raise InvalidRequest(f"top_k must be 1 to {MAX_FOUND}, the limit; it is {top_k}", field="top_k")
@@ -154,7 +154,7 @@ class AskCollectionBody(SearchBody):
     reasoning_budget: Count = None
 
     def options(self) -> SamplingOptions:
-        """How the answer is sampled."""
+        """Return the sampling options of the answer."""
         return SamplingOptions(
             max_tokens=ANSWER_TOKENS if self.max_tokens is None else self.max_tokens,
             temperature=self.temperature,
@@ -166,7 +166,7 @@ class AskCollectionBody(SearchBody):
 
 
 def collection_object(found: Collection) -> dict[str, Any]:
-    """A collection on the wire."""
+    """Return a collection as clients see it."""
     return {
         "id": found.id,
         "object": "collection",
@@ -183,7 +183,7 @@ def collection_object(found: Collection) -> dict[str, Any]:
 
 
 def document_object(found: StoredDocument) -> dict[str, Any]:
-    """A document on the wire, without its text."""
+    """Return a document as clients see it, without its text."""
     return {
         "id": found.id,
         "object": "collection.document",

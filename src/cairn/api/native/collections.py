@@ -70,7 +70,6 @@ class CollectionRoutes:
                 "/v1/collections",
                 self.create,
                 CollectionBody,
-                summary="A new collection of documents.",
                 keeps=True,
                 status=201,
             ),
@@ -79,16 +78,14 @@ class CollectionRoutes:
                 "/v1/collections",
                 self.list,
                 query=("limit", "after"),
-                summary="The collections, most recently created first.",
             ),
-            Route("GET", "/v1/collections/{id}", self.show, summary="One collection."),
-            Route("DELETE", "/v1/collections/{id}", self.delete, summary="Delete a collection, with its text."),
+            Route("GET", "/v1/collections/{id}", self.show),
+            Route("DELETE", "/v1/collections/{id}", self.delete),
             Route(
                 "POST",
                 "/v1/collections/{id}/documents",
                 self.add,
                 CollectionDocumentBody,
-                summary="Add a document.",
                 keeps=True,
                 status=201,
                 stream=True,
@@ -99,34 +96,30 @@ class CollectionRoutes:
                 "/v1/collections/{id}/documents",
                 self.documents,
                 query=("limit", "after"),
-                summary="The documents, in the order in which they were added.",
             ),
-            Route("GET", "/v1/collections/{id}/documents/{document}", self.show_document, summary="One document."),
+            Route("GET", "/v1/collections/{id}/documents/{document}", self.show_document),
             Route(
                 "DELETE",
                 "/v1/collections/{id}/documents/{document}",
                 self.delete_document,
-                summary="Delete a document, with its text.",
             ),
             Route(
                 "POST",
                 "/v1/collections/{id}/search",
                 self.search,
                 SearchBody,
-                summary="The passages that fit a query best.",
             ),
             Route(
                 "POST",
                 "/v1/collections/{id}/ask",
                 self.ask,
                 AskCollectionBody,
-                summary="An answer from the passages that fit a question best.",
                 model="chat",
             ),
         ]
 
     async def create(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/collections: {"id", "chunk", "overlap", "metadata"}, all optional."""
+        """Create a collection of documents."""
         store = (await self._library.open()).store
         self._library.check_embedder()
         body = parse(CollectionBody, await read_nothing(call, self._config), self._config, call)
@@ -136,24 +129,23 @@ class CollectionRoutes:
         await call.json(collection_object(made), 201)
 
     async def list(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/collections, most recently created first."""
+        """List the collections, most recently created first."""
         found = await asyncio.to_thread((await self._library.open()).store.collections, call.tenant)
         await call.json(_page(call, [collection_object(one) for one in found]))
 
     async def show(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/collections/{id}: how much it holds."""
+        """Return a collection, and how much it holds."""
         store = (await self._library.open()).store
         await call.json(collection_object(await asyncio.to_thread(store.collection, call.tenant, call.path_part(PATH))))
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /v1/collections/{id}: answered when its text is overwritten on the disk."""
+        """Delete a collection. Answered when its text is overwritten on the disk."""
         store, id = (await self._library.open()).store, call.path_part(PATH)
         await asyncio.to_thread(store.delete, call.tenant, id)
         await call.json({"id": id, "object": "collection.deleted", "deleted": True})
 
     async def add(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/collections/{id}/documents: {"name", "text" or "data", "type", "id", "metadata", "embedding_model",
-        "stream"}, or a form with a `file`."""
+        """Add a document, as JSON or as a form with a `file`. With `stream` its progress is reported."""
         if is_form(call):
             async with self._library.upload(call) as form:
                 body = parse(CollectionDocumentBody, document_of_form(form), self._config, call)
@@ -209,7 +201,7 @@ class CollectionRoutes:
         await call.json(added[0], 201)
 
     async def documents(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/collections/{id}/documents, in the order in which they were added."""
+        """List the documents in the order in which they were added."""
         store = (await self._library.open()).store
 
         def found() -> list[dict[str, Any]]:
@@ -219,7 +211,7 @@ class CollectionRoutes:
         await call.json(_page(call, await asyncio.to_thread(found)))
 
     async def show_document(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/collections/{id}/documents/{document}: a document, without its text."""
+        """Return a document without its text."""
         store = (await self._library.open()).store
 
         def found() -> dict[str, Any]:
@@ -229,20 +221,19 @@ class CollectionRoutes:
         await call.json(await asyncio.to_thread(found))
 
     async def delete_document(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /v1/collections/{id}/documents/{document}: answered when its text is overwritten on the disk."""
+        """Delete a document. Answered when its text is overwritten on the disk."""
         store, id = (await self._library.open()).store, _document_of(call)
         await asyncio.to_thread(lambda: store.remove(store.collection(call.tenant, call.path_part(PATH)), id))
         await call.json({"id": id, "object": "collection.document.deleted", "deleted": True})
 
     async def search(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/collections/{id}/search: {"query", "top_k", "min_score", "filters", "embedding_model", "rerank",
-        "rerank_model"}."""
+        """Return the passages that fit a query best."""
         body = parse(SearchBody, await read_json(call, self._config), self._config, call)
         found, reranked_by = await self._search(call, body)
         await call.json({"object": "list", "data": [one.plain() for one in found], "reranked_by": reranked_by})
 
     async def _search(self, call: HTTPCall, body: SearchBody) -> tuple[Sequence[SearchHit], str | None]:
-        """What was found, and the model that put it in order, if one did."""
+        """Return what was found, and the model that reranked it, if one did."""
         collections, wanted, asked = await self._library.open(), body.wanted(), (call.salt, call.share)
         async with (
             self._library.embedder(*asked, body.embedding_model, "query") as embedder,
@@ -252,9 +243,9 @@ class CollectionRoutes:
             return found, None if judge is None else judge.service.name
 
     async def ask(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/collections/{id}/ask: as a search, with "model", "stream" and sampling.
+        """Answer a question from the passages that fit it best.
 
-        The answer's citations are checked; nothing near enough to the question is an answer that says so.
+        Its citations are checked. If nothing is near enough to the question, the answer says so.
         """
         collections = await self._library.open()
         body = parse(AskCollectionBody, await read_json(call, self._config), self._config, call)

@@ -49,8 +49,9 @@ class Library:
         folder: Path,
         registry: Callable[[], Models],
     ) -> None:
-        """`folder` is the token log's: the collections lie beside it, and its owner has both. `registry` returns the
-        models, or raises Unavailable before there are any.
+        """Prepare the collections beside `folder`, the token log's, so that its owner has both.
+
+        `registry` returns the models, or raises Unavailable before there are any.
         """
         self._config, self._attribution, self._quotas = config, attribution, quotas
         self.folder = folder.with_name(folder.name + "-collections")
@@ -62,13 +63,13 @@ class Library:
         """How many forms are being received, by whose they are."""
 
     async def open(self) -> Collections:
-        """The collections, once the folder beside them is this server's."""
+        """Return the collections, once the folder beside them is this server's."""
         await self.stores()
         assert self._collections is not None
         return self._collections
 
     async def stores(self) -> VectorStores:
-        """The same with their files, as vector stores."""
+        """Return the collections with their files, as vector stores."""
         agents = self._attribution.open()
         async with self._opening:
             if self._opened is None:
@@ -89,7 +90,7 @@ class Library:
 
     @contextlib.asynccontextmanager
     async def upload(self, call: HTTPCall) -> AsyncIterator[Upload]:
-        """The form of a call, with its file. Overloaded where its tenant sends too many at once."""
+        """Yield the form of a call, with its file. Raises Overloaded if its tenant sends too many at once."""
         if self._uploading[call.payer] >= MAX_UPLOADS:
             raise Overloaded(f"{MAX_UPLOADS} uploads of yours are under way, the limit", retry_after=RETRY)
         self._uploading[call.payer] += 1
@@ -102,8 +103,10 @@ class Library:
 
     @contextlib.asynccontextmanager
     async def room(self, call: HTTPCall, size: int) -> AsyncIterator[None]:
-        """Count `size` bytes of a call's tenant, in the place of its body, while they are being written. Raises
-        QuotaExceeded where the tenant may not keep them."""
+        """Count `size` bytes against the tenant's quota while they are written, in place of the body's size.
+
+        Raises QuotaExceeded if the tenant may not keep them.
+        """
         call.settled()
         async with self._quotas.room(call.tenant, size):
             yield
@@ -120,8 +123,10 @@ class Library:
 
     @contextlib.asynccontextmanager
     async def embedder(self, salt: bytes, share: str, name: str | None, field: str) -> AsyncIterator[Embedder]:
-        """The model that makes vectors: the one that is named, else the first of those for embeddings. InvalidRequest
-        for one that was not made for it, and where there is none."""
+        """Yield the embedding model: the named one, else the first.
+
+        Raises InvalidRequest for a model of another kind, and if there is none.
+        """
         registry = self._registry()
         async with registry.using(_embedding(registry, name)) as service:
             check_model(name, service)
@@ -135,8 +140,10 @@ class Library:
     async def judge(
         self, salt: bytes, share: str, wanted: bool | None, name: str | None
     ) -> AsyncIterator[Reranker | None]:
-        """The model that reranks; where nothing is said of that one that is loaded, if one is. InvalidRequest where one
-        is `wanted` and there is none."""
+        """Yield the reranking model: the named one, else one that is loaded, else None.
+
+        Raises InvalidRequest if one is `wanted` and there is none.
+        """
         registry = self._registry()
         model = _judging(registry, wanted, name)
         if model is None:
@@ -149,7 +156,7 @@ class Library:
     async def search(
         self, call: HTTPCall, ids: Sequence[str], queries: Sequence[str], wanted: Search, rerank: bool | None
     ) -> list[SearchHit]:
-        """What fits any of the queries best in these collections, each passage once."""
+        """Return what fits any of the queries best in these collections, each passage once."""
         collections, best = await self.open(), dict[int, SearchHit]()
         async with (
             self.embedder(call.salt, call.share, None, "query") as embedder,
@@ -198,7 +205,7 @@ def _embedding(registry: Models, name: str | None) -> ServedModel:
 
 
 def _worth(found: SearchHit) -> tuple[float, float]:
-    """By what passages of several searches are put in order."""
+    """Return the key by which passages of several searches are sorted."""
     return found.judged or 0.0, found.rank
 
 

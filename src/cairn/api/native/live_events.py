@@ -70,7 +70,7 @@ class ChangeFeed:
     def __init__(
         self, salt: bytes, tenant: str, epoch: str, services: Callable[[], Sequence[Service]], first: Service
     ) -> None:
-        """`services`: those that are loaded now; `first`: whose name agents have that no model has answered yet."""
+        """Follow a tenant. `services`: those loaded now; `first` names the model of agents without an answer yet."""
         self.epoch = epoch
         """No other feed has it: the numbers of another mean nothing here."""
         self.readers: dict[Waker, bool] = {}
@@ -151,26 +151,28 @@ class ChangeFeed:
     # ------------------------------------------------------------------------------------------------------ reading
 
     def place(self, given: str) -> int | None:
-        """The number in a Last-Event-ID, if what follows it is still kept."""
+        """Return the number in a Last-Event-ID if the events after it are still kept; else None."""
         epoch, _, number = given.partition("-")
         if epoch != self.epoch or not (number.isascii() and number.isdigit() and len(number) <= 18):
             return None
         return int(number) if self.keeps(int(number)) else None
 
     def keeps(self, number: int) -> bool:
-        """Whether every event after this one is still there."""
+        """Return whether every event after this one is still kept."""
         first = self._events[0].number if self._events else self.last + 1
         return first - 1 <= number <= self.last
 
     def read(self, after: int, admin: bool) -> bytes:
-        """The events that follow one that is kept."""
+        """Return the events that follow one that is kept."""
         if after == self.last:
             return b""
         return b"".join([one.data for one in self._events if one.number > after and (admin or not one.admin)])
 
     async def snapshot(self, admin: bool, first: int) -> AsyncGenerator[bytes, None]:
-        """The state of all, so that the events after number `first` can be read on top of it, whatever happens
-        meanwhile: each says how something is, not how it differs."""
+        """Yield the state of everything, on which events after number `first` can be applied.
+
+        Each event says how something is, not how it differs, so changes meanwhile do no harm.
+        """
         yield _event("hello", {"version": __version__, "agents": self._agents is not None, "server": admin})
         piece, begin = [], True
         everyone = self._overview.all() if self._overview is not None else iter(())
@@ -199,11 +201,11 @@ class ChangeFeeds:
     def routes(self) -> list[Route]:
         """Return the table of these routes."""
         return [
-            Route("GET", "/v1/events", self.follow, summary="A stream of what changes.", stream=True),
+            Route("GET", "/v1/events", self.follow, stream=True),
         ]
 
     async def follow(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/events: what changes, from now on or from where Last-Event-ID says."""
+        """Stream what changes. It begins now, or after the event in Last-Event-ID."""
         admin = self._access.may_administer(call)
         feed = self._feed(call.tenant, call.salt, service)
         if len(feed.readers) >= MOST_READERS:
@@ -275,11 +277,11 @@ class SavingsRoutes:
     def routes(self) -> list[Route]:
         """Return the table of these routes."""
         return [
-            Route("GET", "/v1/savings", self.show, summary="What was not computed again, in all and by day."),
+            Route("GET", "/v1/savings", self.show),
         ]
 
     async def show(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/savings: what a tenant's requests did not have to compute again, all together and by day."""
+        """Return what a tenant's requests did not have to compute again, in total and by day."""
         agents = self._attribution.open()
         days = [day_object(day, line) for day, line in agents.savings_by_day(call.tenant).items()]
         total = msgspec.to_builtins(agents.savings(call.tenant))
@@ -287,7 +289,7 @@ class SavingsRoutes:
 
 
 def savings_object(agents: Agents, tenant: str) -> dict[str, Any]:
-    """A tenant's total, and its last line by day."""
+    """Return a tenant's total savings, and those of its last day."""
     days = agents.savings_by_day(tenant)
     last = max(days, default=None)
     today = None if last is None else day_object(last, days[last])
@@ -295,12 +297,12 @@ def savings_object(agents: Agents, tenant: str) -> dict[str, Any]:
 
 
 def day_object(day: int, line: Savings) -> dict[str, Any]:
-    """A line of one day (UTC), `day` as 2026-01-31."""
+    """Return the savings of one day (UTC), `day` as 2026-01-31."""
     return {"day": time.strftime("%Y-%m-%d", time.gmtime(day * DAY_SECONDS)), **msgspec.to_builtins(line)}
 
 
 def server_object(services: Sequence[Service], attribution: AgentAttribution) -> dict[str, Any]:
-    """Figures of the whole server; those of each model by its name."""
+    """Return figures of the whole server, and those of each model by its name."""
     return {"models": [_model_figures(service) for service in services], "troubles": attribution.troubles()}
 
 

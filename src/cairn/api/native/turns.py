@@ -48,14 +48,16 @@ class TurnRoutes:
                 "/v1/agents/{id}/turns",
                 self.turns,
                 query=("limit", "after"),
-                summary="The turns of an agent, branches that were left included.",
             ),
             Route("POST", "/v1/agents/{id}/turns", self.turn, TurnBody, model="agent", keeps=True),
             Route("POST", "/v1/agents/{id}/resume", self.resume, ResumeBody, model="agent", keeps=True),
         ]
 
     async def turns(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/agents/{id}/turns, by number: all, or `limit` of them `after` a number."""
+        """List the turns of an agent by number, abandoned branches included.
+
+        All of them, or `limit` of them `after` a number.
+        """
         limit, text = page_of(call, "the number of a turn")
         if text and not (text.isascii() and text.isdigit() and len(text) <= 18):
             raise InvalidRequest("after must be the number of a turn", field="after")
@@ -69,7 +71,7 @@ class TurnRoutes:
         await call.json({"object": "list", "data": data, "has_more": more, "next": next})
 
     async def turn(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/agents/{id}/turns: new messages in, the answer out as of /v1/chat/completions."""
+        """Send new messages to an agent. The answer is that of /v1/chat/completions."""
         agents, id = self._attribution.open(), call.path_part(PATH)
         body = await read(TurnBody, call, self._config)
         check_own(agents.get(call.tenant, id))
@@ -95,9 +97,9 @@ class TurnRoutes:
         await self._answer(call, service, running, body, body.include_usage)
 
     async def resume(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/agents/{id}/resume: the whole answer of the interrupted turn, said before or not.
+        """Continue an interrupted turn, and return its whole answer.
 
-        `logprobs` is null where a part of it was said before: what was computed then is not kept.
+        `logprobs` is null if a part of it was generated before: those of then are not kept.
         """
         agents, id = self._attribution.open(), call.path_part(PATH)
         body = parse(ResumeBody, await read_nothing(call, self._config), self._config, call)
@@ -133,12 +135,12 @@ class TurnAnswer(ChatAnswer):
         self._named = {"agent": running.agent.id, "turn": running.turn.number}
 
     def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the answer in one piece."""
         return super().whole() | self._named
 
 
 def _pace_of(body: TurnBody | ResumeBody, choices: Sequence[ChoiceStream], running: RunningTurn) -> AnswerTimes:
-    """What is told of a turn's time: of one that is resumed nothing, for a part of it is long past."""
+    """Return the timings of a turn; none of a resumed one, part of which is long past."""
     if isinstance(body, ResumeBody):
         return AnswerTimes(choices, timings=False, progress=False)
     return AnswerTimes(
@@ -152,7 +154,7 @@ def turn_exchange(
     adapter: Adapter,
     keep: Callable[[ChoiceStream], None] = lambda choice: None,
 ) -> Exchange:
-    """The exchange of a turn, which keeps its own tokens; `keep` keeps what is to be kept beside the turn."""
+    """Return the exchange of a turn, which keeps its own tokens. `keep` stores what else belongs to the turn."""
     return Exchange(
         choices=choices,
         adapter=adapter,
@@ -172,7 +174,7 @@ async def _batches(running: RunningTurn, silence: Silence | None) -> Batches:
 
 
 def turn_object(turn: TurnInfo) -> dict[str, Any]:
-    """A turn on the wire; `cairn` as in the usage of an answer."""
+    """Return a turn as clients see it; `cairn` as in the usage of an answer."""
     found: dict[str, Any] = msgspec.to_builtins(turn)
     del found["cache"]
     if turn.answer is not None:

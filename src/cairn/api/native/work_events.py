@@ -28,7 +28,7 @@ class EventedWork:
     """One piece of work. It begins when its events are read."""
 
     def __init__(self, work: Work, over: Callable[[], object] | None = None) -> None:
-        """`over` is called at its end."""
+        """Report the events of `work`; `over` is called at its end."""
         self._work, self._over = work, over
         self._queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self._task: asyncio.Task[Any] | None = None
@@ -41,7 +41,7 @@ class EventedWork:
             self._task.cancel()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """What it tells, until it is over. Raises what it failed with."""
+        """Yield the events of the work until it is over. Raises what it failed with."""
         self._task = task = asyncio.create_task(self._run())
         try:
             while (event := await self._queue.get()) is not None:

@@ -49,7 +49,7 @@ class WorkflowRunBody(Body):
     stream: bool | None = None
 
     def check(self) -> None:
-        """InvalidRequest for a seed that JSON's numbers cannot hold."""
+        """Raise InvalidRequest for a seed that JSON's numbers cannot hold."""
         if self.seed is not None and not 0 <= self.seed < 1 << 53:
             raise InvalidRequest("seed must be 0 to 9007199254740991", field="seed")
 
@@ -69,7 +69,7 @@ class WorkflowBody(Body):
 
 
 def run_object(state: RunState, *, whole: bool = True) -> dict[str, Any]:
-    """A run on the wire; in a list without its workflow and outputs."""
+    """Return a run as clients see it; in a list without its workflow and outputs."""
     found: dict[str, Any] = {
         "id": state.run.id,
         "object": "workflow.run",
@@ -109,14 +109,12 @@ class WorkflowRoutes:
                 "/v1/workflows/check",
                 self.check,
                 WorkflowBody,
-                summary="What is wrong with a workflow, or its order and its graph.",
             ),
             Route(
                 "POST",
                 "/v1/workflows/runs",
                 self.run,
                 WorkflowRunBody,
-                summary="A run of a workflow.",
                 model="chat",
                 keeps=True,
             ),
@@ -125,37 +123,34 @@ class WorkflowRoutes:
                 "/v1/workflows/runs",
                 self.list,
                 query=("limit", "after"),
-                summary="The runs, most recently created first.",
             ),
-            Route("GET", "/v1/workflows/runs/{id}", self.show, summary="The nodes of a run, and its result."),
-            Route("DELETE", "/v1/workflows/runs/{id}", self.delete, summary="Delete a run, with its text."),
+            Route("GET", "/v1/workflows/runs/{id}", self.show),
+            Route("DELETE", "/v1/workflows/runs/{id}", self.delete),
             Route(
                 "POST",
                 "/v1/workflows/runs/{id}/resume",
                 self.resume,
                 RunResumeBody,
-                summary="A run that was cut off goes on.",
                 model="run",
                 keeps=True,
             ),
-            Route("POST", "/v1/workflows/runs/{id}/interrupt", self.interrupt, NoBody, summary="Cut off a run."),
+            Route("POST", "/v1/workflows/runs/{id}/interrupt", self.interrupt, NoBody),
             Route(
                 "GET",
                 "/v1/workflows/runs/{id}/graph",
                 self.graph,
                 query=("format",),
-                summary="The graph of a run, coloured by how far each node is.",
             ),
         ]
 
     async def check(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/workflows/check: {"workflow"}: a 400 says what is wrong first."""
+        """Check a workflow. Returns its order and its graph, or a 400 that names the first error."""
         body = parse(WorkflowBody, await read_json(call, self._config), self._config, call)
         order, drawn = await asyncio.to_thread(_checked, body.workflow)
         await call.json({"object": "workflow.check", "valid": True, "order": order, "mermaid": drawn})
 
     async def run(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/workflows/runs: {"workflow", "inputs", "seed", "stream"}."""
+        """Run a workflow."""
         runs = self._runs()
         body = parse(WorkflowRunBody, await read_json(call, self._config), self._config, call)
         body.check()
@@ -170,7 +165,7 @@ class WorkflowRoutes:
         await self._work(call, service, runs, state.run.id, stream=bool(body.stream))
 
     async def resume(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/workflows/runs/{id}/resume: a run that was cut off goes on, and what failed is tried again."""
+        """Resume a run that was interrupted. What failed is tried again."""
         runs, id = self._runs(), call.path_part(RUNS)
         body = parse(RunResumeBody, await read_nothing(call, self._config), self._config, call)
         check_model(body.model, service)
@@ -194,7 +189,7 @@ class WorkflowRoutes:
         )
 
     async def list(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/workflows/runs, most recently created first."""
+        """List the runs, most recently created first."""
         asked = parameters(call, ("limit", "after"))
         limit = asked.get("limit", str(LISTED))
         if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MOST_LISTED):
@@ -205,17 +200,17 @@ class WorkflowRoutes:
         await call.json(await page_by_id(ids, int(limit), asked.get("after"), show))
 
     async def show(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/workflows/runs/{id}: its nodes with their outputs, its result and conflicts."""
+        """Return a run: its nodes with their outputs, its result and conflicts."""
         await call.json(run_object(self._runs().get(call.tenant, call.path_part(RUNS))))
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /v1/workflows/runs/{id}: answered when its text is gone from the disk."""
+        """Delete a run. Answered when its text is gone from the disk."""
         id = call.path_part(RUNS)
         await self._runs().delete(call.tenant, id)
         await call.json({"id": id, "object": "workflow.run.deleted", "deleted": True})
 
     async def interrupt(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/workflows/runs/{id}/interrupt: what runs is cut off, and goes on when it is resumed."""
+        """Interrupt a run. It continues when it is resumed."""
         runs, id = self._runs(), call.path_part(RUNS)
         parse(NoBody, await read_nothing(call, self._config), self._config)
         await call.json(
@@ -223,14 +218,14 @@ class WorkflowRoutes:
         )
 
     async def graph(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/workflows/runs/{id}/graph: `format` mermaid, svg or png."""
+        """Return the graph of a run, coloured by state. `format` is mermaid, svg or png."""
         state = self._runs().get(call.tenant, call.path_part(RUNS))
         form = one_of(parameters(call, ("format",)), "format", ("mermaid", "svg", "png"))
         drawn, kind = await asyncio.to_thread(_drawn, state, form)
         await call.respond(200, drawn, [(b"content-type", kind)])
 
     def _runs(self) -> Runs:
-        """The runs in the token log that is open now."""
+        """Return the runs in the token log that is open now."""
         agents = self._attribution.open()
         if self._opened is None or self._opened[0] is not agents:
             self._opened = agents, Runs(agents.journals, ServiceAnswerer())

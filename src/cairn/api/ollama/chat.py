@@ -65,7 +65,6 @@ class Ollama:
                 "/api/chat",
                 self.chat,
                 OllamaChatBody,
-                summary="The next message of a chat, as Ollama has it.",
                 model="chat",
             ),
             Route(
@@ -73,13 +72,12 @@ class Ollama:
                 "/api/generate",
                 self.generate,
                 OllamaGenerateBody,
-                summary="What follows a text, as Ollama has it.",
                 model="chat",
             ),
         ]
 
     async def chat(self, call: HTTPCall, service: Service) -> None:
-        """POST /api/chat. Without messages it asks for the model to be loaded, which it is."""
+        """Generate the next message of a chat, in Ollama's form. Without messages the model is loaded."""
         body = await read(OllamaChatBody, call, self._config, read_plain)
         self._greet(call, service, body)
         if not body.messages:
@@ -91,7 +89,7 @@ class Ollama:
         await self._run(call, body, await self._chat(call, service, asked, Talk(call, service, body), NAMES))
 
     async def generate(self, call: HTTPCall, service: Service) -> None:
-        """POST /api/generate. Without a prompt it asks for the model to be loaded, which it is."""
+        """Generate what follows a text, in Ollama's form. Without a prompt the model is loaded."""
         body = await read(OllamaGenerateBody, call, self._config, read_plain)
         self._greet(call, service, body)
         if not body.prompt and not body.suffix:
@@ -126,7 +124,7 @@ class Ollama:
         )
 
     async def _complete(self, call: HTTPCall, service: Service, body: OllamaGenerateBody) -> Exchange:
-        """The exchange of a prompt that no template is put around."""
+        """Return the exchange of a prompt without a template around it."""
         with spelled(TEXT_NAMES):
             given = raw_text(body, service.chat.knows, thinks=service.chat.thinks)
             asked = parse(Generation, given, self._config, call)
@@ -143,7 +141,7 @@ class Ollama:
         )
 
     def _before(self, body: OllamaGenerateBody, service: Service) -> Sequence[int]:
-        """The tokens of `context`, checked."""
+        """Return the tokens of `context`, checked."""
         vocab = service.spec.vocab
         for token in body.context or ():
             if not 0 <= token < vocab:
@@ -167,20 +165,20 @@ class LineFormat(ABC):
         self._choice: ChoiceStream
 
     def of(self, choices: Sequence[ChoiceStream]) -> Adapter:
-        """The same, once it is known of what."""
+        """Format what `choices` generate."""
         (self._choice,) = choices
         return self
 
     @abstractmethod
     def piece(self, text: str, thought: str, calls: Sequence[ToolCallDelta] = ()) -> dict[str, Any]:
-        """What a line says."""
+        """Return the fields of one line."""
 
     def begin(self) -> bytes:
-        """Nothing."""
+        """Return nothing."""
         return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """Lines of what is new. A call comes whole, before what follows it."""
+        """Return the lines of one delta. A call comes whole, before what follows it."""
         thought = "" if self._hides else delta.reasoning
         before, within = self._whole.push(delta)
         data = self._called(before)
@@ -191,27 +189,27 @@ class LineFormat(ABC):
         return data + self._called(within)
 
     def _called(self, calls: Sequence[ToolCallDelta]) -> bytes:
-        """A line of whole calls; nothing where there are none."""
+        """Return a line of complete calls; empty if there are none."""
         return self._line(self.piece("", "", calls) | {"done": False}) if calls else b""
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
-        """A line of the last call, if there is one, and the last line."""
+        """Return a line of the last call, if there is one, and the last line."""
         return self._called(_uncut(self._whole.finish(), done)) + self._line(self.piece("", "") | self._end(done))
 
     def end(self) -> bytes:
-        """Nothing: the last line was the end."""
+        """Return nothing: the last line was the end."""
         return b""
 
     def error(self, error: CairnError) -> bytes:
-        """The line of a failure."""
+        """Return the line of a failure."""
         return encode({"error": str(error)}) + b"\n"
 
     def heartbeat(self) -> bytes:
-        """A line that says nothing new."""
+        """Return a line without news."""
         return self._line(self.piece("", "") | {"done": False})
 
     def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the complete answer."""
         said, done = self._choice.said, self._choice.done
         assert done is not None
         calls = [call for part in said.parts() for call in part.tool_calls]
@@ -228,7 +226,7 @@ class LineFormat(ABC):
         return {name: token_scores(one, self._service.tokenizer) for name, one in told.items() if one}
 
     def _end(self, done: Done) -> dict[str, Any]:
-        """What it cost, a load of the model with it."""
+        """Return the costs of the answer, a load of the model included."""
         timing = done.timing
         return {
             "done": True,
@@ -247,7 +245,7 @@ class Talk(LineFormat):
     """How an answer to /api/chat looks."""
 
     def piece(self, text: str, thought: str, calls: Sequence[ToolCallDelta] = ()) -> dict[str, Any]:
-        """A piece of a message."""
+        """Return a piece of a message."""
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if thought:
             message["thinking"] = thought
@@ -266,7 +264,7 @@ class Text(LineFormat):
     """How an answer to /api/generate looks."""
 
     def piece(self, text: str, thought: str, calls: Sequence[ToolCallDelta] = ()) -> dict[str, Any]:
-        """A piece of a text."""
+        """Return a piece of a text."""
         return {"response": text} | ({"thinking": thought} if thought else {})
 
     def _end(self, done: Done) -> dict[str, Any]:
@@ -290,7 +288,7 @@ def _loaded(call: HTTPCall, service: Service, piece: dict[str, Any]) -> dict[str
 
 
 def is_called(service: Service, name: str) -> bool:
-    """Whether a name is one of a model's to Ollama's clients: without case, and with or without its tag."""
+    """Return whether Ollama's clients may call the model by this name: in any case, with or without its tag."""
     wanted = name.casefold()
     return bool({wanted, wanted.removesuffix(LATEST)} & {known.casefold() for known in service.names})
 
@@ -305,19 +303,18 @@ class OllamaEmbeddings:
     def routes(self) -> list[Route]:
         """Return the table of these routes."""
         return [
-            Route("POST", "/api/embed", self.embed, OllamaEmbedBody, summary="Vectors of texts.", model="embed"),
+            Route("POST", "/api/embed", self.embed, OllamaEmbedBody, model="embed"),
             Route(
                 "POST",
                 "/api/embeddings",
                 self.embeddings,
                 OllamaEmbeddingsBody,
-                summary="The vector of a text.",
                 model="embed",
             ),
         ]
 
     async def embed(self, call: HTTPCall, service: Service) -> None:
-        """POST /api/embed: of one text or several; all of length 1."""
+        """Return vectors of one text or several. All have length 1."""
         began = time.monotonic_ns()
         body = parse(OllamaEmbedBody, await read_plain(call, self._config), self._config, call)
         _check(body.model, service)
@@ -340,7 +337,7 @@ class OllamaEmbeddings:
         )
 
     async def embeddings(self, call: HTTPCall, service: Service) -> None:
-        """POST /api/embeddings: of one text, of the length that the model gives it."""
+        """Return the vector of a text, with the length that the model gives it."""
         body = parse(OllamaEmbeddingsBody, await read_plain(call, self._config), self._config, call)
         _check(body.model, service)
         if not body.prompt:

@@ -83,14 +83,13 @@ class OllamaModels:
         return [
             Route("GET", "/api/tags", self.tags),
             Route("GET", "/api/ps", self.ps),
-            Route("GET", "/api/version", self.version, summary="The version of Ollama whose API this is."),
-            Route("POST", "/api/show", self.show, NameBody, summary="A model."),
+            Route("GET", "/api/version", self.version),
+            Route("POST", "/api/show", self.show, NameBody),
             Route(
                 "POST",
                 "/api/pull",
                 self.pull,
                 NameBody,
-                summary="Download a model for a server to come.",
                 access="admin",
             ),
             Route(
@@ -98,18 +97,17 @@ class OllamaModels:
                 "/api/delete",
                 self.delete,
                 NameBody,
-                summary="Delete a download that is not served.",
                 access="admin",
             ),
             Route("POST", "/api/copy", self.copy, CopyBody),
         ]
 
     async def version(self, call: HTTPCall, service: Service) -> None:
-        """GET /api/version."""
+        """Return the version of Ollama whose API this is."""
         await call.json({"version": SPEAKS, "cairn": __version__})
 
     async def tags(self, call: HTTPCall, service: Service) -> None:
-        """GET /api/tags: all models that can be asked for."""
+        """List all models that can be asked for."""
         shown = []
         for model in self._state.registry.models:
             if (facts := await self._known(model)) is not None:
@@ -117,7 +115,7 @@ class OllamaModels:
         await call.json({"models": shown})
 
     async def ps(self, call: HTTPCall, service: Service) -> None:
-        """GET /api/ps: those that are loaded, and when they are unloaded if nobody asks for them."""
+        """List the loaded models, and when they are unloaded if nobody asks for them."""
         shown = []
         for model, loaded in self._state.registry.loaded():
             if (facts := await self._known(model)) is not None:
@@ -132,7 +130,7 @@ class OllamaModels:
         await call.json({"models": shown})
 
     async def show(self, call: HTTPCall, service: Service) -> None:
-        """POST /api/show. The context length is the served one, since clients fill what they are told of."""
+        """Return a model. Its context length is the served one: clients fill what they are told."""
         body = parse(NameBody, await read_plain(call, self._config), self._config, call)
         name = self._state.registry.spelt(body.model)
         if not self._is_served(name) and (self._state.registry.several or service.strict):
@@ -159,7 +157,7 @@ class OllamaModels:
         )
 
     async def pull(self, call: HTTPCall, service: Service) -> None:
-        """POST /api/pull: a download for a server to come; this one goes on with its model."""
+        """Download a model for a later start of a server. This server keeps its model."""
         body = parse(NameBody, await read_plain(call, self._config), self._config, call)
         self._check_owner()
         model = body.model.removesuffix(LATEST)
@@ -201,7 +199,7 @@ class OllamaModels:
         await lines.say({"status": "verifying sha256 digest"})
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /api/delete: a download goes, unless it is being served."""
+        """Delete a download that is not served."""
         body = parse(NameBody, await read_plain(call, self._config), self._config, call)
         self._check_owner()
         model = body.model.removesuffix(LATEST)
@@ -214,7 +212,7 @@ class OllamaModels:
         await call.respond(200, b"", [])
 
     async def copy(self, call: HTTPCall, service: Service) -> None:
-        """POST /api/copy: a model has the names that its server was started with, and gets no others."""
+        """Give a model another name. Only names that it has since the server's start are accepted."""
         body = parse(CopyBody, await read_plain(call, self._config), self._config, call)
         if not self._is_served(body.source):
             raise self._unknown(body.source)
@@ -226,7 +224,7 @@ class OllamaModels:
         await call.respond(200, b"", [])
 
     def _check_owner(self) -> None:
-        """Forbidden where anybody from elsewhere could fill or empty the disk."""
+        """Raise Forbidden if anybody from elsewhere could fill or empty the disk."""
         config = self._state.registry.config  # as it holds now
         if not has_keys(config) and not is_local(config.host):
             raise Forbidden("downloads are changed over HTTP only by the admin key, or on this machine alone")
@@ -241,7 +239,7 @@ class OllamaModels:
         )
 
     async def _known(self, model: ServedModel) -> _Facts | None:
-        """What a model's files say; None where they cannot be read."""
+        """Return what a model's files say; None if they cannot be read."""
         if model.spec is None:
             return None
         place = str(model.place or model.config.model)
@@ -262,7 +260,7 @@ class _Lines:
         self._call, self._stream = call, stream
 
     async def say(self, line: dict[str, Any]) -> None:
-        """One more."""
+        """Send one more line."""
         if not self._stream:
             return
         if not self._call.started:
@@ -270,14 +268,14 @@ class _Lines:
         await self._call.write(encode(line) + b"\n")
 
     async def fail(self, error: CairnError) -> None:
-        """The last one; raises it where nothing has been said."""
+        """Send the error as the final line, or raise it if nothing was sent yet."""
         if not self._call.started:
             raise error
         self._call.ended = error.code
         await self._call.write(encode({"error": str(error)}) + b"\n", more=False)
 
     async def end(self) -> None:
-        """The last one."""
+        """Send the final line."""
         if self._call.ended:
             return
         await self.say({"status": "success"})
@@ -302,7 +300,7 @@ class _Pull:
         hub.pull(self._model, progress=self._note, sleep=self._wait)
 
     def line(self) -> dict[str, Any] | None:
-        """What is new since the last line."""
+        """Return the progress since the last line; None if there is none."""
         told = self._told
         if told is None or told == self._shown:
             return None
@@ -360,7 +358,7 @@ def _iso(time: datetime) -> str:
 
 
 def _model(model: ServedModel, facts: _Facts) -> dict[str, Any]:
-    """A model as lists have it."""
+    """Return a model as lists show it."""
     identity = model.loaded.service.info.identity if model.loaded is not None else model.identity
     return {
         "name": model.name,
@@ -374,7 +372,7 @@ def _model(model: ServedModel, facts: _Facts) -> dict[str, Any]:
 
 
 def _show_of_files(model: ServedModel, facts: _Facts | None) -> dict[str, Any]:
-    """What is known of a model that is not loaded."""
+    """Return what is known of a model that is not loaded."""
     spec = model.spec
     context = min(spec.context, model.config.context or spec.context) if spec is not None else 0
     return {
@@ -391,7 +389,7 @@ def _show_of_files(model: ServedModel, facts: _Facts | None) -> dict[str, Any]:
 
 
 def _info(spec: ModelSpec, name: str, context: int, facts: _Facts) -> dict[str, Any]:
-    """By the names of GGUF's metadata."""
+    """Return the model's shape by the names of GGUF's metadata."""
     family = spec.architecture
     shape = {
         "context_length": context,
@@ -411,7 +409,7 @@ def _info(spec: ModelSpec, name: str, context: int, facts: _Facts) -> dict[str, 
 
 
 def _capabilities(model: ServedModel) -> list[str]:
-    """What a model can do, as far as that is known of one that is not loaded."""
+    """Return what a model can do, as far as that is known of one that is not loaded."""
     if model.loaded is None:
         return {"chat": ["completion"], "embed": ["embedding"]}.get(model.kind, [])
     service = model.loaded.service

@@ -57,7 +57,7 @@ class Options(Body):
     mirostat_eta: Number = None
 
     def sampling(self) -> dict[str, Any]:
-        """By the names of a `ChatBody`."""
+        """Return the options by the names of a `ChatBody`."""
         most = self.num_predict
         return {
             "n_predict": -1 if most is not None and most <= 0 else most,
@@ -104,8 +104,10 @@ class OllamaBody(Body):
         return self.think is False
 
     def common(self, knows: Callable[[str], bool], *, thinks: bool) -> dict[str, Any]:
-        """The fields of a `ChatBody` but its messages. `knows`: as of `ChatBody.template_args`; `thinks`: whether the
-        model can."""
+        """Return the fields of a `ChatBody` without its messages.
+
+        `knows`: as in `ChatBody.template_args`; `thinks`: whether the model can think.
+        """
         chat = (self.options or Options()).sampling()
         chat |= {"model": self.model, "logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
         if self.logprobs is None and self.top_logprobs:
@@ -204,7 +206,7 @@ class CopyBody(Body):
 
 
 def chat_of(body: OllamaChatBody, knows: Callable[[str], bool], *, thinks: bool) -> dict[str, Any]:
-    """The chat that a body asks for, as a `ChatBody` has it."""
+    """Return the fields of a `ChatBody` that a body asks for."""
     chat = body.common(knows, thinks=thinks)
     calls = _OpenCalls()
     chat["messages"] = [
@@ -219,15 +221,17 @@ def chat_of(body: OllamaChatBody, knows: Callable[[str], bool], *, thinks: bool)
 
 
 def prompt_chat(body: OllamaGenerateBody, knows: Callable[[str], bool], *, thinks: bool) -> dict[str, Any]:
-    """The chat of one prompt that a body asks for, as a `ChatBody` has it."""
+    """Return the fields of a `ChatBody` with one prompt."""
     system = [{"role": "system", "content": body.system}] if body.system else []
     user = {"role": "user", "content": body.prompt or ""}
     return _given(body.common(knows, thinks=thinks) | {"messages": [*system, user]})
 
 
 def raw_text(body: OllamaGenerateBody, knows: Callable[[str], bool], *, thinks: bool) -> dict[str, Any]:
-    """How a text is completed that no template is put around, as a `Generation` has it. Unsupported for what would
-    need one."""
+    """Return the fields of a `Generation` for a text without a template around it.
+
+    Raises Unsupported for fields that need a template.
+    """
     for name in ("system", "think"):
         if getattr(body, name):
             raise Unsupported(f"{name} needs a chat template, and this prompt is completed as it stands", field=name)
@@ -241,7 +245,7 @@ def _given(chat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _form(given: Any) -> dict[str, Any]:
-    """`response_format` of a `format`."""
+    """Return the `response_format` of a `format`."""
     if given == "json":
         return {"type": "json_object"}
     if isinstance(given, dict):
@@ -263,14 +267,14 @@ class _OpenCalls:
         return len(self._open)
 
     def add(self, name: str, id: str) -> None:
-        """A call was made."""
+        """Note a call."""
         self._open[self._next] = id
         self._by_id.setdefault(id, []).append(self._next)
         self._by_name.setdefault(name, deque()).append(self._next)
         self._next += 1
 
     def answer(self, id: str) -> None:
-        """A result names all calls of this id."""
+        """Note a result, which answers all calls of this id."""
         for number in self._by_id.pop(id, ()):
             self._open.pop(number, None)
 
@@ -326,7 +330,7 @@ def _answered(message: Mapping[str, Any], calls: _OpenCalls) -> str:
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tool with what clients leave out of it."""
+    """Return the tool with the fields that clients leave out."""
     function = tool.get("function")
     if isinstance(function, dict):
         function = {name: value for name, value in function.items() if value is not None}

@@ -39,16 +39,13 @@ class OpenAI:
                 "/v1/chat/completions",
                 self.chat,
                 ChatBody,
-                summary="The next message of a chat, whole or as it comes.",
                 model="chat",
             ),
-            Route(
-                "POST", "/v1/completions", self.complete, CompletionBody, summary="What follows a text.", model="chat"
-            ),
+            Route("POST", "/v1/completions", self.complete, CompletionBody, model="chat"),
         ]
 
     async def chat(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/chat/completions."""
+        """Generate the next message of a chat, whole or as a stream."""
         body = await read(ChatBody, call, self._config)
         exchange = await chat_exchange(
             call,
@@ -72,7 +69,7 @@ class OpenAI:
         await self._exchanges.run(call, exchange, stream=bool(body.stream))
 
     async def complete(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/completions."""
+        """Generate what follows a text."""
         body = parse(CompletionBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
         service.check_generates()
@@ -145,10 +142,10 @@ async def encode_text(
     inline: bool = True,
     special: bool = True,
 ) -> list[int]:
-    """The token ids of a raw prompt, with a `suffix` of what stands between the two.
+    """Return the token ids of a raw prompt, or of a prompt and a `suffix` to fill in between.
 
-    A long text, or one of many (not `inline`), does not hold up the event loop. `special`: control tokens written in
-    the texts are control tokens.
+    A long text, or one of many (not `inline`), is encoded off the event loop. `special`: control tokens written in the
+    texts are control tokens.
     """
     texts = [text for text in (prompt, suffix) if isinstance(text, str)]
     if service.spec.whole and isinstance(prompt, str):
@@ -162,13 +159,13 @@ async def encode_text(
 
 
 def _whole(service: Service, text: str, special: bool) -> list[int]:
-    """The ids that an encoder reads of a text."""
+    """Return the ids that an encoder reads of a text."""
     tokenizer = service.tokenizer
     return list(tokenizer.affixes.whole(tokenizer.encode(text, special=special)).tokens)
 
 
 def check_suffix(suffix: str | None, service: Service, *, echo: bool = False) -> None:
-    """InvalidRequest for a suffix that this model cannot fill in before, or that cannot be echoed."""
+    """Raise InvalidRequest for a suffix that this model cannot fill in before, or that cannot be echoed."""
     if not suffix:
         return
     if service.tokenizer.middle is None:

@@ -94,48 +94,42 @@ class Conversations:
     def routes(self) -> list[Route]:
         """Return the table of these routes."""
         return [
-            Route(
-                "POST", "/v1/conversations", self.create, ConversationBody, summary="A new conversation.", keeps=True
-            ),
-            Route("GET", "/v1/conversations/{id:conv_}", self.show, summary="A conversation."),
+            Route("POST", "/v1/conversations", self.create, ConversationBody, keeps=True),
+            Route("GET", "/v1/conversations/{id:conv_}", self.show),
             Route(
                 "POST",
                 "/v1/conversations/{id:conv_}",
                 self.update,
                 ConversationBody,
-                summary="Give a conversation other metadata.",
                 keeps=True,
             ),
             Route(
                 "DELETE",
                 "/v1/conversations/{id:conv_}",
                 self.delete,
-                summary="Delete a conversation; its responses stay.",
             ),
             Route(
                 "GET",
                 "/v1/conversations/{id:conv_}/items",
                 self.items,
                 query=("limit", "order", "after"),
-                summary="The items of a conversation.",
             ),
             Route(
                 "POST",
                 "/v1/conversations/{id:conv_}/items",
                 self.add,
                 ItemsBody,
-                summary="More items for a conversation.",
                 keeps=True,
             ),
-            Route("GET", "/v1/conversations/{id:conv_}/items/{item}", self.item, summary="One item."),
-            Route("DELETE", "/v1/conversations/{id:conv_}/items/{item}", self.remove, summary="Remove an item."),
+            Route("GET", "/v1/conversations/{id:conv_}/items/{item}", self.item),
+            Route("DELETE", "/v1/conversations/{id:conv_}/items/{item}", self.remove),
         ]
 
     # ------------------------------------------------------------------------------------------------- of responses
 
     @contextlib.contextmanager
     def locked(self, tenant: str, id: str) -> Iterator[None]:
-        """While a response of it begins. ConversationLocked while another does."""
+        """Lock a conversation while one of its responses begins. Raises ConversationLocked if another does."""
         if (tenant, id) in self._locked:
             raise ConversationLocked(f"conversation {id} is being gone on with by another response", field=KIND)
         self._locked.add((tenant, id))
@@ -145,7 +139,10 @@ class Conversations:
             self._locked.discard((tenant, id))
 
     async def state(self, tenant: str, id: str) -> ConversationState:
-        """Where it stands. NotFound, and ConversationLocked while its last response runs."""
+        """Return the state of a conversation.
+
+        Raises NotFound, and ConversationLocked while its last response runs.
+        """
         agents = self._attribution.open()
         info = self._find(agents, tenant, id)
         now = _unpacked(info.metadata["state"])
@@ -158,7 +155,7 @@ class Conversations:
         return now
 
     async def move(self, tenant: str, id: str, before: ConversationState, head: str) -> None:
-        """A response goes on with it from that state."""
+        """Advance the conversation from state `before` to the response `head`."""
         agents = self._attribution.open()
         info = self._find(agents, tenant, id)
         await self._write(agents, tenant, info, ConversationState(head, []), before)
@@ -166,7 +163,7 @@ class Conversations:
     # ------------------------------------------------------------------------------------------------------- routes
 
     async def create(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/conversations."""
+        """Create a conversation."""
         agents = self._attribution.open()
         body = await read(ConversationBody, call, self._config, read_nothing)
         check_metadata(body.metadata)
@@ -177,11 +174,11 @@ class Conversations:
         await call.json(_object(info))
 
     async def show(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/conversations/{id}."""
+        """Return a conversation."""
         await call.json(_object(self._find(self._attribution.open(), call.tenant, call.path_part(PATH))))
 
     async def update(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/conversations/{id}: other metadata."""
+        """Replace the metadata of a conversation."""
         agents, id = self._attribution.open(), call.path_part(PATH)
         body = await read(ConversationBody, call, self._config)
         if body.items is not None:
@@ -192,18 +189,18 @@ class Conversations:
         await call.json(_object(await agents.describe(call.tenant, id, changed)))
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /v1/conversations/{id}: its responses stay."""
+        """Delete a conversation. Its responses stay."""
         agents, id = self._attribution.open(), call.path_part(PATH)
         self._find(agents, call.tenant, id)
         await agents.delete(call.tenant, id)
         await call.json({"id": id, "object": "conversation.deleted", "deleted": True})
 
     async def items(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/conversations/{id}/items, the last first unless `order` is asc."""
+        """List the items of a conversation. The last comes first unless `order` is asc."""
         await call.json(page_of_items(call, await self._items(call.tenant, call.path_part(PATH))))
 
     async def add(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/conversations/{id}/items."""
+        """Add items to a conversation."""
         body = await read(ItemsBody, call, self._config)
         agents, id = self._attribution.open(), call.path_part(PATH)
         with self.locked(call.tenant, id):
@@ -216,12 +213,12 @@ class Conversations:
         await call.json(page(added, len(added), None))
 
     async def item(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/conversations/{id}/items/{item}."""
+        """Return one item of a conversation."""
         items = await self._items(call.tenant, call.path_part(PATH))
         await call.json(items[_place(items, _item_of(call))])
 
     async def remove(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /v1/conversations/{id}/items/{item}: what is left is a conversation without responses."""
+        """Remove an item. The conversation no longer refers to responses then."""
         agents, id = self._attribution.open(), call.path_part(PATH)
         with self.locked(call.tenant, id):
             await self.state(call.tenant, id)
@@ -263,7 +260,7 @@ class Conversations:
 
 
 def conversation_of(given: Any) -> str | None:
-    """The id of a request's `conversation`, which is a text or an object."""
+    """Return the id in a request's `conversation`, which is a text or an object."""
     id = given.get("id") if isinstance(given, dict) else given
     if id is not None and not isinstance(id, str):
         raise InvalidRequest("conversation must be an id, or an object with one", field=KIND)

@@ -172,7 +172,7 @@ class Embeddings:
     def routes(self) -> list[Route]:
         """Return the table of these routes."""
         return [
-            Route("POST", "/v1/embeddings", self.embeddings, EmbeddingBody, summary="Vectors of texts.", model="embed"),
+            Route("POST", "/v1/embeddings", self.embeddings, EmbeddingBody, model="embed"),
             Route("POST", "/v1/rerank", self.rerank, RerankBody, model="rerank"),
             Route("POST", "/v2/rerank", self.rerank, RerankBody, model="rerank"),
             Route("POST", "/v1/reranking", self.rerank, RerankBody, model="rerank"),
@@ -182,7 +182,7 @@ class Embeddings:
         ]
 
     async def embeddings(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/embeddings."""
+        """Return vectors of texts."""
         body = parse(EmbeddingBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
         asking = self.asking(call, body.truncate, "input", body.prompt_name)
@@ -195,7 +195,7 @@ class Embeddings:
         await call.json({"object": "list", "data": data, "model": service.name, "usage": usage})
 
     async def embed(self, call: HTTPCall, service: Service) -> None:
-        """POST /embed: a list of vectors and nothing else."""
+        """Return vectors of texts, as a list and nothing else."""
         body = parse(TextsBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
         asking = self.asking(call, body.truncate, "inputs", body.prompt_name)
@@ -203,7 +203,7 @@ class Embeddings:
         await call.json([floats(one) for one in made])
 
     async def embedding(self, call: HTTPCall, service: Service) -> None:
-        """POST /embedding: llama-server's own form, a list of objects each with one vector in a list."""
+        """Return vectors of texts in llama-server's form. Each is an object with one vector in a list."""
         body = parse(LlamaEmbeddingBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
         if body.embd_normalize not in (None, -1, 2):
@@ -217,7 +217,7 @@ class Embeddings:
         await call.json([{"index": at, "embedding": [floats(one)]} for at, one in enumerate(made)])
 
     async def rerank(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/rerank: the texts that fit a query best, first."""
+        """Sort texts by how well they fit a query, the best first."""
         body = parse(RerankBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
         check_scores(service)
@@ -247,7 +247,7 @@ class Embeddings:
         await call.json({"id": call.id, "object": "list", "model": service.name, "results": results, "usage": usage})
 
     async def score(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/score: one score for each pair of texts."""
+        """Return one score for each pair of texts."""
         body = parse(ScoreBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
         check_scores(service)
@@ -273,7 +273,7 @@ class Embeddings:
         prompt_name: str | None = None,
         instruction: str | None = None,
     ) -> Asking:
-        """Whose texts they are, and what bounds them."""
+        """Return whose texts these are and their limits."""
         return Asking(
             salt=call.salt,
             share=call.share,
@@ -294,7 +294,7 @@ class Embeddings:
         dimensions: int | None,
         normalize: bool | None,
     ) -> tuple[list[Vector], int]:
-        """The vectors of what a body gives, and their tokens."""
+        """Return the vectors of a body's texts, and how many tokens these have."""
         check_embeds(service)
         normalized = normalize is not False
         check_dimensions(service, dimensions, normalize=normalized)
@@ -319,7 +319,7 @@ class Embeddings:
 
 
 def _texts(given: object) -> list[Text]:
-    """What a body's union of texts and lists of token ids holds, as a list."""
+    """Return a body's text, texts or lists of token ids as a list."""
     if isinstance(given, str):
         return [given]
     listed = cast("list[Any]", given)
@@ -362,11 +362,11 @@ def _check_many(texts: Sequence[str], name: str) -> None:
 
 
 def floats(vector: Vector) -> list[float]:
-    """A vector as JSON has it."""
+    """Return a vector as a list of floats."""
     floats: list[float] = vector.tolist()
     return floats
 
 
 def _base64(vector: Vector) -> str:
-    """The numbers as bytes, little end first, as OpenAI's clients read them."""
+    """Return a vector as base64 of little-endian float32 numbers, as OpenAI's clients read it."""
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()

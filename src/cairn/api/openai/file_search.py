@@ -75,8 +75,11 @@ class FileSearch:
     async def run(
         self, call: HTTPCall, tools: Sequence[tuple[str, dict[str, Any]]], chat: dict[str, Any], *, results: bool
     ) -> Searched | None:
-        """Search as the tools say, by where they stand in the body, and put what is found into the last message of a
-        chat. None where the user does not have the last word. `results`: the item is to have what was found."""
+        """Run the searches of these tools and put the passages into the last message of the chat.
+
+        `tools` name each tool's place in the body. Returns None if the user does not have the last word. `results`: the
+        item lists what was found.
+        """
         last = chat["messages"][-1] if chat["messages"] else {}
         question = last.get("content")
         if last.get("role") != "user" or not isinstance(question, str) or not question.strip():
@@ -114,7 +117,7 @@ class FileSearch:
 
 
 def _shown(found: Sequence[SearchHit]) -> str:
-    """The passages as the model is shown them."""
+    """Return the passages as the model reads them."""
     if not found:
         return SEARCHED + NOTHING
     told = [SEARCHED]
@@ -134,11 +137,11 @@ class CitedText:
         self._seen = 0
 
     def push(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """What can be told now, and the annotations in it."""
+        """Return the text that can be sent now, and its annotations."""
         return self._told(self._checked.push(text))
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """The rest."""
+        """Return the rest of the text and its annotations."""
         return self._told(self._checked.finish())
 
     def _told(self, text: str) -> tuple[str, list[dict[str, Any]]]:
@@ -156,7 +159,7 @@ class CitedText:
 
 
 def wants_search(choice: Any) -> bool:
-    """Whether a tool_choice lets files be searched."""
+    """Return whether a tool_choice allows searching files."""
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         listed = choice.get("tools")
         return isinstance(listed, list) and {"type": "file_search"} in listed

@@ -38,21 +38,20 @@ class FileRoutes:
     def routes(self) -> list[Route]:
         """Return the table of these routes."""
         return [
-            Route("POST", "/v1/files", self.create, summary="Upload a file.", keeps=True, form=FORM),
+            Route("POST", "/v1/files", self.create, keeps=True, form=FORM),
             Route(
                 "GET",
                 "/v1/files",
                 self.list,
                 query=("limit", "order", "after", "purpose"),
-                summary="The files, the newest first.",
             ),
-            Route("GET", "/v1/files/{id}", self.show, summary="One file."),
-            Route("DELETE", "/v1/files/{id}", self.delete, summary="Delete a file, and what vector stores have of it."),
-            Route("GET", "/v1/files/{id}/content", self.content, summary="The bytes of a file."),
+            Route("GET", "/v1/files/{id}", self.show),
+            Route("DELETE", "/v1/files/{id}", self.delete),
+            Route("GET", "/v1/files/{id}/content", self.content),
         ]
 
     async def create(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/files: a form with a `file` and its `purpose`, which is noted."""
+        """Upload a file. The body is a form with a `file` and its `purpose`."""
         stores = await self._library.stores()
         async with self._library.upload(call) as form:
             purpose = form.fields.pop("purpose", "")
@@ -67,7 +66,7 @@ class FileRoutes:
         await call.json(file_object(made))
 
     async def list(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/files, the newest first unless `order` is asc."""
+        """List the files. The newest comes first unless `order` is asc."""
         stores = await self._library.stores()
         asked = parameters(call, ("limit", "order", "after", "purpose"))
         found = await asyncio.to_thread(stores.files.list, call.tenant)
@@ -76,12 +75,12 @@ class FileRoutes:
         await call.json(listed(asked, [file_object(one) for one in found], MAX_FILES, MAX_FILES))
 
     async def show(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/files/{id}: a file, without what it holds."""
+        """Return a file's metadata."""
         stores = await self._library.stores()
         await call.json(file_object(await asyncio.to_thread(stores.files.get, call.tenant, call.path_part(PATH))))
 
     async def content(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/files/{id}/content: its bytes."""
+        """Return the bytes of a file."""
         stores = await self._library.stores()
         found = await asyncio.to_thread(stores.files.get, call.tenant, call.path_part(PATH))
         kind = (b"content-type", b"application/octet-stream")
@@ -95,15 +94,14 @@ class FileRoutes:
             await call.write(piece, more=left > 0)  # who has all that was announced may ask for something else at once
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /v1/files/{id}: answered when its bytes are overwritten on the disk, and what vector stores have of
-        it."""
+        """Delete a file, also from vector stores. Answered when its bytes are overwritten on the disk."""
         stores, id = await self._library.stores(), call.path_part(PATH)
         await stores.delete_file(call.tenant, id)
         await call.json({"id": id, "object": "file", "deleted": True})
 
 
 def listed(asked: dict[str, str], oldest_first: list[dict[str, Any]], usual: int, most: int) -> dict[str, Any]:
-    """The part of a list that the URL asks for, the newest first unless `order` is asc."""
+    """Return the page of a list that the URL asks for, newest first unless `order` is asc."""
     limit, order = asked.get("limit", str(usual)), asked.get("order", "desc")
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 6 and 1 <= int(limit) <= most):
         raise InvalidRequest(f"limit must be 1 to {most}", field="limit")
@@ -113,7 +111,7 @@ def listed(asked: dict[str, str], oldest_first: list[dict[str, Any]], usual: int
 
 
 def file_object(found: StoredFile) -> dict[str, Any]:
-    """A file on the wire."""
+    """Return a file as clients see it."""
     return {
         "id": found.id,
         "object": "file",

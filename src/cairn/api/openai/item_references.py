@@ -35,7 +35,7 @@ class ItemReferences:
         stored: StoredResponses,
         of_conversation: Callable[[str, str], Awaitable[list[dict[str, Any]]]],
     ) -> None:
-        """`of_conversation(tenant, id)` lists the items of a conversation; NotFound where there is none."""
+        """Resolve references; `of_conversation(tenant, id)` lists a conversation's items or raises NotFound."""
         self._config, self._stored, self._of_conversation = config, stored, of_conversation
 
     async def resolved(self, call: HTTPCall, service: Service, given: Any, field: str = "input") -> Any:
@@ -71,7 +71,7 @@ class _ReferenceReader:
         self._sources = 0
 
     async def item(self, reference: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The item that a reference names."""
+        """Return the item that a reference names."""
         id = reference.get("id")
         if not isinstance(id, str):
             raise InvalidRequest(f"{where}.id must be a text", field=f"{where}.id")
@@ -88,7 +88,7 @@ class _ReferenceReader:
         )
 
     async def _list(self, number: str, within: bool, where: str) -> Listed:
-        """The items of a response, of its input where `within`, or of a conversation; none where there is neither."""
+        """Return the items of a response, of its input if `within`, or of a conversation; empty if neither exists."""
         found: list[dict[str, Any]] = []
         try:
             if within:
@@ -114,7 +114,7 @@ class _ReferenceReader:
 
 
 def _is_reference(item: Any) -> bool:
-    """Whether an item only names another: by its type, or as an id without type and role."""
+    """Return whether an item only names another: by its type, or by an id without type and role."""
     if not isinstance(item, dict):
         return False
     kind = item.get("type")

@@ -32,7 +32,7 @@ CODES = {"overloaded": "rate_limit_exceeded", "unavailable": "server_is_overload
 
 
 def head_of(body: ResponseBody, id: str, model: str, *, stored: bool) -> dict[str, Any]:
-    """What a response object says of its request, and that it has just begun."""
+    """Return the fields of a response object that repeat its request, in the state of one that just began."""
     return {
         "id": id,
         "object": "response",
@@ -102,8 +102,11 @@ class ResponseAnswer:
         searched: Searched | None = None,
         progress: bool = False,
     ) -> None:
-        """`head` says what was asked; `encrypted`, `logprobs`: items have these too. `searched`: the search that the
-        answer is made from; `progress`: events say how far the prompt is."""
+        """Format a response whose request fields are in `head`.
+
+        `encrypted`, `logprobs`: items have these too. `searched` is the search that the answer is made from.
+        `progress`: events report prompt progress.
+        """
         self._head = head
         self._called = called
         self._vocabulary = vocabulary
@@ -124,14 +127,14 @@ class ResponseAnswer:
             self.show(searched)
 
     def show(self, searched: Searched) -> None:
-        """The answer begins with a search, and cites what it found."""
+        """Begin the answer with a search, and cite what it found."""
         self._searched, self._output = searched, [searched.item]
         self._first = len(self._output)
 
     def of(
         self, choices: Sequence[ChoiceStream], cache: Callable[[ChoiceStream], CacheReport | None] = cache_of
     ) -> Self:
-        """The same, of what is generated. `cache`: where the KV of its prompt came from."""
+        """Format what `choices` generate; `cache` returns where the KV of a prompt came from."""
         (self._choice,) = choices
         self._pace = AnswerTimes(choices, timings=False, progress=self._progress, cache=cache)
         return self
@@ -141,7 +144,7 @@ class ResponseAnswer:
         self._compared, self._parting = True, parting
 
     def begin(self) -> bytes:
-        """The response is there, and in progress."""
+        """Return the events of a response that was created and is in progress."""
         data = self._event("response.created", response=self._head)
         if self._head["status"] == "queued":
             data += self._event("response.queued", response=self._head)
@@ -149,7 +152,7 @@ class ResponseAnswer:
         return data + self.heartbeat() + self._search_events()
 
     def _search_events(self) -> bytes:
-        """The search is told once it is over, all of it: the answer begins there."""
+        """Return all events of the search at once: it is over when the answer begins."""
         if self._searched is None:
             return b""
         item = self._searched.item
@@ -161,11 +164,11 @@ class ResponseAnswer:
         return data + self._event("response.output_item.done", output_index=0, item=item)
 
     def heartbeat(self) -> bytes:
-        """That it is in progress is said again: clients measure silence by events, and all know this one."""
+        """Return one more `in_progress` event: clients measure silence by events, and all know this one."""
         return self._event("response.in_progress", response=self._head)
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """Pieces of items; before the first how far the prompt is, in events that clients know."""
+        """Return the events of one delta, with prompt progress before the first."""
         data = b""
         for told in self._pace.heard(index, delta) if self._progress else ():
             data += self._event("response.in_progress", response=self._head, **told)
@@ -180,20 +183,20 @@ class ResponseAnswer:
         return data
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
-        """The end of the last item."""
+        """Return the events that end the last item."""
         return self._leave(cut=_is_cut(done, self._choice))
 
     def end(self) -> bytes:
-        """The whole response."""
+        """Return the event with the complete response."""
         found = self.whole()
         return self._event(f"response.{found['status']}", response=found)
 
     def error(self, error: CairnError) -> bytes:
-        """The response failed."""
+        """Return the events of a failure."""
         return self._leave(cut=True) + self._event("response.failed", response=failed(self._head, error, self._output))
 
     def whole(self) -> dict[str, Any]:
-        """The response in one piece."""
+        """Return the complete response."""
         choice = self._choice
         assert choice is not None and choice.done is not None
         done = choice.done
@@ -269,7 +272,7 @@ class ResponseAnswer:
     def _told(
         self, item: _ItemInProgress, text: str, scores: Sequence[Any] = (), cited: Sequence[dict[str, Any]] = ()
     ) -> bytes:
-        """A piece of a message, and what it cites."""
+        """Return the events of a piece of a message and of what it cites."""
         item.text.append(text)
         at = self._at(item)
         data = self._event("response.output_text.delta", **at, content_index=0, delta=text, logprobs=scores)
@@ -329,7 +332,7 @@ class ResponseAnswer:
         return data
 
     def _shown(self, item: _ItemInProgress, status: str) -> dict[str, Any]:
-        """An item as far as it is said; where it has just begun, empty."""
+        """Return an item as far as it is generated."""
         text = "".join(item.text)
         head: dict[str, Any] = {"id": item.id, "status": status}
         if item.kind == "message":
@@ -352,7 +355,7 @@ class ResponseAnswer:
 
 
 def _is_cut(done: Done, choice: ChoiceStream | None) -> bool:
-    """Whether an answer has ended for want of room; not where none was wanted."""
+    """Return whether an answer ended at its token limit; an answer of no tokens is not cut."""
     return done.reason is FinishReason.LENGTH and choice is not None and choice.request.sampling.max_tokens > 0
 
 
@@ -369,7 +372,10 @@ def completed(
     cut: bool,
     at: float | None = None,
 ) -> dict[str, Any]:
-    """A response that has ended well, or is `cut` after the last token it might have. `at`: when; None: now."""
+    """Return a response that has ended.
+
+    `cut`: it reached its token limit. `at` is when it ended; None: now.
+    """
     prompt, cached = usage.prompt_tokens, usage.cached_tokens
     written = written_of(prompt, cached)
     return {
@@ -389,7 +395,10 @@ def completed(
 
 
 def failed(head: Mapping[str, Any], error: CairnError, output: Sequence[Any] = ()) -> dict[str, Any]:
-    """A response that failed, with the code that clients know. Of a full server they read when to try again."""
+    """Return a failed response with the code that clients know.
+
+    Of an overloaded server it says when to try again.
+    """
     text = str(error)
     if isinstance(error, ContextTooLong):
         return failed_with(head, "context_length_exceeded", text, output)
@@ -399,10 +408,10 @@ def failed(head: Mapping[str, Any], error: CairnError, output: Sequence[Any] = (
 
 
 def code_of(code: str, status: int) -> str:
-    """What clients know an error as."""
+    """Return the error code that clients know."""
     return CODES.get(code, "server_error" if status >= 500 else code)
 
 
 def failed_with(head: Mapping[str, Any], code: str, text: str, output: Sequence[Any]) -> dict[str, Any]:
-    """A response that failed."""
+    """Return a failed response with this code and text."""
     return {**head, "status": "failed", "error": {"code": code, "message": text}, "output": list(output)}

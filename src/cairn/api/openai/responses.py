@@ -50,7 +50,10 @@ SUMMARY_TOKENS = 4096
 
 
 def compacting(chat: dict[str, Any]) -> dict[str, Any]:
-    """The chat that asks for a summary of another. Its tools are told, so that its prefix is found in the cache."""
+    """Return the chat that asks for a summary of another.
+
+    It keeps the tools, so that its prefix is found in the cache.
+    """
     messages = [*chat["messages"], {"role": "user", "content": TASK}]
     most = chat.get("max_completion_tokens", SUMMARY_TOKENS)
     wanted = {"messages": messages, "max_completion_tokens": most, "reasoning_effort": "none"}
@@ -62,38 +65,38 @@ class CompactedAnswer:
     """The adapter of a summary, which is only ever sent whole."""
 
     def __init__(self, id: str, messages: Sequence[dict[str, Any]], choices: Sequence[ChoiceStream]) -> None:
-        """`messages`: what is compacted."""
+        """Format the summary of `messages`."""
         (self._choice,) = choices
         self._id = id
         kept = [one for one in messages if one["role"] in ("system", "developer")]
         self._kept = items_of(kept, {}, id.removeprefix("resp_"))
 
     def begin(self) -> bytes:
-        """Nothing is streamed."""
+        """Return nothing: a summary is not streamed."""
         return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """Nothing is streamed."""
+        """Return nothing: a summary is not streamed."""
         return b""
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
-        """Nothing is streamed."""
+        """Return nothing: a summary is not streamed."""
         return b""
 
     def end(self) -> bytes:
-        """Nothing is streamed."""
+        """Return nothing: a summary is not streamed."""
         return b""
 
     def error(self, error: CairnError) -> bytes:
-        """Nothing is streamed."""
+        """Return nothing: a summary is not streamed."""
         return b""
 
     def heartbeat(self) -> bytes:
-        """Nothing is streamed."""
+        """Return nothing: a summary is not streamed."""
         return b""
 
     def whole(self) -> dict[str, Any]:
-        """The items, and what they cost."""
+        """Return the compacted items and their usage."""
         done = self._choice.done
         assert done is not None
         text = OPENING + self._choice.said.text
@@ -129,7 +132,6 @@ class Responses:
                 "/v1/responses",
                 self.create,
                 ResponseBody,
-                summary="A response, kept for the next one to go on from.",
                 model="chat",
                 keeps=True,
             ),
@@ -138,7 +140,6 @@ class Responses:
                 "/v1/responses/input_tokens",
                 self.input_tokens,
                 ResponseBody,
-                summary="How many tokens a response's input has.",
                 model="chat",
             ),
             Route(
@@ -146,30 +147,28 @@ class Responses:
                 "/v1/responses/compact",
                 self.compact,
                 ResponseBody,
-                summary="A shorter conversation that says the same.",
                 model="chat",
             ),
             Route("GET", "/v1/responses/{id:resp_}", self.show, query=("stream", "starting_after", "include")),
-            Route("DELETE", "/v1/responses/{id:resp_}", self.delete, summary="Delete a response."),
+            Route("DELETE", "/v1/responses/{id:resp_}", self.delete),
             Route("POST", "/v1/responses/{id:resp_}/cancel", self.cancel, NoBody),
             Route(
                 "GET",
                 "/v1/responses/{id:resp_}/input_items",
                 self.input_items,
                 query=("limit", "order", "after"),
-                summary="The items that a response was asked with.",
             ),
             *self._conversations.routes(),
         ]
 
     async def _read(self, call: HTTPCall, service: Service) -> ResponseBody:
-        """The body of a call, with items in the place of references to them."""
+        """Return the body of a call, with references replaced by the items that they name."""
         body = await read(ResponseBody, call, self._config)
         body.input = await self._conversations.references.resolved(call, service, body.input)
         return body
 
     async def create(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/responses."""
+        """Create a response. It is stored, so that the next one can continue it, unless `store` is false."""
         body = await self._read(call, service)
         check_metadata(body.metadata)
         tools = Tools(body.tools, call)
@@ -275,7 +274,7 @@ class Responses:
     async def _searched(
         self, call: HTTPCall, body: ResponseBody, tools: Tools, answer: ResponseAnswer, chat: dict[str, Any]
     ) -> Searched | None:
-        """The search of files that a response begins with, if one was asked for; its passages are in the chat then."""
+        """Run the file search that a response begins with, if one was asked for, and put its passages into the chat."""
         if not tools.searches or body.prewarms or not wants_search(body.tool_choice):
             return None
         searched = await self._search.run(call, tools.searches, chat, results=body.includes(RESULTS))
@@ -284,7 +283,7 @@ class Responses:
         return searched
 
     async def _chat(self, call: HTTPCall, body: ResponseBody, tools: Tools) -> ChatBody:
-        """The whole chat that a body asks for, what it follows included."""
+        """Return the whole chat that a body asks for, with the responses that it continues."""
         return parse(ChatBody, await self._history(call, body, tools), self._config)
 
     async def _history(self, call: HTTPCall, body: ResponseBody, tools: Tools) -> dict[str, Any]:
@@ -300,7 +299,7 @@ class Responses:
         return chat
 
     async def input_tokens(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/responses/input_tokens."""
+        """Count the tokens of a response's input."""
         body = await self._read(call, service)
         tools = Tools(body.tools, call)
         if tools.searches:
@@ -310,7 +309,7 @@ class Responses:
         await call.json({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
     async def compact(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/responses/compact."""
+        """Return a shorter conversation that says the same."""
         body = await self._read(call, service)
         with spelled(NAMES):
             chat = await self._history(call, body, Tools(body.tools, call))
@@ -328,7 +327,7 @@ class Responses:
             await self._exchanges.run(call, exchange, stream=False)
 
     async def show(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/responses/{id}, as it is now or, with stream=true, its events that follow number starting_after."""
+        """Return a response. With `stream=true` its events after number `starting_after` are streamed."""
         asked = parameters(call, ("stream", "starting_after", "include", "include[]", "include_obfuscation"))
         after = asked.get("starting_after", "-1")
         if not (after.removeprefix("-").isascii() and after.removeprefix("-").isdigit() and len(after) <= 15):
@@ -342,13 +341,13 @@ class Responses:
         await follower.run(call, max(int(after), -1) + 1)
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /v1/responses/{id}: answered when its bytes are gone from the disk."""
+        """Delete a response. Answered when its bytes are gone from the disk."""
         id = call.path_part(PATH)
         await self._stored.delete(call.tenant, id)
         await call.json({"id": id, "object": "response", "deleted": True})
 
     async def cancel(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/responses/{id}/cancel: the response, as far as it came."""
+        """Cancel a response that runs. Returns it as far as it was generated."""
         id = call.path_part(PATH)
         parse(NoBody, await read_nothing(call, self._config), self._config)
         self._stored.check(call.tenant, id)
@@ -364,13 +363,13 @@ class Responses:
         await call.json(found)
 
     async def input_items(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/responses/{id}/input_items, the last first unless `order` is asc."""
+        """List the input items of a response. The last comes first unless `order` is asc."""
         items = await self._stored.input_items(call.tenant, call.path_part(PATH))
         await call.json(page_of_items(call, items))
 
 
 def _number_of(id: str) -> int:
-    """The number of the call that began a response."""
+    """Return the number of the call that began a response; 0 for an id of another form."""
     try:
         return int(id.removeprefix(PREFIX), 16)
     except ValueError:

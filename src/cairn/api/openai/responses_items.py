@@ -47,7 +47,10 @@ class Called(NamedTuple):
 
 
 def messages_of(given: Any, call: HTTPCall) -> list[dict[str, Any]]:
-    """Input items as messages. What an assistant thought, said and called one after another is one message."""
+    """Convert input items to messages.
+
+    An assistant's consecutive reasoning, text and calls become one message.
+    """
     if given is None:
         return []
     if isinstance(given, str):
@@ -106,7 +109,7 @@ class _Items:
         self.messages.append(message)
 
     def add(self, item: Mapping[str, Any], where: str) -> None:
-        """The next item."""
+        """Add the next item."""
         kind = item.get("type", "message" if "role" in item else None)
         read = self._kinds.get(kind) if isinstance(kind, str) else None
         if read is not None:
@@ -187,14 +190,14 @@ class _Items:
         self._put({"role": "user", "content": text})
 
     def _answer(self, goes_on: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The assistant's message that an item belongs to: the last, where the item `goes_on` with it."""
+        """Return the assistant's message that an item belongs to: the last if the item continues it, else a new one."""
         if not self.messages or self.messages[-1]["role"] != "assistant" or not goes_on(self.messages[-1]):
             self._put({"role": "assistant", "content": None})
         return self.messages[-1]
 
 
 def _shown_output(output: Any, where: str) -> str:
-    """What one of a shell's commands has written, and how it ended."""
+    """Return what one of a shell's commands wrote, and how it ended, as a text."""
     if not isinstance(output, dict):
         raise InvalidRequest(f"{where} must be an object", field=where)
     outcome = output.get("outcome")
@@ -206,7 +209,7 @@ def _shown_output(output: Any, where: str) -> str:
 
 
 def _texts(content: Any, where: str) -> list[str]:
-    """The texts of a content or of an output."""
+    """Return the texts of a content or of an output."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
@@ -237,7 +240,7 @@ def _text(item: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def items_of(messages: Sequence[Mapping[str, Any]], called: Mapping[str, Called], prefix: str) -> list[dict[str, Any]]:
-    """Messages as items, those of an answer last: what a client would have to send to say the same."""
+    """Convert messages to items, those of an answer last: what a client would send to say the same."""
     items: list[dict[str, Any]] = []
     for message in messages:
         role, content = message["role"], message.get("content")
@@ -268,7 +271,7 @@ def items_of(messages: Sequence[Mapping[str, Any]], called: Mapping[str, Called]
 
 
 def call_item(id: str, name: str, arguments: str, called: Mapping[str, Called]) -> dict[str, Any]:
-    """A call as an item."""
+    """Return a call as an item."""
     tool = called.get(name, Called(name))
     if tool.kind:
         return {"type": f"{tool.kind}_call", "call_id": id} | _client_item(tool.kind, arguments)
@@ -279,7 +282,7 @@ def call_item(id: str, name: str, arguments: str, called: Mapping[str, Called]) 
 
 
 def _client_item(kind: str, arguments: str) -> dict[str, Any]:
-    """What the item of a call says of a client's own tool; of a call that is not whole as much as there is."""
+    """Return the fields of a call to a client's own tool; of an incomplete call those that are there."""
     try:
         given = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -103,7 +103,7 @@ class ResponseBody(Body):
         return (self.reasoning or {}).get("summary") is not None
 
     def includes(self, what: str) -> bool:
-        """Whether the answer is to have this."""
+        """Return whether the answer is to include this."""
         return what in (self.include or ())
 
 
@@ -140,7 +140,7 @@ class Tools:
             call.warn(f"{where} is passed over: a tool of type {kind!s:.40} runs on a server, and it is not built")
 
     def _add_client_tool(self, tool: Mapping[str, Any], kind: str, where: str, call: HTTPCall) -> None:
-        """A tool that the client runs, as a function that is held to its schema: its calls are items of their own."""
+        """Add a tool that the client runs, as a function held to its schema. Its calls are items of their own kind."""
         if kind in self._named:
             call.warn(f"{where} is passed over: a function of the name {kind} is offered")
             return
@@ -174,7 +174,7 @@ class Tools:
 
 
 def tools_of(functions: Sequence[Mapping[str, Any]], called: Mapping[str, Called]) -> list[dict[str, Any]]:
-    """Tools as a client sends them, those of a namespace in it, of the functions that were made of them."""
+    """Convert functions back to tools as the client sent them, those of a namespace inside it."""
     found: list[dict[str, Any]] = []
     spaces: dict[str, list[dict[str, Any]]] = {}
     for function in functions:
@@ -197,7 +197,7 @@ def tools_of(functions: Sequence[Mapping[str, Any]], called: Mapping[str, Called
 
 
 def chat_of(body: ResponseBody, tools: Tools, call: HTTPCall) -> dict[str, Any]:
-    """The chat that a body asks for by itself, as a `ChatBody` has it."""
+    """Return the fields of a `ChatBody` that a body asks for by itself."""
     reasoning, text = body.reasoning or {}, body.text or {}
     effort = reasoning.get("effort")
     if effort is not None and not isinstance(effort, str):
@@ -228,7 +228,7 @@ def chat_of(body: ResponseBody, tools: Tools, call: HTTPCall) -> dict[str, Any]:
 
 
 def instructed(instructions: str | None) -> list[dict[str, Any]]:
-    """The message of instructions."""
+    """Return the system message of instructions; empty without any."""
     return [{"role": "system", "content": instructions}] if instructions else []
 
 
@@ -244,7 +244,7 @@ def _format(given: Any) -> Any:
 
 
 def _choice_of(body: ResponseBody, tools: Tools) -> Any:
-    """The choice among the functions: of a tool that searches files the model chooses nothing."""
+    """Return the choice among the functions. A tool that searches files is not chosen by the model."""
     given = body.tool_choice
     if given is None or (tools.searches and not tools.functions):
         return None
@@ -252,7 +252,7 @@ def _choice_of(body: ResponseBody, tools: Tools) -> Any:
 
 
 def _choice(given: Any) -> Any:
-    """A choice as chat completions have it."""
+    """Convert a tool choice to the form of chat completions."""
     if not isinstance(given, dict):
         return given
     kind = given.get("type")

@@ -130,8 +130,10 @@ class StoredResponses:
             raise
 
     def keeper(self, call: HTTPCall, service: Service, running: RunningTurn) -> Callable[[ChoiceStream], None]:
-        """Keeps the exact tokens of an answer beside its turn: many clients send all that was said again, instead of
-        the response's id."""
+        """Return a function that keeps an answer's exact tokens beside its turn.
+
+        Many clients send the whole conversation again instead of the response's id.
+        """
         agents, agent, tenant = self._attribution.open(), running.agent, call.tenant
 
         def keep(choice: ChoiceStream) -> None:
@@ -174,25 +176,27 @@ class StoredResponses:
             await make()
 
     async def history(self, tenant: str, previous: str, *, running: bool = False) -> list[dict[str, Any]]:
-        """All that was said up to a response, and its answer, without its instructions; of one that is `running`, or
-        was interrupted, only where that is wanted."""
+        """Return the messages up to a response and its answer, without its instructions.
+
+        A response that runs or was interrupted raises unless `running` allows it.
+        """
         agents = self._attribution.open()
         info = self._find(agents, tenant, previous) if running else self._previous(agents, tenant, previous)
         return await self._said(agents, tenant, info)
 
     def state(self, tenant: str, id: str) -> str:
-        """`idle`, `running`, `interrupted`, or `gone`."""
+        """Return `idle`, `running`, `interrupted`, or `gone`."""
         try:
             return self._find(self._attribution.open(), tenant, id).state
         except NotFound:
             return "gone"
 
     def called(self, tenant: str, id: str) -> dict[str, Called]:
-        """The tools of a response whose calls are said otherwise than a function's."""
+        """Return the tools of a response whose calls are not a function's."""
         return _called(self._find(self._attribution.open(), tenant, id))
 
     def _previous(self, agents: Agents, tenant: str, id: str) -> AgentInfo:
-        """The response that another follows."""
+        """Return the response that another continues."""
         try:
             info = self._find(agents, tenant, id)
         except NotFound:
@@ -285,7 +289,7 @@ class StoredResponses:
 
     @staticmethod
     def _answer(info: AgentInfo, head: dict[str, Any], service: Service) -> ResponseAnswer:
-        """What makes items of a response's answer, as they were when it was given."""
+        """Return the formatter of a response's answer, as it was when the response was made."""
         return ResponseAnswer(
             head,
             _called(info),
@@ -302,18 +306,18 @@ class StoredResponses:
         return items_of(said, _called(info), id.removeprefix(PREFIX) + "_in")
 
     async def _turn(self, agents: Agents, tenant: str, info: AgentInfo) -> TurnInfo:
-        """The turn of a response, the last of its agent."""
+        """Return the turn of a response, the last of its agent."""
         turns = await agents.turns(tenant, info.id, after=info.head - 1, limit=1)
         if not turns:
             raise NotFound(f"response {info.id} has not begun", field="response_id")
         return turns[0]
 
     def check(self, tenant: str, id: str) -> None:
-        """NotFound for what is no response of a tenant."""
+        """Raise NotFound if the tenant has no such response."""
         self._find(self._attribution.open(), tenant, id)
 
     async def delete(self, tenant: str, id: str) -> None:
-        """Erase a response; those that followed it stay."""
+        """Erase a response. Those that continued it stay."""
         agents = self._attribution.open()
         self._find(agents, tenant, id)
         await agents.delete(tenant, id)
@@ -322,8 +326,11 @@ class StoredResponses:
 def find_kept(
     agents: Agents, tenant: str, id: str, prefix: str, kind: str, is_one: Callable[[Mapping[str, str]], bool]
 ) -> AgentInfo:
-    """The agent of a response, or of a conversation. NotFound where there is none, and where an agent that was made at
-    /v1/agents only looks like one: `is_one` reads its metadata, and raises what comes of reading anything."""
+    """Return the agent behind a response or a conversation.
+
+    Raises NotFound if there is none, or if an agent made at /v1/agents only looks like one: `is_one` reads its
+    metadata, and may raise what reading anything raises.
+    """
     try:
         formed = id.startswith(prefix) and len(id) <= 64 and id.isascii() and id.replace("_", "").isalnum()
         info = agents.get(tenant, id) if formed else None

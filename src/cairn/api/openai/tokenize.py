@@ -36,14 +36,13 @@ class TokenRoutes:
                 "/tokenize",
                 self.tokenize,
                 TokenizeBody,
-                summary="The tokens of a text or a chat.",
                 model="chat",
             ),
-            Route("POST", "/detokenize", self.detokenize, DetokenizeBody, summary="The text of tokens.", model="chat"),
+            Route("POST", "/detokenize", self.detokenize, DetokenizeBody, model="chat"),
         ]
 
     async def tokenize(self, call: HTTPCall, service: Service) -> None:
-        """POST /tokenize: {"prompt"}, {"content"} or {"messages"} -> {"tokens", "count", "max_model_len"}.
+        """Return the tokens of a text or a chat.
 
         With `with_pieces` each token is {"id", "piece"}; a piece that is no valid UTF-8 is a list of its bytes.
         """
@@ -79,7 +78,11 @@ class TokenRoutes:
         return pieces() if len(tokens) <= INLINE else await service.chat.long.run(call.share, pieces)
 
     async def _content(self, call: HTTPCall, service: Service, text: str, body: TokenizeBody) -> list[int]:
-        """Ids of a text by itself: nothing before it unless asked for, and control tokens in it are such unless not."""
+        """Return the ids of a text by itself.
+
+        Nothing is added before it unless asked for; control tokens written in it are control tokens unless the body
+        says no.
+        """
         tokenizer, special = service.tokenizer, body.parse_special is not False
         encode = tokenizer.encode_prompt if body.add_special else tokenizer.encode
         if len(text) <= INLINE:
@@ -103,9 +106,9 @@ class TokenRoutes:
         return list(prompt.tokens)
 
     async def detokenize(self, call: HTTPCall, service: Service) -> None:
-        """POST /detokenize: {"tokens"} -> the text as "prompt" and as "content".
+        """Return the text of tokens.
 
-        Control tokens are included: as a raw prompt it has these tokens.
+        Control tokens are included: as a raw prompt the text has these tokens.
         """
         body = parse(DetokenizeBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
@@ -121,7 +124,7 @@ class TokenRoutes:
 
 
 def piece_of(service: Service, token: int) -> dict[str, Any]:
-    """A token with the text that it stands for, or its bytes where they are no whole characters."""
+    """Return a token with its text, or with its bytes if they are no whole characters."""
     data = service.tokenizer.token_bytes(token)
     try:
         return {"id": token, "piece": data.decode()}

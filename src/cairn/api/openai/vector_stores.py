@@ -63,7 +63,6 @@ class VectorStoreRoutes:
                 "/v1/vector_stores",
                 self.create,
                 VectorStoreBody,
-                summary="A new vector store, which is a collection.",
                 keeps=True,
             ),
             Route(
@@ -71,35 +70,30 @@ class VectorStoreRoutes:
                 "/v1/vector_stores",
                 self.list,
                 query=("limit", "order", "after"),
-                summary="The vector stores, the newest first.",
             ),
-            Route("GET", "/v1/vector_stores/{id}", self.show, summary="One vector store."),
+            Route("GET", "/v1/vector_stores/{id}", self.show),
             Route(
                 "POST",
                 "/v1/vector_stores/{id}",
                 self.change,
                 VectorStoreChangeBody,
-                summary="Give a vector store another name or other metadata.",
             ),
             Route(
                 "DELETE",
                 "/v1/vector_stores/{id}",
                 self.delete,
-                summary="Delete a vector store, with its text; files stay.",
             ),
             Route(
                 "POST",
                 "/v1/vector_stores/{id}/search",
                 self.search,
                 StoreSearchBody,
-                summary="The passages that fit a query best.",
             ),
             Route(
                 "POST",
                 "/v1/vector_stores/{id}/files",
                 self.attach,
                 AttachBody,
-                summary="Put a file into a vector store.",
                 keeps=True,
             ),
             Route(
@@ -107,57 +101,50 @@ class VectorStoreRoutes:
                 "/v1/vector_stores/{id}/files",
                 self.files,
                 query=("limit", "order", "after", "filter"),
-                summary="The files of a vector store.",
             ),
-            Route("GET", "/v1/vector_stores/{id}/files/{file}", self.show_file, summary="One file of a vector store."),
+            Route("GET", "/v1/vector_stores/{id}/files/{file}", self.show_file),
             Route(
                 "POST",
                 "/v1/vector_stores/{id}/files/{file}",
                 self.change_file,
                 AttributesBody,
-                summary="Give a file other attributes.",
             ),
             Route(
                 "DELETE",
                 "/v1/vector_stores/{id}/files/{file}",
                 self.detach,
-                summary="Take a file out of a vector store.",
             ),
-            Route("GET", "/v1/vector_stores/{id}/files/{file}/content", self.content, summary="The text of a file."),
+            Route("GET", "/v1/vector_stores/{id}/files/{file}/content", self.content),
             Route(
                 "POST",
                 "/v1/vector_stores/{id}/file_batches",
                 self.batch,
                 BatchBody,
-                summary="Put several files into a vector store.",
                 keeps=True,
             ),
             Route(
                 "GET",
                 "/v1/vector_stores/{id}/file_batches/{batch}",
                 self.show_batch,
-                summary="How far several files are.",
             ),
             Route(
                 "POST",
                 "/v1/vector_stores/{id}/file_batches/{batch}/cancel",
                 self.cancel,
                 NoBody,
-                summary="Leave out what is not read yet.",
             ),
             Route(
                 "GET",
                 "/v1/vector_stores/{id}/file_batches/{batch}/files",
                 self.files,
                 query=("limit", "order", "after", "filter"),
-                summary="The files of a batch.",
             ),
         ]
 
     # --------------------------------------------------------------------------------------------------------- stores
 
     async def create(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/vector_stores: {"name", "file_ids", "chunking_strategy", "metadata"}, all optional."""
+        """Create a vector store, which is a collection."""
         stores, collections = await self._library.stores(), await self._library.open()
         body = parse(VectorStoreBody, await read_nothing(call, self._config), self._config, call)
         body.check()
@@ -172,7 +159,7 @@ class VectorStoreRoutes:
         await call.json(await self._store(stores, call.tenant, id))
 
     async def list(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/vector_stores, the newest first unless `order` is asc: all collections."""
+        """List the vector stores: all collections. The newest comes first unless `order` is asc."""
         stores, collections = await self._library.stores(), await self._library.open()
         asked = parameters(call, ("limit", "order", "after"))
         found = await asyncio.to_thread(collections.store.collections, call.tenant)
@@ -182,12 +169,12 @@ class VectorStoreRoutes:
         await call.json(listed(asked, data, LISTED, MOST_LISTED))
 
     async def show(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/vector_stores/{id}: how much it holds, and how far its files are."""
+        """Return a vector store: how much it holds, and the states of its files."""
         stores = await self._library.stores()
         await call.json(await self._store(stores, call.tenant, call.path_part(PATH)))
 
     async def change(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/vector_stores/{id}: {"name", "metadata"}; what is not given stays."""
+        """Change the name or the metadata of a vector store. Absent fields stay."""
         stores, collections = await self._library.stores(), await self._library.open()
         body = parse(VectorStoreChangeBody, await read_json(call, self._config), self._config, call)
         body.check()
@@ -196,13 +183,13 @@ class VectorStoreRoutes:
         await call.json(await self._store(stores, call.tenant, id))
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /v1/vector_stores/{id}: answered when its text is overwritten on the disk; files stay."""
+        """Delete a vector store. Answered when its text is overwritten on the disk; files stay."""
         collections, id = await self._library.open(), call.path_part(PATH)
         await asyncio.to_thread(collections.store.delete, call.tenant, id)
         await call.json({"id": id, "object": "vector_store.deleted", "deleted": True})
 
     async def search(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/vector_stores/{id}/search: {"query", "filters", "max_num_results", "ranking_options"}."""
+        """Return the passages that fit a query best."""
         body = parse(StoreSearchBody, await read_json(call, self._config), self._config, call)
         queries, search = body.queries(), body.search()
         if body.rewrite_query:
@@ -216,15 +203,17 @@ class VectorStoreRoutes:
     # ---------------------------------------------------------------------------------------------------------- files
 
     async def attach(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/vector_stores/{id}/files: {"file_id", "attributes", "chunking_strategy"}; it is read meanwhile."""
+        """Put a file into a vector store. It is read in the background."""
         stores, id = await self._library.stores(), call.path_part(PATH)
         body = parse(AttachBody, await read_json(call, self._config), self._config, call)
         await stores.attach(call.tenant, id, [body.wanted()], self._embedders(call))
         await call.json(await self._file(stores, call.tenant, id, body.file_id))
 
     async def files(self, call: HTTPCall, service: Service) -> None:
-        """GET the files of a vector store, or of a batch, the newest first unless `order` is asc; `filter`: those that
-        are so far."""
+        """List the files of a vector store or of a batch.
+
+        The newest comes first unless `order` is asc; `filter` selects a state.
+        """
         stores = await self._library.stores()
         asked = parameters(call, ("limit", "order", "after", "filter"))
         batch = call.path_part(PATH, 2) if call.path_part(PATH, 1) == "file_batches" else ""
@@ -239,25 +228,25 @@ class VectorStoreRoutes:
         await call.json(listed(asked, data, LISTED, MOST_LISTED))
 
     async def show_file(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/vector_stores/{id}/files/{file}: how far it is, and why it could not be read."""
+        """Return the state of a file, and why it could not be read."""
         stores = await self._library.stores()
         await call.json(await self._file(stores, call.tenant, call.path_part(PATH), call.path_part(PATH, 2)))
 
     async def change_file(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/vector_stores/{id}/files/{file}: {"attributes"}."""
+        """Replace the attributes of a file."""
         stores, id, file = await self._library.stores(), call.path_part(PATH), call.path_part(PATH, 2)
         body = parse(AttributesBody, await read_json(call, self._config), self._config, call)
         await stores.note(call.tenant, id, file, attributes_of(body.attributes))
         await call.json(await self._file(stores, call.tenant, id, file))
 
     async def detach(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /v1/vector_stores/{id}/files/{file}: answered when its text there is overwritten; the file stays."""
+        """Remove a file from a vector store. Answered when its text there is overwritten; the file stays."""
         stores, file = await self._library.stores(), call.path_part(PATH, 2)
         await stores.detach(call.tenant, call.path_part(PATH), file)
         await call.json({"id": file, "object": "vector_store.file.deleted", "deleted": True})
 
     async def content(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/vector_stores/{id}/files/{file}/content: its text, chunk by chunk."""
+        """Return the text of a file, chunk by chunk."""
         collections = await self._library.open()
 
         def found() -> list[dict[str, Any]]:
@@ -271,7 +260,7 @@ class VectorStoreRoutes:
     # -------------------------------------------------------------------------------------------------------- batches
 
     async def batch(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/vector_stores/{id}/file_batches: {"file_ids", "files", "attributes", "chunking_strategy"}."""
+        """Put several files into a vector store."""
         stores, id, batch = await self._library.stores(), call.path_part(PATH), f"vsfb_{call.id}"
         body = parse(BatchBody, await read_json(call, self._config), self._config, call)
         wanted = body.wanted()
@@ -284,14 +273,14 @@ class VectorStoreRoutes:
         await call.json(batch_object(store, batch, found))
 
     async def show_batch(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/vector_stores/{id}/file_batches/{batch}: how far its files are."""
+        """Return the states of a batch's files."""
         stores, batch = await self._library.stores(), call.path_part(PATH, 2)
         store, found = await stores.listed(call.tenant, call.path_part(PATH), batch)
         _check_batch(batch, found)
         await call.json(batch_object(store, batch, found))
 
     async def cancel(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/vector_stores/{id}/file_batches/{batch}/cancel: what is not read yet stays out."""
+        """Cancel a batch. Files that are not read yet stay out."""
         stores, id, batch = await self._library.stores(), call.path_part(PATH), call.path_part(PATH, 2)
         parse(NoBody, await read_nothing(call, self._config), self._config)
         _check_batch(batch, (await stores.listed(call.tenant, id, batch))[1])
