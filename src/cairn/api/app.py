@@ -59,7 +59,7 @@ log = logging.getLogger("cairn.api")
 access = logging.getLogger("cairn.access")
 
 PROBES = ("/health", "/metrics", "/livez", "/readyz")
-"""Routes, with all below them, that machines ask every few seconds: what they ask is logged only for debugging."""
+"""Routes, with all below them, that machines ask every few seconds. Their calls are logged only for debugging."""
 ADMIN_SIDE = "cairn.admin"
 """Marks the scope of a call that came by the listener for admin routes."""
 LEFT = 499

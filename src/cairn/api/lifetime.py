@@ -174,7 +174,7 @@ def _reload(app: App) -> None:
 class Signals:
     """The first and the second SIGTERM or SIGINT, as events.
 
-    SIGHUP calls `hang_up`; if the server runs in a terminal, SIGHUP means that the terminal closes, and ends the server.
+    SIGHUP calls `hang_up`; of a server in a terminal it means that the terminal closes, and ends the server.
     """
 
     def __init__(self, hang_up: Callable[[], None] = lambda: None) -> None:
@@ -237,7 +237,7 @@ _TRY: Mapping[Kind, tuple[str, str]] = {
     "embed": ("embeddings", '"input": "What is Cairn?"'),
     "rerank": ("rerank", '"query": "What is Cairn?", "documents": ["A heap of stones.", "A kind of bread."]'),
 }
-"""The route to try first, and what to send it."""
+"""The route to try first, by kind of model, with a body for it."""
 
 
 def _announce(url: str, others: Sequence[str], service: Service, config: Config) -> None:

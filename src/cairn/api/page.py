@@ -30,7 +30,8 @@ POLICY = (
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
     b"trusted-types 'none'"
 )
-"""Scripts and styles come from here alone and never stand in a document, and no text can become a script or HTML."""
+"""The content security policy: scripts and styles come from here alone, never from a document, and no text can
+become a script or HTML."""
 HEADERS: Headers = [
     (b"content-security-policy", POLICY),
     NOSNIFF,
@@ -41,11 +42,11 @@ HEADERS: Headers = [
     (b"permissions-policy", b"camera=(), microphone=(), geolocation=()"),
     (b"cache-control", b"no-cache"),
 ]
-"""Of every file. It is asked for each time and sent again where it has changed."""
+"""Headers of every file. Browsers ask for it each time, and get it again if it has changed."""
 DOCS = ("docs.html", "docs.js")
 """The files of /docs alone."""
 COMMON = ("style.css", "icon.svg", "api.js", "dom.js")
-"""What it has in common with the page."""
+"""The files of both."""
 PAGE_HTML = "index.html"
 
 

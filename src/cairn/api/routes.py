@@ -16,15 +16,16 @@ from cairn.api.http.body import Body
 from cairn.api.http.call import HTTPCall
 
 Endpoint = Callable[[HTTPCall, Any], Awaitable[None]]
-"""Answers a call; gets the model's `Service`, or the `ServerHealth` if its route is there `always`. Its docstring is its
-description in /openapi.json, the first sentence the summary."""
+"""Answers a call; gets the model's `Service`, or the `ServerHealth` if its route is there `always`.
+
+Its docstring is its description in /openapi.json, the first sentence the summary."""
 Upload = Literal["", "file", "form"]
 _VARIABLE = re.compile(r"{(\w+)(?::([^}]*))?}")
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A method of a path, and what the server and the API's description have to know of it."""
+    """A method of a path, with what the server and the API's description need to know of it."""
 
     method: str
     path: str
@@ -34,12 +35,13 @@ class Route:
     """Parameters in the URL."""
     access: Literal["open", "key", "admin"] = "key"
     model: Literal["", "chat", "embed", "rerank", "agent", "team", "run", "url"] = ""
-    """Which model has to be loaded: the first of a kind unless the body names one, that of the agent, team or run in
-    the path, or the one that the URL names. Empty: none, or the route finds its own."""
+    """The model to load. A kind means the one that the body names, else the first of that kind; `agent`, `team` and
+    `run` mean the model of the one in the path; `url` means the one that the URL names. Empty: none, or the route
+    finds its own."""
     always: bool = False
     """Whether it also answers while no model is loaded."""
     keeps: bool = False
-    """Whether it adds to what its tenant has on the disk, and so counts against `max_disk_mib`."""
+    """Whether it adds to its tenant's bytes on the disk, which `max_disk_mib` limits."""
     upload: bool = False
     """Whether the body is a file, of at most `max_import_mib`."""
     form: Mapping[str, Any] | None = None
@@ -68,7 +70,7 @@ class _Node:
     methods: dict[str, Route] = field(default_factory=dict)
     literal: dict[str, _Node] = field(default_factory=dict)
     variable: dict[str, _Node] = field(default_factory=dict)
-    """By what the segment begins with, or `*` for all that follows."""
+    """By the segment's prefix, or `*` for all that follows."""
 
 
 class Router:

@@ -1,4 +1,4 @@
-"""`cairn serve`: what must be right before a server starts, and its start.
+"""`cairn serve`: checks before a server starts, and its start.
 
 The first worker is started, and loads the model, before the rest of the server is imported: both take about as long.
 """
@@ -34,7 +34,7 @@ MALLOC_OPTIONS = ((-1, 512 << 10), (-3, 256 << 10), (-8, 2))
 """M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_ARENA_MAX of glibc's malloc.h: bytes at the end of a heap, bytes of a block
 that is mapped by itself, heaps."""
 FOLDER_SECONDS = 10.0
-"""How long a server that is on its way out may still have the user's folders: it stores what waits to be stored."""
+"""Seconds for which a server that is ending may still hold the user's folders: it stores what waits to be stored."""
 
 
 def serve(config: Config, again: Callable[[], Config] | None = None) -> None:

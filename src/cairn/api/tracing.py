@@ -1,4 +1,4 @@
-"""Traces by OpenTelemetry: a span a call, and below it what its time went to (`cairn.system.spans`).
+"""Traces by OpenTelemetry: one span a call, and below it the parts of its time (`cairn.system.spans`).
 
 The names are those of OpenTelemetry's conventions for HTTP servers and generative models
 (opentelemetry.io/docs/specs/semconv), and `cairn.*` where these have none. A call that carries W3C's `traceparent` goes
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 PATH = "/v1/traces"
-"""Where a collector takes traces, where the option names no path."""
+"""The default path of a collector's traces."""
 CLOSE_SECONDS = 2.0
 """How long the last spans may take at the end of a server."""
 

@@ -1,4 +1,4 @@
-"""How the server is: routes that answer at any time, also while the model loads.
+"""Health routes, which answer at any time, also while the model loads.
 
 All but /version need no key, so nothing there names a folder or what anybody asked.
 """
@@ -21,7 +21,7 @@ LOADING_RETRY = 2
 
 
 class ServerHealth:
-    """What is known of the server when it is asked."""
+    """The state of the server at the time of the call."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ServerHealth:
         self.reasons = reasons
         """Why new requests would not be served well now."""
         self.troubles = troubles
-        """What does not work although they are."""
+        """Troubles that do not make the server refuse new requests."""
         self.stalled = models is not None and model_health.stalled(models)
         """Whether there is work and nothing of it gets further."""
         unwell = models is not None and models.several and bool(model_health.troubles(models))

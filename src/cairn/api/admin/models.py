@@ -1,4 +1,4 @@
-"""Loading, unloading and swapping models of a running server: for its owner (`auth.ADMIN`).
+"""Loading, unloading and swapping models of a running server: for its owner.
 
 GET  /v1/admin/models                            all models, what they take and what is left
 POST /v1/admin/models/load    {"model"}          answered when it is loaded; also /v1/models/load (llama-server)
@@ -29,7 +29,7 @@ from cairn.types.errors import Forbidden, InvalidRequest
 MOST_GRACE = 3600.0
 """Seconds that requests may be waited for."""
 SWAP_GRACE = 20.0
-"""The same where a swap does not say: calls that come meanwhile wait so long too."""
+"""Default of `grace` for a swap. Calls that come meanwhile wait that long too."""
 MOST_NAME = 4096
 """Characters of a model's name or place: no path is longer."""
 
@@ -48,7 +48,10 @@ class UnloadBody(Body):
 
 
 class SwapBody(Body):
-    """Whose names move, and to what: a place, a hub id, or a model of the server that is not loaded."""
+    """The model whose names move, and their new target.
+
+    `to` is a place, a hub id, or a model of the server that is not loaded.
+    """
 
     model: str
     to: str

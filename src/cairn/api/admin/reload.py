@@ -1,9 +1,9 @@
-"""Options that a running server takes anew: on SIGHUP, and at POST /v1/admin/reload.
+"""Reloading of options, on SIGHUP and at POST /v1/admin/reload.
 
-They are read again from where they were read first: flags and the environment are what they were, files may have
-changed, the one of options as well as those of keys and certificates. What can change is listed in `CHANGED`; any other
-option that is another one now is named with what it needs. Where the new options cannot be used, nothing changes; nor
-where a server with keys would have none.
+Options are read from where they were read at the start: flags and the environment are as they were, files may have
+changed, those of options as well as those of keys and certificates. `CHANGED` lists what can change; any other option
+that differs is named with what it needs. If the new options cannot be used, or a server with keys would have none,
+nothing changes.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ RESTART = "it takes a restart of the server"
 
 
 class Reloaded(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reload has done."""
+    """The outcome of a reload."""
 
     changed: tuple[str, ...]
     """Options that hold from now on."""
     unchanged: dict[str, str]
-    """Options that are others now and hold as before, and what they need."""
+    """Options that differ and keep their old value, with what they need."""
 
 
 class Reload:
-    """The options of one server, as they hold now. Whoever uses one that can change gives `watch` a function."""
+    """The options of one server, as they are now. Whoever uses one that can change gives `watch` a function."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.again: Callable[[], Config] | None = None
-        """Reads all options; None where nobody can say where they came from."""
+        """Reads all options; None if their source is unknown."""
         self._watchers: list[Callable[[Config], None]] = []
 
     def watch(self, watcher: Callable[[Config], None]) -> None:

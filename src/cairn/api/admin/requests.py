@@ -1,4 +1,4 @@
-"""Routes beside generation: models, requests, metrics, what applies where a request says nothing, and stored KV."""
+"""Routes beside generation: models, requests, metrics, defaults, and stored KV."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from cairn.types.errors import NotFound
 from cairn.types.stats import Swept
 
 ANTHROPIC = b"anthropic-version"
-"""Header of Anthropic's clients, which want another shape."""
+"""Header of Anthropic's clients, which expect their own shape."""
 REQUESTS = "/v1/requests"
 MODALITIES = ["text"]
-"""What models here read."""
+"""Input types of the models here."""
 
 
 class Admin:
@@ -198,7 +198,7 @@ _STATUS = {
     "on disk": "unloaded",
     "failed": "failed",
 }
-"""What llama-server calls a model's state."""
+"""llama-server's names of a model's states."""
 
 
 def context_of(model: ServedModel) -> int | None:
@@ -209,7 +209,7 @@ def context_of(model: ServedModel) -> int | None:
 
 
 class Props:
-    """GET /props: what is served and what applies where a request says nothing, by llama-server's names.
+    """GET /props: what is served, and the defaults of requests, by llama-server's names.
 
     Names: llama.cpp's tools/server/README.md, "GET /props". What has no meaning here is left out. Nothing is changed by
     this route, so there is no POST.
@@ -273,9 +273,9 @@ class Props:
 
 
 class StoredRoutes:
-    """Stored KV: what there is of it, and orders to the stores, which take no body, or an empty object.
+    """Stored KV: its figures, and orders to the stores, which take no body or an empty object.
 
-    They are admin routes: they are about all tenants at once, and all models that are loaded.
+    These are admin routes: they concern all tenants at once, and all loaded models.
     """
 
     def __init__(self, state: ServerState) -> None:

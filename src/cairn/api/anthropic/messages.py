@@ -1,9 +1,9 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's API has them.
+"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's API defines them.
 
 Events: docs.anthropic.com/en/docs/build-with-claude/streaming, as anthropic-python's `types.RawMessageStreamEvent`
-states them. `input_tokens` are those that neither came from the cache nor went to it; the three together are the
-prompt. What is computed of a prompt stays in whole blocks, so that is what was written to the cache. The last token
-is never among them: an answer is always computed from it, so `input_tokens` is at least 1.
+states them. `input_tokens` are tokens that neither came from the cache nor were written to it; all three together are
+the prompt. Whole blocks are written to the cache, never with the last token: an answer is always computed from it, so
+`input_tokens` is at least 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bodies of Anthropic's Messages API, and the chat that they ask for.
 
 Shapes: docs.anthropic.com/en/api/messages, as anthropic-python's `types.MessageCreateParams` states them. Clients send
-fields of betas that nobody has described: unknown ones are passed over, and told in X-Cairn-Warning.
+undocumented fields of betas: unknown ones are ignored, and named in X-Cairn-Warning.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from cairn.api.http.call import HTTPCall
 from cairn.types.errors import InvalidRequest, Unsupported
 
 ATTRIBUTION = re.compile(r"x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)
-"""A line that some clients put before the system prompt. It changes with every session and says nothing to a model."""
+"""A line that some clients put before the system prompt. It changes with every session and means nothing to a model."""
 EFFORTS = {"xhigh": "high", "max": "high"}
-"""What templates that know an effort call the others."""
+"""Effort names of chat templates for Anthropic's other names."""
 NAMES = {
     "prompt": "messages",
     "stop": "stop_sequences",
@@ -29,13 +29,13 @@ NAMES = {
     "response_format.json_schema": "output_config.format",
     "reasoning_effort": "output_config.effort",
 }
-"""What this dialect calls the fields of a chat."""
+"""This dialect's names for the fields of a chat."""
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class MessagesBody(Body):
-    """POST /v1/messages, and /v1/messages/count_tokens without what is of the answer."""
+    """POST /v1/messages; for /v1/messages/count_tokens without the fields of the answer."""
 
     place = "messages"
     attached = "messages"
@@ -68,14 +68,14 @@ class MessagesBody(Body):
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What may be named as the reason why a prompt is another."""
+        """Parts of the request that can be named as the reason why a prompt differs."""
         system = _system(self.system, "system") if self.system is not None else []
         tools = [{name: value for name, value in tool.items() if name != "cache_control"} for tool in self.tools or ()]
         return {"tools": tools, "system": system}
 
     @property
     def omits(self) -> bool:
-        """Whether what was thought is to be left out, but for what brings it back."""
+        """Whether thinking is left out of the answer, except for its signature."""
         return (self.thinking or {}).get("display") == "omitted"
 
 

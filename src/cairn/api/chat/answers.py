@@ -1,4 +1,4 @@
-"""The adapters of OpenAI's chat and text completions: what a call says, whole or in chunks."""
+"""The adapters of OpenAI's chat and text completions: answers whole or in chunks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ChatAnswer:
         self._pace, self._top, self._scored, self._hides = pace, top, scored, hides
         self._free = frozenset(free)
         self._input: dict[int, WholeCalls] = {}
-        """By choice: calls of custom tools, whose input is told once it is whole."""
+        """Calls of custom tools by choice. Their input is sent once it is complete."""
         self._writing: dict[int, bool] = {}
         """By choice: whether the call that is being written is one of them."""
         self._service = service
@@ -159,7 +159,7 @@ def _free_shape(id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 class TextAnswer:
-    """How text completions look. `echoes` holds the prompt's text of each choice, or None without echo."""
+    """Formats text completions. `echoes` holds the prompt's text of each choice, or None without echo."""
 
     prefix = "cmpl-"
     kind = "text_completion"
@@ -185,7 +185,7 @@ class TextAnswer:
         self._logprobs = None if top is None else [self._scores(choice, service, top) for choice in choices]
         self._echoed = [echoes is None] * len(choices)
         self._last: dict[int, str] = {}
-        """By choice, where log-probabilities are told: its last text, which comes with its end."""
+        """The last text of each choice, which is sent with its end if log-probabilities are reported."""
 
     def begin(self) -> bytes:
         """Return nothing: text completions have no opening chunk."""

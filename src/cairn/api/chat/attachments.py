@@ -1,11 +1,11 @@
-"""Images, sound and files in messages: the model reads text, so a text that names their bytes stands in their place.
+"""Images, sound and files in messages: the model reads text, so a text with their digest replaces them.
 
-Agents send their whole history with every turn. What was refused once would be refused in every later turn, so an
-attachment is left out wherever it stands, and told in X-Cairn-Warning. The one exception is what a user has just sent
-and nobody has answered: there an error says more than an answer that does not know the image. `--images text` leaves
-that out too.
+Agents send their whole history with every turn. An attachment that was refused once would be refused in every later
+turn, so it is replaced wherever it stands, with a warning in X-Cairn-Warning. The one exception is what a user has just
+sent and nobody has answered: there an error is better than an answer that ignores the image. `--images text` replaces
+that too.
 
-The text depends on the bytes alone, or on the address of what is not sent itself. Nothing is fetched.
+The text depends on the bytes alone, or on the address of an attachment that is not sent itself. Nothing is fetched.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ KINDS: Mapping[str, str] = {
     "file": "file",
     "input_file": "file",
 }
-"""Types of a message's parts that are not text, in all dialects, and what each is called here."""
+"""Types of a message's parts that are not text, in all dialects, with their names in texts."""
 INLINE = 1 << 16
 """Most characters that are digested on the event loop."""
 _DATA = ("data", "file_data")
 """Fields that hold an attachment in base64."""
 _ADDRESSES = ("url", "file_url", "file_id")
-"""Fields that say where it is. An address may be the attachment itself: `data:...`."""
+"""Fields with the address of an attachment, which may be the attachment itself: `data:...`."""
 _RESULTS = frozenset({"function_call_output", "custom_tool_call_output", "tool_result"})
 _ANSWERS = frozenset({"reasoning", "function_call", "custom_tool_call"})
 
@@ -47,7 +47,7 @@ class LeftOut(NamedTuple):
     """A part that is no text."""
 
     holder: list[Any]
-    """The list of parts that it stands in."""
+    """The list of parts that holds it."""
     place: int
     where: str
     kind: str
@@ -63,7 +63,7 @@ class LeftOut(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What stands in its place."""
+        """The text that replaces it."""
         return f"[{self.kind} {digest(self.given)} left out: this model reads text]"
 
 

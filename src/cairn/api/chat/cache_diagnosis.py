@@ -1,8 +1,8 @@
-"""Why a prompt's prefix could not be used again, in the words of the APIs that clients ask.
+"""Why a prompt's prefix was not found in the cache, in the words of the APIs that clients use.
 
-A client names its answer before, and is told what of its new request parts from that one. The prompts of recent
-requests are compared as token ids, so that what changed no token counts for nothing. Kept in memory: after a restart
-nothing is known of what was before.
+A client names an earlier answer and learns which part of its new request differs. Prompts of recent requests are
+compared as token ids, so a change that changes no token does not count. They are kept in memory: after a restart
+nothing is known of earlier ones.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 TOKENS = 1 << 20
-"""Kept of all prompts together: 4 MB."""
+"""Tokens kept of all prompts together: 4 MB."""
 OPENING = 16
-"""At the end of a prompt a template opens the answer; at most so many tokens are not found in what follows it."""
+"""Tokens at the end of a prompt with which a template may open the answer, and which its continuation lacks."""
 
 
 class Parting(NamedTuple):
-    """Where a prompt leaves an earlier one."""
+    """The point at which a prompt leaves an earlier one."""
 
     common: int
     """Tokens at both beginnings."""
     before: int
     """Tokens of the earlier prompt."""
     part: str | None
-    """The part of the request that differs: one that was named, or "" where none of them does; None where the earlier
-    prompt was only gone on with."""
+    """The named part of the request that differs; "" if none of them does, None if the earlier prompt was only
+    continued."""
 
 
 class _Asked(NamedTuple):

@@ -37,7 +37,8 @@ from cairn.types.request import Request
 Batches = AsyncGenerator[Sequence[tuple[int, Event]], None]
 """(choice, event) as they come: first an empty batch, once the requests were let in."""
 Source = Callable[["Silence | None"], Batches]
-"""What generates. With a `Silence` empty batches come too, the latest when that should be broken."""
+"""The source of an answer. With a `Silence` it also yields empty batches, at the latest when the silence should be
+broken."""
 UNREAD = (
     "the answer has something that begins as a call of a tool does and cannot be read as one: it stands as it was "
     "written, in the content or as the arguments of the call"
@@ -70,7 +71,7 @@ class Silence:
 
 
 class Adapter(Protocol):
-    """How one dialect says the answer of one call: as whole events, or as one object.
+    """The format of one dialect: an answer as whole events, or as one object.
 
     `begin` comes first, then `delta` and `finish` of every choice, then `end`. `error` may take the place of any of
     them but the first; `heartbeat` may come between them.
@@ -106,7 +107,7 @@ class Adapter(Protocol):
 
 
 class ChoiceStream:
-    """What one choice has said so far."""
+    """The state of one choice."""
 
     __slots__ = (
         "done",
@@ -127,11 +128,11 @@ class ChoiceStream:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.kinds = bytearray()
-        """What the tokens of `logprobs` are a part of."""
+        """The part of the answer that each token of `logprobs` belongs to."""
         self.prompt_logprobs: list[TokenLogprob] = []
         self.done: Done | None = None
         self.stream: RequestStream | None = None
-        """Where it comes from, once it was started."""
+        """Its stream, once it is started."""
         self.reasoning_tokens = 0
         """How many of the tokens are of reasoning, its tags among them."""
         self.ending = False
@@ -139,7 +140,7 @@ class ChoiceStream:
 
     @property
     def computed(self) -> Sequence[int]:
-        """Its tokens, and those that a client which reads slowly has kept from being taken."""
+        """Its tokens, including those that a slow client has not taken yet."""
         return self.tokens if self.stream is None else self.stream.tokens
 
     @property
@@ -195,22 +196,22 @@ class Exchange:
     cancel: Callable[[], object]
     """Ends it from outside."""
     keep: Callable[[ChoiceStream], None]
-    """Keeps what is to be kept of a choice that has ended well."""
+    """Called with each choice that has ended well, to store it."""
     attribution: Attribution | None = None
     names: Mapping[str, str] = field(default_factory=dict)
-    """What the route calls the fields of a request, where it has other names."""
+    """The route's names of request fields, if they differ."""
     numbered: bool = False
     """Heartbeats are events like others, which an event log keeps."""
     media: Headers = field(default_factory=lambda: EVENT_STREAM)
-    """The headers of a stream. What is none of server-sent events cannot be kept on an event log."""
+    """The headers of a stream. Only server-sent events can be kept on an event log."""
     outlives: bool = False
     """It goes on when its connection closes, for the time of grace, whether anybody asked for that or not."""
     unattended: bool = False
     """It goes on to its end, read or not."""
     warnings: Sequence[str] = ()
-    """What was wanted of the answer and it is not held to: sentences that begin with the name of a field."""
+    """Constraints on the answer that are not enforced: sentences that begin with the name of a field."""
     warn: Callable[[str], None] = lambda sentence: None
-    """Tells the sender something beside the answer."""
+    """Sends a warning beside the answer."""
 
     async def chunks(
         self, heartbeat: float | None = None, *, stream: bool, log: bool = False

@@ -1,6 +1,6 @@
-"""OpenAI's custom tools, whose input is one text: to the model each is a function with one argument.
+"""OpenAI's custom tools, whose input is one text. To the model each is a function with one argument.
 
-A grammar that the input is held to becomes a pattern of that argument; one that has none is told to the model.
+A grammar for the input becomes a pattern of that argument if it can; otherwise the model only reads it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class FreeTextTool(NamedTuple):
 
     function: dict[str, Any]
     why_not: str
-    """Why its input is not held to its grammar; empty where it is, or has none."""
+    """Why its grammar is not enforced; empty if it is, or if there is none."""
 
 
 def function_of(name: str, description: str | None, form: Any, where: str) -> FreeTextTool:

@@ -1,7 +1,7 @@
-"""From a chat, as any dialect has said it, to the exchange that answers it.
+"""From a chat in any dialect to the exchange that answers it.
 
-The neutral form of a chat is a `ChatBody`, OpenAI's: every dialect reads its own shape and makes one of it, so what a
-field means, and what is refused, is said once.
+The neutral form of a chat is a `ChatBody`, OpenAI's: every dialect converts its own shape to one, so the meaning of a
+field, and what is refused, is defined once.
 """
 
 from __future__ import annotations

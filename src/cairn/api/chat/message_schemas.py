@@ -53,7 +53,10 @@ Content = Annotated[
 
 
 class CalledFunction(Body):
-    """What the model called. `arguments` is whatever text it produced, JSON or not; some clients send an object."""
+    """The function that the model called.
+
+    `arguments` is any text it produced, JSON or not; some clients send an object.
+    """
 
     place = "called"
 
@@ -86,7 +89,7 @@ class ToolCallBody(Body):
 
 
 class ChatMessage(Body):
-    """One message of any role; `checks` knows what a role may carry."""
+    """One message of any role; `generation` checks what a role may carry."""
 
     place = "message"
     within: ClassVar[dict[str, type[Body]]] = {"content": TextPart, "tool_calls": ToolCallBody}
@@ -127,7 +130,7 @@ class Tool(Body):
 
     type: Literal["function", "custom"]
     function: FunctionTool
-    """What the model is told, of a custom tool too."""
+    """The function that the model sees, of a custom tool too."""
     custom: dict[str, Any] | None = None
 
     @classmethod

@@ -1,7 +1,7 @@
-"""Which model answers a call: the one that its body names, whatever the dialect, or its path, or what it is about.
+"""The choice of the model that answers a call: by the name in its body, or by its path.
 
-A route that uses a model holds a lease on it until the call is answered: the model stays loaded so long. Routes that
-use none hold none, so a swap or an unload does not wait for them. With one model no body is read before its route does.
+A route that uses a model holds a lease on it until the call is answered: the model stays loaded that long. Other routes
+hold none, so a swap or an unload does not wait for them. With a single model no body is read before its route reads it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from cairn.types.errors import InvalidRequest
 
 AGENTS = "/v1/agents"
 PLACES = {"team": "/v1/teams", "run": "/v1/workflows/runs"}
-"""Where the path of a route names a team or a run, whose journal knows its model."""
+"""Prefixes of routes whose path names a team or a run, whose journal knows its model."""
 REQUESTS = ("/v1/requests/{id}", "/v1/responses/{id}")
 """Routes of a request or a stored response."""
 OLLAMA = "/api/"
-"""What the paths of Ollama's API begin with. Its names have no case."""
+"""The prefix of Ollama's routes. Its model names ignore case."""
 DURATION = re.compile(r"([-+]?)((?:[0-9.]{1,36}(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h)){1,8}|[0-9.]{1,18})")
 """A duration as Go writes one, such as 1h30m0s, or a number of seconds."""
 PART = re.compile(r"([0-9.]+)([a-z\u00b5\u03bc]*)")
@@ -48,7 +48,7 @@ UNITS = {
 
 
 class _Named(msgspec.Struct):
-    """What is looked at of a body before its route reads it: the rest is passed over."""
+    """The fields that are read of a body before its route reads it."""
 
     model: Any = None
     keep_alive: Any = None

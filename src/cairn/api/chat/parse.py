@@ -19,7 +19,7 @@ from cairn.frontend.sampling_extras import MAX_BIAS
 from cairn.types.errors import InvalidRequest, Unsupported
 
 LENIENT = b"x-cairn-lenient"
-"""Header with which a request has its unknown fields told and passed over."""
+"""Header with which a request has its unknown fields ignored, with a warning."""
 MAX_METADATA = 16
 """How many pairs of metadata a request may have, as in the OpenAI API."""
 MAX_ATTACHED = 2_000
@@ -27,13 +27,13 @@ MAX_ATTACHED = 2_000
 MAX_RESULTS = 128
 """How many results of tools one call may give to a team: of all members as many as they can call."""
 SPARE_FIELDS = 16
-"""Unknown fields of an object that are told by name."""
+"""How many unknown fields of an object are named in warnings."""
 MAX_UNKNOWN = 64
 """Different unknown fields of a body: each is compared with all known ones."""
 _UNIONS = frozenset({"content", "prompt", "stop", "samplers", "logit_bias", "input", "inputs", "text_1", "text_2"})
-"""Fields of several shapes. Behind one's name stands the tag of the shape, which is no part of a field's name."""
+"""Fields of several shapes. In a validator's location their name is followed by the tag of the shape."""
 _HIDDEN = "~"
-"""First letter of these tags. A client's own field may begin so too, but stands nowhere behind such a name."""
+"""First letter of these tags. A client's own field may begin with it, but never follows such a name."""
 
 B = TypeVar("B", bound=Body)
 
@@ -68,15 +68,14 @@ def parse(kind: type[B], value: dict[str, Any], config: Config, call: HTTPCall |
 
 
 class _Reader:
-    """Leaves of an object what a body knows."""
+    """Reduces an object to the fields that a body knows."""
 
     def __init__(self, call: HTTPCall | None, *, lenient: bool, strict: bool) -> None:
         self._call, self._lenient, self._strict = call, lenient, strict
         self._met: dict[tuple[type[Body], str], tuple[bool, str]] = {}
-        """What `_judge` said of unknown fields, by where they belong: each is told once."""
+        """Verdicts of `_judge` on unknown fields, by kind: each is reported once."""
         self.unknown: dict[str, str] = {}
-        """What is to be said of unknown fields, by where they stand: they are refused after all that is wrong of the
-        known ones."""
+        """Messages on unknown fields, by place: they are reported after all errors of the known ones."""
 
     def known(self, kind: type[Body], value: dict[str, Any], where: str) -> dict[str, Any]:
         """Return the body's known fields, and the unknown ones to refuse."""
@@ -199,7 +198,7 @@ _SHAPES: Mapping[str, str] = {
     "list_type": "a list",
     "string_pattern_mismatch": "1 to 128 letters, digits, '_', '-' and '.'",
 }
-"""What was expected, by the kind of an error."""
+"""The expected shape, by kind of error."""
 
 
 def _explain(error: Any, unknown: Mapping[str, str]) -> InvalidRequest:

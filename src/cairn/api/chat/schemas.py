@@ -50,7 +50,7 @@ Samplers = Annotated[
 
 
 class Generation(Body):
-    """What chat and text completions share."""
+    """The fields that chat and text completions share."""
 
     place = "request"
     within: ClassVar[dict[str, type[Body]]] = {"stream_options": StreamOptions}
@@ -100,9 +100,10 @@ class Generation(Body):
     ignore_eos: bool | None = None
     n: Count = None
     reasoning_budget: Count = None
-    """Tokens of reasoning after which it is ended; -1: none. Others call it `thinking_budget` and the like."""
+    """Tokens after which reasoning is ended; -1: no limit. Also called `thinking_budget` and the like."""
     response_format: Any = None
-    """What the answer has to be, as OpenAI has it; others of `structured_output.FIELDS` as vLLM and llama.cpp do."""
+    """Constraint on the answer in OpenAI's form; other fields of `structured_output.FIELDS` are those of vLLM and
+    llama.cpp."""
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: str | None = None
@@ -116,12 +117,11 @@ class Generation(Body):
     store: bool | None = None
     """False: nothing of it goes to the disk, neither the answer for exact replay nor its KV, which holds token ids."""
     timings_per_token: bool | None = None
-    """Each chunk says how fast the answer comes, and the last, or the whole, how fast it came: llama-server's
-    `timings`."""
+    """Chunks, and the whole answer, carry llama-server's `timings`."""
     return_progress: bool | None = None
-    """Chunks before the answer say how far its prompt is."""
+    """Chunks before the answer report prompt progress."""
     metadata: dict[str, str] | None = None
-    """`agent`: whose account it is on."""
+    """`agent` names the agent that the request belongs to."""
     prompt_cache_key: str | None = None
     """The same."""
 
@@ -199,11 +199,11 @@ class Reasoning(Body):
     exclude: bool | None = None
     """Reasoning is left out of the answer."""
     summary: str | None = None
-    """Reasoning is told whole in any case."""
+    """Accepted; reasoning is always sent whole."""
 
 
 class Templated(Body):
-    """What is rendered by the chat template."""
+    """The fields that the chat template renders."""
 
     within: ClassVar[dict[str, type[Body]]] = {"thinking": Thinking, "reasoning": Reasoning}
 
@@ -211,10 +211,10 @@ class Templated(Body):
     enable_thinking: bool | None = None
     """Short for that argument of the template."""
     reasoning_effort: str | None = None
-    """`none` and `minimal` turn reasoning off where the template can; otherwise an argument of the template."""
+    """`none` and `minimal` turn reasoning off if the template can; other values are an argument of the template."""
     thinking: Thinking | None = None
     reasoning: Reasoning | None = None
-    """Two other ways to say the same, with a budget."""
+    """Another form of the same, with a budget."""
 
     def thinks(self) -> bool | None:
         """Return whether reasoning is wanted; None where nothing is said of it."""
@@ -251,7 +251,7 @@ class Templated(Body):
 
 
 class ChatGeneration(Generation, Templated):
-    """What a chat and an agent's turn share."""
+    """The fields that a chat and an agent's turn share."""
 
     within: ClassVar[dict[str, type[Body]]] = Generation.within | Templated.within | {"messages": ChatMessage}
     attached = "messages"
@@ -288,7 +288,7 @@ class ChatBody(ChatGeneration):
     tools: Several[Tool] | None = None
     tool_choice: Any = None
     prompt_logprobs: Count = None
-    """How many of the likeliest tokens are told beside each of the prompt's, with log-probabilities, as vLLM does."""
+    """Number of alternatives beside each token of the prompt, with log-probabilities, as in vLLM."""
 
     def chat_options(self) -> SamplingOptions:
         """Return the sampling options, with log-probabilities of the prompt."""
@@ -322,7 +322,7 @@ class CompletionBody(Generation):
 
     prompt: Prompt
     suffix: str | None = None
-    """What follows the text that is asked for: the model fills in the middle."""
+    """The text that follows: the model fills in the middle."""
     parse_special: bool | None = None
     """False: control tokens written in the prompt are ordinary text."""
     echo: bool | None = None
@@ -342,7 +342,7 @@ class TokenizeBody(Templated):
     prompt: str | None = None
     content: str | None = None
     add_special: bool | None = None
-    """Of `content`: put what begins a text before it."""
+    """For `content`: add what begins a text, such as BOS."""
     add_special_tokens: bool | None = None
     """False: nothing before `prompt`."""
     parse_special: bool | None = None

@@ -1,9 +1,9 @@
-"""What an ordinary request has to do with agents: whose account it is on, and what is kept of it.
+"""Agents of ordinary requests: the agent that a request belongs to, and what is kept of it.
 
-One rule for every dialect, since clients name their sessions in many ways: the header `X-Cairn-Agent` names the
-account, else the first name that is known of `metadata.agent`, `prompt_cache_key`, the headers of SESSIONS, and what
-`metadata` calls a session. Where none is known the first is opened: an agent without turns, which goes a week after its
-last request. Nothing of this changes an answer.
+Clients name their sessions in many ways, so one rule holds for every dialect: the header `X-Cairn-Agent` names the
+agent, else the first known name among `metadata.agent`, `prompt_cache_key`, the headers of SESSIONS, and a session in
+`metadata`. If none is known, the first name gets a new agent without turns, which is deleted a week after its last
+request. Nothing of this changes an answer.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ MAX_USER_ID = 2000
 
 
 class AgentAttribution:
-    """The way to the agents. `agents` is None until they are opened, or with `why_not` where they cannot be."""
+    """Access to the agents. `agents` is None until they are opened, or, with `why_not`, if they cannot be."""
 
     def __init__(self) -> None:
         self.agents: Agents | None = None
         self.why_not = "this server keeps no agents"
         self.failing = False
-        """Whether there should be agents and are none, as `why_not` says."""
+        """Whether agents were asked for and cannot be opened; `why_not` has the reason."""
 
     def open(self) -> Agents:
         """Return the agents. Raises Unavailable if the server keeps none."""

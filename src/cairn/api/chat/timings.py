@@ -20,7 +20,7 @@ def cache_of(choice: ChoiceStream) -> CacheReport | None:
 
 
 class AnswerTimes:
-    """The times of one answer's choices. It begins when it is made."""
+    """The times of one answer's choices, measured from the construction of this object."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class AnswerTimes:
         self._choices, self._cache = choices, cache
         self._began = time.monotonic()
         self._first: dict[int, float] = {}
-        """When each choice said its first."""
+        """The time of each choice's first token."""
         self._told: dict[int, int] = {}
-        """How far each choice's prompt was when that was told last."""
+        """The prompt progress of each choice that was reported last."""
 
     def heard(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         """Note a piece of a choice; what is to be told of its prompt before it, where that is wanted.

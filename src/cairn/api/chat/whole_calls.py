@@ -1,4 +1,4 @@
-"""Calls of a stream that are told once they are whole, in dialects that have no pieces of them."""
+"""Calls of a stream that are sent once complete, for dialects without pieces of calls."""
 
 from __future__ import annotations
 

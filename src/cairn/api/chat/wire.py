@@ -1,9 +1,9 @@
 """The wire shapes of answers: OpenAI's objects, and their streamed chunks as bytes built by hand.
 
 Shapes: platform.openai.com/docs/api-reference (chat/object, chat/streaming, completions/object), as openai-python's
-`types.chat.ChatCompletionChunk` and `types.Completion` state them; `reasoning_content` as DeepSeek and vLLM have it.
-Framing: server-sent events (html.spec.whatwg.org, 9.2). A chunk differs from the next in a few bytes, so what stays
-is encoded once a stream.
+`types.chat.ChatCompletionChunk` and `types.Completion` state them; `reasoning_content` as in DeepSeek and vLLM.
+Framing: server-sent events (html.spec.whatwg.org, 9.2). Chunks differ in a few bytes, so the constant part is encoded
+once a stream.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def unpack(value: object) -> str:
 
 
 _CLOSE = b"}\n\n"
-"""What every event with an object ends with."""
+"""The end of every event with an object."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON does not have."""
 
 
 class Pieces(Protocol):
-    """What this module needs of an incremental detokenizer."""
+    """The part of an incremental detokenizer that this module uses."""
 
     def push(self, ids: Sequence[int], /) -> str:
         """Return the text that these tokens complete."""
@@ -55,7 +55,7 @@ class Pieces(Protocol):
 
 
 class TokenBytes(Protocol):
-    """What this module needs of a tokenizer."""
+    """The part of a tokenizer that this module uses."""
 
     def token_bytes(self, token: int, /) -> bytes:
         """Return the bytes of a token."""

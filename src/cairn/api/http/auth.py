@@ -1,4 +1,4 @@
-"""Who may call: one layer before every route, closed by default.
+"""Access control: one layer before every route, closed by default.
 
 Without configured keys everything is open to whoever can reach the address, which is this machine unless
 `unsafe_no_auth` was given. With keys, only the health routes are open. The Host header is checked always, so that
@@ -62,13 +62,13 @@ def _no_password() -> str:
 
 ANY = "*"
 LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
-"""Hosts that are this machine: pages of any of its ports may call where no port is written."""
+"""Hosts that are this machine. Written without a port, they allow pages of any of its ports."""
 _USUAL = {"http": "80", "https": "443"}
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::([0-9]{1,5}))?")
 
 
 class Origins:
-    """The origins of one server. Raises ConfigError for one that no page can have."""
+    """The origins of one server. Raises ConfigError for an origin that no page can have."""
 
     def __init__(self, config: Config) -> None:
         local = any(one.lower() in LOCAL for one in config.cors_origins)
@@ -154,7 +154,7 @@ class Tenant:
 
 
 DEFAULT = Tenant("default", b"")
-"""The tenant where there is no key, of a single key without a tenant, and of a tenant that is named so."""
+"""The tenant without keys, of a single key without a tenant, and of a configured tenant of this name."""
 
 
 class Access:

@@ -1,4 +1,4 @@
-"""What all request bodies are made of: the strict base, and shapes of fields that several have.
+"""The base of all request bodies: the strict model, JSON reading, and shapes that several fields share.
 
 Numbers are only typed here; their ranges are checked in `frontend/requests.py`, lengths of lists there and in `parse`.
 """
@@ -265,7 +265,7 @@ Place = Literal[
     "called",
     "other",
 ]
-"""What kind of object a field stands in."""
+"""The kind of object that a field stands in."""
 
 
 class Body(BaseModel):
@@ -276,9 +276,9 @@ class Body(BaseModel):
     within: ClassVar[dict[str, type[Body]]] = {}
     """The fields that hold such bodies, one or a list of them."""
     lenient: ClassVar[bool] = False
-    """Unknown fields are passed over, which the sender is told in a header."""
+    """Whether unknown fields are ignored, with a warning in a header."""
     synonyms: ClassVar[Mapping[str, str]] = {}
-    """Other names of fields, which count where the field's own is absent."""
+    """Other names of fields, used if the field's own is absent."""
     attached: ClassVar[str] = ""
     """The field whose messages or items may hold images and files."""
 

@@ -113,18 +113,18 @@ SAFE: Headers = [
         b"default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     ),
 ]
-"""Stand on every answer that brings none of its own: whatever text a client stored, no browser runs it."""
+"""Headers of every answer that brings none of its own: whatever text a client stored, no browser runs it."""
 AUTHORITY = "cairn.authority"
-"""Holds, in the scope of a call whose request line names a host, that host as it stands there."""
+"""Key in the scope of a call whose request line names a host, with that host as written."""
 _NAME = re.compile(rb"[!-.0-~]{1,128}")
-"""What a client may call a request: visible characters, and no slash, since it stands in a path."""
+"""Names that a client may give a request: visible characters without a slash, since the name stands in a path."""
 _encode = msgspec.json.Encoder().encode
 _BREAKS = tuple((char.encode(), b"\\u%04x" % ord(char)) for char in "\u2028\u2029\u0085")
-"""Line breaks that JSON lets stand in a text, and how it may write them."""
+"""Line breaks that JSON permits inside strings, and their escapes."""
 USED_UP = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
 NO_THREAD = "can't start new thread"
 USED_RETRY = 5.0
-"""Seconds until who found a machine without memory, threads or files may try again."""
+"""Seconds after which a client may try again if the machine had no memory, threads or files left."""
 
 
 def encode(value: Any) -> bytes:
@@ -141,7 +141,7 @@ def encode(value: Any) -> bytes:
 
 
 class Disconnected(Exception):
-    """The client is gone; nobody is left to answer."""
+    """Raised when the client is gone and nobody is left to answer."""
 
 
 def error_body(error: CairnError) -> dict[str, Any]:
@@ -169,7 +169,7 @@ MAX_WARNINGS = 16
 GZIP = (b"gzip", b"x-gzip")
 """Names of the only compression of bodies that is read."""
 _UNPACKED_AT_ONCE = 1 << 12
-"""Most bytes that are unpacked on the event loop. What comes of so few is bounded by the limit of bodies."""
+"""Most bytes that are unpacked on the event loop. Their unpacked size is bounded by the limit of bodies."""
 
 
 def shown(text: str) -> str:
@@ -236,25 +236,25 @@ class HTTPCall:
         self.scope = scope
         self.path: str = scope["path"]
         self.route = "*"
-        """The path of its route, with the names of variable parts; of what is no route a star."""
+        """The path of its route with the names of variable parts; `*` if it has no route."""
         self.number = number
         self.id = f"{number:016x}"
         self.headers: Headers = []
         """Sent with every answer beside the endpoint's own (CORS)."""
         self.warnings: list[str] = []
-        """What the sender should know of a request that is answered all the same: told in a header, and in bodies."""
+        """Warnings to the sender of a request that is answered all the same, sent in a header and in bodies."""
         self.admits: Callable[[str], bool] = _nobody
         """Whether pages of an origin may call, as the access layer has it."""
         self.tenant = "default"
         self.salt = b""
         self.share = ""
-        """Whose share of the server it takes: the tenant's, or the client's where there are no keys."""
+        """The tenant, or without keys the client, whose share of the server it takes."""
         self.payer = ""
-        """Whose limits it counts against: the tenant's, or its address's where there are no keys."""
+        """The tenant, or without keys the client's address, whose limits it counts against."""
         self.arrived: Callable[[int], Awaitable[None]] | None = None
-        """Counts the bytes of each piece of the body, and raises where they are too many."""
+        """Counts the bytes of each piece of the body, and raises if they are too many."""
         self.settled: Callable[[], None] = _nothing
-        """Ends the counting of what arrived: whoever keeps it says how much that is."""
+        """Ends the counting of what arrived: the route counts itself how much it keeps."""
         self.identity = b""
         self.model = ""
         """Identity and name of the model that answers, once it was chosen."""
@@ -264,9 +264,9 @@ class HTTPCall:
         self.status = 0
         """The status of the answer, once it has begun."""
         self.tokens: tuple[int, int] | None = None
-        """How many tokens prompt and answer have, where something was generated."""
+        """Tokens of prompt and answer, if something was generated."""
         self.ended = ""
-        """Why the answer ended early although its status says nothing of it."""
+        """The reason why the answer ended early although its status is a success."""
         given = self.header(b"x-request-id")
         self.name = given.decode() if given is not None and _NAME.fullmatch(given) else None
         self._receive = receive
@@ -305,7 +305,7 @@ class HTTPCall:
 
     @property
     def coding(self) -> bytes:
-        """How the body is compressed, as the request says."""
+        """The compression of the body, as the request names it."""
         return (self.header(b"content-encoding") or b"identity").strip().lower()
 
     async def _unpacked(self, body: bytes) -> bytes:
@@ -347,7 +347,7 @@ class HTTPCall:
 
     @property
     def hears(self) -> bool:
-        """Whether one more sentence of `warn` is told."""
+        """Whether one more warning is sent."""
         return len(self.warnings) < MAX_WARNINGS
 
     def warn(self, sentence: str) -> None:
@@ -445,9 +445,9 @@ def unforeseen(error: Exception, id: str) -> CairnError:
 
 
 class Watch:
-    """While entered, cancels the current task as soon as the client disconnects.
+    """A context that cancels the current task as soon as the client disconnects.
 
-    `left` tells that this happened; the cancellation then ends here. Call `stop` before the last piece of the answer.
+    `left` is True then, and the cancellation ends here. Call `stop` before the last piece of the answer.
     """
 
     __slots__ = ("_call", "_main", "_task", "left")

@@ -1,4 +1,4 @@
-"""What stands between a socket and the HTTP parser, so that no client can hold a connection or memory for ever.
+"""Bounds between a socket and the HTTP parser: no client can hold a connection or memory for ever.
 
 `Guard` is uvicorn's httptools protocol with bounds: bytes of headers and body (chunked bodies too), time for headers,
 time between pieces of a body and its rate, time for a client to read, number of connections. Refusals are answers in
@@ -39,7 +39,7 @@ LINGER_SECONDS = 2.0
 
 
 class Phase(enum.Enum):
-    """Where a connection is in its exchange."""
+    """The place of a connection in its exchange."""
 
     NEW = "new"
     HEAD = "head"
@@ -51,14 +51,14 @@ class Phase(enum.Enum):
 
 
 class Verdict(enum.Enum):
-    """What to do without a word."""
+    """Ways to end a connection without an answer."""
 
     CLOSE = "close"
     ABORT = "abort"
 
 
 class Times:
-    """What one connection's clock says. Times are the event loop's, in seconds."""
+    """The times of one connection, in seconds of the event loop's clock."""
 
     def __init__(self, config: Config, now: float) -> None:
         self._config = config
@@ -68,7 +68,7 @@ class Times:
         """When bytes came last."""
         self._sent = 0
         self._stuck: float | None = None
-        """Since when the client has read nothing of what is written."""
+        """The time since which the client has read nothing of what is written."""
 
     def look(self, now: float, sent: int, unsent: int) -> None:
         """Record how many bytes were sent and how many wait to be sent."""
@@ -119,7 +119,7 @@ OFFERS = (b"upgrade", b"http2-settings")
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the connections of one listener share."""
+    """The objects that the connections of one listener share."""
 
     config: Config
     rng: Rng

@@ -1,4 +1,4 @@
-"""The events of one answer, kept so that they can be read again from any of them on."""
+"""Event logs: the events of an answer, kept so that clients can read them again from any number on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ PREFIXES = ("chatcmpl-", "cmpl-", "req-", "msg_", "resp_")
 
 
 class CallTable:
-    """Calls by number, and by the names that clients gave them. Ended ones are kept 10 minutes and at most 1,000."""
+    """Calls by number, and by the names that clients gave them.
+
+    Calls that have ended are kept for 10 minutes, at most 1,000 of them.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -157,7 +160,7 @@ class EventLog:
         self.salt = salt
         self.over = False
         self.begun = False
-        """Whether its request was let in: what fails from then on is an event."""
+        """Whether its request was admitted: a failure from then on is an event."""
         self.cancelled = False
         """Somebody has ended it by its id."""
         self.failure: CairnError | None = None

@@ -1,11 +1,10 @@
-"""How much a tenant may ask for: requests and tokens a minute, and requests at once.
+"""Limits of a tenant: requests and tokens a minute, requests at once, bytes on the disk, and a call's deadline.
 
-Buckets of each tenant, each as large as what a minute brings; tokens are taken when they are known, at the end of each
-request that a model computes (an answer, a member's turn, a text that becomes a vector), whoever waits for it, so what
-is begun before the bucket is empty is answered whole. Headers: OpenAI's `x-ratelimit-*`
-(platform.openai.com/docs/guides/rate-limits), and for clients of Anthropic `anthropic-ratelimit-*`
-(docs.anthropic.com/en/api/rate-limits). Without keys a tenant is a client, by its address,
-whatever agent it names.
+Each tenant has buckets as large as one minute's worth. Tokens are taken when they are known, at the end of each request
+that a model computes (an answer, a member's turn, a text that becomes a vector). So what begins before the bucket is
+empty is answered whole. Headers: OpenAI's `x-ratelimit-*` (platform.openai.com/docs/guides/rate-limits), and for
+clients of Anthropic `anthropic-ratelimit-*` (docs.anthropic.com/en/api/rate-limits). Without keys a tenant is a client,
+by its address, whatever agent it names.
 """
 
 from __future__ import annotations
@@ -74,9 +73,9 @@ def _moment(text: str) -> float:
 
 FORM = b"multipart/form-data"
 ENVELOPE = 64 << 10
-"""Bytes of a form that are passed over: its fields and boundaries, which are not kept."""
+"""Bytes of a form that are not counted: its fields and boundaries, which are not kept."""
 FRESH_SECONDS = 5.0
-"""How old what is known of a tenant may be."""
+"""Seconds for which a measurement of a tenant's bytes is used."""
 MOST_MEASURED = 1000
 MIB = 1 << 20
 
@@ -89,18 +88,18 @@ class _TenantBytes:
     def __init__(self) -> None:
         self.at = float("-inf")
         self.measured = 0
-        """What was on the disk at that time."""
+        """Bytes on the disk at that time."""
         self.added = 0
-        """What came since, as far as its size was known."""
+        """Bytes that came since, as far as their number is known."""
         self.arriving = 0
         self.changed = False
-        """Whether anything came or was deleted since."""
+        """Whether anything was added or deleted since."""
         self.lock = asyncio.Lock()
-        """Held by the one who measures."""
+        """Held while the bytes are measured."""
 
     @property
     def taken(self) -> int:
-        """Bytes that count: kept, and on their way."""
+        """Bytes that count against the limit: kept, and on their way."""
         return self.measured + self.added + self.arriving
 
 
@@ -260,13 +259,13 @@ MINUTE = 60.0
 MOST_TENANTS = 10_000
 """How many tenants are remembered; of more, those that ask for nothing now are forgotten."""
 BUSY_SECONDS = 1.0
-"""Seconds after which a tenant whose requests are too many at once may ask again, at the least."""
+"""Least Retry-After in seconds of a tenant with too many requests at once."""
 WEIGHT = 0.2
 """How much one request counts in how long a tenant's take."""
 
 
 class _Bucket:
-    """So many a minute, at most a minute's worth at once. It may be in debt."""
+    """A rate limit: `limit` a minute, at most one minute's worth at once. It may be in debt."""
 
     __slots__ = ("_at", "_left", "limit")
 
@@ -294,13 +293,13 @@ class _Bucket:
 
 
 class _Tenant:
-    """What one tenant has used."""
+    """The usage of one tenant."""
 
     __slots__ = ("began", "buckets", "most", "seconds")
 
     def __init__(self, limits: TenantLimits, now: float) -> None:
         self.buckets: dict[str, _Bucket] = {}
-        """By what is counted in them: requests, tokens, and those of prompts and answers alone."""
+        """By kind: requests, all tokens, tokens of prompts, tokens of answers."""
         self.bound(limits, now)
         self.began: list[float] = []
         """When each of the requests that are being answered came, the oldest first."""

@@ -86,7 +86,7 @@ async def upload(call: HTTPCall, config: Config, folder: Path, most: int) -> Asy
 
 
 class _PartReader:
-    """What the parser finds."""
+    """Collects the parts that the parser finds."""
 
     def __init__(self, most: int) -> None:
         self.file: BinaryIO

@@ -1,6 +1,6 @@
-"""Paths that are no route: what they could have meant, and an answer in the shape that their callers read.
+"""Answers to paths that are no route: a hint, in the shape that the callers read.
 
-Nothing here looks at what the server holds: a path is judged by its form alone, before anybody has to show a key.
+Nothing here looks at what the server holds: a path is judged by its form alone, before a key is asked for.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _ELSEWHERE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"/(?:v1)?", "Cairn listens here; OpenAI's API begins at {base}"),
     )
 )
-"""What people look for at other servers, and what they are told. The first that fits."""
+"""Paths of other servers with the hints that they get; the first match counts."""
 
 
 def canonical(path: str) -> str:

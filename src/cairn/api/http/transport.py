@@ -1,4 +1,4 @@
-"""What leaves a connection: a transport that counts, and the answer to a client that the guard refuses."""
+"""The output of a connection: a transport that counts, and the refusals of the guard."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cairn.api.http.not_found import body_of
 from cairn.types.errors import CairnError
 
 WRITE_BUFFER = 1 << 14
-"""Bytes that wait in a transport before its writer has to wait. Each write costs the transport a kilobyte more, so what
-a slow client has not read is better kept as tokens, in front of the encoding."""
+"""Bytes that wait in a transport before its writer has to wait. Each write costs the transport a kilobyte more, so
+it is better to keep what a slow client has not read as tokens, before encoding."""
 
 
 _TCP_CLOSE = 7
@@ -57,7 +57,7 @@ class OutputTransport:
 
     @property
     def reset(self) -> bool:
-        """Whether the other side has refused what was sent, or whether that cannot be found out."""
+        """Whether the other side has reset the connection, or that cannot be found out."""
         try:
             state = self.raw.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
         except (AttributeError, OSError):  # not Linux, or no longer a socket

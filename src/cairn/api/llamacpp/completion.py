@@ -1,4 +1,4 @@
-"""llama-server's own routes: POST /completion and /infill, and what its clients ask beside them.
+"""llama-server's own routes: POST /completion and /infill, and others that its clients use.
 
 Shapes: github.com/ggml-org/llama.cpp, tools/server/README.md.
 """
@@ -31,9 +31,9 @@ NAMES = {
     "max_tokens": "n_predict",
     "repetition_penalty": "repeat_penalty",
 }
-"""What these routes call the fields of a request."""
+"""These routes' names for the fields of a request."""
 SNIPPET = "\n\n--- snippet ---\n\n"
-"""Stands before each file beside the one to be filled in, for models without tokens for that."""
+"""Put before each file beside the one to be filled in, for models without tokens for that."""
 
 
 class Llama:
@@ -154,7 +154,7 @@ class Llama:
 
 
 class LlamaAnswer:
-    """How completions look. A stream ends with what the whole is, but for the text."""
+    """Formats completions. A stream ends with the object of a whole answer, without the text."""
 
     def __init__(self, service: Service, choices: Sequence[ChoiceStream], body: LlamaBody) -> None:
         self._service = service

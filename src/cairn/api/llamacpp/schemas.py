@@ -1,6 +1,6 @@
 """Bodies of llama-server's own routes.
 
-Shapes: github.com/ggml-org/llama.cpp, tools/server/README.md. What its fields beside these mean here is in `fields`.
+Shapes: github.com/ggml-org/llama.cpp, tools/server/README.md. Other fields of theirs are in `fields`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_PIECES = 256
 
 
 class LlamaBody(Generation):
-    """What /completion and /infill share."""
+    """The fields that /completion and /infill share."""
 
     synonyms: ClassVar[Mapping[str, str]] = {**Generation.synonyms, "n_cmpl": "n"}
 
@@ -59,7 +59,7 @@ class InfillBody(LlamaBody):
     input_suffix: str
     input_extra: Several[Extra] | None = Field(default=None, max_length=MAX_PIECES)
     prompt: str | None = None
-    """The beginning of what is filled in."""
+    """The beginning of the text to fill in."""
 
 
 def plain(given: dict[str, Any]) -> dict[str, Any]:

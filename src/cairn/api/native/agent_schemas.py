@@ -1,4 +1,4 @@
-"""Addresses and bodies of the agents' routes, and what they may say."""
+"""Paths and bodies of the agents' routes, and their checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATH = "/v1/agents"
 MOST_LISTED = 100
 MAX_METADATA_VALUE = 512
 MAX_OWN_METADATA = 1 << 22
-"""Characters of what the server itself notes of a response or a conversation."""
+"""Characters of metadata that the server itself keeps for a response or a conversation."""
 LEAST_TTL = 1.0
 MOST_TTL = 10 * 365 * 86_400.0
 
@@ -45,7 +45,7 @@ class CreateBody(Body):
 
 
 class TurnBody(ChatGeneration):
-    """POST /v1/agents/{id}/turns: only what is new."""
+    """POST /v1/agents/{id}/turns: the new messages alone."""
 
     fork_on_conflict: bool | None = None
 

@@ -53,7 +53,7 @@ from cairn.types.stats import TakenIn
 MAX_IMPORTS = 4
 """How many imports of one tenant may run at once: each has a file on the disk, of at most max_import_mib."""
 LISTED = 20
-"""Agents on a page of which nobody says how many."""
+"""Default number of agents on a page."""
 
 
 class AgentRoutes:
@@ -62,7 +62,7 @@ class AgentRoutes:
     def __init__(self, state: ServerState) -> None:
         self._config, self._quotas = state.config, state.quotas
         self._folder = state.agents_folder
-        """The one of the token log, whose disk takes imports while they arrive."""
+        """The folder of the token log, whose disk takes imports while they arrive."""
         self._attribution = state.attribution
         self._turns = TurnRoutes(state)
         self._importing: Counter[str] = Counter()

@@ -24,7 +24,7 @@ from cairn.types.errors import InvalidRequest
 
 PATH = "/v1/collections"
 ANSWER_TOKENS = 512
-"""Tokens of an answer at most where the question says nothing of it."""
+"""Default limit of an answer's tokens."""
 
 
 class CollectionBody(Body):
@@ -48,7 +48,7 @@ class CollectionBody(Body):
 
 
 class CollectionDocumentBody(Body):
-    """POST /v1/collections/{id}/documents, as JSON; as a form its `file` stands in the place of `text` and `data`."""
+    """POST /v1/collections/{id}/documents as JSON; a form has a `file` instead of `text` and `data`."""
 
     id: str | None = None
     name: str
@@ -113,11 +113,11 @@ class SearchBody(Body):
     filters: SearchFilters | None = None
     embedding_model: str | None = None
     rerank: bool | None = None
-    """Default: where a model for that is loaded."""
+    """Default: rerank if a model for that is loaded."""
     rerank_model: str | None = None
 
     least: ClassVar[float] = -1.0
-    """The score that a chunk has to reach unless the body says otherwise."""
+    """The least score of a chunk unless the body sets one."""
 
     def wanted(self) -> Search:
         """Return the search options."""

@@ -1,4 +1,4 @@
-"""Where a server keeps what is durable."""
+"""The folders with a server's durable data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cairn.types.errors import ConfigError
 log = logging.getLogger("cairn.api")
 
 _HELD = ".held"
-"""Ending of the folders beside the user's own in which a server says that they are its own; they hold nothing else."""
+"""Suffix of the folders beside the user's own that mark them as held by a server. They hold nothing else."""
 _USUAL_PORT = 8000
 
 

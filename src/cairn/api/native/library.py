@@ -1,4 +1,4 @@
-"""What all routes over documents share: the collections of the server, and the models that embed and judge."""
+"""The part that all routes over documents share: collections, and the models that embed and judge."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from cairn.types.errors import InvalidRequest, Overloaded, Unavailable
 from cairn.workflows.answerer import ServiceAnswerer
 
 MAX_UPLOADS = 8
-"""Forms of one tenant that are received, or whose file is read, at once: each has a file on the disk."""
+"""Most forms of one tenant that are received or read at once: each has a file on the disk."""
 RETRY = 2.0
 EXAMPLE = "sentence-transformers/all-MiniLM-L6-v2"
 ADD = (
     f"add one: 'cairn pull {EXAMPLE}', then start the server with it beside the models that it has: 'cairn serve MODEL "
     f"{EXAMPLE}'"
 )
-"""What the owner of a server does so that it has collections."""
+"""Advice to the owner of a server without an embedding model."""
 FILE, UPLOADS = "collections.sqlite", "files.sqlite"
 
 
@@ -60,7 +60,7 @@ class Library:
         self._collections: Collections | None = None
         self._opening = asyncio.Lock()
         self._uploading = Counter[str]()
-        """How many forms are being received, by whose they are."""
+        """Number of forms being received, by payer."""
 
     async def open(self) -> Collections:
         """Return the collections, once the folder beside them is this server's."""

@@ -1,4 +1,4 @@
-"""GET /v1/events: one stream of what changes, for a page that shows it. Nothing is looked at while nobody listens.
+"""GET /v1/events: one stream of changes for the page. Nothing is compared while nobody listens.
 
     hello       what this is: the version, whether there are agents, whether figures of the server follow
     snapshot    a tenant's agents, in pieces; the first says `"begin": true`, the last `"end": true`
@@ -45,7 +45,7 @@ TICK = 0.5
 SHARE = 100
 KEPT_EVENTS = 1024
 KEPT_BYTES = 1 << 20
-"""Of the events that a reader who comes back can get."""
+"""Bytes of events kept for readers that reconnect."""
 PIECE = 250
 """Agents in one event."""
 MOST_REQUESTS = 200
@@ -65,7 +65,7 @@ class _Event(NamedTuple):
 
 
 class ChangeFeed:
-    """What changes for one tenant, followed from the first reader on until the last has been away for `GRACE`."""
+    """The changes of one tenant, followed from its first reader until the last has been away for `GRACE`."""
 
     def __init__(
         self, salt: bytes, tenant: str, epoch: str, services: Callable[[], Sequence[Service]], first: Service
@@ -74,7 +74,7 @@ class ChangeFeed:
         self.epoch = epoch
         """No other feed has it: the numbers of another mean nothing here."""
         self.readers: dict[Waker, bool] = {}
-        """Who listens, and whether they may see the server's figures."""
+        """Readers, and whether each may see the server's figures."""
         self.over = False
         self.last = 0
         self._salt, self._tenant, self._services, self._first = salt, tenant, services, first
@@ -83,7 +83,7 @@ class ChangeFeed:
         self._agents: Agents | None = None
         self._overview: Overview | None = None
         self._state: dict[str, Any] = {}
-        """What `requests`, `savings` and `server` said last, by these names."""
+        """The last content of `requests`, `savings` and `server`, by these names."""
         self._left = time.monotonic()
 
     # ---------------------------------------------------------------------------------------------------- following

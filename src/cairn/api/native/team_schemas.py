@@ -50,7 +50,7 @@ class MemberBody(Body):
     seed: Count = None
     reasoning_budget: Count = None
     tools: Several[ToolBody] | None = None
-    """What it may call before it speaks; whoever made the team gives back what they return."""
+    """Tools it may call before it speaks; the team's owner sends back their results."""
 
     def member(self) -> Member:
         """Return the member of the team's definition."""
@@ -77,7 +77,7 @@ class TeamDocumentBody(Body):
 
 
 class TopologyBody(Body):
-    """Who speaks in a round."""
+    """The order of speakers in a round."""
 
     kind: TopologyKind = "round_robin"
     order: Several[str] | None = None
@@ -206,13 +206,13 @@ class PostBody(Body):
 
     content: str
     to: Several[str] | None = None
-    """Whom a whisper is for; nobody: all."""
+    """The members that a whisper is for; empty: all."""
     sender: str = USER
-    """The member in whose name it is said; or `user`."""
+    """The member in whose name it is said, or `user`."""
 
 
 class ToolResultBody(Body):
-    """What one call returned."""
+    """The result of one call."""
 
     call_id: str
     content: str

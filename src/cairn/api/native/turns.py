@@ -1,6 +1,6 @@
-"""The routes of an agent's turns: what it was told and answered, one more turn, and an interrupted one again.
+"""The routes of an agent's turns: its history, one more turn, and resuming an interrupted one.
 
-Every turn is generated onto an event log, so it runs on for a time of grace after its connection closed.
+Every turn is generated onto an event log, so it goes on for a grace time after its connection closed.
 """
 
 from __future__ import annotations

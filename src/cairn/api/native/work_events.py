@@ -1,9 +1,9 @@
-"""Work that tells of itself in events - rounds of a team, a run of a workflow - and outlives its connection.
+"""Work that reports events - rounds of a team, a run of a workflow - and outlives its connection.
 
     data: {"type": "turn.delta", ...}        one JSON object an event, `type` first
     data: [DONE]
 
-The events are kept as those of a turn are (`http/resumable.py`): `/v1/requests/{id}/events` follows them from any on,
+The events are kept as those of a turn are (`http/event_log.py`): `/v1/requests/{id}/events` follows them from any on,
 where `{id}` is the X-Request-ID of the answer, and `/v1/requests/{id}/cancel` interrupts the work. Without a reader for
 the time of grace it is interrupted too.
 """

@@ -1,7 +1,7 @@
-"""POST /api/chat and /api/generate, as Ollama has them: a stream is lines of JSON, each an answer's piece.
+"""Ollama's generating routes and embeddings: a stream is lines of JSON, each a piece of the answer.
 
 Shapes: github.com/ollama/ollama, docs/api.md, as ollama-python's `_types` state them. Durations are nanoseconds.
-`prompt_eval_count` is the whole prompt; what of it came from the cache is in `cairn`, a field of ours.
+`prompt_eval_count` is the whole prompt; how much of it came from the cache is in `cairn`, a field of ours.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from cairn.types.outputs import Delta, Done, FinishReason, TokenKind, TokenLogpr
 
 LINES: Headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-cache")]
 LATEST = ":latest"
-"""The tag that Ollama's clients put behind a name that has none."""
+"""The tag that Ollama's clients append to a name without one."""
 
 
 class Ollama:
@@ -154,7 +154,7 @@ class Ollama:
 
 
 class LineFormat(ABC):
-    """How an answer looks: `piece` is what is said in one line of it."""
+    """The lines of an answer; `piece` returns the fields of one."""
 
     def __init__(self, call: HTTPCall, service: Service, body: OllamaBody) -> None:
         self._service = service

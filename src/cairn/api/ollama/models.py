@@ -1,6 +1,6 @@
-"""Ollama's routes beside generation: the models that are served, and downloads on the server's machine.
+"""Ollama's other routes: the models that are served, and downloads on the server's machine.
 
-Shapes: github.com/ollama/ollama, docs/api.md. What changes downloads is for the server's owner (`auth.ADMIN`).
+Shapes: github.com/ollama/ollama, docs/api.md. Routes that change downloads are for the server's owner.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ log = logging.getLogger("cairn.api")
 
 
 SPEAKS = "0.14.0"
-"""The version of Ollama whose API this is. Clients ask for a least one: 0.6.4 (Copilot), 0.13.4 (codex)."""
+"""The version of Ollama whose API this is. Clients require at least 0.6.4 (Copilot), 0.13.4 (codex)."""
 DECADE = 10 * 365 * 86_400.0
 """Seconds; clients read dates of the next centuries badly."""
 FOREVER = "9999-12-31T23:59:59Z"
@@ -61,7 +61,7 @@ _LOOK = 0.25
 
 
 class _Facts(NamedTuple):
-    """What does not change of the model that is served."""
+    """The constant facts of a served model."""
 
     size: int
     modified: str
@@ -75,7 +75,7 @@ class OllamaModels:
     def __init__(self, state: ServerState) -> None:
         self._state, self._config = state, state.config
         self._facts: dict[str, _Facts] = {}
-        """By where a model lies."""
+        """By the place of a model's files."""
         self._pulling = 0
 
     def routes(self) -> list[Route]:
@@ -293,7 +293,7 @@ class _Pull:
         self._told: hub.Progress | None = None
         self._shown: hub.Progress | None = None
         self.left = threading.Event()
-        """Nobody waits for it any more: it ends, and goes on where it stopped when it is asked for again."""
+        """Set when nobody waits any more: the download ends, and the next request for it continues where it stopped."""
 
     def run(self) -> None:
         """Download."""

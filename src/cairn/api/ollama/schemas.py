@@ -1,7 +1,7 @@
 """Bodies of Ollama's API, and the chat or the text that they ask for.
 
-Shapes: github.com/ollama/ollama, docs/api.md, as ollama-python's `_types` state them. Ollama passes over what it does
-not know, and so its clients send all manner of things: unknown fields are told in X-Cairn-Warning.
+Shapes: github.com/ollama/ollama, docs/api.md, as ollama-python's `_types` state them. Ollama ignores unknown fields, so
+its clients send all manner of things: unknown fields are named in X-Cairn-Warning.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ NAMES = {
     **{name: f"options.{name}" for name in ("presence_penalty", "frequency_penalty", "typical_p")},
     **{name: f"options.{name}" for name in ("mirostat", "mirostat_tau", "mirostat_eta")},
 }
-"""What this dialect calls the fields of a chat."""
+"""This dialect's names for the fields of a chat."""
 TEXT_NAMES = NAMES | {"prompt": "prompt", "messages": "prompt"}
-"""What it calls them where the chat is one prompt."""
+"""Its names for them if the chat is one prompt."""
 
 
 class Options(Body):
@@ -78,7 +78,7 @@ class Options(Body):
 
 
 class OllamaBody(Body):
-    """What /api/chat and /api/generate share."""
+    """The fields that /api/chat and /api/generate share."""
 
     place = "ollama"
     within: ClassVar[dict[str, type[Body]]] = {"options": Options}
@@ -86,7 +86,7 @@ class OllamaBody(Body):
 
     model: str | None = None
     stream: bool | None = None
-    """True where it is absent."""
+    """True by default."""
     think: Any = None
     format: Any = None
     options: Options | None = None
@@ -100,7 +100,7 @@ class OllamaBody(Body):
 
     @property
     def hides(self) -> bool:
-        """Whether what is thought is not to be seen."""
+        """Whether thinking is hidden."""
         return self.think is False
 
     def common(self, knows: Callable[[str], bool], *, thinks: bool) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class OllamaGenerateBody(OllamaBody):
     system: str | None = None
     raw: bool | None = None
     context: Several[int] | None = None
-    """Tokens that an earlier answer has given back: what comes before."""
+    """Tokens that an earlier answer returned: the context before the prompt."""
 
 
 class OllamaEmbedBody(Body):
@@ -164,7 +164,7 @@ class OllamaEmbedBody(Body):
     input: Stop | None = None
     """Empty: the model is to be loaded."""
     truncate: bool | None = None
-    """False: a text that is too long is refused; by default it is cut."""
+    """False: refuse a text that is too long; by default it is cut."""
     dimensions: Count = None
     options: Options | None = None
 
@@ -183,7 +183,7 @@ class OllamaEmbeddingsBody(Body):
 
 
 class NameBody(Body):
-    """What /api/show, pull and delete take. `name` is the older name of `model`."""
+    """The body of /api/show, pull and delete. `name` is the older name of `model`."""
 
     place = "model"
     lenient: ClassVar[bool] = True

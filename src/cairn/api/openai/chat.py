@@ -20,7 +20,7 @@ from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import InvalidRequest
 
 COMPLETION_TOKENS = 16
-"""max_tokens of a text completion that gives none, as in the OpenAI API."""
+"""Default max_tokens of a text completion, as in the OpenAI API."""
 
 
 class OpenAI:

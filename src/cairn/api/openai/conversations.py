@@ -1,4 +1,4 @@
-"""OpenAI's conversations, under /v1/conversations: a name for the response that is gone on from, and what was added.
+"""OpenAI's conversations, under /v1/conversations: a name for the last response, and messages added to it.
 
     POST /v1/conversations                         GET, POST, DELETE /v1/conversations/{id}
     GET, POST /v1/conversations/{id}/items         GET, DELETE /v1/conversations/{id}/items/{item}
@@ -59,7 +59,7 @@ class ItemsBody(Body):
 
 
 class ConversationState(NamedTuple):
-    """Where a conversation stands."""
+    """The state of a conversation."""
 
     head: str
     """The last response; empty before the first."""
@@ -68,7 +68,7 @@ class ConversationState(NamedTuple):
 
 
 class _Message(TypedDict):
-    """What has to be in a message that a conversation holds."""
+    """The required fields of a message in a conversation."""
 
     role: str
 

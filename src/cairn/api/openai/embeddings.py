@@ -51,7 +51,7 @@ class EmbeddingBody(Body):
     normalize: bool | None = None
     """False: the vectors as the model makes them; default: of length 1."""
     prompt_name: str | None = None
-    """Which of the model's words stand before each text, such as those for queries."""
+    """The model's prompt to put before each text, such as the one for queries."""
 
 
 class LlamaEmbeddingBody(Body):
@@ -102,7 +102,7 @@ class RerankBody(Body):
     raw_scores: bool | None = None
     """Whether the scores of a judge are those before the logistic function."""
     instruction: str | None = None
-    """What a decoder judges by."""
+    """The instruction by which a decoder judges."""
 
 
 class ScoreBody(Body):

@@ -1,8 +1,8 @@
-"""The tool `file_search` of OpenAI's Responses API: a search of vector stores whose passages the answer is made from.
+"""The tool `file_search` of OpenAI's Responses API: a search of vector stores for the passages of an answer.
 
-The search is made for the user's last message before the model says anything: small models answer well from passages
-that they are shown, and ask badly for those that they need. The passages stand before that message, numbered, and what
-the answer cites of them becomes its annotations; a number of none is taken out, as in answers of /v1/collections.
+The search runs on the user's last message before the model generates: small models answer well from passages they are
+shown, and ask badly for those they need. The passages stand before that message, numbered. Citations in the answer
+become annotations; a number without a passage is removed, as in answers of /v1/collections.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESULTS = "file_search_call.results"
 MAX_STORES = 16
 """Vector stores of one tool."""
 USUAL = 5
-"""Passages where the tool says nothing of it."""
+"""Default number of passages."""
 TOLD = (
     "Answer from these sources where they help, and name the source of each statement by its number in brackets, such "
     "as [1].\n\n"
@@ -49,7 +49,7 @@ class FileSearchBody(Body):
 
 
 class CitedFile(msgspec.Struct, frozen=True):
-    """What a number in an answer names."""
+    """The file behind a number in an answer."""
 
     file_id: str
     filename: str
@@ -129,7 +129,7 @@ def _shown(found: Sequence[SearchHit]) -> str:
 
 
 class CitedText:
-    """A text that cites: what of it may be told, and what it cites where."""
+    """A text with citations: the part that can be sent, and its annotations."""
 
     def __init__(self, sources: Sequence[CitedFile]) -> None:
         self._sources = sources

@@ -1,4 +1,4 @@
-"""OpenAI's files, under /v1/files: what is put into vector stores, kept as it was uploaded.
+"""OpenAI's files, under /v1/files, kept as they were uploaded.
 
 POST /v1/files (a form with `file` and `purpose`)      GET /v1/files?limit=&order=&after=&purpose=
 GET  /v1/files/{id}      GET /v1/files/{id}/content    DELETE /v1/files/{id}

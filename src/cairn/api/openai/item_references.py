@@ -1,9 +1,9 @@
 """Items that a request names by their ids instead of sending them.
 
-Some clients send `{"type": "item_reference", "id": ...}`, or the id alone, for what an earlier response has said:
-Vercel's AI SDK does so in every second step. An item's id holds the id of the response or conversation that it is of,
-so nothing is kept for it. One of a response that was not stored, was deleted or is another tenant's is not there: all
-three are the same 404, so nobody learns which it was.
+Some clients send `{"type": "item_reference", "id": ...}`, or the id alone, for items of an earlier response: Vercel's
+AI SDK does so in every second step. An item's id contains the id of its response or conversation, so nothing is kept
+for it. An item of a response that was not stored, was deleted or is another tenant's gets the same 404, so nobody
+learns which it was.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cairn.frontend.service import Service
 from cairn.types.errors import InvalidRequest, NotFound, Unavailable
 
 MAX_SOURCES = 64
-"""Most responses whose input is looked through, and conversations: each may be long."""
+"""Most responses, and conversations, whose items are looked through: each may be long."""
 _ID = re.compile(r"[a-z]{1,8}_([0-9A-Za-z_]{1,56}?)(_in)?_[0-9]{1,9}")
 
 Listed = Mapping[str, dict[str, Any]]
@@ -56,7 +56,7 @@ class ItemReferences:
 
 
 class _ReferenceReader:
-    """What one request refers to: each response and each conversation is looked up once."""
+    """The references of one request: each response and each conversation is read once."""
 
     def __init__(
         self,

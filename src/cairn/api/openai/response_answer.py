@@ -1,7 +1,7 @@
-"""How OpenAI's Responses API says an answer: items of reasoning, text and calls, and 23 types of events about them.
+"""Answers of OpenAI's Responses API: items of reasoning, text and calls, and 23 types of events about them.
 
 Events: platform.openai.com/docs/api-reference/responses-streaming, as openai-python's `ResponseStreamEvent` states
-them. Each is one server-sent event with a `sequence_number` from 0, so on an event log number n stands at n + 1.
+them. Each is one server-sent event with a `sequence_number` from 0, so event n is number n + 1 of an event log.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cairn.types.outputs import Delta, Done, FinishReason, TokenKind, TokenLogpr
 from cairn.types.stats import CacheReport
 
 CODES = {"overloaded": "rate_limit_exceeded", "unavailable": "server_is_overloaded"}
-"""What clients of OpenAI know our codes as, where theirs are others."""
+"""OpenAI's codes for those of ours that differ."""
 
 
 def head_of(body: ResponseBody, id: str, model: str, *, stored: bool) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _conversation(given: Any) -> Any:
 
 @dataclass(slots=True)
 class _ItemInProgress:
-    """The item that is being said."""
+    """The item that is being generated."""
 
     kind: str
     id: str
@@ -84,7 +84,7 @@ class _ItemInProgress:
     text: list[str] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     cites: CitedText | None = None
-    """What checks the citations of a message, where there is something to cite."""
+    """Checks the citations of a message, if there is something to cite."""
     annotations: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -122,7 +122,7 @@ class ResponseAnswer:
         self._output: list[dict[str, Any]] = []
         self._searched: Searched | None = None
         self._first = 0
-        """Items that were there before the model said anything."""
+        """Number of items before the model's own."""
         if searched is not None:
             self.show(searched)
 

@@ -108,7 +108,7 @@ class CompactedAnswer:
 
 PATH = "/v1/responses"
 CANCEL_SECONDS = 5.0
-"""How long a cancelled response may take to end before it is shown as it is."""
+"""Seconds that a cancelled response may take to end before it is shown as it is."""
 
 
 class Responses:

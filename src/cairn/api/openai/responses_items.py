@@ -1,4 +1,4 @@
-"""The items of OpenAI's Responses API: what clients send and get back, as messages and the other way round."""
+"""Conversion between items of OpenAI's Responses API and messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cairn.api.http.call import HTTPCall
 from cairn.types.errors import InvalidRequest, Unsupported
 
 SEARCHED = "Sources, found by a search of the files for what follows.\n\n"
-"""How the first part of a message begins that a search has put there; it is none of the client's."""
+"""Beginning of the part of a message that a search has added; it is not the client's."""
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 
 
@@ -26,11 +26,11 @@ MARKS: Mapping[str, str] = {
     "local_shell_call": "lsh",
     "apply_patch_call": "apc",
 }
-"""What the ids of items begin with, by their type."""
+"""Prefixes of item ids, by type."""
 
 
 class Called(NamedTuple):
-    """A tool whose calls are said otherwise than a function's."""
+    """A tool whose calls have another form than a function's."""
 
     name: str
     """Its own, without the namespace."""
@@ -38,7 +38,7 @@ class Called(NamedTuple):
     custom: bool = False
     """Its input is free text."""
     description: str | None = None
-    """What the client says of a tool of free text; the model is told its grammar too."""
+    """The client's description of a free-text tool; the model reads its grammar too."""
     format: dict[str, Any] | None = None
     """The grammar of its input, as the client sent it; of a client's own tool all that it sent."""
     kind: str = ""
@@ -74,9 +74,9 @@ class _Items:
         self.messages: list[dict[str, Any]] = []
         self._said: list[str] = []
         self._thought: list[str] = []
-        """What the last message, an assistant's, says and thinks, piece by piece: there may be many."""
+        """Texts and thoughts of the last message, an assistant's, piece by piece: there may be many."""
         self._speaks = False
-        """Whether what it says is not empty."""
+        """Whether its text is not empty."""
         self._kinds: Mapping[str, Callable[[Mapping[str, Any], str], None]] = {
             "message": self._message,
             "reasoning": self._reasoning,

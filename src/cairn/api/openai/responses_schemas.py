@@ -1,7 +1,7 @@
 """Bodies of OpenAI's Responses API, and the chat that they ask for.
 
 Shapes: platform.openai.com/docs/api-reference/responses, as openai-python's `types.responses` state them. Clients send
-items and tools of services that run elsewhere: those are passed over, and told in X-Cairn-Warning.
+items and tools of services that run elsewhere: those are ignored, and named in X-Cairn-Warning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMES = {
     "response_format.json_schema": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-"""What this dialect calls the fields of a chat."""
+"""This dialect's names for the fields of a chat."""
 EFFORTS = {"xhigh": "high", "max": "high"}
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
@@ -34,7 +34,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
 
 class ResponseBody(Body):
-    """POST /v1/responses, and /v1/responses/input_tokens without what is of the answer."""
+    """POST /v1/responses; for /v1/responses/input_tokens without the fields of the answer."""
 
     place = "responses"
     attached = "input"
@@ -75,13 +75,13 @@ class ResponseBody(Body):
 
     @property
     def compares(self) -> str | None:
-        """The response with whose prompt this one is to be compared."""
+        """The response whose prompt is compared with this one's."""
         found = (self.prompt_cache_options or {}).get("comparison_response_id")
         return found if isinstance(found, str) else None
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What may be named as the reason why a prompt is another."""
+        """Parts of the request that can be named as the reason why a prompt differs."""
         text, items = self.text or {}, self.input if isinstance(self.input, list) else []
         compacted = any(isinstance(item, dict) and item.get("type") == "compaction" for item in items)
         return {
@@ -94,12 +94,12 @@ class ResponseBody(Body):
 
     @property
     def prewarms(self) -> bool:
-        """Whether the prompt is to be computed, and nothing is to be said."""
+        """Whether the prompt is computed and nothing is generated."""
         return (self.prompt_cache_options or {}).get("prewarm") is True
 
     @property
     def summarises(self) -> bool:
-        """Whether reasoning is wanted as a summary; it is given whole, under that name."""
+        """Whether reasoning is sent as a summary: it is the whole, under that name."""
         return (self.reasoning or {}).get("summary") is not None
 
     def includes(self, what: str) -> bool:
@@ -115,7 +115,7 @@ class Tools:
         self.called: dict[str, Called] = {}
         """By the name that the model uses."""
         self.searches: list[tuple[str, dict[str, Any]]] = []
-        """Tools that search files, and where they stand in the body."""
+        """Tools that search files, with their places in the body."""
         self._named = [tool.get("name") for tool in tools or () if tool.get("type") in ("function", "custom")]
         for index, tool in enumerate(tools or ()):
             self._add(tool, f"tools[{index}]", call, None)

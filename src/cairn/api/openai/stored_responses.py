@@ -1,4 +1,4 @@
-"""Responses that are kept: each is an agent of one turn more than the response that it follows.
+"""Stored responses: each is an agent with one turn more than the response that it continues.
 
     create                        an agent that begins with instructions and tools, and its first turn
     previous_response_id          a fork of that response's agent, which copies nothing, and the next turn
@@ -40,7 +40,7 @@ from cairn.types.outputs import Usage
 
 PREFIX = "resp_"
 TTL = 30 * 86_400.0
-"""Seconds after its last use for which a response is kept, as with OpenAI."""
+"""Seconds that a response is kept after its last use, as with OpenAI."""
 KIND = "response"
 """`object` in the metadata of an agent that is a response."""
 ADDED: Mapping[str, Any] = {
@@ -48,13 +48,13 @@ ADDED: Mapping[str, Any] = {
     **dict.fromkeys(("max_tool_calls", "safety_identifier")),
     "service_tier": "default",
 }
-"""What responses that were kept by earlier versions do not say of themselves."""
+"""Fields that responses stored by earlier versions lack."""
 _APART = ("tools", "instructions", "output")
-"""Fields of a response's object that stand elsewhere: the agent begins with the first two."""
+"""Fields of a response object that are stored elsewhere: the agent begins with the first two."""
 
 
 class _Head(msgspec.Struct):
-    """What has to be in the `head` of a response's metadata to make a response of it."""
+    """The required fields in the `head` of a response's metadata."""
 
     id: str
     instructed: bool
@@ -70,7 +70,7 @@ class StoredResponses:
 
     @property
     def open(self) -> bool:
-        """Whether responses can be kept now."""
+        """Whether responses can be stored now."""
         return self._attribution.agents is not None
 
     async def begin(

@@ -24,7 +24,7 @@ RANKERS = ("none", "auto", "default-2024-11-15")
 
 
 class _StoreBody(Body):
-    """What a vector store is made with, or changed to."""
+    """The fields that create or change a vector store."""
 
     lenient: ClassVar[bool] = True
 
@@ -100,7 +100,7 @@ class AttributesBody(Body):
 
 
 class RankingBody(Body):
-    """How what is found is put in order."""
+    """The ranking of what is found."""
 
     lenient: ClassVar[bool] = True
 
@@ -126,7 +126,7 @@ class RankingBody(Body):
 
     @property
     def rerank(self) -> bool | None:
-        """Whether a model for reranking is wanted; None: where one is loaded."""
+        """Whether a model reranks; None: if one is loaded."""
         return False if self.ranker == "none" else None
 
 
