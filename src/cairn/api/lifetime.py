@@ -121,10 +121,10 @@ async def _serve(
 
 
 async def _open_agents(app: App, models: Models, config: Config) -> asyncio.Task[None] | None:
-    """Let the application have agents.
+    """Open the agents of the application.
 
-    Where their folder is only the usual one and cannot be had, the server goes on without, says so in its readiness,
-    and the task that is returned tries again. Raises ConfigError for a folder that was asked for.
+    If their folder is only the usual one and cannot be had, the server goes on without and reports it in its readiness;
+    the returned task tries again. Raises ConfigError for a folder that was asked for.
     """
 
     async def attempt() -> None:

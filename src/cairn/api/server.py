@@ -127,7 +127,7 @@ def return_freed_memory() -> None:
 
 
 def raise_file_limit(connections: int) -> None:
-    """Raise RLIMIT_NOFILE as far as it goes, and say so if it is still less than the connections need."""
+    """Raise RLIMIT_NOFILE as far as possible; log a warning if the connections may need more."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     ceiling = 1 << 20
     wanted = ceiling if hard == resource.RLIM_INFINITY else min(hard, ceiling)

@@ -154,8 +154,8 @@ class Tracing:
         return CallTrace(self._tracer, span, self._clock) if span.is_recording() else None
 
     def close(self) -> None:
-        """Send what waits, as far as that goes within `CLOSE_SECONDS`; more is lost."""
-        # Where nobody takes spans the exporter tries for ten seconds, and a thread of a pool would be waited for.
+        """Send waiting spans for at most `CLOSE_SECONDS`; the rest is lost."""
+        # The exporter tries for ten seconds if nobody takes spans, and exit would wait for a thread of a pool.
         thread = threading.Thread(target=self._provider.shutdown, name="cairn-traces", daemon=True)
         thread.start()
         thread.join(CLOSE_SECONDS)

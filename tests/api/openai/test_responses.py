@@ -165,7 +165,7 @@ async def test_tools_of_a_namespace_and_of_free_text_are_called_by_their_own_nam
     ]
     async with site(service) as at:
         answer = await post(at, body(tools=tools))
-        assert "tools[2] is passed over" in answer.headers["x-cairn-warning"]
+        assert "tools[2] is ignored" in answer.headers["x-cairn-warning"]
         spawn, patch = answer.json()["output"]
         streamed = events((await post(at, body(tools=tools, stream=True))).text)
     assert (spawn["name"], spawn["namespace"], spawn["arguments"]) == ("spawn", "agents", '{"n": 1}')
@@ -191,7 +191,7 @@ async def test_a_tool_of_free_text_is_held_to_its_grammar_or_told_of_it() -> Non
         answer = await post(at, body(tools=[custom("regex"), custom("lark", "start: X+\nX: /[a-z]/\n"), spoken]))
         assert answer.status_code == 200
         assert answer.headers["x-cairn-warning"] == (
-            "tools[2]: the model is told of this grammar and not held to it: it comes back to its rule start"
+            "tools[2]: the model reads this grammar and is not held to it: it comes back to its rule start"
         )
         (_, (regex, lark, told), *_), wanted = at.app.service.prompts[0], at.app.service.wanted[0]  # type: ignore[union-attr]
         assert regex["function"]["parameters"]["properties"]["input"]["pattern"] == "^(?:[a-z]+)$"

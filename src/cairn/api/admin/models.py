@@ -113,7 +113,7 @@ class ModelAdmin:
         ]
 
     async def list(self, call: HTTPCall, service: Service) -> None:
-        """List all models, the memory they take and what is left."""
+        """List all models, the memory they take and the memory that is left."""
         models = self._state.registry
         left = await asyncio.to_thread(models.loader.left)
         await call.json(

@@ -52,7 +52,10 @@ class Reload:
         self._watchers.append(watcher)
 
     def __call__(self, models: Models | None) -> Reloaded:
-        """Read them, and let hold what can. InvalidRequest where they cannot be used: then nothing has changed."""
+        """Read the options again and apply those that can change.
+
+        Raises InvalidRequest if they cannot be used: then nothing has changed.
+        """
         if self.again is None:
             raise InvalidRequest("this server's options came from no file, flag or variable that could be read again")
         try:
@@ -60,7 +63,7 @@ class Reload:
             wanted, unchanged = _possible(self.config, read)
             _check_keys(self.config, wanted)
             check_exposure(wanted)
-            Access(wanted)  # whatever refuses is asked before anything is replaced
+            Access(wanted)  # raises before anything is replaced
             check_tls(wanted)
             if models is not None:
                 unchanged |= models.configure(wanted)
@@ -90,8 +93,7 @@ def _check_keys(now: Config, wanted: Config) -> None:
     ):
         if lost:
             raise ConfigError(
-                f"there would be no {what} any more, where this server was started with one; write it back, or "
-                "restart the server to run it without",
+                f"the new options have no {what} any more; write it back, or restart the server to run it without",
                 field=name,
             )
 

@@ -187,13 +187,13 @@ def _client_tool(tool: Mapping[str, Any], where: str, named: Collection[Any], ca
         raise Unsupported(f"{where}: {kind:.40} shows the model a screen, and models here read text", field=where)
     known = of_anthropic(kind)
     if known is None:
-        call.warn(f"{where} is passed over: a tool of type {kind!s:.40} runs on a server, and none runs here")
+        call.warn(f"{where} is ignored: a tool of type {kind!s:.40} runs on a server, and none runs here")
         return []
     name = tool.get("name") or known.name
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRequest(f"{where}.name must be 1 to 128 letters, digits, '_', '-' and '.'", field=f"{where}.name")
     if name in named:
-        call.warn(f"{where} is passed over: a function of the name {name} is offered")
+        call.warn(f"{where} is ignored: a function is named {name} too")
         return []
     return [{"type": "function", "function": known.function(name) | _strict(tool)}]
 
@@ -265,7 +265,7 @@ def _assistant(content: Any, where: str, call: HTTPCall) -> dict[str, Any]:
         elif kind == "text":
             texts.append(_field(block, "text", at))
         else:
-            call.warn(f"{at} is passed over: a block of type {kind!s:.40} is nothing to this server")
+            call.warn(f"{at} is ignored: this server knows no block of type {kind!s:.40}")
     thought, said = "".join(thoughts), "".join(texts)
     message: dict[str, Any] = {"role": "assistant", "content": said or (None if calls else "")}
     if thought:

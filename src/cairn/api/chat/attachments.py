@@ -168,7 +168,7 @@ def _is_text(part: Mapping[str, Any]) -> bool:
 
 
 def _join(body: dict[str, Any], items: Any, images: Any) -> None:
-    """Put Ollama's images, which stand in a list of their own, behind the text that they belong to."""
+    """Append Ollama's images, which come in a list of their own, to the texts that they belong to."""
     if isinstance(images, list):
         body["prompt"] = "\n".join([*filter(None, [body.get("prompt")]), *images])
         del body["images"]

@@ -244,12 +244,12 @@ class Exchange:
                             yield data
                         data = b""
                 except CairnError:
-                    if data and say:  # what fails before its first token has begun all the same
+                    if data and say:  # a failure before the first token counts as begun too
                         yield data
                     raise
 
     def _say(self, batch: Sequence[tuple[int, Event]], say: bool, *, keep_logprobs: bool) -> bytes:
-        """Take what came together; its events where they are wanted."""
+        """Take one batch of deltas; return its events if they are wanted."""
         data = b""
         for index, event in batch:
             self.choices[index].ending |= isinstance(event, Done)
@@ -440,7 +440,7 @@ def spelled_name(field: str, names: Mapping[str, str]) -> str | None:
 
 
 def _tell(call: HTTPCall, exchange: Exchange) -> None:
-    """Tell what the answer is not held to, by the names that the client knows."""
+    """Warn of constraints that the answer is not held to, by the names that the client knows."""
     for sentence in exchange.warnings:
         field, sign, said = sentence.partition(":")
         call.warn(f"{spelled_name(field, exchange.names) or field}{sign}{said}")

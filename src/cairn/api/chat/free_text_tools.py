@@ -61,7 +61,7 @@ def free_text(arguments: str) -> str:
 
 def warning(where: str, why_not: str) -> str:
     """Return the warning for a grammar that cannot be enforced."""
-    return f"{where}: the model is told of this grammar and not held to it: it {why_not}"
+    return f"{where}: the model reads this grammar and is not held to it: it {why_not}"
 
 
 def _grammar(form: Any, where: str) -> tuple[str, str, str]:

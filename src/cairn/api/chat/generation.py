@@ -250,16 +250,16 @@ def shown_tools(body: ChatBody) -> list[dict[str, Any]] | None:
 
 
 def warn_of_tools(call: HTTPCall, service: Service, tools: Sequence[Any] | None) -> None:
-    """Tell where the model learns of tools otherwise than by its template."""
+    """Warn if the model's template cannot render tools."""
     if tools and service.chat.tells_tools:
         call.warn(
-            "the model's chat template shows no tools: it is told of them in its first message, and how well it calls "
+            "the model's chat template shows no tools: they are described in its first message, and how well it calls "
             "them depends on the model"
         )
 
 
 def warn_of_thinking(call: HTTPCall, service: Service, body: Templated) -> None:
-    """Tell where reasoning is not wanted and the model's template cannot turn it off."""
+    """Warn if the request turns reasoning off and the model's template cannot."""
     switches = ("enable_thinking", "reasoning_effort")
     if body.thinks() is False and service.chat.thinks and not any(map(service.chat.knows, switches)):
         call.warn("the model reasons all the same: its chat template has no switch for it")

@@ -77,7 +77,7 @@ class ToolCallBody(Body):
 
     @classmethod
     def usual(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Return the call as that of a function, where it is one of a custom tool."""
+        """Return a custom tool's call as that of a function; any other unchanged."""
         inner = value.get("custom")
         if value.get("type") != "custom" or not isinstance(inner, dict):
             return value

@@ -44,7 +44,7 @@ async def read(
     config: Config,
     body: Callable[[HTTPCall, Config], Awaitable[dict[str, Any]]] = read_json,
 ) -> B:
-    """Read the body of a call whose messages may hold images and files, which are left out (`attachments`)."""
+    """Read the body of a call. Images and files in its messages are replaced by texts (`attachments`)."""
     value = await body(call, config)
     await leave_out(call, kind, value, config)
     return parse(kind, value, config, call)

@@ -217,7 +217,7 @@ class Templated(Body):
     """Another form of the same, with a budget."""
 
     def thinks(self) -> bool | None:
-        """Return whether reasoning is wanted; None where nothing is said of it."""
+        """Return whether reasoning is wanted; None if the request does not say."""
         said = [
             self.enable_thinking,
             None if self.thinking is None else self.thinking.type != "disabled",
@@ -233,7 +233,7 @@ class Templated(Body):
         return inner if self.reasoning_effort is None else self.reasoning_effort
 
     def budget(self) -> int | None:
-        """Return the tokens of reasoning that `thinking` or `reasoning` allow; None where they say nothing."""
+        """Return the tokens of reasoning that `thinking` or `reasoning` allow; None if they set no limit."""
         of_thinking = None if self.thinking is None else self.thinking.budget_tokens
         of_reasoning = None if self.reasoning is None else self.reasoning.max_tokens
         return of_reasoning if of_thinking is None else of_thinking
@@ -310,7 +310,7 @@ def with_prompt_logprobs(options: SamplingOptions, count: int | None, *, stream:
     if count is None:
         return options
     if stream:
-        raise InvalidRequest(f"{field} are told of an answer in one piece, not of a stream", field=field)
+        raise InvalidRequest(f"{field} needs an answer in one piece: set stream to false", field=field)
     if not 0 <= count <= MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"{field} must be from 0 to {MAX_TOP_LOGPROBS}; it is {count}", field=field)
     most = max(count, options.top_logprobs or 0)

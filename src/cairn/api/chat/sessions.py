@@ -54,7 +54,7 @@ class AgentAttribution:
         return self.agents
 
     def troubles(self) -> list[str]:
-        """Return what does not work of the agents now, although requests are served."""
+        """Return the troubles of the agents that do not stop requests from being served."""
         if self.agents is None:
             return [self.why_not] if self.failing else []
         return self.agents.troubles
@@ -140,7 +140,7 @@ class Attribution:
         self._agents.account(self._tenant, self._agent, [*request.prompt, *tokens], done, self._identity)
 
     async def kept(self) -> None:
-        """Wait, a moment at most, until what `done` has kept outlives a killed server."""
+        """Wait, a moment at most, until the records of `done` would survive a kill of the server."""
         await self._agents.kept()
 
 

@@ -43,9 +43,9 @@ class AnswerTimes:
         """The prompt progress of each choice that was reported last."""
 
     def heard(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """Note a piece of a choice; what is to be told of its prompt before it, where that is wanted.
+        """Note a delta of a choice; return the prompt progress to report before it, if that is wanted.
 
-        The first that is told is what was cached, the last the whole prompt, each in `prompt_progress` and `timings`.
+        The first report has the cached tokens, the last the whole prompt, each in `prompt_progress` and `timings`.
         """
         places = [place for one in delta.progress for place in (one.cached, one.processed)]
         cached = delta.progress[0].cached if delta.progress else 0

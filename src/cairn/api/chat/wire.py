@@ -154,7 +154,7 @@ def token_scores(logprobs: Sequence[TokenLogprob], vocabulary: TokenBytes) -> li
 def chat_logprobs(
     content: Sequence[TokenLogprob], reasoning: Sequence[TokenLogprob], vocabulary: TokenBytes
 ) -> dict[str, Any]:
-    """Return the `logprobs` object of a chat choice. `reasoning_content` is there where there is reasoning."""
+    """Return the `logprobs` object of a chat choice, with `reasoning_content` if there is reasoning."""
     found: dict[str, Any] = {"content": token_scores(content, vocabulary), "refusal": None}
     return found | ({"reasoning_content": token_scores(reasoning, vocabulary)} if reasoning else {})
 

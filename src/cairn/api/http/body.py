@@ -76,9 +76,7 @@ def _check_headers(call: HTTPCall) -> None:
 
 def _check_coding(call: HTTPCall) -> None:
     if call.coding not in (b"identity", *GZIP):
-        raise UnsupportedMedia(
-            "the body must not be compressed, or with gzip: other codings are not read", field="Content-Encoding"
-        )
+        raise UnsupportedMedia("the body may be compressed with gzip only", field="Content-Encoding")
 
 
 def _unheard(sentence: str) -> None:
@@ -88,15 +86,15 @@ def _unheard(sentence: str) -> None:
 def parse_json(
     body: bytes, *, max_depth: int, max_values: int = 1 << 18, warn: Callable[[str], None] = _unheard
 ) -> dict[str, Any]:
-    """Return the object that a request body holds.
+    """Return the object in a request body.
 
-    Refused with InvalidRequest: anything but an object; invalid UTF-8 or JSON (RFC 8259: no NaN or Infinity); a key
+    Raises InvalidRequest for anything but an object; for invalid UTF-8 or JSON (RFC 8259: no NaN or Infinity); a key
     given twice; nesting deeper than `max_depth` (the outermost object is 1); more than `max_values` objects, lists and
-    members, or more than an eighth as many objects, which would take 20 times the body's memory and hold up everybody
-    while they are read; a number beyond a 64-bit float or of thousands of digits.
+    members, or more than an eighth as many objects, which would take 20 times the body's memory and block the event
+    loop; a number beyond a 64-bit float or of thousands of digits.
 
-    Half a surrogate pair, which no UTF-8 text can hold, becomes U+FFFD, and `warn` is told: clients that cut texts at
-    a number of UTF-16 units send it with every turn from then on.
+    Half a surrogate pair, which no UTF-8 text can hold, becomes U+FFFD, and `warn` gets a sentence: clients that cut
+    texts at a number of UTF-16 units send it with every later turn.
     """
     body = body.removeprefix(codecs.BOM_UTF8)
     if has_more([body], max_values):
@@ -121,7 +119,7 @@ def parse_json(
     if not isinstance(value, dict):
         raise InvalidRequest("the request body must be a JSON object")
     if _mend(value, max_depth):
-        warn("the body holds half a surrogate pair, which is not a character: U+FFFD stands in its place")
+        warn("the body holds half a surrogate pair, which is not a character: it becomes U+FFFD")
     return value
 
 
@@ -284,7 +282,7 @@ class Body(BaseModel):
 
     @classmethod
     def usual(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Return the object in its usual form, where clients write it in others too."""
+        """Return the object in its usual form, if clients write it in other forms too."""
         return value
 
 

@@ -89,7 +89,7 @@ async def spool(pieces: AsyncIterator[bytes], folder: Path) -> BinaryIO:
             file.write(waiting)
             file.seek(0)
         except BaseException:
-            with contextlib.suppress(OSError):  # it tries once more to write what is left
+            with contextlib.suppress(OSError):  # close tries once more to write the rest
                 file.close()
             raise
     except OSError as error:
@@ -287,10 +287,11 @@ class HTTPCall:
         return self.path.removeprefix(prefix + "/").split("/")[number]
 
     async def body(self) -> bytes:
-        """Return the whole request body, whose size the guard bounds; Disconnected if the client left.
+        """Return the whole request body, whose size the guard bounds.
 
-        One that is compressed with gzip is unpacked. It counts as held until `release`. Overloaded or Unavailable where
-        too many bytes are held already, TooLarge or InvalidRequest for what unpacks to too much or to nothing.
+        A body compressed with gzip is unpacked. It counts as held until `release`. Raises Disconnected if the client
+        left, Overloaded or Unavailable if too many bytes are held already, TooLarge or InvalidRequest for one that
+        unpacks to too much or not at all.
         """
         if self._peeked is not None:
             peeked, self._peeked = self._peeked, None
@@ -351,7 +352,7 @@ class HTTPCall:
         return len(self.warnings) < MAX_WARNINGS
 
     def warn(self, sentence: str) -> None:
-        """Tell the sender something with the answer, the first 16 sentences of many.
+        """Send a warning with the answer, the first 16 of many.
 
         It goes into a header too, where a control character would cost the whole answer.
         """
@@ -403,7 +404,7 @@ class HTTPCall:
 
 
 def _unpack(body: bytes, limit: int) -> bytes:
-    """Return what gzip has packed, at most `limit` bytes of it: a small body may stand for a very large one."""
+    """Return the body without its gzip compression, at most `limit` bytes: a small body may unpack to a large one."""
     unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     try:
         found = unpacker.decompress(body, limit + 1)

@@ -118,7 +118,7 @@ OFFERS = (b"upgrade", b"http2-settings")
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class ConnectionContext:
     """The objects that the connections of one listener share."""
 
     config: Config
@@ -133,15 +133,15 @@ class Shared:
 class Guard(HttpToolsProtocol):
     """One connection of a client."""
 
-    def __init__(self, shared: Shared) -> None:
-        super().__init__(shared.uvicorn, shared.state, {}, shared.loop)
+    def __init__(self, context: ConnectionContext) -> None:
+        super().__init__(context.uvicorn, context.state, {}, context.loop)
         self.access_log = False
-        self._shared = shared
-        self._config = shared.config
-        self._max_head = shared.config.max_header_kib << 10
+        self._context = context
+        self._config = context.config
+        self._max_head = context.config.max_header_kib << 10
         self._max_body = 0
         self.phase = Phase.NEW
-        self._times = Times(shared.config, self.loop.time())
+        self._times = Times(context.config, self.loop.time())
         self._head_bytes = 0
         self._body_bytes = 0
         self._moved = False
@@ -178,7 +178,7 @@ class Guard(HttpToolsProtocol):
         self._feed(data)
         if self._deaf or self.phase is not began:
             return
-        # In a body, what moves nothing stands between chunks, or in the trailers behind them.
+        # In a body, bytes that are no content stand between chunks or in trailers.
         if began is Phase.HEAD or (began is Phase.BODY and not self._moved):
             self._head_bytes += len(data)
             if self._head_bytes > self._max_head:
@@ -307,7 +307,7 @@ class Guard(HttpToolsProtocol):
             return
         config = self._config
         self._max_body = config.max_body_mib << 20
-        upload = self._shared.upload(self.url.partition(b"?")[0].decode("latin-1"))
+        upload = self._context.upload(self.url.partition(b"?")[0].decode("latin-1"))
         if upload == "file":
             self._max_body = config.max_import_mib << 20
         elif upload == "form" and (b"content-type", FORM) in {(name, value[:19]) for name, value in self.headers}:
@@ -389,9 +389,9 @@ class Guard(HttpToolsProtocol):
                 return
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        url: bytes = getattr(self, "url", b"")  # there is none before the first request line
+        url: bytes = getattr(self, "url", b"")  # absent before the first request line
         path = url.partition(b"?")[0].decode("latin-1")
-        self.output.write(refusal(error, path, f"{self._shared.rng.bits64():016x}"))
+        self.output.write(refusal(error, path, f"{self._context.rng.bits64():016x}"))
         self.output.flush()
         self._linger()
 
@@ -471,7 +471,7 @@ def _unchunked(cycle: RequestResponseCycle, app: Any) -> Any:
                 endless = all(name.lower() != b"content-length" for name, _ in message["headers"])
                 if endless:
                     cycle.chunked_encoding = False
-            elif endless:  # to uvicorn it is an answer whose announced length each piece is
+            elif endless:  # uvicorn checks the announced length: announce each piece
                 cycle.expected_content_length = len(message["body"])
             await send(message)
 

@@ -199,7 +199,7 @@ class EventLog:
     def end(self) -> None:
         """Close the log: release what the request held, and compress the events."""
         self.over = True
-        self.cancel, self.error = _nothing, error_event  # what they were bound to holds the whole prompt
+        self.cancel, self.error = _nothing, error_event  # the old ones hold the whole prompt
         if self._fresh:
             self._pack()
         self.wake()
@@ -211,7 +211,7 @@ class EventLog:
         self._fresh, self._fresh_bytes = [], 0
 
     def shorten(self) -> bool:
-        """Give up the oldest page; False if there is none."""
+        """Drop the oldest page; return False if there is none."""
         if not self._pages:
             return False
         self.size -= len(self._pages.pop(0).packed)
@@ -405,10 +405,10 @@ class Follower:
         self._leave = leave
 
     async def run(self, call: HTTPCall, after: int = 0) -> None:
-        """Answer the call with every event that follows number `after`, until the end or until the client leaves.
+        """Answer the call with every event after number `after`, until the end or until the client leaves.
 
-        The headers are sent once the request was let in. Raises what kept it from that, and InvalidRequest if there is
-        no event `after` yet.
+        The headers are sent once the request was admitted. Raises the error that prevented that, and InvalidRequest if
+        there is no event `after` yet.
         """
         log = self._log
         try:

@@ -134,12 +134,12 @@ class _ArrivingBytes:
         try:
             await self._quotas.take(self._tenant, size - passed, self._most)
         except QuotaExceeded:
-            self.settled()  # what is refused is in the way of no other
+            self.settled()  # a refused body takes no room from others
             raise
         self.size += size - passed
 
     def settled(self) -> None:
-        """Count nothing of it any more: it is refused, or whoever keeps it counts what is kept."""
+        """Stop counting the body: it is refused, or its route counts what it keeps."""
         self._settled = True
         self.over(kept=False)
 
@@ -161,7 +161,7 @@ class Quotas:
 
     @contextlib.asynccontextmanager
     async def arriving(self, call: HTTPCall, *, keeps: bool, upload: bool = False) -> AsyncIterator[None]:
-        """Count what a call brings while it is answered, if its route `keeps` it.
+        """Count the bytes of a call while it is answered, if its route `keeps` them.
 
         An `upload` may be KV for the most part, so its route counts itself how much of it is kept. Raises QuotaExceeded
         if its tenant may not keep that much.
@@ -194,7 +194,7 @@ class Quotas:
 
     @contextlib.asynccontextmanager
     async def room(self, tenant: str, size: int) -> AsyncIterator[None]:
-        """Count `size` bytes while they are being written. Raises QuotaExceeded where the tenant may not keep them."""
+        """Count `size` bytes while they are being written. Raises QuotaExceeded if the tenant may not keep them."""
         most = self.limits(tenant).max_disk_mib
         if most is None:
             yield
@@ -208,7 +208,7 @@ class Quotas:
             self.give(tenant, size, kept=written)
 
     async def take(self, tenant: str, size: int, most: int) -> None:
-        """Count `size` bytes as on their way. Raises QuotaExceeded where more than `most` MiB would be taken."""
+        """Count `size` bytes as on their way. Raises QuotaExceeded if more than `most` MiB would be taken."""
         kept = self._of(tenant)
         await self._measure(tenant, kept, FRESH_SECONDS)
         if not _fits(kept, size, most) and kept.changed:
@@ -238,7 +238,7 @@ class Quotas:
         async with kept.lock:
             if kept.at >= began:  # another has, while this one waited
                 return
-            kept.added, kept.changed = 0, False  # what comes meanwhile is counted twice, and never passed over
+            kept.added, kept.changed = 0, False  # bytes that come meanwhile are counted twice rather than missed
             now = self._clock.now()
             kept.measured = await self._used(tenant)
             kept.at = now

@@ -13,7 +13,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from cairn.api.http.auth import load_certificate, tls_context
-from cairn.api.http.connection import Guard, Shared
+from cairn.api.http.connection import ConnectionContext, Guard
 from cairn.config.config import Config
 from cairn.system.interfaces import Rng
 from cairn.system.posix import SystemRng
@@ -41,7 +41,7 @@ class Listener:
             server_header=False,
         )
         served.load()
-        self._shared = Shared(config, rng or SystemRng(), self.loop, served, self.state, upload)
+        self._context = ConnectionContext(config, rng or SystemRng(), self.loop, served, self.state, upload)
         shortest = min(config.header_timeout, config.body_timeout, config.stream_stall, config.idle_timeout)
         self._tick = min(1.0, shortest / 4)
         self._timer: asyncio.TimerHandle | None = None
@@ -50,13 +50,13 @@ class Listener:
 
     async def start(self, sock: socket.socket) -> None:
         """Begin to accept."""
-        # Connections inherit it: what the kernel keeps for a client that does not read is bounded too.
+        # Connections inherit it: it bounds the kernel's buffer for a client that does not read.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.config.stream_buffer_kib << 10)
         tls = self._tls = tls_context(self.config)
         # A client that does not finish its handshake has as long as for its headers.
         patience = None if tls is None else self.config.header_timeout
         self._server = await self.loop.create_server(
-            lambda: Guard(self._shared), sock=sock, backlog=4096, ssl=tls, ssl_handshake_timeout=patience
+            lambda: Guard(self._context), sock=sock, backlog=4096, ssl=tls, ssl_handshake_timeout=patience
         )
         self._sweep()
 

@@ -60,7 +60,7 @@ _ELSEWHERE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 
 def canonical(path: str) -> str:
-    """Return the path of a route as it is known: without a slash at its end, and with the /v1 that may be left out."""
+    """Return a route's path in its canonical form: without a slash at its end, and with /v1 if that was left out."""
     if path.endswith("/") and not path.endswith("//"):
         path = path[:-1] or "/"
     return "/v1" + path if _BARE.fullmatch(path) else path

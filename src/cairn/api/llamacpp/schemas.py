@@ -32,7 +32,7 @@ class LlamaBody(Generation):
 
     @classmethod
     def usual(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Return the body as it is: -1 tokens are as many as there is room for, by any name."""
+        """Return the body unchanged: -1 tokens, by any name, mean as many as there is room for."""
         return value
 
 

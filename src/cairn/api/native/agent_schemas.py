@@ -80,7 +80,7 @@ class RollbackBody(Body):
 
 
 def check_portable(read: Portable, config: Config) -> None:
-    """Hold what a file says to the limits of what is said to the other routes."""
+    """Check an imported agent against the limits of the other routes."""
     agent = read.agent
     parse(CreateBody, {"metadata": agent.metadata, "ttl": agent.ttl}, config)
     ours = agent.metadata.get("object") in ("response", "conversation")
@@ -98,7 +98,7 @@ def beginning(body: CreateBody, config: Config) -> list[ChatMessage]:
         if messages and messages[0].role in ("system", "developer"):
             raise InvalidRequest("give either system or a system message, not both", field="system")
         messages.insert(0, ChatMessage(role="system", content=body.system))
-        if len(messages) > config.max_messages:  # or what is exported could not be imported
+        if len(messages) > config.max_messages:  # else an exported agent could not be imported
             raise InvalidRequest(
                 f"messages holds {len(messages)} messages with system; the limit is {config.max_messages}",
                 field="messages",
@@ -132,7 +132,7 @@ def kept_for(id: str, metadata: Mapping[str, str]) -> str:
 def check_own(info: AgentInfo) -> None:
     """Raise Conflict for an agent that belongs to another API, and would break if continued here."""
     if kind := kept_for(info.id, info.metadata):
-        raise Conflict(f"{info.id} is a {kind}: it is gone on with at /v1/responses, and not as an agent")
+        raise Conflict(f"{info.id} is a {kind}: continue it at /v1/responses, not as an agent")
 
 
 def check_turn(body: TurnBody, config: Config) -> None:

@@ -139,7 +139,7 @@ class AgentRoutes:
         strict = tuple(tool.function.name for tool in body.tools or () if tool.function.strict)
         await check_length(call, service, contents(messages, tools), "messages")
         plain = plain_messages(messages)
-        if plain or tools:  # what no turn could use is refused now; some templates want a user's message
+        if plain or tools:  # refuse now what no turn could use; some templates need a user's message
             asked = any(message["role"] == "user" for message in plain)
             first = plain if asked else [*plain, {"role": "user", "content": "Hello."}]
             wanted = Wanted(choice=ToolChoice(strict=strict))

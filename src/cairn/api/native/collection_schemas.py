@@ -87,7 +87,7 @@ def document_of_form(upload: Upload) -> dict[str, Any]:
     given: dict[str, Any] = {"name": upload.filename, **upload.fields}
     for name in ("text", "data"):
         if name in given:
-            raise InvalidRequest(f"{name} is not for a form, whose file is the document", field=name)
+            raise InvalidRequest(f"{name} cannot be in a form: its file is the document", field=name)
     if "metadata" in given:
         given["metadata"] = parse_json(given["metadata"].encode("utf-8", "replace"), max_depth=2, max_values=64)
     if "stream" in given:

@@ -35,7 +35,7 @@ def check_folders(config: Config, env: Mapping[str, str]) -> None:
         kv = expanded(config.kv_dir).resolve()
         agents = agents_folder(config, env).resolve()
     except (OSError, RuntimeError):
-        return  # whoever uses such a path says what is wrong with it
+        return  # using such a path raises a better error
     if kv == agents or kv in agents.parents or agents in kv.parents:
         raise ConfigError(
             f"agents_dir {agents} and kv_dir {kv} must be two folders, neither of them in the other", field="agents_dir"

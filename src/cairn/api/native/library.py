@@ -112,7 +112,7 @@ class Library:
             yield
 
     async def bytes_of(self, tenant: str) -> int:
-        """Return about how many bytes a tenant's collections and files take; 0 where they cannot be opened."""
+        """Return about how many bytes a tenant's collections and files take; 0 if they cannot be opened."""
         if self._opened is None and not (self.folder / FILE).exists():
             return 0
         try:
@@ -133,7 +133,7 @@ class Library:
             yield Embedder(service, self._asking(salt, share, field))
 
     def check_embedder(self, name: str | None = None) -> None:
-        """Raise what `embedder` would, before anything is read."""
+        """Raise the errors of `embedder` before anything is read."""
         _embedding(self._registry(), name)
 
     @contextlib.asynccontextmanager
@@ -184,19 +184,19 @@ class Library:
 
 
 def _embedding(registry: Models, name: str | None) -> ServedModel:
-    """Return the model for embeddings with this name; without one the first, of those that are loaded if any is.
+    """Return the embedding model with this name; without a name the first, loaded ones before others.
 
-    InvalidRequest for another kind of model, and where there is none; Unavailable where that is not known yet.
+    Raises InvalidRequest for another kind of model, and if there is none; Unavailable while that is unknown.
     """
     if name is not None:
         known = [registry.find(name)]
     else:
         known = [one for one in registry.models if one.kind == "embed"]
         known.sort(key=lambda one: one.state != "loaded")
-    if known and (known[0].kind == "embed" or known[0].failure):  # why it is not served is told where it is used
+    if known and (known[0].kind == "embed" or known[0].failure):  # its use reports why it is not served
         return known[0]
     if any(not one.kind and not one.failure for one in known or registry.models):
-        raise Unavailable("what the models of this server are for is being read; ask again shortly", retry_after=RETRY)
+        raise Unavailable("the models' files are still being read; ask again shortly", retry_after=RETRY)
     if known:
         what = f"{known[0].name} is no model for embeddings, and what its vectors find is mostly wrong"
     else:

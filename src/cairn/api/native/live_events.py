@@ -89,7 +89,7 @@ class ChangeFeed:
     # ---------------------------------------------------------------------------------------------------- following
 
     async def run(self, attribution: AgentAttribution, ending: Callable[[], bool]) -> None:
-        """Look now and then, until nobody has listened for a while or the server ends."""
+        """Compare now and then, until nobody has listened for a while or the server ends."""
         while not self.over:
             began = time.monotonic()
             if self.readers:
@@ -102,7 +102,7 @@ class ChangeFeed:
                 await asyncio.sleep(max(TICK, SHARE * (time.monotonic() - began)))
 
     def look(self, attribution: AgentAttribution) -> None:
-        """Note what is different since the last look."""
+        """Add events for the differences since the last look."""
         if attribution.agents is not self._agents:  # they were opened
             self._agents = attribution.agents
             self._overview = None if self._agents is None else self._agents.overview(self._tenant)

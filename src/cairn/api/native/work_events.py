@@ -69,7 +69,7 @@ class EventedWork:
 async def answer(
     call: HTTPCall, logs: EventLogs, config: Config, work: Work, *, stream: bool, whole: Callable[[], dict[str, Any]]
 ) -> None:
-    """Do the work and answer the call: with its events, or once it is over with what `whole` makes of it."""
+    """Do the work and answer the call: with its events, or at the end with the result of `whole`."""
     calls = logs.calls
     if calls is not None:
         calls.open(call.number, [call.number], name=call.name, salt=call.salt)

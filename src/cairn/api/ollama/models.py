@@ -247,7 +247,7 @@ class OllamaModels:
             try:
                 self._facts[place] = await asyncio.to_thread(_facts, place, model.spec)
             except ModelError as error:  # it is listed all the same
-                log.warning("%s: what its files hold cannot be told: %s", model.name, error)
+                log.warning("%s: its files cannot be read: %s", model.name, error)
                 self._facts[place] = _Facts(0, _iso(datetime.now(UTC)), {}, 0)
         return self._facts[place]
 
@@ -317,7 +317,10 @@ class _Pull:
 
 
 def _remove(model: str, served: Sequence[str]) -> None:
-    """Remove a download. ModelError where there is none, Conflict where the model that is served would go with it."""
+    """Remove a download.
+
+    Raises ModelError if there is none, Conflict if a served model would be removed with it.
+    """
     removal = plan(model)
     gone = [removal.repository] if removal.whole else removal.links
     for name in served:

@@ -234,7 +234,7 @@ def raw_text(body: OllamaGenerateBody, knows: Callable[[str], bool], *, thinks: 
     """
     for name in ("system", "think"):
         if getattr(body, name):
-            raise Unsupported(f"{name} needs a chat template, and this prompt is completed as it stands", field=name)
+            raise Unsupported(f"{name} needs a chat template, and this prompt is completed without one", field=name)
     chat = body.common(knows, thinks=thinks)
     known = {*Generation.model_fields, *Generation.synonyms, "response_format"}
     return _given({name: value for name, value in chat.items() if name in known})
@@ -279,7 +279,7 @@ class _OpenCalls:
             self._open.pop(number, None)
 
     def first(self, name: object) -> str | None:
-        """Take off the first call of that name, else the first of all; return its id, or None where there is none."""
+        """Remove the first call of that name, else the first of all; return its id, or None if there is none."""
         waiting = self._by_name.get(name, deque()) if isinstance(name, str) else deque[int]()
         while waiting:
             if (number := waiting.popleft()) in self._open:
@@ -321,7 +321,7 @@ def _calls(given: Any, where: str, calls: _OpenCalls) -> list[dict[str, Any]]:
 
 
 def _answered(message: Mapping[str, Any], calls: _OpenCalls) -> str:
-    """Return the id of the call that a result belongs to: as it says, else the first of its name, else the first."""
+    """Return the id of the call that a result belongs to: its own, else the first of its name, else the first."""
     id = message.get("tool_call_id")
     if isinstance(id, str) and id:
         calls.answer(id)

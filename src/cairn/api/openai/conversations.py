@@ -131,7 +131,7 @@ class Conversations:
     def locked(self, tenant: str, id: str) -> Iterator[None]:
         """Lock a conversation while one of its responses begins. Raises ConversationLocked if another does."""
         if (tenant, id) in self._locked:
-            raise ConversationLocked(f"conversation {id} is being gone on with by another response", field=KIND)
+            raise ConversationLocked(f"conversation {id} is being continued by another response", field=KIND)
         self._locked.add((tenant, id))
         try:
             yield

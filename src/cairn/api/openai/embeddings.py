@@ -127,7 +127,7 @@ SHAPES = "must be a text, a list of texts, a list of token ids or a list of such
 
 
 def texts_of(given: Any, field: str) -> list[str | list[int | str]]:
-    """Return the texts that an `input` holds. InvalidRequest for what is none."""
+    """Return the texts of an `input`. Raises InvalidRequest for any other shape."""
     if (one := _text(given, field)) is not None:
         return [one]
     if not isinstance(given, list) or not given:
@@ -273,7 +273,7 @@ class Embeddings:
         prompt_name: str | None = None,
         instruction: str | None = None,
     ) -> Asking:
-        """Return whose texts these are and their limits."""
+        """Return the options of embedding a call's texts."""
         return Asking(
             salt=call.salt,
             share=call.share,
@@ -329,9 +329,9 @@ def _texts(given: object) -> list[Text]:
 def _check_ids(call: HTTPCall, body: EmbeddingBody, texts: Sequence[Text]) -> None:
     """Refuse token ids of another model's tokenizer, whose vectors would mean nothing.
 
-    LangChain's OpenAIEmbeddings cuts texts into the tokens of OpenAI's models unasked. It sends batches of ids through
-    OpenAI's client for Python, which adds base64 where its caller says nothing. Whoever has ids of this model's own
-    says what encoding is wanted, and is only reminded.
+    LangChain's OpenAIEmbeddings by default cuts texts into tokens of OpenAI's models. It sends batches of ids through
+    OpenAI's client for Python, which adds base64 if its caller names no encoding. A client with ids of this model's own
+    names an encoding, and is only reminded.
     """
     if all(isinstance(one, str) for one in texts):
         return

@@ -39,9 +39,9 @@ class ItemReferences:
         self._config, self._stored, self._of_conversation = config, stored, of_conversation
 
     async def resolved(self, call: HTTPCall, service: Service, given: Any, field: str = "input") -> Any:
-        """Return a list of items without references; anything else as it is.
+        """Return a list of items without references; anything else unchanged.
 
-        NotFound for a reference to what is not there, with its place in the list.
+        Raises NotFound for a reference to no item, with its place in the list.
         """
         if not isinstance(given, list) or not any(map(_is_reference, given)):
             return given

@@ -140,7 +140,7 @@ class ResponseAnswer:
         return self
 
     def compare(self, parting: Parting | None) -> None:
-        """Tell what became of the prefix of another response."""
+        """Add where the prompt leaves that of another response."""
         self._compared, self._parting = True, parting
 
     def begin(self) -> bytes:
@@ -210,7 +210,7 @@ class ResponseAnswer:
         return found | {"temperature": choice.request.sampling.temperature, "top_p": choice.request.sampling.top_p}
 
     def items(self, said: MessageBuilder, logprobs: Sequence[TokenLogprob] = (), *, cut: bool) -> list[dict[str, Any]]:
-        """Return all that was said as items: those that were streamed, or all at once. `cut`: the last is not whole."""
+        """Return the answer as items: those that were streamed, or all at once. `cut`: the last is incomplete."""
         if len(self._output) == self._first and self._open is None and said:
             scores = tuple(logprobs)
             for part in said.parts():
@@ -296,7 +296,7 @@ class ResponseAnswer:
         return data
 
     def _leave(self, *, cut: bool = False) -> bytes:
-        """End the item that is open, in the midst of it where the answer was `cut`."""
+        """End the open item; `cut` marks it incomplete."""
         item, self._open = self._open, None
         if item is None:
             return b""

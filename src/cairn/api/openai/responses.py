@@ -200,7 +200,7 @@ class Responses:
         except ContextTooLong as error:
             if not body.stream or call.started:
                 raise
-            # Clients that compact what is too long look for it in the stream alone.
+            # Clients that compact long conversations look for this error in the stream alone.
             call.ended = error.code
             await call.begin(EVENT_STREAM)
             await call.write(answer.begin() + answer.error(error), more=False)
@@ -303,7 +303,7 @@ class Responses:
         body = await self._read(call, service)
         tools = Tools(body.tools, call)
         if tools.searches:
-            call.warn("tools: files are not searched to count tokens, so what a search would find is not counted")
+            call.warn("tools: files are not searched to count tokens, so passages of a search are not counted")
         with spelled(NAMES):
             prompt = await chat_prompt(call, service, self._config, await self._chat(call, body, tools))
         await call.json({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})

@@ -88,7 +88,7 @@ class _Items:
             **dict.fromkeys(("shell_call_output", "local_shell_call_output"), self._shell_output),
             "apply_patch_call_output": self._shell_output,
             "compaction": self._compaction,
-            "file_search_call": lambda item, where: None,  # what it found stood in a message, and the answer follows
+            "file_search_call": lambda item, where: None,  # its passages stood in a message, and the answer follows
         }
 
     def end(self) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ class _Items:
         return self.messages
 
     def _close(self) -> None:
-        """Put what an assistant said and thought into its message."""
+        """Put an assistant's texts and thoughts into its message."""
         if self._said:
             self.messages[-1]["content"] = "".join(self._said)
         if self._thought:
@@ -117,7 +117,7 @@ class _Items:
         elif not isinstance(kind, str):
             raise InvalidRequest(f"{where}.type must be a text", field=f"{where}.type")
         else:
-            self._call.warn(f"{where} is passed over: an item of type {kind:.40} is nothing to this server")
+            self._call.warn(f"{where} is ignored: this server knows no item of type {kind:.40}")
 
     def _message(self, item: Mapping[str, Any], where: str) -> None:
         role = item.get("role")
@@ -184,7 +184,7 @@ class _Items:
         text = unpack(item.get("encrypted_content"))
         if not text:
             raise InvalidRequest(
-                f"{where}.encrypted_content is not of this server: what was compacted elsewhere cannot be read",
+                f"{where}.encrypted_content was made by another server and cannot be read",
                 field=f"{where}.encrypted_content",
             )
         self._put({"role": "user", "content": text})

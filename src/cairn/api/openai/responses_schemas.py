@@ -137,12 +137,12 @@ class Tools:
         elif isinstance(kind, str) and kind.startswith("computer"):
             raise Unsupported(f"{where}: {kind:.40} shows the model a screen, and models here read text", field=where)
         else:
-            call.warn(f"{where} is passed over: a tool of type {kind!s:.40} runs on a server, and it is not built")
+            call.warn(f"{where} is ignored: a tool of type {kind!s:.40} runs on a server, and it is not built")
 
     def _add_client_tool(self, tool: Mapping[str, Any], kind: str, where: str, call: HTTPCall) -> None:
         """Add a tool that the client runs, as a function held to its schema. Its calls are items of their own kind."""
         if kind in self._named:
-            call.warn(f"{where} is passed over: a function of the name {kind} is offered")
+            call.warn(f"{where} is ignored: a function is named {kind} too")
             return
         self.functions.append({"type": "function", "function": OPENAI[kind].function() | {"strict": True}})
         self.called[kind] = Called(kind, format=dict(tool), kind=kind)

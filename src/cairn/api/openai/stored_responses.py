@@ -84,7 +84,7 @@ class StoredResponses:
         previous: str | None,
         searched: Searched | None = None,
     ) -> RunningTurn:
-        """Begin the turn of a response. `chat` has the instructions and what is new since the `previous` one."""
+        """Begin the turn of a response. `chat` has the instructions and the messages since the `previous` one."""
         agents, id = self._attribution.open(), str(head["id"])
         check_chat(chat, self._config)
         check_model(chat.model, service)
@@ -100,8 +100,8 @@ class StoredResponses:
         said = json.dumps({name: value for name, value in head.items() if name not in _APART}, ensure_ascii=False)
         if len(said) > MAX_OWN_METADATA:  # it is held in memory
             raise InvalidRequest(
-                f"what a response repeats of its request has more than {MAX_OWN_METADATA} characters, the limit; send "
-                "less in text and tool_choice, or store: false"
+                f"the request fields that a response repeats have more than {MAX_OWN_METADATA} characters, the limit; "
+                "send less in text and tool_choice, or store: false"
             )
         metadata = {
             "object": KIND,
@@ -167,7 +167,7 @@ class StoredResponses:
         )
 
     async def _made(self, agents: Agents, tenant: str, make: Callable[[], Awaitable[AgentInfo]]) -> None:
-        """Make an agent; where there are too many, in the place of the oldest response."""
+        """Create an agent; if there are too many, the oldest response is deleted for it."""
         try:
             await make()
         except Overloaded:
@@ -205,7 +205,7 @@ class StoredResponses:
                 field="previous_response_id",
             ) from None
         if info.state != "idle":
-            raise Conflict(f"response {id} is {info.state}: only one that is complete can be gone on with")
+            raise Conflict(f"response {id} is {info.state}: only a complete one can be continued")
         return info
 
     def _find(self, agents: Agents, tenant: str, id: str) -> AgentInfo:
@@ -214,7 +214,7 @@ class StoredResponses:
     async def _said(
         self, agents: Agents, tenant: str, info: AgentInfo, *, answered: bool = True
     ) -> list[dict[str, Any]]:
-        """Return all messages but the instructions; the last answer where `answered`."""
+        """Return all messages but the instructions, with the last answer if `answered`."""
         first, _ = await agents.beginning(tenant, info.id)
         count = len(instructed(await self._instructions(agents, tenant, info)))
         found = [dict(message) for message in first[count:]]
@@ -276,7 +276,7 @@ class StoredResponses:
         return found
 
     async def output(self, tenant: str, id: str, service: Service) -> list[dict[str, Any]] | None:
-        """Return what a response has said, as items; None where there is no such response."""
+        """Return the output items of a response; None if there is no such response."""
         agents = self._attribution.open()
         try:
             info = self._find(agents, tenant, id)
@@ -299,7 +299,7 @@ class StoredResponses:
         )
 
     async def input_items(self, tenant: str, id: str) -> list[dict[str, Any]]:
-        """Return all that a response was made from, as items: what was said before it, and what it was told."""
+        """Return all that a response was made from as items: the history before it, and its input."""
         agents = self._attribution.open()
         info = self._find(agents, tenant, id)
         said = await self._said(agents, tenant, info, answered=False)

@@ -193,7 +193,7 @@ class VectorStoreRoutes:
         body = parse(StoreSearchBody, await read_json(call, self._config), self._config, call)
         queries, search = body.queries(), body.search()
         if body.rewrite_query:
-            call.warn("rewrite_query: the query is searched as it is")
+            call.warn("rewrite_query: ignored, the query is searched unchanged")
         rerank = None if body.ranking_options is None else body.ranking_options.rerank
         found = await self._library.search(call, [call.path_part(PATH)], queries, search, rerank)
         data = [result_object(one) | {"content": [{"type": "text", "text": one.chunk.text}]} for one in found]
