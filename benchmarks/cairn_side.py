@@ -14,7 +14,7 @@ from typing import Any
 
 from both_sides import STEP, Timed, answer_lines, peak, tokens_of
 from cairn.config.config import Config
-from cairn.engine.cpu import CpuEngine
+from cairn.engine.recorded import RecordedEngine
 from cairn.kernels import roofline
 from cairn.kernels.choose import chosen
 from cairn.models.spec.config import load_spec
@@ -54,7 +54,7 @@ class Side(Timed):
         context = min(spec.context, 8192)
         whole = {"keep_packed": False, **options}  # the time to load is that of a first start
         config = Config(model=path, threads=threads, context=context, kv_gb=max(kv_gb(spec, tokens), 0.3), **whole)
-        self.engine = CpuEngine.load(spec, Path(path), config)
+        self.engine = RecordedEngine.load(spec, Path(path), config)
         self.vocab = spec.vocab
         return {"seconds": time.perf_counter() - began, "vocab": spec.vocab}
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from cairn.config.config import Config
-from cairn.engine.cpu import CpuEngine
+from cairn.engine.recorded import RecordedEngine
 from cairn.models.hub.hub import locate
 from cairn.models.spec.config import check_decodes, load_spec
 from cairn.text.chat.templates import load_text
@@ -74,7 +74,7 @@ class Held:
         self._over.clear()
 
 
-def tables(engine: CpuEngine, row: int, tokens: int) -> tuple[range, ...]:
+def tables(engine: RecordedEngine, row: int, tokens: int) -> tuple[range, ...]:
     count = -(-tokens // BLOCK_TOKENS)
     return tuple(range(row * count, (row + 1) * count) for _ in engine.info.groups)
 
@@ -85,7 +85,7 @@ def timed(work: Callable[[], None]) -> Step:
     return Step(time.perf_counter() - start, time.process_time() - cpu)
 
 
-def pairs(engine: CpuEngine, held: Held, asked: Any) -> list[tuple[Step, Step]]:
+def pairs(engine: RecordedEngine, held: Held, asked: Any) -> list[tuple[Step, Step]]:
     """Steps without masks, and right after them with."""
     depth, vocab = asked.depth, engine.info.vocab
     known = [[(7919 * at + 104_729 * row) % vocab for at in range(depth + 1)] for row in range(asked.rows)]
@@ -120,7 +120,7 @@ def main() -> None:
     spec = check_decodes(load_spec(folder))
     config = Config(max_running=asked.rows, step_tokens=512, context=asked.depth + BLOCK_TOKENS)
     blocks = asked.rows * -(-(asked.depth + 1) // BLOCK_TOKENS)
-    engine = CpuEngine.load(spec, folder, config, blocks=tuple(blocks for _ in spec.groups))
+    engine = RecordedEngine.load(spec, folder, config, blocks=tuple(blocks for _ in spec.groups))
     tokenizer, _ = load_text(folder, None)
     ends = sorted(tokenizer.end_ids)
     vocabulary = read_vocabulary(folder, None, spec.vocab, ends)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from cairn.config.config import Config
-from cairn.engine.cpu import CpuEngine
 from cairn.engine.memory import weight_memory
+from cairn.engine.recorded import RecordedEngine
 from cairn.models.hub import hub
 from cairn.models.packing.weight_format import HeldWeights, form_of
 from cairn.models.safetensors.weights import open_weights
@@ -38,7 +38,7 @@ def texts_of(folder: Path, context: int) -> list[list[int]]:
     return [list(ids[at : at + size]) for at in range(0, TOKENS, size)]
 
 
-def read(engine: CpuEngine, texts: list[list[int]]) -> list[TokenLogprob]:
+def read(engine: RecordedEngine, texts: list[list[int]]) -> list[TokenLogprob]:
     """Return the log-probability of each token of the texts but their first."""
     said: list[TokenLogprob] = []
     for tokens in texts:
@@ -62,7 +62,7 @@ def main() -> None:
         config = Config(weights=form, context=min(spec.context, WINDOW), max_running=1, kv_dtype="f32")  # type: ignore
         held = HeldWeights(open_weights(folder, spec), form_of(spec, form))
         size = weight_memory(spec, held, config.kernels).held
-        engine = CpuEngine.load(spec, folder, config)
+        engine = RecordedEngine.load(spec, folder, config)
         said = read(engine, texts)
         engine.close()
         errors = [*_errors(held)] or [0.0]

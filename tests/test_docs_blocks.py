@@ -35,6 +35,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 ADDRESS = re.compile(r"(?:localhost|127\.0\.0\.1):8000")
 RUN = frozenset({"doctor", "collection", "agents", "backup", "restore", "config"})
 """Commands of `cairn` that are run; others need the network, a terminal or hours, and only their words are checked."""
+AGENTS = "server-agents"
+"""The folder of the server's agents, beside the reader."""
 VARIABLES = ("OPENAI_", "ANTHROPIC_", "CLAUDE_CODE_", "OLLAMA_")
 
 
@@ -80,11 +82,12 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(embedder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def server(embedder: Path, folder: Path) -> Iterator[Served]:
     """One server for all pages: the bundled model, and the tiny one for vectors."""
-    file = tmp_path_factory.mktemp("server") / "cairn.toml"
+    file = folder / ".server.toml"
     file.write_text(f'[[models]]\nmodel = "demo"\n[[models]]\nmodel = "{embedder}"\n')
-    with served(engine="cpu", config_file=str(file)) as process:
+    agents = file.parent / AGENTS
+    with served(engine="cpu", config_file=str(file), agents_dir=str(agents)) as process:
         yield process
 
 
@@ -110,7 +113,13 @@ def environment(port: int, folder: Path) -> dict[str, str]:
     (tools / "cairn").chmod(0o755)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("CAIRN_", *VARIABLES))}
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    return kept | {"CAIRN_PORT": str(port), "PATH": path, "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    return kept | {
+        "CAIRN_PORT": str(port),
+        "CAIRN_AGENTS_DIR": str(folder / AGENTS),
+        "PATH": path,
+        "HOME": str(folder),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def commands(text: str) -> list[str]:
@@ -135,7 +144,7 @@ def runs(line: str) -> bool:
     words = line.split()
     if words[0] == "cairn":
         return words[1] in RUN or "--print" in words
-    return words[0] not in ("make", "git", "claude", "qwen", "aider") and "tests.laws" not in line
+    return words[0] not in ("make", "git", "claude", "qwen", "aider", "pipx", "uv", "cat") and "tests.laws" not in line
 
 
 def forget(server: Served, kind: str, id: str) -> None:

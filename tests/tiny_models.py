@@ -14,9 +14,10 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-import cairn.engine.cpu
+import cairn.engine.recorded
 from cairn.config.config import Config
-from cairn.engine.cpu import CpuEngine
+from cairn.engine.recorded import RecordedEngine
+from cairn.engine.sampling import LogitsQuestion
 from cairn.kernels import native
 from cairn.kernels.vocabulary import Sampler
 from cairn.models.safetensors.tensor_names import turn
@@ -294,6 +295,17 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"sliding_window": 20, "num_hidden_layers": 4},
         "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
     },
+    "exaone 4": {
+        "architecture": "Exaone4ForCausalLM",
+        **{"num_hidden_layers": 4, "sliding_window": 20, "sliding_window_pattern": 2},
+        "rope_scaling": LLAMA3,
+    },
+    "exaone 4 without a window": {
+        "architecture": "Exaone4ForCausalLM",
+        **{"num_hidden_layers": 3, "sliding_window": None, "layer_types": ["full_attention"] * 3},
+        "tie_word_embeddings": True,
+    },
+    "glm 4": {"architecture": "Glm4ForCausalLM", "head_dim": 20, "partial_rotary_factor": 0.4, "eos_token_id": 3},
     "seed-oss": {
         "architecture": "SeedOssForCausalLM",
         "attention_bias": True,
@@ -348,7 +360,7 @@ def write_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields:
         "SmolLM3": "smollm3",
         "Olmo2": "olmo2",
         "Olmo3": "olmo3",
-        "SeedOss": "seed_oss",
+        **{"SeedOss": "seed_oss", "Exaone4": "exaone4", "Glm4": "glm4"},
         "Ministral3": "ministral3",
         **{"Qwen3_5": "qwen3_5_text", "Qwen3_5Moe": "qwen3_5_moe_text", "Qwen3Next": "qwen3_next"},
         **{"Lfm2": "lfm2", "Lfm2Moe": "lfm2_moe", "GraniteMoeHybrid": "granitemoehybrid"},
@@ -415,6 +427,11 @@ def write_model(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields: 
 
 
 NAMES = {
+    "Glm4ForCausalLM": {
+        ".post_attention_layernorm.": ".post_self_attn_layernorm.",
+        ".pre_feedforward_layernorm.": ".post_attention_layernorm.",
+        ".post_feedforward_layernorm.": ".post_mlp_layernorm.",
+    },
     "MixtralForCausalLM": {
         ".gate_proj.": ".w1.",
         ".up_proj.": ".w3.",
@@ -444,6 +461,8 @@ def stored(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndar
         tensors |= {f"{one}.{name}": np.array(value, np.float32) for one in layers for name, value in constants.items()}
     if spec.latent is not None:
         tensors = joined_latents(spec, tensors)
+    if spec.architecture == "Glm4ForCausalLM":
+        tensors = glm_heads(spec, fused_rows(tensors, "mlp.gate_up_proj", ("gate", "up")))
     if spec.architecture == "Phi3ForCausalLM":
         tensors = fused_rows(
             fused_rows(tensors, "self_attn.qkv_proj", ("q", "k", "v")), "mlp.gate_up_proj", ("gate", "up")
@@ -473,6 +492,19 @@ def joined_latents(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str,
             for head in range(spec.heads)
         ]
         found[f"{prefix}kv_b_proj.weight"] = np.ascontiguousarray(np.concatenate(parts))
+    return found
+
+
+def glm_heads(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Queries and keys, of whose heads the part that is turned has its pairs as neighbours."""
+    found = {}
+    for name, array in tensors.items():
+        if ".q_proj." in name or ".k_proj." in name:
+            heads = array.reshape(-1, spec.head_dim, *array.shape[1:])
+            first = turn(heads[:, : spec.turned].reshape(-1, *array.shape[1:]), spec.turned)
+            first = first.reshape(-1, spec.turned, *array.shape[1:])
+            array = np.concatenate([first, heads[:, spec.turned :]], axis=1).reshape(array.shape)
+        found[name] = np.ascontiguousarray(array)
     return found
 
 
@@ -552,30 +584,45 @@ KERNELS = [*(name for name, runs in native.variants().items() if runs), "referen
 """Every kind of kernels that runs here, the default first."""
 
 
-def load(folder: Path, **options: Any) -> CpuEngine:
+def load(folder: Path, **options: Any) -> RecordedEngine:
     """The engine of a model folder, with a small pool."""
     config = Config(**{"step_tokens": 256, "max_running": 16, "threads": 1, "kv_gb": 0.05, **options})
-    return CpuEngine.load(load_spec(folder), folder, config)
+    return RecordedEngine.load(load_spec(folder), folder, config)
 
 
 class Driver:
     """Runs sequences through an engine and keeps every logits row that the sampler saw."""
 
-    def __init__(self, engine: CpuEngine, monkeypatch: Any) -> None:
+    def __init__(self, engine: RecordedEngine, monkeypatch: Any) -> None:
         self.engine = engine
         self.seen: list[tuple[Row, np.ndarray]] = []
         self._next = [0] * len(engine.info.groups)
 
-        def spy(rows: Sequence[Row], logits: np.ndarray, sampler: Sampler) -> list[RowResult]:
-            at = 0
-            for row in rows:
-                if row.logits_from is not None:
-                    self.seen.append((row, logits[at : at + row.end - row.logits_from].copy()))
-                    at += row.end - row.logits_from
-            return real(rows, logits, sampler)
+        before: type[LogitsQuestion] = cairn.engine.recorded.LogitsQuestion
 
-        real = cairn.engine.cpu.sample
-        monkeypatch.setattr(cairn.engine.cpu, "sample", spy)
+        class Watched(before):  # type: ignore[misc, valid-type]
+            """Keeps the logits of all slices, and hands them out row by row."""
+
+            def __init__(self, rows: Sequence[Row]) -> None:
+                super().__init__(rows)
+                slices[id(self)] = []
+                self._asking = rows
+
+            def answer(self, sampler: Sampler, logits: Any, count: int) -> None:
+                slices[id(self)].append(np.stack([sampler.line(logits, number) for number in range(count)]))
+                super().answer(sampler, logits, count)
+
+            def results(self) -> list[RowResult]:
+                whole, at = np.concatenate(slices.pop(id(self))), 0
+                for row in self._asking:
+                    if row.logits_from is not None:
+                        count = row.end - row.logits_from
+                        driver.seen.append((row, whole[at : at + count]))
+                        at += count
+                return super().results()
+
+        slices, driver = dict[int, list[np.ndarray]](), self
+        monkeypatch.setattr(cairn.engine.recorded, "LogitsQuestion", Watched)
 
     def tables(self, tokens: int) -> tuple[list[int], ...]:
         """Fresh blocks for a sequence of `tokens` tokens, in an order that is not the natural one."""

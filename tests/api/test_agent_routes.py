@@ -248,6 +248,23 @@ WRONG: list[tuple[str, Any, int, str]] = [
 ]
 
 
+async def test_an_agent_is_given_other_metadata(folder: Path) -> None:
+    async with home(folder) as (at, _, http):
+        await at.agents.create("default", id="ada", metadata={"title": "One", "kind": "test"})
+        told = await http.patch("/v1/agents/ada", json={"metadata": {"title": "Two"}})
+        assert told.status_code == 200 and told.json()["metadata"] == {"title": "Two"}
+        assert (await http.get("/v1/agents/ada")).json()["metadata"] == {"title": "Two"}
+        for path, body, status, what in (
+            ("ada", {}, 400, "metadata is missing"),
+            ("ada", {"metadata": {"title": "x" * 600}}, 400, "metadata.title is longer than 512 characters"),
+            ("ada", {"metadata": {"title": 5}}, 400, "metadata"),
+            ("ada", {"id": "eve", "metadata": {}}, 400, "id"),
+            ("nobody", {"metadata": {}}, 404, "no agent nobody"),
+        ):
+            refused = await http.patch(f"/v1/agents/{path}", json=body)
+            assert (refused.status_code, what in refused.text) == (status, True), refused.text
+
+
 async def test_what_is_wrong_is_named(folder: Path) -> None:
     async with home(folder) as (at, _, http):
         await at.agents.create("default", id="ada")

@@ -1,6 +1,7 @@
 """What a server says at its start."""
 
 import ipaddress
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from cairn.api.lifetime import _announce, elsewhere
 from cairn.config.config import Config
-from cairn.system.posix import SystemNetwork
+from cairn.system.posix import JsonLines, SystemNetwork
 from tests.frontend.test_requests import SPEC
 
 
@@ -55,6 +56,26 @@ def test_the_start_says_where_and_how_the_model_is_sampled(capsys: pytest.Captur
     )
     _announce("http://127.0.0.1:80", [], service, Config())
     said = capsys.readouterr().err
+    assert "Why is the sky blue?" in said and '"stream": true, "repetition_stop": true' in said and "curl -N" in said
     assert "From other machines" not in said and "In a browser" in said and "http://127.0.0.1:80/\n" in said
     _announce("http://127.0.0.1:80", [], service, Config(page=False))
     assert "In a browser" not in capsys.readouterr().err
+
+
+def test_a_log_of_json_lines_holds_facts_and_no_greeting(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Programs read it: no curl to try, no page to open."""
+    service: Any = SimpleNamespace(name="m", spec=msgspec.structs.replace(SPEC, defaults={"temperature": 0.6}))
+    config = Config(host="0.0.0.0", unsafe_no_auth=True, log_format="json")
+    with caplog.at_level("INFO", logger="cairn.api"):
+        _announce("http://127.0.0.1:80", ["http://192.168.1.5:80"], service, config)
+    assert capsys.readouterr().err == ""
+    serves, opened = [json.loads(JsonLines().format(record)) for record in caplog.records]
+    assert serves["message"] == "serves m at http://127.0.0.1:80"
+    assert (serves["model"], serves["url"], serves["other_urls"]) == (
+        "m",
+        "http://127.0.0.1:80",
+        ["http://192.168.1.5:80"],
+    )
+    assert opened["level"] == "warning" and "no API key is set" in opened["message"]

@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cairn.cli.doctor import _fit
+from cairn.cli.doctor import _fit, folders
 from cairn.config.config import Config
+from cairn.config.resolve import resolve
 from cairn.kv.pool.cache import Cache
 from tests.quantized_models import awq, float8, write_quantized
 from tests.tiny_models import MODELS, load, write_model
@@ -56,3 +57,27 @@ def test_experts_on_the_disk_are_told_apart_from_what_memory_holds(tmp_path: Pat
     if "cannot be mapped" not in said:  # by the reference kernels
         assert " of weights and " in said and " of experts on the disk (f32); " in said
         assert " tokens/s here while its experts are in memory; Qwen3MoeForCausalLM in F32" in said
+
+
+def test_folders_are_those_that_a_server_with_these_options_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    env = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_DATA_HOME": str(tmp_path / "data")}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    usual = dict(folders(resolve({}, env), env))
+    assert usual["agents"] == f"{tmp_path}/data/cairn/agents (nothing yet)"
+    assert usual["KV"] == f"{tmp_path}/cache/cairn/kv (nothing yet)"
+    assert usual["packed weights"].startswith(f"{tmp_path}/cache/cairn/")
+    assert usual["options"] == f"no file; {tmp_path}/.config/cairn/cairn.toml would be read"
+    (tmp_path / "cairn.toml").write_text(f'agents_dir = "{tmp_path}/mine"\nkv_dir = "{tmp_path}/kv"\n')
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a.log").write_bytes(bytes(5000))
+    named = dict(folders(resolve({}, env), env))
+    assert named["options"] == f"{tmp_path}/cairn.toml"
+    assert named["agents"] == f"{tmp_path}/mine (5.0 kB)"
+    assert named["collections, files"] == f"{tmp_path}/mine-collections (nothing yet)"
+    assert named["KV"] == f"{tmp_path}/kv (nothing yet)"
+    assert dict(folders(resolve({"kv_disk": False}, env), env))["KV"] == "not kept on the disk"

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from cairn.cli import yaml_files
-from cairn.cli.yaml_files import MAX_YAML, load_yaml
-from cairn.types.errors import ConfigError
+from cairn.cli.yaml_files import MAX_YAML, checking, load_yaml, place_of
+from cairn.types.errors import ConfigError, InvalidRequest
 
 SECONDS = 5.0
 """Of processor time for a file of 4 MiB."""
@@ -159,3 +159,63 @@ def test_the_parser_in_python_reads_the_same(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delattr(yaml, "CSafeLoader")
     assert found() == with_library
     assert yaml_files.MAX_YAML_DEPTH == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\nb: [1, 2\n", "line 3, column 1: is no YAML"),
+        ("a: 1\n  b: 2\n", "line 2, column 4: is no YAML"),
+        (
+            "a: 1\nb:\n  - {c: 1, c: 2}\n",
+            "line 3, column 12: is no YAML that can be read: the key 'c' stands there twice",
+        ),
+        ("a: [!!set {x}]\n", "line 1, column 5: is no YAML that can be read: the tag"),
+    ],
+)
+def test_what_cannot_be_read_is_told_with_its_line_and_column(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    assert str(caught.value).startswith(f"{tmp_path / 'file.yaml'}, {said}")
+
+
+WORKFLOW = """\
+name: x
+nodes:
+  - id: plan
+    prompt: "{{ inputs.task }}"
+  - id: again
+    loop:
+      limit: 2
+      nodes: [{id: fix, prompt: "{{ plam }}"}]
+  - &same {id: last, prompt: hi}
+  - *same
+"""
+
+
+@pytest.mark.parametrize(
+    ("field", "place"),
+    [
+        ("plan.prompt", "line 4, column 5"),
+        ("fix.prompt", "line 8, column 25"),
+        ("nodes[0].prompt", "line 4, column 5"),
+        ("$.nodes[1].loop.limit", "line 7, column 7"),
+        ("nodes.last", "line 9, column 5"),
+        ("plan.needs", "line 3, column 5"),  # what has no such field
+        ("nodes[9].prompt", "line 2, column 1"),
+        ("nothing", ""),
+    ],
+)
+def test_a_field_is_found_in_its_file(tmp_path: Path, field: str, place: str) -> None:
+    (tmp_path / "file.yaml").write_text(WORKFLOW)
+    assert place_of(tmp_path / "file.yaml", field) == place
+
+
+def test_what_a_check_refuses_is_told_with_its_line_and_column(tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(WORKFLOW)
+    with pytest.raises(InvalidRequest) as caught, checking(path):
+        raise InvalidRequest(f"{path}: unknown dependency", field="fix.prompt")
+    assert str(caught.value) == f"{path}, line 8, column 25: unknown dependency" and caught.value.field == "fix.prompt"
+    with pytest.raises(ConfigError, match=r"^no field$"), checking(path):
+        raise ConfigError("no field")

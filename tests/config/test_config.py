@@ -46,6 +46,8 @@ def sample(option):
     if option.kind == "choice":
         value = next(choice for choice in option.choices if choice != option.default)
         return value, value
+    if option.name == "device":
+        return "cuda:3", "cuda:3"
     if option.kind == "str":
         return "other", "other"
     low = option.least if option.least is not None else option.above or 0
@@ -468,3 +470,9 @@ def test_a_near_word_is_looked_for_in_a_moment() -> None:
     began = time.process_time()
     assert closest("option_" * 1_000_000, known) == "" and closest("x" * 64, known) == ""
     assert time.process_time() - began < 1.0
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:1234", "cuda:-1", "mlx", "cpu:1"])
+def test_a_device_that_has_no_such_name_is_refused_with_those_that_there_are(name):
+    with pytest.raises(ConfigError, match="but must be auto, cpu, torch-cpu, cuda, cuda:N, rocm, rocm:N or mps"):
+        resolve({"device": name}, {})

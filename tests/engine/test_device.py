@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from cairn.config.config import Config
-from cairn.engine.cpu import CpuEngine
 from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
+from cairn.engine.recorded import RecordedEngine
 from cairn.types.errors import ModelError
 from cairn.types.step import Row
 from tests.gguf_files import write_gguf
@@ -18,7 +18,7 @@ def test_auto_and_cpu_load_the_cpu_engine(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     for name in ("auto", "cpu"):
         spec, engine = load_engine(Config(engine=name, kv_gb=0.01, threads=1), folder)  # type: ignore[arg-type]
-        assert isinstance(engine, CpuEngine) and spec.name == tmp_path.name
+        assert isinstance(engine, RecordedEngine) and spec.name == tmp_path.name
         engine.close()
 
 

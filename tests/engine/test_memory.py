@@ -12,7 +12,6 @@ from gguf import GGMLQuantizationType
 
 from cairn.config.config import Config
 from cairn.engine import memory
-from cairn.engine.cpu import CpuEngine
 from cairn.engine.memory import (
     WeightMemory,
     block_bytes,
@@ -23,6 +22,7 @@ from cairn.engine.memory import (
     weight_bytes,
     weight_memory,
 )
+from cairn.engine.recorded import RecordedEngine
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.quantized import Segments
 from cairn.kv.pool.attention_window import longest
@@ -30,6 +30,7 @@ from cairn.models.forward.decoder import build
 from cairn.models.packing.weight_format import HeldWeights, form_of
 from cairn.models.safetensors.weights import open_weights, parameters
 from cairn.models.spec.config import load_spec
+from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.errors import ModelError
 from cairn.types.layer_spec import CacheGroup
 from cairn.types.model_spec import ModelSpec
@@ -118,6 +119,27 @@ def test_kv_of_16_bits_takes_half_the_room(spec: ModelSpec) -> None:
             check_memory(spec, msgspec.structs.replace(many, kv_dtype="f32"), blocks, 60_000_000)
 
 
+def test_kv_of_8_bits_takes_a_byte_a_number_and_a_scale_a_row(spec: ModelSpec) -> None:
+    """Of keys and values a scale for each head, of latents two a token; states stay in float32."""
+    wide = msgspec.structs.replace(spec, head_dim=64)
+    (plain,), (small,) = block_bytes(wide, "bfloat16"), block_bytes(wide, "int8")
+    assert kv_dtype(wide, Config(kv_dtype="q8")) == "int8" and small * 128 == plain * 68
+    blocks = [pool_blocks(wide, Config(kv_gb=0.01, kv_dtype=name), 0)[0] for name in ("bf16", "q8")]
+    assert abs(blocks[1] - blocks[0] * 128 / 68) <= 2
+    groups = (
+        CacheGroup(kind="full", layers=(0,), once=True, kv_heads=1, head_dim=576),
+        CacheGroup(kind="state", layers=(1,), numbers=100),
+    )
+    latent, state = block_bytes(msgspec.structs.replace(spec, groups=groups), "int8")
+    assert (latent, state) == (BLOCK_TOKENS * (576 + 8), 400)
+    odd = msgspec.structs.replace(spec, head_dim=6)
+    with pytest.raises(ModelError, match=r"q8 holds heads of a multiple of 4 numbers, and this model has heads of 6;"):
+        kv_dtype(odd, Config(kv_dtype="q8"))
+    assert kv_dtype(msgspec.structs.replace(odd, groups=groups), Config(kv_dtype="q8")) == "int8"
+    with pytest.raises(ModelError, match=r"kv_dtype q8 is for device cpu; use kv_dtype auto on cuda"):
+        kv_dtype(wide, Config(kv_dtype="q8", device="cuda"))
+
+
 def test_a_small_model_keeps_its_kv_in_float32(spec: ModelSpec) -> None:
     large = msgspec.structs.replace(spec, vocab=1 << 20)
     assert (kv_dtype(spec, Config()), kv_dtype(large, Config())) == ("float32", "bfloat16")
@@ -172,12 +194,12 @@ def test_only_the_reference_kernels_hold_the_scores_of_a_whole_context(
     large = msgspec.structs.replace(spec, **sizes, vocab=152_064, context=1_010_000, groups=groups)
     many = msgspec.structs.replace(spec, heads=64, context=200_000)
     config, free, weights = Config(), 7_300_000_000, WeightMemory(4_700_000_000, 0)
-    monkeypatch.setattr(memory, "chosen", lambda wanted: "avx2")
+    monkeypatch.setattr(memory, "kernels_of", lambda config: "avx2")
     assert memory._buffers(many, config) < 20e6
     blocks = pool_blocks(large, config, free, weights)
     assert 16 * blocks[0] > 4 * memory.LEAST_CONTEXT
     check_memory(large, config, blocks, free, weights)
-    monkeypatch.setattr(memory, "chosen", lambda wanted: "reference")
+    monkeypatch.setattr(memory, "kernels_of", lambda config: "reference")
     assert memory._buffers(many, config) > 4 * 3 * 64 * 200_000 * 8
     with pytest.raises(ModelError, match="buffers"):
         check_memory(large, config, pool_blocks(large, config, free, weights), free, weights)
@@ -286,13 +308,13 @@ _RESIDENT = """
 import msgspec
 from pathlib import Path
 from cairn.config.config import Config
-from cairn.engine.cpu import CpuEngine
+from cairn.engine.recorded import RecordedEngine
 from cairn.engine.memory import weight_memory
 from cairn.models.packing.random_weights import RandomWeights, shape_spec
 spec = msgspec.structs.replace(shape_spec("demo"), hidden=1024, ffn=4096, heads=16, kv_heads=8, vocab=8192)
 weights = RandomWeights(spec, "q8_0")
 held = weight_memory(spec, weights, "auto").held
-engine = CpuEngine(spec, weights, Config(context=512, max_running=4, threads=1), (100,))
+engine = RecordedEngine(spec, weights, Config(context=512, max_running=4, threads=1), (100,))
 engine.close()
 # Not getrusage: its peak is also that of the process that forked this one.
 peak = Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]
@@ -322,5 +344,5 @@ def test_a_file_that_does_not_fit_is_refused_with_the_figures_before_a_weight_is
     monkeypatch.setattr(memory, "GB", 10**6)  # so that the figures of a tiny model are not all 0.00
     config = Config(weights="stored", kv_gb=1, context=64, step_tokens=16, max_running=1)
     with pytest.raises(ModelError, match=rf"{held / 1e6:.2f} GB weights.*{held / 2e6:.2f} GB are free"):
-        CpuEngine.load(spec, path, config)
+        RecordedEngine.load(spec, path, config)
     assert not read

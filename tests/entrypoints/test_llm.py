@@ -67,9 +67,9 @@ def test_options_of_a_wrong_type_are_named(llm, wrong):
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("messages", [None, 5, "hi", {"role": "user"}])
-def test_messages_that_are_no_list_are_named(llm, messages):
-    with pytest.raises(InvalidRequest, match="messages must be a list"):
+@pytest.mark.parametrize("messages", [None, 5, "", b"hi", {"role": "user"}, ["hi", 5], [[5]]])
+def test_messages_that_are_no_conversation_are_named(llm, messages):
+    with pytest.raises(InvalidRequest, match=r"^messages"):
         llm.chat(messages)
 
 
@@ -221,7 +221,7 @@ def test_misspelt_and_wrong_options_are_errors(llm):
         llm.generate([[1, 10**6]])
     with pytest.raises(ContextTooLong, match="the prompt has 5000 tokens"):
         llm.generate([[1] * 5000])
-    for messages in ("hi", ["hi"], [{"content": "hi"}], []):
+    for messages in ("", [""], [{"content": "hi"}], []):
         with pytest.raises(InvalidRequest, match="messages"):
             llm.chat(messages)
     for tool in ("f", {"name": "f"}, {"type": "function", "function": {}}):
@@ -234,7 +234,7 @@ def test_misspelt_and_wrong_options_are_errors(llm):
         with pytest.raises(InvalidRequest, match="prompt"):
             llm.generate([prompt], max_tokens=1)
         with pytest.raises(InvalidRequest, match="prompt"):
-            llm._loop.wait(lambda prompt=prompt: llm._llm.stream_generate(prompt, max_tokens=1))
+            llm._loop.wait(lambda prompt=prompt: llm._llm.generate([prompt], max_tokens=1))
     with pytest.raises(ConfigError, match="port is an option of a server; there is none here"):
         LLM("demo", port=9)
     with pytest.raises(ConfigError, match="unknown option 'thread'; did you mean threads\\?"):
@@ -632,9 +632,9 @@ async def test_the_async_twin():
             llm.generate(["The cat", "A dog"], temperature=0, max_tokens=10),
         )
         assert two.tokens == three.tokens and one.text and four.tokens
-        stream = await llm.stream_chat(HELLO, temperature=0, max_tokens=10)
+        stream = await llm.chat(HELLO, stream=True, temperature=0, max_tokens=10)
         assert "".join([piece.text async for piece in stream]) == one.text
-        async with await llm.stream_generate("x", max_tokens=1900, ignore_eos=True) as stream:
+        async with await llm.generate("x", stream=True, max_tokens=1900, ignore_eos=True) as stream:
             await anext(stream)
         task = asyncio.create_task(llm.generate(["x", "y"], max_tokens=1900, ignore_eos=True))
         await asyncio.sleep(0.1)
@@ -915,3 +915,14 @@ def test_the_order_of_samplers_is_an_option_and_a_request_may_name_its_own():
         assert llm.generate("Once", **sampling).tokens == listed
         usually = ["penalties", "temperature", "top_k", "top_p", "min_p"]
         assert llm.generate("Once", samplers=usually, **sampling).tokens == usual
+
+
+def test_sampling_that_options_name_applies_where_a_request_names_none() -> None:
+    hot = {"temperature": 5.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    with LLM("demo", engine="fake") as llm:
+        asked = llm.generate("Once", seed=5, max_tokens=9, **hot).tokens
+        greedy = llm.generate("Once", seed=5, max_tokens=9).tokens
+    assert asked != greedy
+    with LLM("demo", engine="fake", **{f"default_{name}": value for name, value in hot.items()}) as llm:
+        assert llm.generate("Once", seed=5, max_tokens=9).tokens == asked
+        assert llm.generate("Once", seed=5, max_tokens=9, temperature=0.0).tokens == greedy

@@ -611,6 +611,54 @@ async def test_an_engine_that_keeps_raising_is_replaced(folder: Path, monkeypatc
         assert (await collect(service.generate(request(service)))).done is not None
 
 
+async def test_after_a_second_failure_of_its_device_a_model_goes_on_on_the_cpu(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams in flight go on, also one that is there alone both times: it is not to blame."""
+    faulty(monkeypatch, "device_fails")
+    monkeypatch.setenv("FAIL_AT", "20")
+    for count in (1, 6):
+        async with serving(folder, device="cuda:0") as service:
+            asked = [request(service, f"device {n}", 60, temperature=0.7, seed=n) for n in range(count)]
+            answers = await asyncio.gather(*[collect(service.generate(one)) for one in asked])
+            truth = oracle(service)
+            assert [list(answer.tokens) for answer in answers] == [truth(one) for one in asked]
+            assert service.stats().worker_restarts == 2
+            (trouble,) = service.troubles()
+            assert trouble.startswith("the device cuda:0 failed twice (the device failed: an illegal address); the CPU")
+
+
+async def test_after_one_failure_the_next_worker_is_on_the_device(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty(monkeypatch, "device_fails")
+    monkeypatch.setenv("FAIL_AT", "20")
+    async with serving(folder, device="cuda:0") as service:
+        reader = asyncio.create_task(collect(service.generate(request(service, "one", 60))))
+        await until(lambda: service.stats().worker_restarts == 1)
+        reader.cancel()
+        await until(lambda: service.stats().worker_pid is not None)
+        assert not service.troubles()
+        assert (await collect(service.generate(request(service, "two", 10)))).done is not None
+        assert service.stats().worker_restarts == 1
+
+
+async def test_a_device_that_is_gone_when_a_worker_is_replaced_gives_way_to_the_cpu(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    faulty(monkeypatch, "device_fails")
+    monkeypatch.setenv("FAIL_AT", "1000")
+    monkeypatch.setenv("GONE", str(tmp_path / "gone"))
+    async with serving(folder, device="cuda:0") as service:
+        one = request(service, "gone", 150, temperature=0.7)
+        reader = asyncio.create_task(collect(service.generate(one)))
+        await until(lambda: service.metrics.generation_tokens > 20)
+        (tmp_path / "gone").touch()
+        os.kill(pid_of(service), signal.SIGKILL)
+        assert list((await reader).tokens) == oracle(service)(one)
+        assert service.troubles()[0].startswith("the device cuda:0 failed twice (device cuda:0 cannot be used")
+
+
 async def test_a_worker_that_sends_nonsense_is_replaced_and_nothing_of_it_is_used(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

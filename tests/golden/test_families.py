@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from cairn.engine.cpu import CpuEngine
+from cairn.engine.step_inputs import FilledStep, StepInputs
 from cairn.kernels import paged
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.reference import ReferenceKernels
@@ -244,15 +244,15 @@ def test_an_off_by_one_is_caught(plant: Any, tmp_path: Path, monkeypatch: pytest
 def test_a_wrong_slot_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """KV written one slot too far within its block."""
     folder = write_model(tmp_path)
-    real = CpuEngine._write_inputs
+    real = StepInputs.fill
 
-    def planted(self: CpuEngine, rows: Any) -> list[int]:
-        firsts = real(self, rows)
-        for slots in self._buffers.slots:
+    def planted(self: StepInputs, rows: Any) -> FilledStep:
+        step = real(self, rows)
+        for slots in step.mirrors.slots:
             slots[:] = slots // 16 * 16 + (slots + 1) % 16
-        return firsts
+        return step
 
-    monkeypatch.setattr(CpuEngine, "_write_inputs", planted)
+    monkeypatch.setattr(StepInputs, "fill", planted)
     with pytest.raises(AssertionError):
         check(folder, monkeypatch)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tools.make_gemma_figures import FILE, GENERATED
 
-from cairn.engine.cpu import CpuEngine
+from cairn.engine.recorded import RecordedEngine
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.sampling_params import SamplingParams
@@ -28,7 +28,7 @@ float32 with the weights of this file, llama.cpp's differ by 0.15 in the root of
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[CpuEngine]:
+def engine() -> Iterator[RecordedEngine]:
     made = load(real_models.gemma3(), step_tokens=1024, context=1024, kv_gb=0.2, kv_dtype="f32", threads=2)
     yield made
     made.close()
@@ -40,7 +40,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(real_models.gemma3())
 
 
-def scored(engine: CpuEngine, answer: dict[str, Any]) -> list[dict[int, float]]:
+def scored(engine: RecordedEngine, answer: dict[str, Any]) -> list[dict[int, float]]:
     """Our log-probabilities of the likeliest tokens in each place of an answer, given the tokens before it."""
     tokens = answer["prompt"] + answer["tokens"]
     sampling = SamplingParams(max_tokens=8, temperature=0, logprobs=True, top_logprobs=200, prompt_logprobs=True)
@@ -53,7 +53,7 @@ def scored(engine: CpuEngine, answer: dict[str, Any]) -> list[dict[int, float]]:
 
 
 def test_log_probabilities_and_greedy_tokens_are_llama_cpps(
-    engine: CpuEngine, figure: Callable[[str, str], None]
+    engine: RecordedEngine, figure: Callable[[str, str], None]
 ) -> None:
     """Of seven prompts, one of them longer than the window; tokens must be equal where llama.cpp's leads clearly."""
     gaps, clear = list[float](), 0

@@ -94,6 +94,12 @@ class TinyEngine:
             self._kv[group][one] = np.frombuffer(page, "<f4").reshape(BLOCK, WIDTH)
         return Ready(None)
 
+    def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> Ready[None]:
+        """Copies within a pool."""
+        for source, target in pairs:
+            self._kv[group][target] = self._kv[group][source]
+        return Ready(None)
+
     def close(self) -> None:
         """Nothing to give back."""
 

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from cairn.config.config import Config
-from cairn.engine.cpu import CpuEngine
+from cairn.engine.recorded import RecordedEngine
 from cairn.models.files import WEIGHTS
 from cairn.models.spec.config import load_spec
 from cairn.types.errors import ModelError
@@ -128,7 +128,7 @@ def load_and_run(folder: Path) -> str:
     config = Config(kv_gb=0.001, threads=1, step_tokens=16, max_running=2, context=64)
     try:
         spec = load_spec(folder)
-        engine = CpuEngine.load(spec, folder, config)
+        engine = RecordedEngine.load(spec, folder, config)
     except ModelError as error:
         assert "\n" not in str(error) and len(str(error)) < 1000
         return type(error).__name__

@@ -16,7 +16,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from cairn.config.config import Config
-from cairn.engine.cpu import CpuEngine
+from cairn.engine.recorded import RecordedEngine
 from cairn.models.gguf.weights import GgufWeights, _Part
 from cairn.models.spec.config import load_spec
 from cairn.text.chat.templates import load_templates
@@ -124,7 +124,7 @@ def load_and_run(path: Path) -> str:
     outcome = "loaded"
     try:
         spec = load_spec(path)
-        engine = CpuEngine.load(spec, path, config)
+        engine = RecordedEngine.load(spec, path, config)
         engine.prefill([Row([0, 0], 0, 2, tuple([0] for _ in engine.info.groups), 1, 2, GREEDY, 0)]).wait()
         engine.close()
     except ModelError as error:

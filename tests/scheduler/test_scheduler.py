@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from cairn.engine.fake import FakeEngine, fake_spec
+from cairn.engine.fake import STATE, FakeEngine, fake_spec
 from cairn.kv.pool.blocks import BlockPool
 from cairn.kv.pool.cache import Cache
 from cairn.scheduler.plan import ENOUGH_TOKENS, Limits, Plan
 from cairn.scheduler.scheduler import PATIENCE, Scheduler
 from cairn.scheduler.sequence import AGE_SECONDS, Sequence
-from cairn.types.errors import Conflict, ContextTooLong, InvalidRequest
+from cairn.types.errors import Conflict, ContextTooLong, DeviceMemoryError, InvalidRequest
 from cairn.types.outputs import FinishReason, Output
 from cairn.types.request import Request
 from cairn.types.sampling_params import SamplingParams
-from cairn.types.step import RowResult
+from cairn.types.step import Row, RowResult
 
 VOCAB = 64
 PROMPT = tuple(range(3, 43))
@@ -534,6 +534,44 @@ def test_an_engine_that_raises_ends_the_requests_of_its_step_alone() -> None:
     rig.run()
     assert rig.tokens(3) == rig.oracle(third)
     assert rig.outputs[3][0].cache.pool == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("guilty", [None, 2])
+def test_a_step_without_memory_is_computed_row_by_row(monkeypatch: pytest.MonkeyPatch, guilty: int | None) -> None:
+    """So that a request which is too much for the device ends alone, and none where they were too much together."""
+    rig = Rig()
+    real = rig.engine.prefill
+
+    def short(rows: Tokens[Row]) -> Any:
+        if len(rows) > 2 or any(row.tokens[0] == 60 for row in rows if guilty):
+            raise DeviceMemoryError("the device has no memory left: 2 GB more were wanted")
+        return real(rows)
+
+    monkeypatch.setattr(rig.engine, "prefill", short)
+    asked = [rig.add(number, (60 if number == 2 else number, *PROMPT)) for number in range(4)]
+    rig.run()
+    for request in asked:
+        outputs = rig.outputs[request.id]
+        if request.id == guilty:
+            assert outputs[-1].finish is FinishReason.ERROR and "2 GB more were wanted" in outputs[-1].error
+        else:
+            tokens = [token for output in outputs for token in output.tokens]
+            assert tokens == rig.engine.oracle(request.prompt, request.sampling, 5)
+
+
+def test_a_state_that_a_step_without_memory_may_have_changed_is_not_gone_on_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(windows=(0, STATE))
+
+    def short(rows: Tokens[Row]) -> Any:
+        raise DeviceMemoryError("the device has no memory left")
+
+    monkeypatch.setattr(rig.engine, "prefill", short)
+    for number in range(2):
+        rig.add(number)
+    rig.run()
+    assert all(outputs[-1].finish is FinishReason.ERROR for outputs in rig.outputs.values())
 
 
 def test_a_row_that_fails_ends_alone() -> None:

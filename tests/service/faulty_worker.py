@@ -15,7 +15,7 @@ from cairn.config.config import Config
 from cairn.engine import device, memory
 from cairn.engine.fake import FakeEngine
 from cairn.scheduler.scheduler import Scheduler
-from cairn.types.errors import ModelError
+from cairn.types.errors import DeviceError, ModelError, NoDevice
 from cairn.types.step import Row
 from cairn.worker import worker
 
@@ -87,9 +87,33 @@ def wedges(rows: Sequence[Row]) -> None:
     paced(rows)
 
 
+def device_fails(rows: Sequence[Row]) -> None:
+    """Every step takes 5 ms, and with a token more than `FAIL_AT` says the device fails, but for the CPU."""
+    paced(rows)
+    if DEVICE and any(len(row.tokens) >= row.prompt_len + int(os.environ["FAIL_AT"]) for row in rows):
+        raise DeviceError("the device failed: an illegal address")
+
+
+DEVICE: list[str] = []
+"""The device that the worker was told to compute on, unless it is the CPU."""
+
 MODES: dict[str, Callable[[Sequence[Row]], None]] = {
     mode.__name__: mode
-    for mode in (dies, stops, takes_long, computes_long, raises, paced, held, warns, short, tight, small, wedges)
+    for mode in (
+        dies,
+        stops,
+        takes_long,
+        computes_long,
+        raises,
+        paced,
+        held,
+        warns,
+        short,
+        tight,
+        small,
+        wedges,
+        device_fails,
+    )
 }
 
 
@@ -108,6 +132,17 @@ def main() -> int:
             return load(config, folder, expected, (40,) if mode == "small" else ())
 
         device.load_engine = fewer
+
+    if mode == "device_fails":
+        loads = device.load_engine
+
+        def noted(config: Config, folder: Path, expected: int = 0, blocks: tuple[int, ...] = ()) -> Any:
+            DEVICE.extend([config.device] if config.device != "cpu" else [])
+            if DEVICE and os.path.exists(os.environ.get("GONE", "/nowhere")):
+                raise NoDevice("device cuda:0 cannot be used: torch finds no GPU")
+            return loads(config, folder, expected, blocks)
+
+        device.load_engine = noted
 
     if mode == "wedges":
         plan = Scheduler.plan

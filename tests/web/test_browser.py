@@ -316,7 +316,13 @@ def test_models_are_unloaded_and_loaded_while_pages_are_open(browser: Any, tmp_p
         page.get_by_role("button", name="Load beta", exact=True).wait_for(timeout=10_000)
         page.get_by_role("button", name="Load beta", exact=True).click()
         page.get_by_role("button", name="Unload beta").wait_for()
-        assert page.get_by_role("button", name="Swap alpha").is_visible()
+        page.get_by_role("button", name="Swap alpha").click()
+        chosen = page.locator("dialog").get_by_label("The other")
+        assert chosen.locator("option").all_inner_texts() == ["beta", "another …"]
+        assert not page.get_by_label("Its folder, file or name").is_visible()
+        chosen.select_option("another …")
+        assert page.get_by_label("Its folder, file or name").is_visible()
+        page.locator("dialog").get_by_role("button", name="Cancel").click()
         page.get_by_role("link", name="Chat", exact=True).click()
         options = page.get_by_label("Model", exact=True).locator("option")
         options.nth(1).wait_for(state="attached")
@@ -336,7 +342,7 @@ def test_a_key_is_asked_for_and_a_wrong_one_refused(browser: Any, tmp_path: Path
         page.get_by_role("dialog", name="Keys").wait_for()
         page.get_by_label("API key").fill("wrong")
         page.get_by_role("button", name="Use them").click()
-        page.get_by_text("the API key is not known here").first.wait_for()
+        page.get_by_text("This server does not know that key. Look for a missing character").first.wait_for()
         page.get_by_label("API key").fill("right")
         page.get_by_role("button", name="Use them").click()
         page.wait_for_selector("#link.live")
@@ -389,6 +395,11 @@ def test_a_run_of_a_workflow_is_shown_with_its_graph(visit: Visit, talking: Home
     page = visit.open(f"#/teams/run/{made.json()['id']}").page
     page.get_by_role("heading", name="Two steps").wait_for()
     page.wait_for_function("() => document.querySelector('.graph img')?.naturalWidth > 10")
+    page.set_viewport_size({"width": 380, "height": 700})  # it keeps its size, and scrolls
+    shown = "(n) => [n.offsetWidth, n.naturalWidth, getComputedStyle(n.parentNode).overflowX]"
+    width, drawn, overflow = page.locator(".graph img").evaluate(shown)
+    assert width == drawn and overflow == "auto"
+    assert page.evaluate("document.documentElement.scrollWidth") <= 380
     rows = page.locator("tbody tr").all_inner_texts()
     assert [row.split("\t")[:2] for row in rows] == [["plan", "done"], ["code", "done"]]
 
@@ -613,3 +624,162 @@ def _idle_share(home: Home, page: Any) -> float:
     page.goto("about:blank")
     time.sleep(1)
     return shown - over(4)
+
+
+# ---------------------------------------------------------------------------------------- the list, and full contexts
+
+TABLE = "# Big\n\n## Less\n\n- [x] done\n- [ ] open\n\n| name | weight | size |\n|:---|---:|:-:|\n| a | 1 | 2 |\n"
+
+
+def test_the_list_has_ones_own_chats_alone_and_finds_them_by_their_text(visit: Visit, talking: Home) -> None:
+    with httpx.Client(base_url=talking.url, trust_env=False, timeout=60) as http:
+        http.post("/v1/agents", json={"id": "session-of-a-program"}).raise_for_status()
+        http.post("/v1/teams", json={"id": "panel", "members": [{"name": "ann"}, {"name": "bob"}]}).raise_for_status()
+    visit.open().send("Where do puffins sleep?")
+    names = visit.page.locator(".names .name")
+    assert not {"session-of-a-program", "panel.ann", "panel.bob"} & set(names.all_inner_texts())
+    visit.send("An aside about quartz.")
+    visit.open("#/chat").send("Something else.")
+    visit.page.get_by_label("Search chats").fill("QUARTZ")  # no title has it
+    visit.page.wait_for_function("() => document.querySelectorAll('.names .name').length === 1")
+    assert names.all_inner_texts() == ["Where do puffins sleep?"]
+    visit.page.get_by_label("Search chats").fill("nobody said this")
+    visit.page.get_by_text("No chat has this.").wait_for()
+    httpx.delete(f"{talking.url}/v1/teams/panel", trust_env=False, timeout=60).raise_for_status()
+
+
+def test_a_chat_is_renamed_exported_and_deleted(visit: Visit, talking: Home) -> None:
+    visit.open().send("Its first name")
+    id = agent_of(visit)
+    menu = visit.page.locator(".menu")
+    menu.locator("summary").click()
+    menu.get_by_role("button", name="Rename").click()
+    visit.page.get_by_label("Name", exact=True).fill("Its second name")
+    visit.page.locator("dialog").get_by_role("button", name="Rename").click()
+    visit.page.wait_for_selector(".names .name:has-text('Its second name')")
+    visit.page.reload()
+    visit.page.wait_for_selector("h1:has-text('Its second name')")
+    kept = httpx.get(f"{talking.url}/v1/agents/{id}", trust_env=False).json()
+    assert kept["metadata"]["title"] == "Its second name"
+    menu.locator("summary").click()
+    with visit.page.expect_download() as download:
+        menu.get_by_role("button", name="Export").click()
+    assert download.value.suggested_filename == f"{id}.cairn"
+    menu.locator("summary").click()
+    menu.get_by_role("button", name="Delete").click()
+    visit.page.get_by_role("button", name="Delete it").click()
+    visit.page.get_by_role("heading", name="What is on your mind?").wait_for()
+    assert httpx.get(f"{talking.url}/v1/agents/{id}", trust_env=False).status_code == 404
+    assert "Its second name" not in visit.page.locator(".names .name").all_inner_texts()
+
+
+def test_new_chat_is_not_squeezed_by_a_long_list(browser: Any, talking: Home) -> None:
+    visit = Visit(browser, talking.url, size=(900, 500)).open()
+    height = visit.page.locator(".side .button").bounding_box()["height"]
+    with httpx.Client(base_url=talking.url, trust_env=False, timeout=60) as http:
+        for number in range(25):
+            http.post("/v1/agents", json={"id": f"long-list-{number}", "metadata": {"title": f"Chat {number}"}})
+    visit.page.wait_for_function("() => document.querySelectorAll('.names .name').length >= 25")
+    assert visit.page.locator(".side .button").bounding_box()["height"] == height
+    with httpx.Client(base_url=talking.url, trust_env=False, timeout=60) as http:
+        for number in range(25):
+            http.delete(f"/v1/agents/long-list-{number}")
+    visit.close()
+
+
+@pytest.fixture(scope="module")
+def narrow_room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    """A model whose context some turns fill."""
+    folder = tmp_path_factory.mktemp("narrow-room")
+    home = Home(folder, scripted(folder / "brief.gguf", TALK, context=600))
+    try:
+        yield home.ready()
+    finally:
+        home.end()
+
+
+@pytest.mark.parametrize("way", ["Leave out the oldest turns", "Summarise the oldest turns", "New chat"])
+def test_a_full_context_is_told_and_gone_on_from(browser: Any, narrow_room: Home, way: str) -> None:
+    visit = Visit(browser, narrow_room.url, size=(380, 760)).open()
+    visit.send("First")
+    meter = visit.page.locator(".roommeter")
+    assert re.search(r"\d+ of 600 tokens of the context are used", meter.get_attribute("title") or "")
+    for turn in range(20):
+        if visit.page.locator(".ways").count():
+            break
+        visit.send(f"More {turn}", wait=True)
+    visit.page.wait_for_selector(".ways:has-text('has filled the model')")
+    assert visit.page.locator(".ways").is_visible() and "few" in (meter.get_attribute("class") or "")
+    full = agent_of(visit)
+    visit.page.get_by_label("Message", exact=True).fill("What I wanted to say")
+    visit.page.locator(".ways").get_by_role("button", name=way).click()
+    visit.page.wait_for_function("(id) => !location.hash.includes(id)", arg=full)
+    visit.page.wait_for_function("() => document.querySelector('.composer textarea')?.value === 'What I wanted to say'")
+    visit.page.get_by_label("Message", exact=True).press("Enter")
+    visit.page.wait_for_selector(".turn .answer .text:has-text('Stones')")
+    visit.answered()
+    made = httpx.get(f"{narrow_room.url}/v1/agents/{agent_of(visit)}", trust_env=False).json()
+    begins = [message["role"] for message in made["messages"]]
+    assert begins[-2:] == ([] if way == "New chat" else ["user", "assistant"])
+    if way.startswith("Summarise"):
+        assert begins[0] == "system" and "in short: # Stones" in made["messages"][0]["content"]
+    still = httpx.get(f"{narrow_room.url}/v1/agents/{full}", trust_env=False).json()
+    assert still["tokens"] > 100, "the full chat stays as it is"
+    visit.close()
+    assert visit.dialogs == []
+
+
+def test_tasks_tables_headings_and_code_are_drawn(browser: Any, tmp_path: Path) -> None:
+    home = Home(tmp_path, scripted(tmp_path / "table.gguf", TABLE + "\n```python\nx\n```\n\nend")).ready()
+    try:
+        visit = Visit(browser, home.url).open()
+        visit.send("Draw")
+        page = visit.page
+        boxes = page.locator(".task input")
+        assert [box.is_checked() for box in boxes.all()] == [True, False] and boxes.first.is_disabled()
+        aligned = "(n) => [...n.querySelectorAll('td')].map((one) => getComputedStyle(one).textAlign)"
+        assert page.locator(".answer table").evaluate(aligned) == ["left", "right", "center"]
+        size = "(n) => parseFloat(getComputedStyle(n).fontSize)"
+        sizes = [page.locator(f".answer .text {one}").first.evaluate(size) for one in ("h2", "h3", ".wide td")]
+        assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
+        language, copy = (page.locator(f".code figcaption {one}").bounding_box() for one in ("span", "button"))
+        assert abs(language["y"] + language["height"] / 2 - copy["y"] - copy["height"] / 2) < 2
+        line = page.locator(".provenance > summary")
+        assert line.bounding_box()["height"] < 30
+        line.click()
+        page.wait_for_selector(".provenance[open] p")
+        before = visit.last(".facts")
+        assert "tokens/s" in before
+        page.reload()
+        page.wait_for_selector(".turn .facts:has-text('tokens/s')")
+        assert visit.last(".facts") == before, "how fast it was survives a reload"
+        assert page.locator("select").first.evaluate("(n) => getComputedStyle(n).appearance") == "none"
+        visit.close()
+    finally:
+        home.end()
+
+
+def test_teams_work_on_a_narrow_page(browser: Any, talking: Home) -> None:
+    visit = Visit(browser, talking.url, size=(380, 760)).open("#/teams")
+    page = visit.page
+    page.get_by_role("button", name="New team").click()
+    page.get_by_label("Name", exact=True).fill("slim")
+    page.get_by_role("button", name="Make it").click()
+    page.get_by_role("heading", name="slim").wait_for()
+    page.get_by_role("button", name="Let them speak").click()
+    page.locator(".said:not([aria-busy]) .answer").nth(1).wait_for()
+    page.get_by_role("button", name="Teams and runs").click()
+    page.locator(".side").get_by_role("link", name="slim").click()
+    page.locator(".talk").get_by_role("button", name="Delete").scroll_into_view_if_needed()
+    wide = page.evaluate("document.documentElement.scrollWidth")
+    assert wide <= 380
+    httpx.delete(f"{talking.url}/v1/teams/slim", trust_env=False, timeout=60).raise_for_status()
+    visit.close()
+
+
+def test_the_description_of_the_api_is_linked_both_ways(visit: Visit) -> None:
+    visit.open()
+    visit.page.get_by_role("link", name="API").click()
+    visit.page.get_by_role("heading", name="Cairn's API").wait_for()
+    visit.page.get_by_role("link", name="Chat").first.click()
+    visit.page.wait_for_selector("#link.live")

@@ -12,6 +12,7 @@ from cairn.types.errors import InvalidRequest
 from cairn.workflows import checks
 from cairn.workflows.checks import check_workflow
 from cairn.workflows.definition import workflow_of
+from cairn.workflows.templates import Absent, filling
 
 PLAN = {
     "type": "object",
@@ -91,6 +92,24 @@ def test_a_merge_names_nodes_with_fields() -> None:
     for names, said in ((["x"], "no such node"), (["a"], "has no fields"), ([], "each once")):
         with pytest.raises(InvalidRequest, match=said):
             check_workflow(workflow_of({"nodes": [node("a")], "merge": {"precedence": names}}))
+
+
+def test_a_slot_may_be_empty() -> None:
+    """As the last of its alternatives: for what a contract does not require, and for the first run of a loop."""
+    nodes = [
+        node("plan", "{{ inputs.task }}", output=PLAN),
+        node("code", '{{ plan.risk or "" }}'),
+        {"id": "repair", "loop": {"nodes": [node("fix", "{{ code }}{{ previous.fix or '' }}")], "limit": 2}},
+    ]
+    graph = check_workflow(workflow_of({"inputs": {"task": "x"}, "nodes": nodes}))
+    assert graph.needs["code"] == {"plan"} and graph.needs["repair"] == {"code"}
+    assert filling('a{{ plan.risk or "" }}b', {"plan": {}}).text() == "ab"
+    assert filling('a{{ plan.risk or "" }}b', {"plan": {"risk": "low"}}).text() == "alowb"
+    with pytest.raises(Absent):
+        filling("{{ plan.risk }}", {"plan": {}})
+    for wrong in ('{{ "" }}', '{{ "" or plan }}', '{{ plan or "x" }}'):
+        with pytest.raises(InvalidRequest, match="is no path"):
+            filling(wrong, {})
 
 
 def test_a_graph_is_in_order_and_knows_what_waits_for_what() -> None:

@@ -28,10 +28,11 @@ from cairn.frontend.launch import ENDING, KILL_SECONDS, First
 from cairn.frontend.requests import sampling_defaults, sentence
 from cairn.frontend.service import Service
 from cairn.frontend.supervisor import STORE_SECONDS
+from cairn.models.hub.hub import DEMO
 from cairn.router.models import Models
 from cairn.router.served_model import ServedModel
 from cairn.system.interfaces import Network
-from cairn.system.posix import SystemClock, SystemFiles, SystemNetwork, SystemRng
+from cairn.system.posix import FACTS, SystemClock, SystemFiles, SystemNetwork, SystemRng
 from cairn.types.errors import CairnError, ConfigError
 from cairn.types.model_spec import Kind
 
@@ -232,17 +233,30 @@ def elsewhere(config: Config, port: int, network: Network) -> list[str]:
     return [f"{scheme}://[{one}]:{port}" if ":" in one else f"{scheme}://{one}:{port}" for one in found]
 
 
+_CHAT = '"messages": [{"role": "user", "content": "%s"}], "stream": true, "repetition_stop": true'
 _TRY: Mapping[Kind, tuple[str, str]] = {
-    "chat": ("chat/completions", '"messages": [{"role": "user", "content": "What is Cairn?"}]'),
+    "chat": ("chat/completions", _CHAT % "Why is the sky blue?"),
     "embed": ("embeddings", '"input": "What is Cairn?"'),
     "rerank": ("rerank", '"query": "What is Cairn?", "documents": ["A heap of stones.", "A kind of bread."]'),
 }
 """The route to try first, by kind of model, with a body for it."""
 
 
+_OPEN = "Everyone who can reach this address can use it: no API key is set."
+
+
 def _announce(url: str, others: Sequence[str], service: Service, config: Config) -> None:
+    everyone = not has_keys(config) and not is_local(config.host)
+    if config.log_format == "json":  # for programs: facts, and nothing to try
+        facts = {"model": service.name, "url": url, "other_urls": list(others)}
+        log.info("serves %s at %s", service.name, url, extra={FACTS: facts})
+        if everyone:
+            log.warning(_OPEN)
+        return
     key = ' -H "Authorization: Bearer $CAIRN_API_KEY"' if has_keys(config) else ""
     route, given = _TRY[service.spec.kind]
+    if service.name == DEMO:  # which knows Cairn, and little else
+        given = given.replace("Why is the sky blue?", "What is Cairn?")
     body = f'{{"model": "{service.name}", {given}}}'
     _say(config, f"Cairn serves [bold]{escape(service.name)}[/bold] at [bold]{url}/v1[/bold]. Ctrl-C ends it.")
     if others:
@@ -253,9 +267,9 @@ def _announce(url: str, others: Sequence[str], service: Service, config: Config)
         _say(config, f"Sampling where a request says nothing: {sentence(sampling_defaults(service.spec))}. Try:")
     else:
         _say(config, "It answers no chats. Try:")
-    _say(config, f"  curl {url}/v1/{route} -H 'Content-Type: application/json'{key} -d '{escape(body)}'")
-    if not has_keys(config) and not is_local(config.host):
-        _say(config, "[bold red]Everyone who can reach this address can use it: no API key is set.[/bold red]")
+    _say(config, f"  curl -N {url}/v1/{route} -H 'Content-Type: application/json'{key} -d '{escape(body)}'")
+    if everyone:
+        _say(config, f"[bold red]{_OPEN}[/bold red]")
 
 
 class _Talk(Console):

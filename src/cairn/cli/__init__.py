@@ -16,6 +16,7 @@ import typer
 
 from cairn.cli import (
     agents,
+    backup,
     bench,
     cache,
     chat,
@@ -24,6 +25,7 @@ from cairn.cli import (
     embed,
     generate,
     launch,
+    manual,
     models,
     options,
     quantize,
@@ -94,8 +96,10 @@ for _group in (
     collection,
     cache,
     doctor,
+    backup,
     bench,
     options,
+    manual,
 ):
     _group.register(app)
 

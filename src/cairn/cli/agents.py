@@ -156,16 +156,27 @@ def _register_files(agents: typer.Typer) -> None:
     @configured(_SERVER, model=False)
     def export(
         resolved: Resolved,
-        id: _Id,
+        id: Annotated[
+            str | None, typer.Argument(metavar="ID", help="The agent; with --all the folder, default: this one.")
+        ] = None,
         file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A new file; default: ID.cairn.")] = None,
+        every: Annotated[bool, typer.Option("--all", help="Every agent, each into ID.cairn in a folder.")] = False,
         kv: Annotated[bool, typer.Option("--kv", help="With the KV of its context, as far as it is stored.")] = False,
         host: Host = None,
     ) -> None:
-        """Write an agent into one file."""
-        target = file or Path(f"{id}.cairn")
+        """Write an agent into one file, or with --all every agent into a folder."""
+        if every and file is not None:
+            raise ConfigError("--all takes a folder and nothing else: cairn agents export --all FOLDER")
+        if not every and id is None:
+            raise ConfigError("name an agent, or give --all: cairn agents list shows them")
+        folder = Path(id or ".") if every else Path()
+        if every:
+            folder.mkdir(parents=True, exist_ok=True)
         with server(resolved, host) as client:
-            client.download(path(id, "export") + ("?kv=true" if kv else ""), target)
-        print(target)
+            for one in [agent["id"] for agent in _all(client)] if every else [id or ""]:
+                target = file or folder / f"{one}.cairn"
+                client.download(path(one, "export") + ("?kv=true" if kv else ""), target)
+                print(target)
 
     @agents.command(name="import")
     @configured(_SERVER, model=False)

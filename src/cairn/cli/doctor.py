@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from cairn.cli.options import configured
 from cairn.config.config import Config
-from cairn.config.resolve import Resolved
+from cairn.config.resolve import Resolved, usual_file
 from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.errors import CairnError
 
@@ -24,6 +26,7 @@ GB = 1e9
 SIZING = (
     "model",
     "engine",
+    "device",
     "kernels",
     "weights",
     "experts",
@@ -35,8 +38,9 @@ SIZING = (
     "max_running",
     "step_tokens",
     "agents_dir",
+    "kv_dir",
 )
-"""Options that decide which engine computes, whether a model fits, and where agents are."""
+"""Options that decide which engine computes, whether a model fits, and where things are kept."""
 
 
 def register(app: typer.Typer) -> None:
@@ -50,7 +54,7 @@ def register(app: typer.Typer) -> None:
 
         config = resolved.config
         rows = [("Machine", _machine()), ("Engines", _engines(config)), ("Models", _models(config))]
-        sections([*rows, ("Agents", _agents(config))])
+        sections([*rows, ("Folders", folders(resolved, os.environ)), ("Agents", [("token log", _log(config))])])
 
 
 def _machine() -> Rows:
@@ -72,15 +76,26 @@ def _machine() -> Rows:
 def _engines(config: Config) -> Rows:
     """What each engine would use, or why it is not used."""
     from cairn.engine import machine
+    from cairn.kernels import devices
 
-    if config.engine == "fake":
-        cpu, fake = "not used: the engine is set to fake", "used: no model is computed, for tests"
-    else:
-        cpu = _kernels(config)
-        fake = "not used: it is for tests"
-    rows = [("cpu", cpu), ("fake", fake)]
+    try:
+        used = "" if config.engine == "fake" else devices.resolved(config.device)
+    except CairnError as error:
+        return [("device", f"no: {error}")]
+    cpu = _kernels(config) if used == devices.CPU else f"not used: {'the engine' if not used else 'the device'} is set"
+    rows = [("cpu", f"{cpu} to fake" if not used else cpu if used == devices.CPU else f"{cpu} to {used}")]
+    rows.append(("fake", "not used: it is for tests" if used else "used: no model is computed, for tests"))
+    found = {one.name: one for one in devices.reports(config.kernels) if one.name != devices.CPU}
+    if used not in ("", devices.CPU, *found):
+        found[used] = devices.report(used)
+    for name, told in found.items():
+        state = "" if told.trouble else "used: " if name == used else f"not used: --device {name} asks for it: "
+        rows.append((name, f"{state}{told.sentence}"))
+    seen = {name.partition(":")[0] for name in found}
     for gpu in machine.gpus():
-        rows.append((gpu.kind, f"not used: {gpu.name} is here, but this version has no engine for GPUs"))
+        kind = "mps" if gpu.kind == "metal" else gpu.kind
+        if kind not in seen:
+            rows.append((gpu.kind, f"not used: {gpu.name} is here, but {devices.report(kind).trouble}"))
     return rows
 
 
@@ -102,7 +117,7 @@ def _models(config: Config) -> Rows:
     names = [config.model, hub.DEMO, *(model.name for model in hub.downloaded())]
     rate = _read_rate(config)
     rows = [(name, _fit(name, config, rate)) for name in dict.fromkeys(names)]
-    return [*rows, ("others", _largest(config)), ("downloads", f"are kept in {hub.cache_folder()}")]
+    return [*rows, ("others", _largest(config))]
 
 
 def _read_rate(config: Config) -> float:
@@ -123,7 +138,7 @@ def _read_rate(config: Config) -> float:
 def _fit(name: str, config: Config, rate: float = 0.0) -> str:
     """One model in a sentence; `rate`: bytes that are read from memory in a second, where that is known."""
     from cairn.cli.output import amount
-    from cairn.engine import machine, memory
+    from cairn.engine import memory
     from cairn.engine.device import check_context
     from cairn.kv.pool.attention_window import ANY, longest
     from cairn.models.hub import hub
@@ -135,9 +150,9 @@ def _fit(name: str, config: Config, rate: float = 0.0) -> str:
         folder = hub.locate(name)
         spec = load_spec(folder, identify=False)
         check_context(spec, config)
-        free = machine.memory_available()
+        free = memory.device_memory(config)
         held = HeldWeights(open_weights(folder, spec), form_of(spec, config.weights))
-        weights = memory.placed(spec, config, memory.weight_memory(spec, held, config.kernels), free)
+        weights = memory.placed(spec, config, memory.weight_memory(spec, held, memory.kernels_of(config)), free)
         blocks = memory.pool_blocks(spec, config, free, weights)
         memory.check_memory(spec, config, blocks, free, weights)
     except CairnError as error:
@@ -163,10 +178,42 @@ def _speed(weights: WeightMemory, rate: float) -> str:
     return f"; an answer has at most about {rate / read:,.0f} tokens/s here{there}"
 
 
-def _agents(config: Config) -> Rows:
-    """Where agents are kept, and what the disk lost of them."""
-    from cairn.agents.log.folder import Folder
-    from cairn.agents.log.recovery import look
+def folders(resolved: Resolved, env: Mapping[str, str]) -> Rows:
+    """Return where a server with these options keeps each thing, and what is there."""
+    from cairn.api.native.folders import agents_folder
+    from cairn.config.paths import expanded, with_folder
+    from cairn.models.hub import hub
+    from cairn.models.packing import packed_file
+
+    config = with_folder(resolved.config, env)
+    agents = agents_folder(config, env)
+    kv = _held(expanded(config.kv_dir)) if config.kv_dir is not None and config.kv_disk else "not kept on the disk"
+    return [
+        ("options", str(resolved.file.absolute()) if resolved.file else f"no file; {usual_file(env)} would be read"),
+        ("agents", _held(agents)),
+        ("collections, files", _held(agents.with_name(agents.name + "-collections"))),
+        ("KV", kv),
+        ("packed weights", _held(packed_file.folder())),
+        ("models", _held(hub.cache_folder())),
+    ]
+
+
+def _held(folder: Path) -> str:
+    """A folder with what it takes."""
+    from cairn.cli.output import amount
+
+    try:
+        if not folder.is_dir():
+            return f"{folder} (nothing yet)"
+        size = sum(entry.lstat().st_size for entry in folder.rglob("*") if not entry.is_symlink() and entry.is_file())
+    except OSError as error:
+        return f"{folder} (cannot be read: {error.strerror or error})"
+    return f"{folder} ({amount(size)})"
+
+
+def _log(config: Config) -> str:
+    """What the disk lost of the agents' token log."""
+    from cairn.agents.log.recovery import Folder, look
     from cairn.api.native.folders import agents_folder
     from cairn.system.posix import SystemFiles
 
@@ -177,7 +224,7 @@ def _agents(config: Config) -> Rows:
         state = "none yet"
     except (OSError, CairnError) as error:
         state = f"cannot be read: {error}"
-    return [("folder", str(place)), ("token log", state)]
+    return state
 
 
 def _largest(config: Config) -> str:

@@ -46,10 +46,11 @@ def _register_scenarios(team: typer.Typer) -> None:
     ) -> None:
         """Play a scenario and watch it; the exit code is 1 where an expectation is not met."""
         from cairn.cli.team_view import team_view
-        from cairn.cli.yaml_files import load_yaml
+        from cairn.cli.yaml_files import checking, load_yaml
         from cairn.teams.scenario import play, scenario_of
 
-        scenario = scenario_of(load_yaml(file), file)
+        with checking(file):
+            scenario = scenario_of(load_yaml(file), file)
         with server(resolved, host) as client:
             stage = ServerStage(client)
             try:

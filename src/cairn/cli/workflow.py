@@ -40,12 +40,13 @@ def _register_runs(workflow: typer.Typer) -> None:
         host: Host = None,
     ) -> None:
         """Run a workflow and print its result as JSON; what it does is told on stderr."""
-        from cairn.cli.yaml_files import load_yaml
+        from cairn.cli.yaml_files import checking, load_yaml
         from cairn.workflows.checks import check_workflow
         from cairn.workflows.definition import workflow_of
 
         plain = load_yaml(file)
-        check_workflow(workflow_of(plain))  # wrong files are told of without a server
+        with checking(file):
+            check_workflow(workflow_of(plain))  # wrong files are told of without a server
         body = {"workflow": plain, "inputs": _inputs(given or ()), "stream": True}
         body |= {} if seed is None else {"seed": seed}
         with server(resolved, host) as client:
@@ -92,11 +93,12 @@ def _register_looks(workflow: typer.Typer) -> None:
             with server(resolved, host) as client:
                 drawn = client.bytes(f"/v1/workflows/runs/{quote(what, safe='')}/graph?format={form}")
         else:
-            from cairn.cli.yaml_files import load_yaml
+            from cairn.cli.yaml_files import checking, load_yaml
             from cairn.workflows.definition import workflow_of
             from cairn.workflows.drawing import mermaid, png, svg
 
-            workflow = workflow_of(load_yaml(Path(what)))
+            with checking(Path(what)):
+                workflow = workflow_of(load_yaml(Path(what)))
             drawn = png(workflow) if form == "png" else (svg if form == "svg" else mermaid)(workflow).encode()
         _put(drawn, output)
 

@@ -7,13 +7,14 @@ stand for.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cairn.types.errors import ConfigError
+from cairn.types.errors import CairnError, ConfigError
 
 MAX_YAML = 1 << 22
 """Bytes of a file."""
@@ -34,7 +35,8 @@ _MERGE = "<<"
 
 
 def load_yaml(path: Path) -> Any:
-    """Return the plain values of a YAML file. Raise ConfigError for one that cannot be read, or is beyond a limit."""
+    """Return the plain values of a YAML file. Raise ConfigError for one that cannot be read, or is beyond a limit; it
+    says at which line and column."""
     import yaml
 
     try:
@@ -44,13 +46,89 @@ def load_yaml(path: Path) -> Any:
         return _YamlReader(yaml.parse(data.decode(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))).document()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeError, _BadYaml, ValueError) as error:
+    except yaml.MarkedYAMLError as error:
+        said = " ".join(filter(None, (error.problem, error.context)))[:300]
+        where = f", {_mark(error.problem_mark)}" if error.problem_mark else ""
+        raise ConfigError(f"{path}{where}: is no YAML that can be read: {said}") from None
+    except _BadYaml as error:
+        raise ConfigError(f"{path}, {error.args[0]}: is no YAML that can be read: {error.args[1]}") from None
+    except (yaml.YAMLError, UnicodeError, ValueError) as error:
         said = " ".join(str(error).split())[:300]
         raise ConfigError(f"{path} is no YAML that can be read: {said}") from None
 
 
+@contextlib.contextmanager
+def checking(path: Path) -> Iterator[None]:
+    """Inside, errors that name a field of a YAML file say at which line and column it stands."""
+    try:
+        yield
+    except CairnError as error:
+        if not error.field or not (where := place_of(path, error.field)):
+            raise
+        said = str(error).removeprefix(f"{path}: ")
+        raise error.named(f"{path}, {where}: {said}", error.field) from None
+
+
+def place_of(path: Path, field: str) -> str:
+    """Return `line 3, column 5` of what a field such as `nodes[2].prompt` names, as far as it is there.
+
+    A part is a key, a number in a list, or the `id` or `name` of an object. Empty where nothing is found.
+    """
+    import yaml
+
+    try:
+        root = yaml.compose(path.read_bytes().decode(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, yaml.YAMLError, UnicodeError):
+        return ""
+    mark, node = None, root
+    for part in re.findall(r"[^.\[\]$]+", field):
+        found = _child(node, part) or (_named(root, part) if node is root else None)
+        if found is None:
+            break
+        mark, node = found
+    return _mark(mark) if mark else ""
+
+
+def _child(node: Any, part: str) -> tuple[Any, Any] | None:
+    """Return where a part of a node begins, and its node."""
+    kind = type(node).__name__
+    if kind == "MappingNode":
+        return next(((key.start_mark, value) for key, value in node.value if key.value == part), None)
+    if kind == "SequenceNode":
+        if part.isdigit() and int(part) < len(node.value):
+            return node.value[int(part)].start_mark, node.value[int(part)]
+        return next(((item.start_mark, item) for item in node.value if _is_called(item, part)), None)
+    return None
+
+
+def _named(root: Any, name: str) -> tuple[Any, Any] | None:
+    """Return the object with this `id` or `name`, wherever it is."""
+    todo, seen = [root], set()
+    while todo:
+        node = todo.pop(0)
+        if id(node) in seen:  # an alias
+            continue
+        seen.add(id(node))
+        if _is_called(node, name):
+            return node.start_mark, node
+        if type(node).__name__ == "MappingNode":
+            todo += [value for _, value in node.value]
+        elif type(node).__name__ == "SequenceNode":
+            todo += node.value
+    return None
+
+
+def _is_called(node: Any, name: str) -> bool:
+    pairs = node.value if type(node).__name__ == "MappingNode" else ()
+    return any(key.value in ("id", "name") and value.value == name for key, value in pairs)
+
+
+def _mark(mark: Any) -> str:
+    return f"line {mark.line + 1}, column {mark.column + 1}"
+
+
 class _BadYaml(Exception):
-    """What is wrong, with its line."""
+    """Where and why a file cannot be read."""
 
 
 class _OpenNode:
@@ -75,14 +153,14 @@ class _YamlReader:
         self._anchors: dict[str, tuple[Any, int]] = {}
         """Values by the anchors before them, each with how many values it holds."""
         self._count = 0
-        self._line = 0
+        self._mark: Any = None
 
     def document(self) -> Any:
         """Return the value of the only document; None of an empty file."""
         root: list[Any] = []
         documents = 0
         for event in self._events:
-            self._line = event.start_mark.line + 1
+            self._mark = event.start_mark
             kind = type(event).__name__
             documents += kind == "DocumentStartEvent"
             if documents > 1:
@@ -192,7 +270,7 @@ class _YamlReader:
             raise self._bad(f"it holds more than {MAX_YAML_VALUES} values, the limit")
 
     def _bad(self, why: str) -> _BadYaml:
-        return _BadYaml(f"line {self._line}: {why}")
+        return _BadYaml(_mark(self._mark), why)
 
 
 _NOTHING = object()

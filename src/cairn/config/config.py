@@ -8,6 +8,7 @@ never written after.
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,10 @@ from msgspec import Meta
 PREFIX = "CAIRN_"
 """Every environment variable with this prefix is an option, or an error."""
 
+
+DEVICE = re.compile(r"(cuda|rocm):\d{1,3}|auto|cpu|torch-cpu|cuda|rocm|mps")
+DEVICES = "auto, cpu, torch-cpu, cuda, cuda:N, rocm, rocm:N or mps"
+"""Names of devices, for a program and for a person."""
 
 KEY = "printable ASCII characters without spaces, at least one"
 """What a key consists of: others cannot be sent in a header."""
@@ -148,6 +153,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = "auto"
     engine: Annotated[Literal["auto", "cpu", "fake"], Meta(description="What computes; 'fake' is for tests.")] = "auto"
+    device: Annotated[
+        str,
+        Meta(
+            description="What the model is computed on: 'cpu', or 'torch-cpu', 'cuda:N', 'rocm:N' or 'mps' with the "
+            "extra gpu; 'auto': the fastest that keeps answers equal bit for bit, which is the CPU."
+        ),
+    ] = "auto"
     kernels: Annotated[
         Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512"],
         Meta(description="What the CPU computes with; 'auto': the fastest that runs here, 'reference' is numpy."),
@@ -195,11 +207,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = None
     kv_dtype: Annotated[
-        Literal["auto", "f32", "bf16", "f16"],
+        Literal["auto", "f32", "bf16", "f16", "q8"],
         Meta(
             description="Type of KV in the pool and in stores; 'auto': f32 for models of less than 64 MiB (in 16 "
             "bits), else bf16. 'f16' is eight times finer than bf16; a model whose keys or values might pass its "
-            "largest number, 65,504, is held in bf16 all the same, and the start says so."
+            "largest number, 65,504, is held in bf16 all the same, and the start says so. 'q8' takes half the memory "
+            "of bf16 and rounds to 8 bits; it needs 'cairn cache check-codec MODEL --kv-dtype q8' first."
         ),
     ] = "auto"
     # scheduling
@@ -285,6 +298,24 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "top_p and min_p, as transformers and vLLM do, 'llama' after them, as llama.cpp does."
         ),
     ] = "default"
+    default_temperature: Annotated[
+        Annotated[float, Meta(ge=0, le=10)] | None,
+        Meta(
+            description="Temperature where a request names none; default: what the model's files or makers say, or 0.8."
+        ),
+    ] = None
+    default_top_k: Annotated[
+        Annotated[int, Meta(ge=-1, le=1 << 31)] | None,
+        Meta(description="top_k where a request names none, 0 for off; default: the model's, or 40."),
+    ] = None
+    default_top_p: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | None,
+        Meta(description="top_p where a request names none, 1 for off; default: the model's, or 0.95."),
+    ] = None
+    default_min_p: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | None,
+        Meta(description="min_p where a request names none, 0 for off; default: the model's, or 0.05."),
+    ] = None
     reasoning_history: Annotated[
         Literal["keep", "template"],
         Meta(

@@ -123,6 +123,53 @@ def _option(field: msgspec.inspect.Field, panel: str) -> Option:
     )
 
 
+OTHER_NAMES = {
+    "n_ctx": "context",
+    "num_ctx": "context",
+    "ctx_size": "context",
+    "max_model_len": "context",
+    "max_seq_len": "context",
+    "max_context": "context",
+    "context_length": "context",
+    "model_path": "model",
+    "model_name": "model",
+    "model_id": "model",
+    "n_threads": "threads",
+    "num_thread": "threads",
+    "num_threads": "threads",
+    "max_num_seqs": "max_running",
+    "n_parallel": "max_running",
+    "num_parallel": "max_running",
+    "max_num_batched_tokens": "step_tokens",
+    "n_batch": "step_tokens",
+    "num_batch": "step_tokens",
+    "dtype": "weights",
+    "torch_dtype": "weights",
+    "quantization": "weights",
+    "kv_cache_dtype": "kv_dtype",
+    "type_k": "kv_dtype",
+    "type_v": "kv_dtype",
+    "cache_type_k": "kv_dtype",
+    "cache_type_v": "kv_dtype",
+    "kv_cache_memory_bytes": "kv_gb",
+    "chat_format": "chat_template",
+    "device_map": "device",
+    "served_model_name": "served_name",
+}
+"""What other engines and libraries call an option -> its name here."""
+_OF_GPUS = frozenset({"n_gpu_layers", "num_gpu", "gpu_memory_utilization", "tensor_parallel_size"})
+
+
+def right_name(word: str, known: Iterable[str]) -> str:
+    """Return what an unknown option is called here, as the end of a sentence, or an empty string."""
+    names = list(known)
+    if word in OTHER_NAMES and OTHER_NAMES[word] in names:
+        return f": it is called {OTHER_NAMES[word]} here"
+    if word in _OF_GPUS:
+        return ": device says what the model is computed on, and all of it is; leave this out"
+    return closest(word, names)
+
+
 MAX_WORD = 64
 """Characters of a word for which a near one is looked for: the comparison takes time that grows with their square."""
 

@@ -13,8 +13,20 @@ from typing import Any
 
 import msgspec
 
-from cairn.config.config import KEY, LIMITS, PREFIX, Config, ModelOptions, Secret, TenantKeys, TenantLimits, is_key
-from cairn.config.option import Option, closest, options
+from cairn.config.config import (
+    DEVICE,
+    DEVICES,
+    KEY,
+    LIMITS,
+    PREFIX,
+    Config,
+    ModelOptions,
+    Secret,
+    TenantKeys,
+    TenantLimits,
+    is_key,
+)
+from cairn.config.option import OTHER_NAMES, Option, closest, local_options, options, right_name
 from cairn.config.paths import expanded, home
 from cairn.types.errors import ConfigError
 
@@ -37,6 +49,8 @@ class Resolved(msgspec.Struct, frozen=True):
     """Reads them once more: files may say something else now."""
     sources: dict[str, str]
     """Where a value comes from, by field name; a field that is missing here has its default."""
+    file: Path | None = None
+    """The file of options that was read."""
 
     def source(self, name: str) -> str:
         """Where the value of a field came from, in words."""
@@ -88,6 +102,7 @@ def _resolve(
         Config(**values),
         lambda: _resolve(flags, env, file, keywords, path if table else None),
         {name: given.source for name, given in raw.items()},
+        path,
     )
 
 
@@ -105,7 +120,8 @@ def _from_flags(flags: Mapping[str, object], keywords: bool) -> dict[str, _Given
     found = {}
     for name, value in flags.items():
         if name not in known:
-            raise ConfigError(f"unknown option {name!r}{closest(name, known)}", field=name)
+            near = right_name(name, local_options() if keywords else known)
+            raise ConfigError(f"unknown option {name!r}{near}", field=name)
         if value is not None and not (known[name].many and not value):
             flag = "MODEL" if name in ("model", "models") else known[name].flag  # arguments, not flags
             found[name] = _Given(value, name if keywords else flag, True)
@@ -122,7 +138,9 @@ def _from_env(env: Mapping[str, str]) -> dict[str, _Given]:
         if _LINKED.fullmatch(f"{variable}={text}"):
             continue
         if variable not in known:
-            raise ConfigError(f"unknown environment variable {variable}{closest(variable, known)}", field=variable)
+            right = OTHER_NAMES.get(variable.removeprefix(PREFIX).lower())
+            near = f": it is called {PREFIX}{right.upper()} here" if right else closest(variable, known)
+            raise ConfigError(f"unknown environment variable {variable}{near}", field=variable)
         option = known[variable]
         parts = [part.strip() for part in text.split(",") if part.strip()]
         if option.many and not parts:  # a list of keys that names none would open the server
@@ -135,7 +153,7 @@ def _from_file(path: Path | None, table: Mapping[str, Any]) -> dict[str, _Given]
     known = {option.name for option in options()}
     for key in table:
         if key not in known:
-            raise ConfigError(f"unknown key {key!r} in {path}{closest(key, known)}", field=key)
+            raise ConfigError(f"unknown key {key!r} in {path}{right_name(key, known)}", field=key)
     return {key: _Given(value, f"{key} in {path}", False) for key, value in table.items()}
 
 
@@ -163,6 +181,14 @@ def _places(env: Mapping[str, str]) -> list[Path]:
         with contextlib.suppress(ConfigError):
             folder = str(home() / ".config")
     return [Path("cairn.toml")] + ([Path(folder) / "cairn" / "cairn.toml"] if folder else [])
+
+
+def usual_file(env: Mapping[str, str]) -> Path:
+    """Return where the user's own file of options is looked for. Raises ConfigError where there is no home folder."""
+    places = _places(env)
+    if len(places) < 2:
+        raise ConfigError("this user has no home folder; set HOME, or name the file with --config")
+    return places[-1]
 
 
 def _there(place: Path) -> bool:
@@ -200,6 +226,8 @@ def _one(option: Option, given: _Given, value: object) -> Any:
         case "str":
             if not isinstance(value, str) or not value:
                 raise _wrong(option, given, value, "a text that is not empty")
+            if option.name == "device" and not DEVICE.fullmatch(value):
+                raise _wrong(option, given, value, DEVICES)
             return value
         case "choice":
             if value not in option.choices:
@@ -273,8 +301,8 @@ def _limits(given: _Given, written: object) -> dict[str, TenantLimits]:
 
 
 OF_A_MODEL = (
-    "tokenizer", "kind", "engine", "kernels", "weights", "keep_packed", "experts", "threads", "context", "kv_gb",
-    "kv_dtype", "max_running", "step_tokens", "kv_disk", "kv_codec", "kv_load", "reasoning_history",
+    "tokenizer", "kind", "engine", "device", "kernels", "weights", "keep_packed", "experts", "threads", "context",
+    "kv_gb", "kv_dtype", "max_running", "step_tokens", "kv_disk", "kv_codec", "kv_load", "reasoning_history",
     "tool_instructions", "chat_template",
 )  # fmt: skip
 """The options that a table of [[models]] may give otherwise than the server's."""

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from cairn.config.config import Config
-from cairn.engine.cpu import CpuEngine
 from cairn.engine.memory import WeightMemory, check_memory, weight_memory
+from cairn.engine.recorded import RecordedEngine
 from cairn.kernels.roofline import Roofline, share
 from cairn.models.safetensors.weights import parameters
 from cairn.types.block_size import BLOCK_TOKENS
@@ -83,7 +83,7 @@ class Bench:
     """An engine with random or real weights, and what is needed to judge its times."""
 
     spec: ModelSpec
-    engine: CpuEngine
+    engine: RecordedEngine
     load: Workload
     weights: WeightMemory
     now: Callable[[], float]
@@ -203,7 +203,7 @@ def open_bench(
     blocks = tuple(2 * max(load.batch) + 2 if group.kind == "state" else most for group in spec.groups)
     taken = weight_memory(spec, weights, config.kernels)
     check_memory(spec, config, blocks, weights=taken)
-    engine = CpuEngine(spec, weights, config, blocks)
+    engine = RecordedEngine(spec, weights, config, blocks)
     for group, size in enumerate(engine.info.block_bytes):
         # Memory that was never written reads as one page of zeros, again and again, which costs next to nothing.
         page = memoryview(bytes(size))

@@ -23,7 +23,7 @@ def check_context(spec: ModelSpec, config: Config) -> None:
         raise ModelError(f"context is {config.context}, but {spec.name} was made for at most {spec.context} tokens")
 
 
-CPU = ("cairn.engine.cpu", "cairn.engine.encoder")
+CPU = ("cairn.engine.recorded", "cairn.engine.encoder")
 FAKE = ("cairn.engine.fake", "cairn.kernels.choose", "numpy.random")
 """Modules that `load_engine` needs; the last is one that numpy itself imports where it is asked for."""
 
@@ -70,19 +70,21 @@ def load_engine(
             sampler=load_sampler(config.kernels, config.threads or cpu_count(), spec.vocab),
         )
         return spec, engine
-    from cairn.engine.cpu import CpuEngine
     from cairn.engine.encoder import EncoderEngine
+    from cairn.engine.recorded import RecordedEngine
 
     encodes = spec.whole
     fit = (
-        None if encodes else CpuEngine.fit(spec, folder, config, blocks)
+        None if encodes else RecordedEngine.fit(spec, folder, config, blocks)
     )  # its identity takes as long as reading all of its files
     spec = identified(spec, folder)
     changed = ModelError(f"{folder} was changed while it was loaded; start again")
     if _stamps(folder) != before:  # what was read of it would be another model's
         raise changed
     loaded = (
-        EncoderEngine.load(spec, folder, config) if encodes else CpuEngine.load(spec, folder, config, expected, fit=fit)
+        EncoderEngine.load(spec, folder, config)
+        if encodes
+        else RecordedEngine.load(spec, folder, config, expected, fit=fit)
     )
     if identity_of(spec, folder) != spec.identity:  # its KV would be stored, and found, as the other model's
         loaded.close()

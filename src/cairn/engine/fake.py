@@ -21,6 +21,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,7 +31,7 @@ from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.layer_spec import CacheGroup
 from cairn.types.model_spec import ModelSpec
 from cairn.types.sampling_params import SamplingParams
-from cairn.types.step import NO_BLOCK, EngineInfo, Pending, Ready, Row, RowResult
+from cairn.types.step import NO_BLOCK, NO_TOKEN, EngineCall, EngineInfo, Ready, Row, RowResult, check_guesses
 
 _MULTIPLIER = 0xD1342543DE82EF95
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -124,6 +125,9 @@ class FakeEngine:
         self._kv = [
             random["kv"].integers(0, 1 << 64, shape, dtype=np.uint64) for shape in zip(sizes, widths, strict=True)
         ]
+        self._states_kept = any(group.kind == "state" for group in spec.groups)
+        self._sampled: list[int | None] = []
+        """The tokens that the rows of the last step sampled."""
         self._passed: dict[tuple[int, int], Words] = {}
         """Digests of state groups that the rows of a call went through, by group and row."""
         self._seeds = random["seeds"].integers(0, 1 << 64, len(sizes), dtype=np.uint64)
@@ -141,10 +145,11 @@ class FakeEngine:
         """Groups, pools and limits."""
         return self._info
 
-    def prefill(self, rows: Sequence[Row]) -> Pending[list[RowResult]]:
+    def prefill(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
         """One step, as `Engine.prefill`."""
         if self._step_seconds:
             self._sleep(self._step_seconds)
+        rows, missing = self._with_tokens(rows)
         self._check(rows)
         self._passed.clear()
         for number, group in enumerate(self._info.groups):
@@ -155,12 +160,30 @@ class FakeEngine:
             found = [RowResult() for _ in plain]
         else:
             found = sample(plain, self._logits(self._states(wanted)), self._sampler)
-        if len(plain) == len(rows):
-            return Ready(found)
         sampled = iter(found)
-        return Ready([next(sampled) if row.want == "token" else self._hidden(row) for row in rows])
+        results = [next(sampled) if row.want == "token" else self._hidden(row) for row in rows]
+        for number in missing:
+            results[number] = RowResult(error=NO_TOKEN)
+        self._sampled = [result.token for result in results]
+        return Ready(results)
 
-    def embed(self, rows: Sequence[Row]) -> Pending[list[RowResult]]:
+    def _with_tokens(self, rows: Sequence[Row]) -> tuple[Sequence[Row], list[int]]:
+        """Return the rows with their pending tokens, and the numbers of those whose token never came."""
+        if all(row.pending is None for row in rows):
+            return rows, []
+        known, missing = list(rows), list[int]()
+        for number, row in enumerate(rows):
+            check_guesses(row, states=self._states_kept)
+            if row.pending is None:
+                continue
+            token = self._sampled[row.pending] if row.pending < len(self._sampled) else None
+            if token is None:
+                missing.append(number)
+            tokens = [*row.tokens[: row.start], 0 if token is None else token]
+            known[number] = msgspec.structs.replace(row, tokens=tokens, pending=None)
+        return known, missing
+
+    def embed(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
         """`prefill`: a state is the noise that its digests lead to."""
         return self.prefill(rows)
 
@@ -173,20 +196,26 @@ class FakeEngine:
         (start,) = (state % np.uint64(_NOISE)).tolist()
         return np.ascontiguousarray(self._noise[start : start + _HIDDEN]).tobytes()
 
-    def decode(self, rows: Sequence[Row]) -> Pending[list[RowResult]]:
+    def decode(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
         """One step over rows of one token, as `Engine.decode`."""
         if any(row.end - row.start != 1 for row in rows):
             raise ValueError("decode takes rows of exactly one token")
         return self.prefill(rows)
 
-    def read_blocks(self, group: int, ids: Sequence[int]) -> Pending[list[memoryview]]:
+    def read_blocks(self, group: int, ids: Sequence[int]) -> EngineCall[list[memoryview]]:
         """Pages of digests."""
         return Ready([memoryview(self._kv[group][block]).cast("B") for block in ids])
 
-    def write_blocks(self, group: int, ids: Sequence[int], pages: Sequence[memoryview]) -> Pending[None]:
+    def write_blocks(self, group: int, ids: Sequence[int], pages: Sequence[memoryview]) -> EngineCall[None]:
         """Put pages of digests into blocks."""
         for block, page in zip(ids, pages, strict=True):
             self._kv[group][block] = np.frombuffer(page, dtype=np.uint64)
+        return Ready(None)
+
+    def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> EngineCall[None]:
+        """Copy digests from block to block."""
+        for source, target in pairs:
+            self._kv[group][target] = self._kv[group][source]
         return Ready(None)
 
     def close(self) -> None:
@@ -249,6 +278,7 @@ class FakeEngine:
                 raise ValueError(f"a row of {len(row.tokens)} tokens cannot compute [{row.start}, {row.end})")
             if row.logits_from is not None and not row.start <= row.logits_from < row.end:
                 raise ValueError("logits are wanted outside the row")
+            check_guesses(row, states=self._states_kept)
             for number, (group, table) in enumerate(zip(info.groups, row.tables, strict=True)):
                 if group.kind == "state":
                     written += self._check_state(number, row)

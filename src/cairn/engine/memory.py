@@ -11,7 +11,12 @@ from typing import Any
 from cairn.config.config import Config
 from cairn.engine.machine import memory_available
 from cairn.kernels import native
+from cairn.kernels.base import BLOCK, GROUP
 from cairn.kernels.choose import REFERENCE, chosen
+from cairn.kernels.codebooks import ROW_FORMATS
+from cairn.kernels.devices import TORCH, free_memory, kernel_set
+from cairn.kernels.kv_codes import row_bytes
+from cairn.kernels.storage import HostStorage
 from cairn.models.forward import encoder
 from cairn.models.forward.buffers import buffer_bytes
 from cairn.models.forward.decoder import build
@@ -34,22 +39,54 @@ SNAPSHOT_TOKENS = 1024
 """Tokens of KV for which the pool has one state to come back to, where there is memory for it."""
 
 
-_KV_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
-_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
+_KV_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "q8": "int8"}
+_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+_Q8_STEP = 4
+"""Numbers of a head that the kernels take from q8 KV together."""
+
+
+def kernels_of(config: Config) -> str:
+    """Return the name of the kernel set that computes: of the CPU's, or torch's."""
+    return kernel_set(config.device, config.kernels)
+
+
+def device_memory(config: Config) -> int:
+    """Return the bytes that are free where the model is to be computed: on the device, or on the machine."""
+    own = free_memory(config.device)
+    return memory_available() if own is None else own
 
 
 def kv_dtype(spec: ModelSpec, config: Config) -> str:
-    """numpy's name of the type of this model's KV."""
+    """numpy's name of the type of this model's KV; int8 is q8. Raises `ModelError` for heads and devices without it."""
     if config.kv_dtype == "auto":
         return "float32" if small(spec) else "bfloat16"
+    if config.kv_dtype == "q8":
+        if kernels_of(config) == TORCH:
+            raise ModelError(f"{spec.name}: kv_dtype q8 is for device cpu; use kv_dtype auto on {config.device}")
+        kept = zip(spec.groups, spec.head_dims, strict=True)
+        odd = [size for group, size in kept if group.kind != "state" and not group.once and size % _Q8_STEP]
+        if odd:
+            raise ModelError(
+                f"{spec.name}: kv_dtype q8 holds heads of a multiple of {_Q8_STEP} numbers, and this model has heads "
+                f"of {odd[0]}; use kv_dtype auto"
+            )
     return _KV_DTYPES[config.kv_dtype]
+
+
+def kv_page(spec: ModelSpec, group: int, dtype: str) -> tuple[int, ...]:
+    """The shape of what one layer of a group keeps of a block, in numbers of the pool's type: `ModelSpec.page`, but for
+    the scales behind the rows of int8."""
+    page = spec.page(group)
+    if dtype != "int8" or spec.groups[group].kind == "state":
+        return page
+    return *page[:-1], row_bytes(page[-1], spec.groups[group].once)
 
 
 def block_bytes(spec: ModelSpec, dtype: str) -> tuple[int, ...]:
     """Bytes of one block of each group: keys and values of BLOCK_TOKENS tokens over the group's layers, or one state of
     them."""
     return tuple(
-        len(group.layers) * math.prod(spec.page(number)) * (4 if group.kind == "state" else _WIDTHS[dtype])
+        len(group.layers) * math.prod(kv_page(spec, number, dtype)) * (4 if group.kind == "state" else _WIDTHS[dtype])
         for number, group in enumerate(spec.groups)
     )
 
@@ -92,8 +129,9 @@ def weight_bytes(spec: ModelSpec) -> int:
 
 
 def weight_memory(spec: ModelSpec, weights: Mapping[str, Any], kernels: str) -> WeightMemory:
-    """What the weights that `open_weights` gave take in the kernels that `config.kernels` names; reads none of them."""
-    tally: Any = _Tally(chosen(kernels) != REFERENCE)
+    """Return what the weights that `open_weights` gave take in `kernels`: of `kernels_of`, or as `config.kernels` names
+    the CPU's. Reads none of them."""
+    tally: Any = _Tally(kernels if kernels == TORCH else chosen(kernels))
     more = projection_bytes(spec)
     if spec.encoder is not None:
         encoder.build(tally, spec, outlines(weights))
@@ -116,7 +154,8 @@ def placed(spec: ModelSpec, config: Config, weights: WeightMemory, free: int | N
     """
     if config.experts == "memory" or not weights.experts:
         return weights
-    never = "the reference kernels hold" if chosen(config.kernels) == REFERENCE else ""
+    own = kernels_of(config)
+    never = f"the {own} kernels hold" if own in (REFERENCE, TORCH) else ""
     never = never or ("without keep_packed there is" if not config.keep_packed else "")
     if config.experts == "auto":
         free = memory_available() if free is None else free
@@ -139,9 +178,9 @@ def _fits(spec: ModelSpec, config: Config, blocks: tuple[int, ...], free: int, w
 class _Tally:
     """Stands in for the kernels while a model is built from outlines: it counts, and so counts what loading asks."""
 
-    def __init__(self, native: bool) -> None:
+    def __init__(self, kernels: str) -> None:
         self.held = self.peak = self.streamed = self.largest = 0
-        self._native = native
+        self._kernels = kernels
 
     def vector(self, source: TensorMeta) -> None:
         self._count(4 * math.prod(source.shape), source.made)
@@ -159,9 +198,11 @@ class _Tally:
         return held
 
     def _packed(self, parts: Sequence[TensorMeta]) -> int:
-        if self._native:
-            return native.packed_bytes([(one.shape[0], one.shape[1], one.form) for one in parts])
-        return sum(4 * math.prod(one.shape) for one in parts)
+        if self._kernels == REFERENCE:
+            return sum(4 * math.prod(one.shape) for one in parts)
+        if self._kernels == TORCH:
+            return sum(int(math.prod(one.shape) * _torch_bits(one)) // 8 for one in parts)
+        return native.packed_bytes([(one.shape[0], one.shape[1], one.form) for one in parts])
 
     def rope(self, head_dim: int, theta: float, scaling: RopeScaling) -> None:
         self._count(4 * head_dim, 0)
@@ -170,6 +211,22 @@ class _Tally:
         self.held += held
         self.peak = max(self.peak, self.held + passing)
         self.largest = max(self.largest, held + passing)
+
+
+def _torch_bits(one: TensorMeta) -> float:
+    """Return the bits that a number of a matrix takes in torch's kernels, with its share of scales and minima."""
+    if not one.scale:
+        return one.bits
+    codes = 4 if one.bits == 4 and not one.table else 8  # those of 5 and 6 bits, and of tables, take a byte each
+    if one.table in ROW_FORMATS:
+        return codes + 32 / ROW_FORMATS[one.table].group
+    if one.block and one.table:
+        return codes + 8 / GROUP + 16 / BLOCK
+    if one.block:
+        own = 8 / 16 if one.block == 6 else 2 * 8 / GROUP
+        return codes + own + (16 if one.block == 6 else 32) / BLOCK
+    widths = {"float16": 16, "float32": 32}
+    return codes + (widths[one.scale] + widths.get(one.minimum, 0)) / GROUP
 
 
 def whole_context(spec: ModelSpec, config: Config) -> int:
@@ -305,15 +362,17 @@ def _bytes(spec: ModelSpec, config: Config, blocks: Sequence[int]) -> int:
 
 def _buffers(spec: ModelSpec, config: Config) -> int:
     context = min(spec.context, config.context or spec.context)
-    rows, scores = min(config.max_running, config.step_tokens), chosen(config.kernels) == REFERENCE
+    own = kernels_of(config)
+    rows, scores = min(config.max_running, config.step_tokens), own in (REFERENCE, TORCH)
+    logits = 64 if own == TORCH else HostStorage.logits_rows
     if spec.whole:
         context = whole_context(spec, config)
         tokens = max(config.step_tokens, context)
         if spec.encoder is not None:
             return encoder.buffer_bytes(spec, tokens, rows, context, scores=scores)
         kept = 8 * BLOCK_TOKENS * encoder.kv_blocks(tokens, rows) * spec.kv_heads * spec.head_dim
-        return buffer_bytes(spec, tokens, rows, context, scores=scores) + kept
-    return buffer_bytes(spec, config.step_tokens, rows, context, scores=scores)
+        return buffer_bytes(spec, tokens, rows, context, logits_rows=logits, scores=scores) + kept
+    return buffer_bytes(spec, config.step_tokens, rows, context, logits_rows=logits, scores=scores)
 
 
 def _gb(size: int) -> str:

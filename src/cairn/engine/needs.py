@@ -46,7 +46,7 @@ def needs(config: Config, place: Path, free: int, blocks: tuple[int, ...] = ()) 
         taken = memory.WeightMemory(memory.weight_bytes(spec), 0)
     else:
         held = HeldWeights(open_weights(place, spec), form_of(spec, config.weights))
-        taken = memory.placed(spec, config, memory.weight_memory(spec, held, config.kernels), free)
+        taken = memory.placed(spec, config, memory.weight_memory(spec, held, memory.kernels_of(config)), free)
     blocks = blocks or memory.pool_blocks(spec, config, free, taken)
     pool, buffers = memory.beside_weights(spec, config, blocks)
     return Needs(

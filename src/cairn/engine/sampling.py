@@ -1,60 +1,92 @@
-"""From logits to tokens: what a step's rows ask of its logits, and what they are told. Below the waist.
+"""From logits to tokens: what a step's rows ask of its logits, and what they get. Below the waist.
 
 Each row is decided by its own numbers alone, and its randomness is a hash of (seed, choice, position), so a request
 gets the same tokens, bit for bit, alone and in any batch, and options never make a request unbatchable. What a line of
-logits gives is in `kernels.vocabulary`. Log-probabilities are of the raw distribution, before a grammar, bias,
-penalties, temperature and filters.
+logits gives is in `kernels.vocabulary`; logits themselves never come here, only what a sampler says of them.
+Log-probabilities are of the raw distribution, before a grammar, bias, penalties, temperature and filters.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from cairn.kernels.extras import choose
 from cairn.kernels.vocabulary import GREEDY_BELOW, NUMPY, ONE, Line, Sampler, TokenChoice
 from cairn.types.errors import NOTHING_LEFT, TOO_COMPLEX
 from cairn.types.outputs import TokenLogprob
-from cairn.types.sampling_params import SamplingParams
 from cairn.types.step import Row, RowResult
 
 NOT_FINITE = "the model produced logits that are not finite numbers"
 
-Floats = NDArray[np.float32]
+
+class LogitsQuestion:
+    """What a step's rows ask of its logits: one line for each wanted position, in the order of rows and positions.
+
+    Lines are answered in slices of any size (`answer`), and then make the rows' results (`results`).
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        """`rows` with all their tokens: no pending ones. Waits for the masks of those that have one."""
+        self._rows = rows
+        self._counts = [0 if row.logits_from is None else row.end - row.logits_from for row in rows]
+        self.count = sum(self._counts)
+        self._greedy = self.count == len(rows) and all(map(_plain_greedy, rows))
+        """Whether each row asks for the highest logit of one position and nothing else."""
+        self._lines: list[Line] = []
+        self._masks: list[bytes | None] = []
+        if not self._greedy:
+            self._masks = [row.mask.wait() if row.samples and row.mask is not None else None for row in rows]
+            self._lines = [line for row, mask in zip(rows, self._masks, strict=True) for line in _lines(row, mask)]
+        self._tokens: list[int] = []
+        self._choices: list[TokenChoice] = []
+
+    def answer(self, sampler: Sampler, logits: Any, count: int) -> None:
+        """Decide the next `count` lines, of which `logits` [count, vocab] are the kernels' numbers."""
+        if self._greedy:
+            self._tokens += sampler.greedy(logits)
+        elif count:
+            at = len(self._choices)
+            self._choices += choose(sampler, self._lines[at : at + count], logits)
+
+    def results(self) -> list[RowResult]:
+        """Return what each row gets, once all lines are answered.
+
+        A row that samples gets a token, positions before that give `prompt_logprobs`, guesses `more`. A row whose
+        logits are not finite gets an `error` while the others go on.
+        """
+        if self._greedy:
+            return [RowResult(token) if token >= 0 else RowResult(error=NOT_FINITE) for token in self._tokens]
+        results, at = [], 0
+        for row, mask, count in zip(self._rows, self._masks, self._counts, strict=True):
+            found = _result(row, self._choices[at : at + count])
+            results.append(RowResult(error=TOO_COMPLEX) if mask == b"" else found)
+            at += count
+        return results
 
 
-def sample(rows: Sequence[Row], logits: Floats, sampler: Sampler = NUMPY) -> list[RowResult]:
-    """Decide every row of a step.
+def sample(rows: Sequence[Row], logits: Any, sampler: Sampler = NUMPY) -> list[RowResult]:
+    """Decide every row of a step at once.
 
     `logits` is float32 [n, vocab]: for each row that wants logits its positions logits_from..end-1, in row order, and
-    nothing for the others. It is not changed. A row that samples gets a token, positions before the last give
-    `prompt_logprobs`, and a row whose logits are not finite gets `error` while the others go on. The draw uses the
-    position of the new token, len(row.tokens).
+    nothing for the others. It is not changed.
     """
-    total = sum(0 if row.logits_from is None else row.end - row.logits_from for row in rows)
-    if total != len(logits):
-        raise ValueError(f"rows want {total} positions of logits, got {len(logits)}")
-    if total == len(rows) and all(row.samples and row.mask is None and _plain_greedy(row.sampling) for row in rows):
-        return [RowResult(token) if token >= 0 else RowResult(error=NOT_FINITE) for token in sampler.greedy(logits)]
-    masks = [row.mask.wait() if row.samples and row.mask is not None else None for row in rows]
-    lines = [line for row, mask in zip(rows, masks, strict=True) for line in _lines(row, mask)]
-    choices = choose(sampler, lines, logits) if total else []
-    results, at = [], 0
-    for row, mask in zip(rows, masks, strict=True):
-        count = 0 if row.logits_from is None else row.end - row.logits_from
-        found = _result(row, logits[at : at + count], choices[at : at + count])
-        results.append(RowResult(error=TOO_COMPLEX) if mask == b"" else found)
-        at += count
-    return results
+    question = LogitsQuestion(rows)
+    if question.count != len(logits):
+        raise ValueError(f"rows want {question.count} positions of logits, got {len(logits)}")
+    question.answer(sampler, logits, question.count)
+    return question.results()
 
 
-def _plain_greedy(params: SamplingParams) -> bool:
+def _plain_greedy(row: Row) -> bool:
     """Whether the highest raw logit is the answer and nothing else was asked for."""
+    params = row.sampling
     return (
-        params.temperature < GREEDY_BELOW
+        row.samples
+        and row.mask is None
+        and not row.draft
+        and params.temperature < GREEDY_BELOW
         and not params.logprobs
         and not params.logit_bias
         and not params.min_tokens
@@ -63,37 +95,56 @@ def _plain_greedy(params: SamplingParams) -> bool:
     )
 
 
+def _scored(row: Row) -> int:
+    """Return how many of a row's wanted positions are followed by a known token, whose log-probability they give."""
+    assert row.logits_from is not None
+    return max(0, min(row.end, len(row.tokens) - row.draft - 1) - row.logits_from)
+
+
 def _lines(row: Row, mask: bytes | None) -> list[Line]:
-    """What a row asks of its positions, each in turn."""
+    """Return a line for each position whose logits a row wants."""
     if row.logits_from is None:
         return []
-    params = row.sampling
-    last = Line(row, params.top_logprobs if params.logprobs else None, mask)
-    scored = min(row.end, len(row.tokens) - 1) - row.logits_from
-    return [Line(None, params.top_logprobs)] * scored + ([last] if row.samples else [])
+    params, first = row.sampling, row.logits_from
+    drawn = first + _scored(row)
+    scored = [Line(None, params.top_logprobs, asked=(row.tokens[place + 1],)) for place in range(first, drawn)]
+    if not row.samples:
+        return scored
+    top = params.top_logprobs if params.logprobs else None
+    return scored + [Line(row, top, mask, place + 1) for place in range(drawn, row.end)]
 
 
-def _result(row: Row, logits: Floats, choices: Sequence[TokenChoice]) -> RowResult:
-    """Put a row's answer together from its wanted positions."""
+def _result(row: Row, choices: Sequence[TokenChoice]) -> RowResult:
+    """Put a row's result together from the choices of its wanted positions."""
     if not choices:
         return RowResult()
-    if not all(choice.finite for choice in choices):
+    scored = _scored(row)
+    known = choices[: scored + 1]
+    if not all(choice.finite for choice in known):
         return RowResult(error=NOT_FINITE)
-    last = choices[-1]
-    if row.samples and last.token is None:
+    assert row.logits_from is not None
+    first = row.logits_from + 1
+    prompt = tuple(_logprob(row.tokens[first + n], choice) for n, choice in enumerate(choices[:scored]))
+    if not row.samples:
+        return RowResult(prompt_logprobs=prompt)
+    sampled, *more = (_drawn(row, choice, prompt if not n else ()) for n, choice in enumerate(choices[scored:]))
+    if more and not sampled.error:
+        return RowResult(sampled.token, sampled.logprob, prompt, mu=sampled.mu, more=tuple(more))
+    return sampled
+
+
+def _drawn(row: Row, choice: TokenChoice, prompt: tuple[TokenLogprob, ...]) -> RowResult:
+    """Make a result of the choice of one position that samples."""
+    if not choice.finite:
+        return RowResult(error=NOT_FINITE)
+    if choice.token is None:
         return RowResult(error=NOTHING_LEFT)
-    first = row.end - len(choices)
-    prompt = tuple(
-        _logprob(logits[n], row.tokens[first + n + 1], choice)
-        for n, choice in enumerate(choices)
-        if first + n + 1 < len(row.tokens)
-    )
-    chosen = _logprob(logits[-1], last.token, last) if row.sampling.logprobs and last.token is not None else None
-    return RowResult(last.token, chosen, prompt, mu=last.mu)
+    logprob = _logprob(choice.token, choice) if row.sampling.logprobs else None
+    return RowResult(choice.token, logprob, prompt, mu=choice.mu)
 
 
-def _logprob(logits: Floats, token: int, choice: TokenChoice) -> TokenLogprob:
-    """log softmax of one raw row [vocab] at `token`, and its most likely tokens."""
+def _logprob(token: int, choice: TokenChoice) -> TokenLogprob:
+    """Return log softmax of one raw line at `token`, whose logit is the choice's last, and at the best tokens."""
     total = choice.peak + math.log(choice.mass / ONE)
-    best = tuple((one, float(logits[one]) - total) for one in choice.top)
-    return TokenLogprob(token, float(logits[token]) - total, best)
+    best = tuple((one, logit - total) for one, logit in zip(choice.top, choice.logits, strict=False))
+    return TokenLogprob(token, choice.logits[-1] - total, best)

@@ -7,34 +7,82 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Unpack, overload
 
 from cairn.config.config import Config
-from cairn.config.option import closest, local_options, options
+from cairn.config.option import local_options, options
 from cairn.config.resolve import resolve
 from cairn.entrypoints.answer import Answer, AsyncStream
+from cairn.entrypoints.asked import (
+    Conversation,
+    OfferedTools,
+    Tool,
+    are_prompts,
+    conversations,
+    form_of,
+    is_list,
+    offered_tools,
+    template_args_of,
+)
+from cairn.entrypoints.keywords import (
+    ModelKeywords,
+    SamplingKeywords,
+    tells_model_options,
+    tells_sampling_options,
+    unknown_keyword,
+)
+from cairn.entrypoints.progress import BatchProgress
 from cairn.frontend.requests import SamplingOptions
 from cairn.frontend.structured_output import wanted_of
+from cairn.text.grammar.grammar import Wanted
 from cairn.types.errors import ConfigError, InvalidRequest, Overloaded, Unavailable
 from cairn.types.request import OutputFormat, Request
 
 if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
     from cairn.frontend.embeddings import Vector
     from cairn.frontend.service import Service
 
 T = TypeVar("T")
 
-Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
 """Text, or token ids."""
 
 _IDLE_LOOKS = 20
 _CLOSED = "the model was closed while it was loaded"
+_NOT_STARTED = (
+    "the model is not loaded: use `async with AsyncLLM(...) as llm:`, or `llm = await AsyncLLM.start(...)` and at the "
+    "end `await llm.close()`"
+)
 _ELSEWHERE = "the model was loaded in another event loop, and is answered and closed in that one alone"
+
 
 log = logging.getLogger("cairn.llm")
 
 
+class _Chat(NamedTuple):
+    """What all conversations of one call have in common."""
+
+    asked: SamplingOptions
+    offered: OfferedTools
+    shown: list[dict[str, Any]] | None
+    template_args: dict[str, Any] | None
+    wanted: Wanted
+    reader: TypeAdapter[Any] | None
+
+
+class _Continuation(NamedTuple):
+    """What all prompts of one call have in common."""
+
+    asked: SamplingOptions
+    suffix: str
+    parse_special: bool
+    wanted: Wanted
+    reader: TypeAdapter[Any] | None
+
+
+@tells_model_options
 class AsyncLLM:
     """A model in this process, for asyncio: `async with AsyncLLM("demo") as llm`, or `await AsyncLLM.start("demo")`.
 
@@ -44,7 +92,9 @@ class AsyncLLM:
     Raises ConfigError or ModelError.
     """
 
-    def __init__(self, model: str | None = None, *, config: Config | None = None, **options: object) -> None:
+    def __init__(
+        self, model: str | None = None, *, config: Config | None = None, **options: Unpack[ModelKeywords]
+    ) -> None:
         self.config = _config(model, options) if config is None else _only(config, model, options)
         self._service: Service | None = None
         self._turn = asyncio.Lock()
@@ -55,7 +105,9 @@ class AsyncLLM:
         self._closes = 0
 
     @classmethod
-    async def start(cls, model: str | None = None, *, config: Config | None = None, **options: object) -> AsyncLLM:
+    async def start(
+        cls, model: str | None = None, *, config: Config | None = None, **options: Unpack[ModelKeywords]
+    ) -> AsyncLLM:
         """A model that is loaded."""
         return await cls(model, config=config, **options).__aenter__()
 
@@ -117,7 +169,7 @@ class AsyncLLM:
     def service(self) -> Service:
         """The service behind it. Raises Unavailable before the start, after the end, and in another event loop."""
         if self._service is None:
-            raise Unavailable("the model is not loaded: it was not started, or it was closed")
+            raise Unavailable("the model was closed" if self._closes else _NOT_STARTED)
         with contextlib.suppress(RuntimeError):  # no event loop: then what it tells without waiting may be asked
             if asyncio.get_running_loop() is not self._loop:
                 raise Unavailable(_ELSEWHERE)
@@ -139,114 +191,198 @@ class AsyncLLM:
             if service is not None:
                 await service.close()
 
-    async def stream_chat(
+    @overload
+    async def chat(  # type: ignore[overload-overlap]  # an empty list, or a text of texts
         self,
-        messages: Sequence[Message],
-        tools: Sequence[Message] | None = None,
+        messages: Conversation,
+        tools: Iterable[Tool] | OfferedTools | None = None,
+        stream: Literal[False] = False,
         *,
-        template_args: Mapping[str, Any] | None = None,
         response_format: Any = None,
         tool_choice: Any = None,
-        **sampling: Any,
-    ) -> AsyncStream:
-        """The answer to a conversation in OpenAI's message format, piece by piece. See `chat`."""
-        service = self.service
-        service.check_generates()
-        asked = _sampling(sampling)
-        conversation = objects("messages", messages)
-        offered = [] if tools is None else _tools(tools)
-        known = [(tool["function"]["name"], tool["function"].get("strict") is True) for tool in offered]
+        template_args: Mapping[str, Any] | None = None,
+        progress_bar: bool | None = False,
+        **sampling: Unpack[SamplingKeywords],
+    ) -> Answer: ...
+    @overload
+    async def chat(
+        self,
+        messages: Sequence[Conversation],
+        tools: Iterable[Tool] | OfferedTools | None = None,
+        stream: Literal[False] = False,
+        *,
+        response_format: Any = None,
+        tool_choice: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        progress_bar: bool | None = False,
+        **sampling: Unpack[SamplingKeywords],
+    ) -> list[Answer]: ...
+    @overload
+    async def chat(
+        self,
+        messages: Conversation,
+        tools: Iterable[Tool] | OfferedTools | None = None,
+        *,
+        stream: Literal[True],
+        response_format: Any = None,
+        tool_choice: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        **sampling: Unpack[SamplingKeywords],
+    ) -> AsyncStream: ...
+    @tells_sampling_options
+    async def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        tools: Iterable[Tool] | OfferedTools | None = None,
+        stream: bool = False,
+        *,
+        response_format: Any = None,
+        tool_choice: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        progress_bar: bool | None = False,
+        **sampling: Unpack[SamplingKeywords],
+    ) -> Answer | list[Answer] | AsyncStream:
+        """Answer a conversation, or each of several, which run together.
+
+        `messages`: a text, a list of messages in OpenAI's format, or a list of such conversations.
+        `tools`: objects in OpenAI's format, or functions: `answer.tool_calls[0].run()` calls one.
+        `stream`: return an `AsyncStream` of pieces in place of the answer; of one conversation only.
+        `response_format`: a class (pydantic, dataclass, list[...]), which `answer.parsed` returns, or OpenAI's object.
+        `tool_choice`: "auto", "none", "required", or the tool, as in OpenAI's API.
+        `template_args`: variables of the chat template. `progress_bar`: show a bar; None: where stderr is a terminal.
+
+        Raises InvalidRequest, ContextTooLong, Overloaded, DeadlineExceeded. The first error of several conversations
+        ends all of them.
+        """
+        self.service.check_generates()
+        asked, (form, reader) = _sampling(sampling), form_of(response_format)
+        given, several = conversations(messages)
+        offered = offered_tools([] if tools is None else tools)
+        arguments = template_args_of(template_args)
         wanted = wanted_of(
-            {"response_format": response_format}, known, tool_choice, parallel=asked.parallel_tool_calls is not False
+            {"response_format": form}, offered.names, tool_choice, parallel=asked.parallel_tool_calls is not False
         )
+        call = _Chat(
+            asked, offered, None if tool_choice == "none" else offered.shown or None, arguments, wanted, reader
+        )
+        if stream:
+            if several:
+                raise InvalidRequest("stream=True takes one conversation, not a list of them", field="stream")
+            return await self._chat(given[0], call)
+        if not several:
+            return await (await self._chat(given[0], call)).wait()
+        return await self._together([partial(self._chat, one, call) for one in given], progress_bar)
+
+    async def _chat(self, conversation: list[dict[str, Any]], call: _Chat) -> AsyncStream:
+        service = self.service
         prompt = await service.chat.prompt(
-            conversation,
-            None if tool_choice == "none" else [_without_strict(tool) for tool in offered] or None,
-            template_args=None if template_args is None else _template_args(template_args),
-            wanted=wanted,
+            conversation, call.shown, template_args=call.template_args, wanted=call.wanted
         )
         _log_warnings(prompt.warnings)
         answered = any(message.get("role") == "assistant" for message in conversation)
-        request = self._request(prompt.tokens, asked, output=prompt.output, grammar=prompt.grammar, durable=answered)
+        request = self._request(
+            prompt.tokens, call.asked, output=prompt.output, grammar=prompt.grammar, durable=answered
+        )
 
         def remember(answer: Answer) -> None:
             service.chat.remember("default", prompt.tokens, answer.tokens, answer.message)
 
-        return AsyncStream(service, request, remember)
+        return AsyncStream(service, request, remember, form=call.reader, functions=call.offered.functions)
 
-    async def chat(
+    @overload
+    async def generate(  # type: ignore[overload-overlap]  # an empty list, or a text of texts
         self,
-        messages: Sequence[Message],
-        tools: Sequence[Message] | None = None,
-        *,
-        template_args: Mapping[str, Any] | None = None,
-        response_format: Any = None,
-        tool_choice: Any = None,
-        **sampling: Any,
-    ) -> Answer:
-        """The answer to a conversation in OpenAI's message format.
-
-        `sampling` are the fields of `SamplingOptions`; what is not given comes from the model's
-        generation_config.json. `template_args` are passed to the chat template; `response_format` and `tool_choice`
-        say what the answer has to be, as in OpenAI's API. Raises InvalidRequest.
-        """
-        stream = await self.stream_chat(
-            messages,
-            tools,
-            template_args=template_args,
-            response_format=response_format,
-            tool_choice=tool_choice,
-            **sampling,
-        )
-        return await stream.wait()
-
-    async def stream_generate(
-        self,
-        prompt: Prompt,
+        prompts: str,
+        stream: Literal[False] = False,
         *,
         suffix: str = "",
         parse_special: bool = True,
         response_format: Any = None,
-        **sampling: Any,
-    ) -> AsyncStream:
-        """The continuation of one prompt, piece by piece; with a `suffix`, what stands between the two."""
-        self.service.check_generates()
-        asked, output = _sampling(sampling), OutputFormat(continues=True)
-        wanted = wanted_of({"response_format": response_format})
-        tokens = await self._tokens(prompt, suffix, parse_special)
-        held = await self.service.chat.grammar(wanted.structure, output)
-        _log_warnings(held.warnings)
-        request = self._request(tokens, asked, output=output, grammar=held.grammar)
-        return AsyncStream(self.service, request, lambda _: None)
-
+        progress_bar: bool | None = False,
+        **sampling: Unpack[SamplingKeywords],
+    ) -> Answer: ...
     @overload
-    async def generate(self, prompts: str, **sampling: Any) -> Answer: ...
+    async def generate(
+        self,
+        prompts: Sequence[Prompt],
+        stream: Literal[False] = False,
+        *,
+        suffix: str = "",
+        parse_special: bool = True,
+        response_format: Any = None,
+        progress_bar: bool | None = False,
+        **sampling: Unpack[SamplingKeywords],
+    ) -> list[Answer]: ...
     @overload
-    async def generate(self, prompts: Sequence[Prompt], **sampling: Any) -> list[Answer]: ...
-    async def generate(self, prompts: str | Sequence[Prompt], **sampling: Any) -> Answer | list[Answer]:
-        """The continuation of a text, or of each of several texts or lists of token ids, in order.
+    async def generate(
+        self,
+        prompts: str,
+        *,
+        stream: Literal[True],
+        suffix: str = "",
+        parse_special: bool = True,
+        response_format: Any = None,
+        **sampling: Unpack[SamplingKeywords],
+    ) -> AsyncStream: ...
+    @tells_sampling_options
+    async def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        stream: bool = False,
+        *,
+        suffix: str = "",
+        parse_special: bool = True,
+        response_format: Any = None,
+        progress_bar: bool | None = False,
+        **sampling: Unpack[SamplingKeywords],
+    ) -> Answer | list[Answer] | AsyncStream:
+        """Continue a text, or each of several texts or lists of token ids, in order.
 
         No chat template is applied: control tokens that a text holds are control tokens, unless `parse_special` is
         False. With a `suffix` the model fills in the middle, if it can. Many prompts run together, at most
-        `max_running` at a time. The first error ends all of them and is raised.
+        `max_running` at a time. The first error ends all of them and is raised. `stream`, `response_format` and
+        `progress_bar` are as in `chat`.
         """
+        self.service.check_generates()
+        asked, (form, reader) = _sampling(sampling), form_of(response_format)
+        call = _Continuation(asked, suffix, parse_special, wanted_of({"response_format": form}), reader)
         if isinstance(prompts, str):
-            return await (await self.stream_generate(prompts, **sampling)).wait()
-        if not _are_prompts(prompts):
+            started = await self._continue(prompts, call)
+            return started if stream else await started.wait()
+        if not are_prompts(prompts):
             raise InvalidRequest("prompts is a text, or a list of texts or of lists of token ids", field="prompts")
+        if stream:
+            raise InvalidRequest("stream=True takes one prompt, not a list", field="stream")
+        return await self._together([partial(self._continue, prompt, call) for prompt in prompts], progress_bar)
+
+    async def _continue(self, prompt: Prompt, call: _Continuation) -> AsyncStream:
+        output = OutputFormat(continues=True)
+        tokens = await self._tokens(prompt, call.suffix, call.parse_special)
+        held = await self.service.chat.grammar(call.wanted.structure, output)
+        _log_warnings(held.warnings)
+        request = self._request(tokens, call.asked, output=output, grammar=held.grammar)
+        return AsyncStream(self.service, request, lambda _: None, form=call.reader)
+
+    async def _together(
+        self, starts: Sequence[Callable[[], Awaitable[AsyncStream]]], progress_bar: bool | None
+    ) -> list[Answer]:
+        """Answers to many prompts at once, in order; the first error ends all of them."""
         places = asyncio.Semaphore(min(self.config.max_running, self.config.max_queue))
 
-        async def one(prompt: Prompt) -> Answer:
+        async def one(start: Callable[[], Awaitable[AsyncStream]]) -> Answer:
             async with places:
-                return await self._patiently(prompt, sampling)
+                answer = await self._patiently(start, bar)
+            bar.answered()
+            return answer
 
-        tasks = [asyncio.create_task(one(prompt)) for prompt in prompts]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        with BatchProgress(len(starts), progress_bar) as bar:
+            tasks = [asyncio.create_task(one(start)) for start in starts]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def embed(
         self,
@@ -268,7 +404,7 @@ class AsyncLLM:
         from cairn.frontend.embeddings import check_dimensions, finished, vectors
 
         service = self.service
-        if not (isinstance(texts, str) or _are_prompts(texts)):
+        if not (isinstance(texts, str) or are_prompts(texts)):
             raise InvalidRequest("texts is a text, or a list of texts or of lists of token ids", field="texts")
         check_dimensions(service, dimensions, normalize=normalize)
         given = [texts] if isinstance(texts, str) else list(texts)
@@ -321,12 +457,12 @@ class AsyncLLM:
         )
         return await compute(self.service, given, asking)
 
-    async def _patiently(self, prompt: Prompt, sampling: Mapping[str, Any]) -> Answer:
-        """One of many prompts: where the queue is full, it waits for the others, as long as there are any."""
+    async def _patiently(self, start: Callable[[], Awaitable[AsyncStream]], bar: BatchProgress) -> Answer:
+        """One of many answers: where the queue is full, it waits for the others, as long as there are any."""
         idle = 0
         while True:
             try:
-                return await (await self.stream_generate(prompt, **sampling)).wait()
+                return await (await start()).wait(lambda piece: bar.tokens(len(piece.tokens)))
             except Overloaded:
                 stats = self.service.stats()  # as of the last step, so one look proves nothing
                 idle = 0 if stats.running + stats.waiting else idle + 1
@@ -345,7 +481,7 @@ class AsyncLLM:
         if suffix and tokenizer.middle is None:
             raise InvalidRequest("suffix: this model has no tokens for filling in the middle", field="suffix")
         if not isinstance(prompt, str):
-            if not _is_list(prompt):
+            if not is_list(prompt):
                 raise InvalidRequest("the prompt must be a text or a list of token ids", field="prompt")
             if not suffix:
                 return prompt
@@ -355,21 +491,6 @@ class AsyncLLM:
     def _request(self, tokens: Sequence[int], asked: SamplingOptions, **more: Any) -> Request:
         (request,) = self.service.make_requests(tokens, asked, **more)
         return request
-
-
-def _are_prompts(given: object) -> bool:
-    """Whether it is a sequence of texts and of sequences of token ids."""
-    if not isinstance(given, Sequence):
-        return False
-    return all(
-        isinstance(prompt, str) or (_is_list(prompt) and all(isinstance(token, int) for token in prompt))
-        for prompt in given
-    )
-
-
-def _is_list(given: object) -> TypeGuard[Sequence[Any]]:
-    """Whether it may be a list of token ids: bytes are text that was not decoded."""
-    return isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray | memoryview)
 
 
 def _config(model: str | None, given: Mapping[str, object]) -> Config:
@@ -385,48 +506,14 @@ def _only(config: Config, model: str | None, given: Mapping[str, object]) -> Con
     return config
 
 
-def objects(field: str, given: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages or tools, read once. Raises InvalidRequest for what is no list of objects."""
-    listed = isinstance(given, Iterable) and not isinstance(given, str | Mapping)
-    items = list(given) if listed else []  # once: it may be a generator
-    if not listed or not all(isinstance(item, Mapping) for item in items):
-        raise InvalidRequest(f"{field} must be a list of objects, as in OpenAI's chat format", field=field)
-    return [dict(item) for item in items]
-
-
-def _tools(given: Sequence[Message]) -> list[dict[str, Any]]:
-    found = objects("tools", given)
-    for index, tool in enumerate(found):
-        function = tool.get("function")
-        named = isinstance(function, Mapping) and isinstance(function.get("name"), str) and function["name"]
-        if tool.get("type") != "function" or not named:
-            raise InvalidRequest(
-                f'tools[{index}] must look like {{"type": "function", "function": {{"name": ...}}}}', field="tools"
-            )
-    return found
-
-
 def _log_warnings(warnings: Sequence[str]) -> None:
     """Log what was wanted of an answer and it is not held to."""
     for one in warnings:
         log.warning("%s", one)
 
 
-def _without_strict(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as a template sees it."""
-    function = {key: value for key, value in tool["function"].items() if key != "strict"}
-    return {**tool, "function": function}
-
-
-def _template_args(given: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise InvalidRequest("template_args must be an object: names and their values", field="template_args")
-    return dict(given)
-
-
 def _sampling(given: Mapping[str, Any]) -> SamplingOptions:
-    known = SamplingOptions.__struct_fields__
     for name in given:
-        if name not in known:
-            raise InvalidRequest(f"unknown option {name!r}{closest(name, known)}", field=name)
+        if name not in SamplingOptions.__struct_fields__:
+            raise InvalidRequest(unknown_keyword(name), field=name)
     return SamplingOptions(**given)

@@ -3,7 +3,7 @@
     from cairn import LLM
 
     with LLM("demo") as llm:
-        print(llm.chat([{"role": "user", "content": "What is Cairn?"}]).text)
+        print(llm.chat("What is Cairn?").text)
         for piece in llm.generate("Once upon a time", max_tokens=32, stream=True):
             print(piece.text, end="")
 
@@ -16,16 +16,19 @@ import asyncio
 import atexit
 import concurrent.futures
 import concurrent.futures.thread  # registers its end before ours, see _close_at_exit
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from cairn.config.config import Config
 from cairn.entrypoints.answer import Answer, AsyncStream
-from cairn.entrypoints.async_llm import AsyncLLM, Message, Prompt, objects
-from cairn.types.errors import Cancelled, InvalidRequest, Unavailable
+from cairn.entrypoints.asked import Conversation, Tool, conversations, offered_tools
+from cairn.entrypoints.async_llm import AsyncLLM, Prompt
+from cairn.entrypoints.keywords import ModelKeywords, SamplingKeywords, tells_model_options, tells_sampling_options
+from cairn.types.errors import Cancelled, Unavailable
 from cairn.types.outputs import Delta
 
 if TYPE_CHECKING:
@@ -77,6 +80,7 @@ class Stream:
         self.close()
 
 
+@tells_model_options
 class LLM:
     """A model in this process. Use it with `with`, or call `close`; at the end of the program it closes itself.
 
@@ -85,11 +89,14 @@ class LLM:
     KeyboardInterrupt.
 
     Any thread may call it, but the program ends where the main thread does: what others still ask then is refused
-    with `Unavailable`, so join them first. A process that was forked from this one has no part in it: there every
-    call is refused.
+    with `Unavailable`, so join them first. It may be used where an event loop runs, as in a notebook: that loop waits
+    while a call is answered, and `AsyncLLM` lets it go on. A process that was forked from this one has no part in it:
+    there every call is refused.
     """
 
-    def __init__(self, model: str | None = None, *, config: Config | None = None, **options: object) -> None:
+    def __init__(
+        self, model: str | None = None, *, config: Config | None = None, **options: Unpack[ModelKeywords]
+    ) -> None:
         self._llm = AsyncLLM(model, config=config, **options)
         self._loop = _Loop()
         self._closer = weakref.finalize(self, _close, self._loop, self._llm)
@@ -117,51 +124,147 @@ class LLM:
         self.close()
 
     @overload
-    def chat(
+    def chat(  # type: ignore[overload-overlap]  # an empty list, or a text of texts
         self,
-        messages: Sequence[Message],
-        tools: Sequence[Message] | None = None,
+        messages: Conversation,
+        tools: Iterable[Tool] | None = None,
         stream: Literal[False] = False,
-        **sampling: Any,
+        *,
+        response_format: Any = None,
+        tool_choice: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        progress_bar: bool | None = None,
+        **sampling: Unpack[SamplingKeywords],
     ) -> Answer: ...
     @overload
     def chat(
         self,
-        messages: Sequence[Message],
-        tools: Sequence[Message] | None = None,
+        messages: Sequence[Conversation],
+        tools: Iterable[Tool] | None = None,
+        stream: Literal[False] = False,
         *,
-        stream: Literal[True],
-        **sampling: Any,
-    ) -> Stream: ...
+        response_format: Any = None,
+        tool_choice: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        progress_bar: bool | None = None,
+        **sampling: Unpack[SamplingKeywords],
+    ) -> list[Answer]: ...
+    @overload
     def chat(
         self,
-        messages: Sequence[Message],
-        tools: Sequence[Message] | None = None,
+        messages: Conversation,
+        tools: Iterable[Tool] | None = None,
+        *,
+        stream: Literal[True],
+        response_format: Any = None,
+        tool_choice: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        **sampling: Unpack[SamplingKeywords],
+    ) -> Stream: ...
+    @tells_sampling_options
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        tools: Iterable[Tool] | None = None,
         stream: bool = False,
-        **sampling: Any,
-    ) -> Answer | Stream:
-        """The answer to a conversation, whole or as a stream of `Delta`s; see `AsyncLLM.chat`."""
+        *,
+        response_format: Any = None,
+        tool_choice: Any = None,
+        template_args: Mapping[str, Any] | None = None,
+        progress_bar: bool | None = None,
+        **sampling: Unpack[SamplingKeywords],
+    ) -> Answer | list[Answer] | Stream:
+        """Answer a conversation, or each of several, which run together.
+
+        `messages`: a text, a list of messages in OpenAI's format, or a list of such conversations.
+        `tools`: objects in OpenAI's format, or functions: `answer.tool_calls[0].run()` calls one.
+        `stream`: return the pieces as they come, in place of the answer; of one conversation only.
+        `response_format`: a class (pydantic, dataclass, list[...]), which `answer.parsed` returns, or OpenAI's object.
+        `tool_choice`: "auto", "none", "required", or the tool, as in OpenAI's API.
+        `template_args`: variables of the chat template.
+        `progress_bar`: show a bar with answers and tokens a second; None: for several, where stderr is a terminal.
+
+        Raises InvalidRequest, ContextTooLong, Overloaded, DeadlineExceeded. The first error of several conversations
+        ends all of them.
+        """
         # Here, and not on the loop's thread: a generator may call the model.
-        messages, tools = objects("messages", messages), None if tools is None else objects("tools", tools)
+        read, several = conversations(messages)
+        given: Any = read if several else read[0]
+        offered = None if tools is None else offered_tools(tools)
+        how: dict[str, Any] = {
+            "response_format": response_format, "tool_choice": tool_choice, "template_args": template_args, **sampling
+        }  # fmt: skip
         if stream:
-            return Stream(self, self._loop.wait(lambda: self._llm.stream_chat(messages, tools, **sampling)))
-        return self._loop.wait(lambda: self._llm.chat(messages, tools, **sampling))
+            return Stream(self, self._loop.wait(lambda: self._llm.chat(given, offered, stream=True, **how)))
+        made: Answer | list[Answer] = self._loop.wait(
+            lambda: self._llm.chat(given, offered, progress_bar=progress_bar, **how)
+        )
+        return made
 
     @overload
-    def generate(self, prompts: str, stream: Literal[False] = False, **sampling: Any) -> Answer: ...
+    def generate(  # type: ignore[overload-overlap]  # an empty list, or a text of texts
+        self,
+        prompts: str,
+        stream: Literal[False] = False,
+        *,
+        suffix: str = "",
+        parse_special: bool = True,
+        response_format: Any = None,
+        progress_bar: bool | None = None,
+        **sampling: Unpack[SamplingKeywords],
+    ) -> Answer: ...
     @overload
-    def generate(self, prompts: Sequence[Prompt], stream: Literal[False] = False, **sampling: Any) -> list[Answer]: ...
-    @overload
-    def generate(self, prompts: str, *, stream: Literal[True], **sampling: Any) -> Stream: ...
     def generate(
-        self, prompts: str | Sequence[Prompt], stream: bool = False, **sampling: Any
+        self,
+        prompts: Sequence[Prompt],
+        stream: Literal[False] = False,
+        *,
+        suffix: str = "",
+        parse_special: bool = True,
+        response_format: Any = None,
+        progress_bar: bool | None = None,
+        **sampling: Unpack[SamplingKeywords],
+    ) -> list[Answer]: ...
+    @overload
+    def generate(
+        self,
+        prompts: str,
+        *,
+        stream: Literal[True],
+        suffix: str = "",
+        parse_special: bool = True,
+        response_format: Any = None,
+        **sampling: Unpack[SamplingKeywords],
+    ) -> Stream: ...
+    @tells_sampling_options
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        stream: bool = False,
+        *,
+        suffix: str = "",
+        parse_special: bool = True,
+        response_format: Any = None,
+        progress_bar: bool | None = None,
+        **sampling: Unpack[SamplingKeywords],
     ) -> Answer | list[Answer] | Stream:
-        """The continuation of one text, or of each of several; a stream for one text. See `AsyncLLM.generate`."""
-        if not stream:
-            return self._loop.wait(lambda: self._llm.generate(prompts, **sampling))
-        if not isinstance(prompts, str):
-            raise InvalidRequest("stream=True takes one prompt, not a list", field="stream")
-        return Stream(self, self._loop.wait(lambda: self._llm.stream_generate(prompts, **sampling)))
+        """Continue a text, or each of several texts or lists of token ids, in order.
+
+        No chat template is applied: control tokens that a text holds are control tokens, unless `parse_special` is
+        False. With a `suffix` the model fills in the middle, if it can. Many prompts run together, at most
+        `max_running` at a time. The first error ends all of them and is raised. `stream`, `response_format` and
+        `progress_bar` are as in `chat`.
+        """
+        given: Any = prompts
+        how: dict[str, Any] = {
+            "suffix": suffix, "parse_special": parse_special, "response_format": response_format, **sampling
+        }  # fmt: skip
+        if stream:
+            return Stream(self, self._loop.wait(lambda: self._llm.generate(given, stream=True, **how)))
+        made: Answer | list[Answer] = self._loop.wait(
+            lambda: self._llm.generate(given, progress_bar=progress_bar, **how)
+        )
+        return made
 
     def embed(
         self,
@@ -203,8 +306,18 @@ class _Loop:
         # again by its holder: a signal handler, or the garbage collector, may close the model in the midst of a call.
         self._door = threading.RLock()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="cairn-llm", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="cairn-llm", daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        # Here, and not in the thread that closes it: an event loop may run there, as in a notebook.
+        try:
+            self._loop.run_until_complete(_end_tasks())
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        finally:
+            self._loop.close()
 
     @property
     def here(self) -> bool:
@@ -270,20 +383,14 @@ class _Loop:
         future.add_done_callback(cancelled)
 
     def close(self) -> None:
-        """Stop the loop and end the thread."""
+        """Stop the loop, which ends its tasks, and wait for the thread."""
         if self.elsewhere:
             return
         with self._door:
             self._shut = True
-        if self._loop.is_closed():
-            return
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        with contextlib.suppress(RuntimeError):  # it was closed before
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_SECONDS)
-        if not self._thread.is_alive():
-            self._loop.run_until_complete(_end_tasks())
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
-            self._loop.close()
 
 
 _alive: weakref.WeakSet[LLM] = weakref.WeakSet()

@@ -22,12 +22,13 @@ from typing import Any
 import msgspec
 
 from cairn.frontend import launch as launching
+from cairn.frontend.device_fallback import DeviceFallback
 from cairn.frontend.launch import CODE_CHANGED, First, launch
 from cairn.frontend.request_state import RequestState
 from cairn.frontend.watchdog import Patience
 from cairn.frontend.worker_connection import WorkerConnection
 from cairn.system.interfaces import Clock
-from cairn.types.errors import CairnError, GenerationFailed, ModelError, NoWorker, Unavailable, by_code, trace
+from cairn.types.errors import CairnError, GenerationFailed, ModelError, NoDevice, NoWorker, Unavailable, by_code, trace
 from cairn.types.outputs import FinishReason
 from cairn.types.request import Request
 from cairn.worker import wire
@@ -123,6 +124,9 @@ class Supervisor:
         self._why = ""
         """The end of the last worker."""
         self._looked = clock.now()
+        self._fallback = DeviceFallback(clock)
+        self._blameless = False
+        """Whether the present worker ends because its device failed."""
         self.restarts = 0
         self.gave_up = ""
         """Why there is no worker and will be none."""
@@ -272,7 +276,7 @@ class Supervisor:
                 if first.code and await asyncio.to_thread(launching.code_digest) != first.code:
                     self._give_up(CODE_CHANGED)
                     return
-                load = msgspec.structs.replace(first.load, blocks=self._blocks, wait=False)
+                load = self._fallback.load(msgspec.structs.replace(first.load, blocks=self._blocks, wait=False))
                 worker = launch(load, first.worker.process is None)
                 self.restarts += 1
                 link = self._link = WorkerConnection(worker, self._clock, self._receive)
@@ -322,11 +326,20 @@ class Supervisor:
                 self._checked.set_result(None)
         elif isinstance(message, wire.ModelReady):
             self._welcome(link, message)
+        elif isinstance(message, wire.DeviceFailed):
+            self._blameless = True
+            self._fallback.failed(message.message)
         elif isinstance(message, wire.LoadFailed):
-            if self._loaded is not None and not self._loaded.done():
-                self._loaded.set_exception(by_code(message.code, message.message))
-            self._blocks = ()  # there may be no memory for as many: fewer are better than no worker
-            link.end(message.message)
+            self._load_failed(link, message)
+
+    def _load_failed(self, link: WorkerConnection, message: wire.LoadFailed) -> None:
+        """Take the end of a worker that could not load the model."""
+        if message.code == NoDevice.code and self._model:
+            self._fallback.failed(message.message)
+        if self._loaded is not None and not self._loaded.done():
+            self._loaded.set_exception(by_code(message.code, message.message))
+        self._blocks = ()  # there may be no memory for as many: fewer are better than no worker
+        link.end(message.message)
 
     def _welcome(self, link: WorkerConnection, ready: wire.ModelReady) -> None:
         """Give a worker that has loaded what there is to do, unless it has loaded another model than the first one."""
@@ -340,7 +353,7 @@ class Supervisor:
             if flight.limit > self._longest <= flight.length:
                 self._on_lost(flight, GenerationFailed(LESS_MEMORY))
         link.welcome()
-        self._on_ready(ready)
+        self._on_ready(self._fallback.told(ready))
         if self._loaded is not None and not self._loaded.done():
             self._loaded.set_result(None)
         self._next_trial()
@@ -370,7 +383,10 @@ class Supervisor:
         if self.gave_up or (self._loaded is not None and self._loaded.exception() is not None):
             return False
         self._why = why
-        self._blame()
+        if self._blameless:
+            self._blameless, self._sent = False, set()
+        else:
+            self._blame()
         if self._failures > 1:
             log.error("%s", self.trouble)
         else:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,16 +33,16 @@ from cairn.kernels.vocabulary import (
     TokenChoice,
     Weights,
     adjust,
+    bits_of,
     by_rank,
     divisor,
     forbidden,
+    logits_of,
     lowest,
-    random_bits,
     ranked,
     weigh,
 )
 from cairn.types.sampling_params import SamplingExtras, SamplingParams
-from cairn.types.step import Row
 
 ZIPF_TOKENS = 100
 """Of the likeliest ones, that mirostat 1 fits a law to."""
@@ -51,8 +52,8 @@ _XTC = 0x5854430000000000
 """Makes the chance of XTC another one than the draw's."""
 
 
-def choose(sampler: Sampler, lines: Sequence[Line], logits: Floats) -> list[TokenChoice]:
-    """`Sampler.choose`: lines without extras by the sampler, the others here."""
+def choose(sampler: Sampler, lines: Sequence[Line], logits: Any) -> list[TokenChoice]:
+    """Decide lines as `Sampler.choose` does: those without extras by the sampler, the others here, on the host."""
     asking = [number for number, line in enumerate(lines) if line.row is not None and line.row.sampling.extras]
     if not asking:
         return sampler.choose(lines, logits)
@@ -60,24 +61,27 @@ def choose(sampler: Sampler, lines: Sequence[Line], logits: Floats) -> list[Toke
     choices = sampler.choose(plain, logits)
     with np.errstate(all="ignore"):
         for number in asking:
-            row = lines[number].row
-            if row is not None and choices[number].finite:
-                token, mu = _token(row, lines[number].mask, logits[number].copy())
-                choices[number] = choices[number]._replace(token=token, mu=mu)
+            line, choice = lines[number], choices[number]
+            if choice.finite:
+                values = sampler.line(logits, number)
+                token, mu = _token(line, values.copy())
+                known = () if line.top is None else logits_of(values, line, choice.top, token)
+                choices[number] = choice._replace(token=token, mu=mu, logits=known)
     return choices
 
 
-def _token(row: Row, mask: bytes | None, logits: Floats) -> tuple[int | None, float | None]:
-    """The next token of one row [vocab], which is overwritten; None where none is possible. With mirostat its state."""
+def _token(line: Line, logits: Floats) -> tuple[int | None, float | None]:
+    """Choose the token of one line [vocab], which is overwritten; None where there is none. With mirostat's state."""
+    row = line.row
+    assert row is not None and row.sampling.extras is not None
     params, extras = row.sampling, row.sampling.extras
-    assert extras is not None
-    adjust(row, logits)
+    adjust(line, logits)
     if extras.dry_multiplier:
-        for token, penalty in repeats(row.tokens, extras).items():
+        for token, penalty in repeats(line.history, extras).items():
             logits[token] -= np.float32(penalty)
-    _ban(row, extras, logits)
-    if mask:
-        logits[forbidden(mask, len(logits))] = -np.inf
+    _ban(line.history[row.prompt_len :], extras, logits)
+    if line.mask:
+        logits[forbidden(line.mask, len(logits))] = -np.inf
     best = int(logits.argmax())
     if not np.isfinite(logits[best]):
         return None, None
@@ -85,35 +89,34 @@ def _token(row: Row, mask: bytes | None, logits: Floats) -> tuple[int | None, fl
     if params.temperature < GREEDY_BELOW:
         return best, row.mu if extras.mirostat else None
     if extras.mirostat:
-        return _steady(relative / _heat(relative, params, extras), row, extras)
+        return _steady(relative / _heat(relative, params, extras), line, row.mu, extras)
     late = params.temperature_last
     values = relative if late else relative / _heat(relative, params, extras)
     kept = _cut(values, params, extras)
-    kept = _without_top(kept, values, row, extras)
+    kept = _without_top(kept, values, line, extras)
     scaled = relative[kept] / _heat(relative[kept], params, extras) if late else values[kept]
-    return int(kept[_drawn(np.cumsum(weigh(scaled - scaled.max())), row)]), None
+    return int(kept[_drawn(np.cumsum(weigh(scaled - scaled.max())), line)]), None
 
 
-def _drawn(running: Weights, row: Row) -> int:
-    """Which of the tokens whose weights are summed up is drawn."""
-    bits = random_bits(row.sampling.seed, row.choice, len(row.tokens))
-    return int(np.searchsorted(running, bits * int(running[-1]) >> 53, side="right"))
+def _drawn(running: Weights, line: Line) -> int:
+    """Return which of the tokens whose weights are summed up is drawn."""
+    return int(np.searchsorted(running, bits_of(line) * int(running[-1]) >> 53, side="right"))
 
 
-def _steady(scaled: Floats, row: Row, extras: SamplingExtras) -> tuple[int, float]:
+def _steady(scaled: Floats, line: Line, mu: float, extras: SamplingExtras) -> tuple[int, float]:
     """Mirostat (Basu et al., 2021): of the likeliest tokens so many that their surprise is what is wanted, in bits."""
     ids = np.flatnonzero(np.isfinite(scaled))
     kept = by_rank(scaled[ids], ids)
     weights = weigh(scaled[kept])
     chances = weights / weights.sum()
     if extras.mirostat == 1:
-        count = _zipf_count(chances[chances > 0], len(scaled), row.mu)
+        count = _zipf_count(chances[chances > 0], len(scaled), mu)
     else:
-        count = int(np.searchsorted(-np.log2(np.maximum(chances, 1e-300)), row.mu, side="right"))
+        count = int(np.searchsorted(-np.log2(np.maximum(chances, 1e-300)), mu, side="right"))
     running = np.cumsum(weights[: max(1, count)])
-    drawn = _drawn(running, row)
+    drawn = _drawn(running, line)
     surprise = -math.log2(int(weights[drawn]) / int(running[-1]))
-    return int(kept[drawn]), extras.mu_after(row.mu, surprise)
+    return int(kept[drawn]), extras.mu_after(mu, surprise)
 
 
 def _zipf_count(chances: NDArray[np.float64], vocab: int, mu: float) -> int:
@@ -155,14 +158,13 @@ def repeats(tokens: Sequence[int], extras: SamplingExtras) -> dict[int, float]:
     return found
 
 
-def _ban(row: Row, extras: SamplingExtras, logits: Floats) -> None:
-    """Leave the tokens that are allowed, and none that would end a word that is not."""
+def _ban(output: Sequence[int], extras: SamplingExtras, logits: Floats) -> None:
+    """Leave the tokens that are allowed, and none that would end a word that is not, after so much of an answer."""
     vocab = len(logits)
     if extras.allowed_token_ids:
         closed = np.ones(vocab, np.bool_)
         closed[[token for token in extras.allowed_token_ids if token < vocab]] = False
         logits[closed] = -np.inf
-    output = row.tokens[row.prompt_len :]
     for word in extras.bad_words:
         before = word[:-1]
         if word[-1] < vocab and (not before or tuple(output[-len(before) :]) == before):
@@ -224,11 +226,11 @@ def _typical(kept: Ids, values: Floats, part: float) -> Ids:
     return kept[np.sort(order[:count])]
 
 
-def _without_top(kept: Ids, values: Floats, row: Row, extras: SamplingExtras) -> Ids:
+def _without_top(kept: Ids, values: Floats, line: Line, extras: SamplingExtras) -> Ids:
     """XTC: of those that have at least the threshold, the last alone, where chance has it."""
     if not extras.xtc_probability or extras.xtc_threshold > 0.5:
         return kept
-    chance = random_bits(row.sampling.seed ^ _XTC, row.choice, len(row.tokens)) * 2.0**-53
+    chance = bits_of(line, _XTC) * 2.0**-53
     if chance >= extras.xtc_probability:
         return kept
     above = int((_chances(values[kept]) >= extras.xtc_threshold).sum())

@@ -1,7 +1,8 @@
-"""Neighbouring calls of a program as one kernel, where a kernel set has one for them.
+"""Fuse neighbouring calls of a program into one kernel, where a kernel set has one for them.
 
-A model is written as a list of plain operations. What stands between two of them is mostly read once: a kernel that
-does both leaves it out, and needs neither its memory nor the way there and back. The numbers are the same, bit for bit.
+A model is written as a list of plain operations. A result between two of them is mostly read once: a kernel that does
+both keeps it in registers or a cache, and saves the way to memory and back. The numbers are the same, bit for bit.
+Each kernel set has rules of its own; which argument a kernel overwrites says `kernels.base.EFFECTS`.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from cairn.kernels.base import EFFECTS
 from cairn.kernels.program import KernelCall, Slot
 
-_WRITES = {"norm": 3, "project": 2, "gate": 2}
-"""Kernel -> the argument that it writes and does not read, of those whose results may be left out."""
 
+class FusionRule(NamedTuple):
+    """A run of calls that a kernel set can do as one."""
 
-class _Rule(NamedTuple):
     calls: tuple[str, ...]
     """Kernels that follow each other."""
     chain: tuple[int, ...]
     """Which argument of each call but the first is what the one before it wrote."""
     fused: str
     arguments: Callable[[Sequence[tuple[Any, ...]]], tuple[Any, ...] | None]
-    """Those of the fused call, from those of the calls; None where it cannot say what they do."""
+    """Make the fused call's arguments from those of the calls; None where no fused call does the same."""
 
 
 def _gated_mlp(found: Sequence[tuple[Any, ...]]) -> tuple[Any, ...] | None:
@@ -31,27 +32,27 @@ def _gated_mlp(found: Sequence[tuple[Any, ...]]) -> tuple[Any, ...] | None:
     return (hidden, norm, eps, gate_up, activation, down) if to is hidden else None
 
 
-_RULES = (
-    _Rule(("norm", "project", "gate", "project", "add"), (0, 0, 0, 0), "gated_mlp", _gated_mlp),
-    _Rule(
+CPU_RULES = (
+    FusionRule(("norm", "project", "gate", "project", "add"), (0, 0, 0, 0), "gated_mlp", _gated_mlp),
+    FusionRule(
         ("norm", "project", "gate", "project"),
         (0, 0, 0),
         "gated_project",
         lambda found: (*found[0][:3], found[1][1], found[2][1], found[3][1], found[3][2]),
     ),
-    _Rule(("norm", "project"), (0,), "norm_project", lambda found: (*found[0][:3], *found[1][1:])),
-    _Rule(("norm", "add"), (0,), "norm_add", lambda found: (*found[0][:3], found[1][1])),
-    _Rule(("project", "add"), (0,), "project_add", lambda found: (*found[0][:2], found[1][1])),
+    FusionRule(("norm", "project"), (0,), "norm_project", lambda found: (*found[0][:3], *found[1][1:])),
+    FusionRule(("norm", "add"), (0,), "norm_add", lambda found: (*found[0][:3], found[1][1])),
+    FusionRule(("project", "add"), (0,), "project_add", lambda found: (*found[0][:2], found[1][1])),
 )
-"""Longer ones first."""
+"""What kernels on a CPU fuse; longer runs first."""
 
 
-def fuse(calls: Sequence[KernelCall]) -> list[KernelCall]:
-    """The calls with every run of them that a rule knows as one."""
+def fuse(calls: Sequence[KernelCall], rules: Sequence[FusionRule] = CPU_RULES) -> list[KernelCall]:
+    """Replace every run of calls that a rule matches by one call. The first rule that matches is taken."""
     done: list[KernelCall] = []
     at = 0
     while at < len(calls):
-        for rule in _RULES:
+        for rule in rules:
             fused = _fused(rule, calls, at)
             if fused is not None:
                 done.append(fused)
@@ -63,13 +64,14 @@ def fuse(calls: Sequence[KernelCall]) -> list[KernelCall]:
     return done
 
 
-def _fused(rule: _Rule, calls: Sequence[KernelCall], at: int) -> KernelCall | None:
-    """The calls from `at` on as one; None where they are others, or where what they pass on is read elsewhere too."""
+def _fused(rule: FusionRule, calls: Sequence[KernelCall], at: int) -> KernelCall | None:
+    """Fuse the calls from `at` on; None where the rule does not match, or a result in between is read elsewhere too."""
     run = calls[at : at + len(rule.calls)]
     if tuple(call.kernel for call in run) != rule.calls:
         return None
     for place, (before, after) in enumerate(pairwise(run)):
-        passed = before.arguments[_WRITES[before.kernel]]
+        (written,) = EFFECTS[before.kernel].writes
+        passed = before.arguments[written]
         given = [number for number, one in enumerate(after.arguments) if one is passed]
         if not (isinstance(passed, Slot) and passed.passing) or given != [rule.chain[place]]:
             return None
@@ -80,9 +82,9 @@ def _fused(rule: _Rule, calls: Sequence[KernelCall], at: int) -> KernelCall | No
 
 
 def _read(slot: Slot, calls: Sequence[KernelCall]) -> bool:
-    """Whether one of the calls reads what a slot holds before it."""
+    """Whether one of the calls reads what a slot holds before any of them overwrites it."""
     for call in calls:
         places = [number for number, one in enumerate(call.arguments) if one is slot]
         if places:
-            return places != [_WRITES.get(call.kernel)]
+            return len(places) > 1 or places[0] not in EFFECTS[call.kernel].writes
     return False

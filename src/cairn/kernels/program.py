@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-Size = Literal["tokens", "rows", "logits"]
-"""What a buffer's first axis counts: M tokens, B rows or R logits rows of a step."""
+Size = Literal["tokens", "rows", "logits", "blocks"]
+"""What an axis of a buffer counts: M tokens, B rows or R logits rows of a step, or the blocks of its longest table."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,6 +18,8 @@ class Slot:
     array: Any
     passing: bool = False
     """Whether nothing outside the program reads it."""
+    second: Size | None = None
+    """What its second axis is cut to, where kernels profit from that: else a step would pay for the whole context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class KernelCall:
 
 
 class Program(Protocol):
-    """What `Kernels.program` makes of calls. Replaying it equals the direct run, bit for bit, for any sizes."""
+    """A recorded list of calls, as `Kernels.program` makes it. Replaying equals the direct run, bit for bit."""
 
     @property
     def calls(self) -> tuple[KernelCall, ...]:
@@ -42,7 +44,7 @@ class Program(Protocol):
 
 
 def slots(calls: Sequence[KernelCall]) -> tuple[Slot, ...]:
-    """Every slot of the calls, once."""
+    """Return every slot of the calls, once."""
     return tuple({id(one): one for call in calls for one in call.arguments if isinstance(one, Slot)}.values())
 
 
@@ -55,8 +57,13 @@ class Interpreted:
         self._slots = slots(calls)
 
     def replay(self, sizes: Mapping[Size, int]) -> None:
-        """`Program.replay`."""
-        views = {id(slot): self._kernels.first(slot.array, sizes[slot.size]) for slot in self._slots}
+        """Call each kernel over views of the buffers."""
+        views = {id(slot): self._cut(slot, sizes) for slot in self._slots}
         for call in self.calls:
             arguments = [views.get(id(one), one) for one in call.arguments]
             getattr(self._kernels, call.kernel)(*arguments)
+
+    def _cut(self, slot: Slot, sizes: Mapping[Size, int]) -> Any:
+        if slot.second is None:
+            return self._kernels.first(slot.array, sizes[slot.size])
+        return self._kernels.first(slot.array, sizes[slot.size], sizes[slot.second])

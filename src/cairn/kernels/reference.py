@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_info
 
-from cairn.kernels import latent, recurrent, streams
-from cairn.kernels.base import Quantized
+from cairn.kernels import kv_codes, latent, recurrent, streams
+from cairn.kernels.base import Packed
 from cairn.kernels.blas import TILE, one_blas_thread, project
 from cairn.kernels.elementary import cos_sin, exp, expm1, log, log1p, tanh
 from cairn.kernels.fusion import fuse
@@ -33,6 +33,7 @@ from cairn.kernels.paged import SPAN, attend, softcap
 from cairn.kernels.program import Interpreted, KernelCall
 from cairn.kernels.quantized import Segments, rounded, segments
 from cairn.kernels.rope import Rope, frequencies
+from cairn.kernels.storage import HostStorage
 from cairn.kernels.vocabulary import NUMPY, Sampler
 from cairn.types.layer_spec import RopeScaling
 
@@ -102,7 +103,7 @@ def layer_norm(x: Floats, weight: Floats, bias: Floats | None, eps: float) -> Fl
     return out if bias is None else out + bias
 
 
-class ReferenceKernels:
+class ReferenceKernels(HostStorage):
     """`kernels.base.Kernels` in numpy, float32 but for KV as it is held. Each method's meaning is stated there."""
 
     def __init__(self, threads: int = 1) -> None:
@@ -124,19 +125,16 @@ class ReferenceKernels:
     def allocate(self, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
         return np.zeros(shape, dtype)
 
-    def first(self, array: NDArray[Any], count: int) -> NDArray[Any]:
-        return array[:count]
-
     def vector(self, source: NDArray[Any]) -> Floats:
         return np.array(source, np.float32)
 
-    def table(self, source: NDArray[Any] | Quantized) -> NDArray[Any] | Segments:
-        if isinstance(source, Quantized):
+    def table(self, source: NDArray[Any] | Packed) -> NDArray[Any] | Segments:
+        if isinstance(source, Packed):
             return self.matrix([source], [None])
         # Copied: a mapped file that shrinks while the engine runs would kill the process.
         return np.array(source)
 
-    def matrix(self, weights: Sequence[NDArray[Any] | Quantized], biases: Sequence[NDArray[Any] | None]) -> Segments:
+    def matrix(self, weights: Sequence[NDArray[Any] | Packed], biases: Sequence[NDArray[Any] | None]) -> Segments:
         return segments(weights, biases)
 
     def rope(self, head_dim: int, theta: float, scaling: RopeScaling) -> Rope:
@@ -200,8 +198,8 @@ class ReferenceKernels:
             else:
                 _rotate(x if norm is None else _norm_heads(x, norm, eps), angles, turned)
         block, offset = np.divmod(slots, block_tokens)
-        kv[block, layer, 0, :, offset] = keys
-        kv[block, layer, 1, :, offset] = v
+        kv[block, layer, 0, :, offset] = kv_codes.stored(keys, kv.dtype)
+        kv[block, layer, 1, :, offset] = kv_codes.stored(v, kv.dtype)
 
     def attention(
         self,
@@ -216,6 +214,7 @@ class ReferenceKernels:
         softcap: float = 0.0,
         both: bool = False,
         sinks: Floats | None = None,
+        members: Ints | None = None,
     ) -> None:
         attend(query, kv, layer, rows, tables, window, scale, out, softcap, both, sinks)
 
@@ -235,6 +234,7 @@ class ReferenceKernels:
         rows: Ints,
         tables: Ints,
         out: Floats,
+        members: Ints | None = None,
     ) -> None:
         recurrent.convolve(x, first, weight, bias, silu, gated, states, layer, rows, tables, out)
 
@@ -252,6 +252,7 @@ class ReferenceKernels:
         rows: Ints,
         tables: Ints,
         out: Floats,
+        members: Ints | None = None,
     ) -> None:
         recurrent.delta(x, gates, first, decay, time_bias, key_heads, tiled, states, layer, rows, tables, out)
 
@@ -271,6 +272,7 @@ class ReferenceKernels:
         rows: Ints,
         tables: Ints,
         out: Floats,
+        members: Ints | None = None,
     ) -> None:
         places = (states, layer, rows, tables)
         recurrent.mamba2(x, gates, first, decay, time_bias, skip, low, high, groups, *places, out)
@@ -354,7 +356,15 @@ class ReferenceKernels:
         latent.queries(x, keys, angles, neighbours, self._project, query)
 
     def latent_attention(
-        self, query: Floats, kv: NDArray[Any], layer: int, rows: Ints, tables: Ints, scale: float, out: Floats
+        self,
+        query: Floats,
+        kv: NDArray[Any],
+        layer: int,
+        rows: Ints,
+        tables: Ints,
+        scale: float,
+        out: Floats,
+        members: Ints | None = None,
     ) -> None:
         latent.attention(query, kv, layer, rows, tables, scale, out)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.kernels.vocabulary import GREEDY_BELOW, Line, TokenChoice, divisor, lowest
+from cairn.kernels.vocabulary import GREEDY_BELOW, Line, TokenChoice, divisor, logits_of, lowest
 
 Floats = NDArray[np.float32]
 
@@ -28,17 +28,28 @@ class NativeSampler:
 
     def choose(self, lines: Sequence[Line], logits: Floats) -> list[TokenChoice]:
         """`Sampler.choose`."""
-        return [TokenChoice(*told) for told in self._native.choose([_asked(line) for line in lines], logits)]
+        answers = self._native.choose([_asked(line) for line in lines], logits)
+        choices = [TokenChoice(*answer) for answer in answers]
+        for number, (line, choice) in enumerate(zip(lines, choices, strict=True)):
+            if line.top is not None and choice.finite:
+                known = logits_of(logits[number], line, choice.top, choice.token)
+                choices[number] = choice._replace(logits=known)
+        return choices
+
+    def line(self, logits: Floats, number: int) -> Floats:
+        """`Sampler.line`."""
+        copied: Floats = logits[number].copy()
+        return copied
 
 
 def _asked(line: Line) -> tuple[Any, ...]:
-    """A line as `_native.Sampler.choose` reads it."""
+    """Return a line as `_native.Sampler.choose` reads it."""
     row, top = line.row, -1 if line.top is None else line.top
     if row is None:
         return (top, None)
-    params, tokens, output = row.sampling, None, row.prompt_len
+    params, tokens, output, length = row.sampling, None, row.prompt_len, line.length
     if params.needs_history:
-        tokens = row.tokens
+        tokens = line.history
     temperature = params.temperature
     return (
         top,
@@ -52,9 +63,9 @@ def _asked(line: Line) -> tuple[Any, ...]:
             params.frequency_penalty,
             params.temperature_last,
         ),
-        (params.seed, row.choice, len(row.tokens)),
+        (params.seed, row.choice, length),
         params.logit_bias,
-        params.stop_token_ids if len(row.tokens) - output < params.min_tokens else (),
+        params.stop_token_ids if length - output < params.min_tokens else (),
         tokens,
         0 if params.repetition_penalty != 1 else output,
         output,

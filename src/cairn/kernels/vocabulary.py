@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,11 +57,28 @@ class Line(NamedTuple):
     """What is asked of one line of logits [vocab]."""
 
     row: Row | None
-    """The row whose next token it decides; None where it is only looked at."""
+    """The row whose token it decides; None where it is only looked at."""
     top: int | None = None
     """With a number: the mass of the raw distribution, and its so many most likely tokens."""
     mask: bytes | None = None
     """`Row.mask`, computed: which tokens may come; None and b"": all."""
+    place: int | None = None
+    """How many tokens of the row stand before the one that is decided; None: all of them."""
+    asked: tuple[int, ...] = ()
+    """With `top`: tokens whose logits are wanted besides."""
+
+    @property
+    def length(self) -> int:
+        """The position of the token that is decided: what its draw and its `min_tokens` go by."""
+        assert self.row is not None
+        return len(self.row.tokens) if self.place is None else self.place
+
+    @property
+    def history(self) -> Sequence[int]:
+        """The tokens before the one that is decided."""
+        assert self.row is not None
+        tokens = self.row.tokens
+        return tokens if self.place is None or self.place == len(tokens) else tokens[: self.place]
 
 
 class TokenChoice(NamedTuple):
@@ -77,19 +94,28 @@ class TokenChoice(NamedTuple):
     """The sum over the vocabulary of exp(logit - peak), in units of 1 / `ONE`."""
     top: tuple[int, ...] = ()
     """The most likely tokens, best first, equal ones by id."""
+    logits: tuple[float, ...] = ()
+    """With the raw distribution: the logits of `top`, then of `Line.asked`, then of the token that was chosen."""
     mu: float | None = None
     """Mirostat's state after the token."""
 
 
 class Sampler(Protocol):
-    """Decides lines of logits. Each is decided by its own numbers alone."""
+    """Decides lines of logits where they lie: tokens and a few numbers come back, never [lines, vocab].
 
-    def greedy(self, logits: Floats) -> list[int]:
-        """The lowest id among the highest of each line of logits [n, vocab]; -1 where one is not finite."""
+    Each line is decided by its own numbers alone. `logits` is an array of the kernel set that the sampler is of.
+    """
+
+    def greedy(self, logits: Any) -> list[int]:
+        """Return the lowest id among the highest of each line of logits [n, vocab]; -1 where one is not finite."""
         ...
 
-    def choose(self, lines: Sequence[Line], logits: Floats) -> list[TokenChoice]:
-        """What each line of logits [len(lines), vocab] gives. They are not changed."""
+    def choose(self, lines: Sequence[Line], logits: Any) -> list[TokenChoice]:
+        """Decide each line of logits [len(lines), vocab]. They are not changed."""
+        ...
+
+    def line(self, logits: Any, number: int) -> Floats:
+        """Return a copy of one line: for samplers that exist on the host alone (`kernels.extras`)."""
         ...
 
 
@@ -147,35 +173,47 @@ class NumpySampler:
         with np.errstate(all="ignore"):
             finite = (np.isfinite(logits.min(axis=1)) & np.isfinite(logits.max(axis=1))).tolist()
             drawing = [i for i, line in enumerate(lines) if finite[i] and line.row is not None]
-            rows = [row for i in drawing if (row := lines[i].row) is not None]
-            masks = [lines[i].mask for i in drawing]
-            tokens = dict(zip(drawing, _choose(rows, masks, logits[drawing]), strict=True))
+            tokens = dict(zip(drawing, _choose([lines[i] for i in drawing], logits[drawing]), strict=True))
             return [
-                _described(logits[i], line.top, tokens.get(i)) if finite[i] else TokenChoice(False)
+                _described(logits[i], line, tokens.get(i)) if finite[i] else TokenChoice(False)
                 for i, line in enumerate(lines)
             ]
+
+    def line(self, logits: Floats, number: int) -> Floats:
+        """`Sampler.line`."""
+        copied: Floats = logits[number].copy()
+        return copied
 
 
 NUMPY = NumpySampler()
 
 
-def _described(logits: Floats, top: int | None, token: int | None) -> TokenChoice:
-    if top is None:
+def _described(logits: Floats, line: Line, token: int | None) -> TokenChoice:
+    if line.top is None:
         return TokenChoice(True, token)
     peak = logits.max()
-    best = ranked(logits, min(top, len(logits))) if top else ()
-    return TokenChoice(True, token, float(peak), int(weigh(logits - peak).sum()), tuple(int(one) for one in best))
+    best = ranked(logits, min(line.top, len(logits))) if line.top else ()
+    top = tuple(int(one) for one in best)
+    mass = int(weigh(logits - peak).sum())
+    return TokenChoice(True, token, float(peak), mass, top, logits_of(logits, line, top, token))
 
 
-def _choose(rows: list[Row], masks: list[bytes | None], logits: Floats) -> list[int | None]:
-    """One token a row from `logits` [len(rows), vocab], which are overwritten; None where no token is possible."""
-    if not rows:
+def logits_of(logits: Floats, line: Line, top: tuple[int, ...], token: int | None) -> tuple[float, ...]:
+    """Return `TokenChoice.logits` of one line [vocab]."""
+    ids = (*top, *line.asked) if token is None else (*top, *line.asked, token)
+    return tuple(logits[list(ids)].tolist())
+
+
+def _choose(lines: list[Line], logits: Floats) -> list[int | None]:
+    """Choose one token a line from `logits` [len(lines), vocab], which are overwritten; None where none is possible."""
+    if not lines:
         return []
+    rows = [line.row for line in lines if line.row is not None]
     vocab = logits.shape[1]
-    for row, mask, values in zip(rows, masks, logits, strict=True):
-        adjust(row, values)
-        if mask:
-            values[forbidden(mask, vocab)] = -np.inf
+    for line, values in zip(lines, logits, strict=True):
+        adjust(line, values)
+        if line.mask:
+            values[forbidden(line.mask, vocab)] = -np.inf
     best = logits.argmax(axis=1)
     peak = logits[np.arange(len(rows)), best]
     tokens: list[int | None] = [
@@ -187,19 +225,21 @@ def _choose(rows: list[Row], masks: list[bytes | None], logits: Floats) -> list[
         if filters(params, vocab):
             relative = logits[i] - peak[i]
             draw = _draw_late if params.temperature_last else _draw_kept
-            tokens[i] = draw(relative, params, _bits(rows[i]))
+            tokens[i] = draw(relative, params, bits_of(lines[i]))
     whole = [i for i in hot if not filters(rows[i].sampling, vocab)]
     for begin in range(0, len(whole), _SLICE):
         part = whole[begin : begin + _SLICE]
         scaled = logits[part] - peak[part, None]
         scaled /= np.array([divisor(rows[i].sampling) for i in part])[:, None]
-        for i, token in zip(part, _draw_whole(scaled, [_bits(rows[i]) for i in part]), strict=True):
+        for i, token in zip(part, _draw_whole(scaled, [bits_of(lines[i]) for i in part]), strict=True):
             tokens[i] = token
     return tokens
 
 
-def _bits(row: Row) -> int:
-    return random_bits(row.sampling.seed, row.choice, len(row.tokens))
+def bits_of(line: Line, salt: int = 0) -> int:
+    """Return the random bits of the draw that decides a line; another `salt` gives independent ones."""
+    assert line.row is not None
+    return random_bits(line.row.sampling.seed ^ salt, line.row.choice, line.length)
 
 
 def filters(params: SamplingParams, vocab: int) -> bool:
@@ -217,27 +257,28 @@ def lowest(params: SamplingParams) -> np.float32:
     return np.float32(log_of(params.min_p) if params.min_p > 0 else -math.inf)
 
 
-def adjust(row: Row, logits: Floats) -> None:
-    """Apply logit_bias, penalties and min_tokens in place to one row [vocab].
+def adjust(line: Line, logits: Floats) -> None:
+    """Apply logit_bias, penalties and min_tokens in place to one line [vocab].
 
     As transformers and vLLM do it: repetition counts prompt and output, presence and frequency only the output.
     """
-    params = row.sampling
-    vocab = len(logits)
+    row, vocab = line.row, len(logits)
+    assert row is not None
+    params, history = row.sampling, line.history
     for token, bias in params.logit_bias:
         if token < vocab:
             logits[token] += np.float32(bias)
     if params.repetition_penalty != 1:
-        seen = np.fromiter(set(row.tokens), np.int64)
+        seen = np.fromiter(set(history), np.int64)
         values = logits[seen]
         penalty = np.float32(params.repetition_penalty)
         logits[seen] = np.where(values > 0, values / penalty, values * penalty)
     if params.presence_penalty or params.frequency_penalty:
-        counts = Counter(row.tokens[row.prompt_len :])
+        counts = Counter(history[row.prompt_len :])
         ids = np.fromiter(counts.keys(), np.int64)
         times = np.fromiter(counts.values(), np.float32)
         logits[ids] -= np.float32(params.frequency_penalty) * times + np.float32(params.presence_penalty)
-    if len(row.tokens) - row.prompt_len < params.min_tokens:
+    if line.length - row.prompt_len < params.min_tokens:
         logits[[token for token in params.stop_token_ids if token < vocab]] = -np.inf
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from cairn.rag.copy_database import WAIT_SECONDS
 from cairn.rag.definition import (
     MAX_CHUNKS,
     MAX_COLLECTIONS,
@@ -59,7 +60,7 @@ class Database:
         self._now, self._failure, self._failed_at = now, "", 0.0
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=WAIT_SECONDS)
             path.chmod(0o600)
             self._db.executescript(
                 "PRAGMA auto_vacuum=INCREMENTAL; PRAGMA journal_mode=TRUNCATE; PRAGMA synchronous=FULL; "

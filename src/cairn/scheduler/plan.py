@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from cairn.kv.pool.blocks import Copy
 from cairn.scheduler.sequence import Matcher, Sequence
+from cairn.types.errors import DeviceMemoryError
 from cairn.types.outputs import FinishReason, Output
 from cairn.types.request import Request
 from cairn.types.stats import SchedulerStats
@@ -205,17 +206,39 @@ class Plan:
     def run(self, engine: Engine) -> list[RowResult] | Exception:
         """The engine's results for `rows`, or what it raised; both go to `Scheduler.commit`."""
         try:
-            if not self.rows:
-                return []
-            for group, source, target in self.copies:
-                engine.write_blocks(group, [target], engine.read_blocks(group, [source]).wait()).wait()
-            if self.encodes:
-                return engine.embed(self.rows).wait()
-            if not self.chunked:
-                return engine.decode(self.rows).wait()
-            return engine.prefill(self.rows).wait()
+            return self._run(engine)
+        except DeviceMemoryError as error:
+            return self._one_by_one(engine, error)
         except Exception as error:
             return error
+
+    def _one_by_one(self, engine: Engine, error: DeviceMemoryError) -> list[RowResult] | Exception:
+        """Compute each row alone after a step that had no memory: one that has none alone ends alone.
+
+        Not where rows change a state in place: what a step that failed left of it is unknown.
+        """
+        if len(self.rows) < 2 or any(group.kind == "state" for group in engine.info.groups):
+            return error
+        results = list[RowResult]()
+        for row in self.rows:
+            try:
+                results += (engine.embed if self.encodes else engine.prefill)([row]).wait()
+            except DeviceMemoryError as own:
+                results.append(RowResult(error=str(own)))
+            except Exception as other:
+                return other
+        return results
+
+    def _run(self, engine: Engine) -> list[RowResult]:
+        if not self.rows:
+            return []
+        for group, source, target in self.copies:
+            engine.copy_blocks(group, [(source, target)]).wait()
+        if self.encodes:
+            return engine.embed(self.rows).wait()
+        if not self.chunked:
+            return engine.decode(self.rows).wait()
+        return engine.prefill(self.rows).wait()
 
 
 class Planner(Protocol):

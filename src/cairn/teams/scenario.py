@@ -148,7 +148,8 @@ def scenario_of(given: Any, file: Path) -> Scenario:
     try:
         scenario = msgspec.convert(given, type=Scenario)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{file} is no scenario: {error}") from None
+        _, _, where = str(error).rpartition(" - at ")
+        raise ConfigError(f"{file}: is no scenario: {error}", field=where.strip("`")[:200] or None) from None
     _check(scenario, file)
     documents = scenario.team.get("documents")
     if not isinstance(documents, list):

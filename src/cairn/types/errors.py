@@ -27,6 +27,9 @@ CairnError                 500  our own fault, or unforeseen
 |- ModelError              the model cannot be served; exit code 2
 |  |- ModelFileError       a file is missing, broken or not what its header says
 |  |- NoWorker             the process that loads it could not be started, or ended
+|  |- NoDevice             the device that should compute is unknown, not there, or cannot be used
+|- DeviceError             500  a device failed in a step: nothing on it can be relied on
+|  |- DeviceMemoryError    500  a device has no memory left for a step
 |- ConfigError             an option is unknown or out of range; exit code 2
 """
 
@@ -196,6 +199,18 @@ class GenerationFailed(CairnError):
 class ModelError(CairnError):
     code = "model_error"
     exit_code = 2
+
+
+class NoDevice(ModelError):
+    code = "no_device"
+
+
+class DeviceError(CairnError):
+    code = "device_error"
+
+
+class DeviceMemoryError(DeviceError):
+    code = "device_out_of_memory"
 
 
 class ModelFileError(ModelError):

@@ -25,7 +25,7 @@ const REASONS = {
   "faster to compute": "to compute it was faster than to load it",
 };
 
-/** Where the tokens of a prompt came from, as a bar and in words. */
+/** Where the tokens of a prompt came from, in a line that opens for the reasons. */
 export function provenance(cairn) {
   const total = SOURCES.reduce((sum, [name]) => sum + (cairn?.[name] ?? 0), 0);
   if (!total) return null;
@@ -38,25 +38,27 @@ export function provenance(cairn) {
   const words = parts.map(([name, said]) =>
     h("span", { class: "source" }, h("i", { class: `dot tier-${name}` }), `${count(cairn[name])} ${said}`),
   );
-  const load = cairn.load_seconds > 0.0005 ? h("span", null, `loaded in ${seconds(cairn.load_seconds)}`) : null;
   const miss = cairn.miss?.[0];
-  const box = h("div", { class: "provenance" }, bar, h("span", null, `${count(total)} prompt tokens:`), words, load);
+  const box = h(
+    "details",
+    { class: "provenance" },
+    h("summary", null, bar, h("span", null, `${count(total)} prompt tokens:`), words),
+  );
+  if (cairn.load_seconds > 0.0005) box.append(h("p", null, `Loaded in ${seconds(cairn.load_seconds)}.`));
   if (miss) {
-    const why = `Computed from token ${count(miss.position)} on: ${REASONS[miss.reason] ?? miss.reason}.`;
+    box.append(
+      h("p", { class: "miss" }, `Computed from token ${count(miss.position)} on: ${REASONS[miss.reason] ?? miss.reason}.`),
+    );
     if (miss.differs) {
       box.append(
-        h(
-          "details",
-          null,
-          h("summary", null, why),
-          h("p", null, `At token ${count(miss.differs.position)}. Before:`),
-          h("pre", { class: "plain" }, miss.differs.known),
-          h("p", null, "Now:"),
-          h("pre", { class: "plain" }, miss.differs.given),
-        ),
+        h("p", null, `At token ${count(miss.differs.position)}. Before:`),
+        h("pre", { class: "plain" }, miss.differs.known),
+        h("p", null, "Now:"),
+        h("pre", { class: "plain" }, miss.differs.given),
       );
-    } else box.append(h("span", { class: "miss" }, why));
+    }
   }
+  if (box.childElementCount === 1) box.append(h("p", null, "Where each token of the prompt came from."));
   return box;
 }
 
@@ -178,20 +180,21 @@ export class Answer {
   }
 
   /** What is known once it is over. */
-  finish({ cairn, timings, tokens, reason, tail = [] }) {
+  finish({ cairn, timings, tokens, reason, detail, tail = [] }) {
     const facts = [];
     if (tokens) facts.push(`${count(tokens)} tokens`);
     if (timings?.predicted_per_second) facts.push(`${timings.predicted_per_second.toFixed(1)} tokens/s`);
     if (timings?.prompt_ms !== undefined) facts.push(`first token after ${seconds(timings.prompt_ms / 1000)}`);
-    if (reason === "length") facts.push("cut at the token limit");
+    if (detail === "repetition") facts.push("ended, since it repeated itself");
+    else if (reason === "length") facts.push("cut at the token limit");
     put(
       this.foot,
-      provenance(cairn),
       h(
         "div",
         { class: "facts" },
         facts.map((one) => h("span", null, one)),
       ),
+      provenance(cairn),
     );
     put(this.actions, this.text ? copier(() => this.text) : null, tail);
   }

@@ -44,6 +44,7 @@ export async function ask(method, path, body, { admin, headers, signal, raw } = 
 
 export const get = async (path, more) => (await ask("GET", path, undefined, more)).json();
 export const post = async (path, body = {}, more) => (await ask("POST", path, body, more)).json();
+export const request = async (method, path, body, more) => (await ask(method, path, body, more)).json();
 export const remove = async (path, more) => (await ask("DELETE", path, undefined, more)).json();
 
 /** The path of an agent, or of what is below it. */

@@ -84,12 +84,16 @@ const LINKS = {
   key: "needs a key",
 };
 
+const NO_KEY = "This server needs a key. Whoever runs it can give you one.";
+const WRONG_KEY =
+  "This server does not know that key. Look for a missing character or a blank, or ask whoever runs the server.";
+
 function showLink() {
   const node = document.getElementById("link");
   node.textContent = LINKS[store.link];
   node.className = `link ${store.link}`;
   node.title = store.why;
-  if (store.link === "key") askForKeys(keys.user || keys.admin ? store.why : "This server needs a key.");
+  if (store.link === "key") askForKeys(keys.user || keys.admin ? WRONG_KEY : NO_KEY);
   if (store.link === "live") fetchModels().catch(() => {});
 }
 
@@ -112,6 +116,11 @@ on("link", showLink);
 window.addEventListener("hashchange", route);
 document.getElementById("keys").addEventListener("click", () => askForKeys());
 document.getElementById("theme").addEventListener("click", () => theme(true));
+fetch("/docs", { method: "HEAD" })
+  .then((found) => {
+    document.getElementById("api").hidden = !found.ok;
+  })
+  .catch(() => {});
 theme(false);
 connect();
 route();

@@ -3,15 +3,17 @@
 import { agentPath, ApiError, ask, get, post } from "/web/api.js";
 import { Answer, action, asked, textOf } from "/web/answer.js";
 import { complain, dialog, field, framed, h, put, say, button } from "/web/dom.js";
-import { ago, count } from "/web/format.js";
+import { ChatList, chatMenu, titled } from "/web/chats.js";
 import { Hearing } from "/web/hearing.js";
+import { carriedOver, contextOf, roomMeter, waysOn } from "/web/room.js";
 import { connect, on, store, took } from "/web/store.js";
 import { titleOf } from "/web/titles.js";
 import { samplingFields, samplingOptions } from "/web/sampling.js";
 
-const LISTED = 60;
 const FETCHED = 60;
-const TITLE = 60;
+const FULL = "context_length_exceeded";
+const SPEEDS = "cairn.speeds"; // of this browser: how fast its answers were, which only their streams told
+const KEPT = 500;
 
 /** The view. `id` is the agent's, or empty for a new one. */
 export function chatView(id) {
@@ -24,7 +26,7 @@ class Chat {
     this.turns = [];
     this.first = 0; // turns before this number are not loaded
     this.busy = null; // the answer that is being read
-    this.facts = new Map(); // turn -> what only its stream told: how fast it was
+    this.facts = speeds(); // request -> what only its stream told: how fast it was
     this.ends = [];
     this.build();
   }
@@ -45,6 +47,11 @@ class Chat {
     this.models();
     if (this.id) this.load();
     else this.fresh();
+    if (kept.text) {
+      this.input.value = kept.text;
+      kept.text = "";
+      requestAnimationFrame(() => this.grow());
+    }
     return { node: this.node, end: () => this.end(), focus: () => this.input.focus({ preventScroll: true }) };
   }
 
@@ -57,21 +64,12 @@ class Chat {
   // ------------------------------------------------------------------------------------------------------ the parts
 
   build() {
-    this.search = h("input", {
-      type: "search",
-      placeholder: "Search chats",
-      "aria-label": "Search chats",
-      oninput: () => this.list(),
-    });
-    this.names = h("ul", { class: "names" });
-    this.side = h(
-      "aside",
-      { class: "side", "aria-label": "Chats" },
-      h("a", { class: "button wide", href: "#/chat" }, "New chat"),
-      this.search,
-      this.names,
-    );
-    this.model = h("select", { "aria-label": "Model" });
+    this.chats = new ChatList();
+    this.model = h("select", { "aria-label": "Model", onchange: () => this.room() });
+    this.meter = roomMeter();
+    this.menu = chatMenu(() => this.agent ?? this.told);
+    this.menu.hidden = true;
+    this.ways = h("div");
     this.name = h("h1", { class: "title" }, "New chat");
     this.settings = h("details", { class: "settings" }, h("summary", null, "Settings"), this.settingFields());
     this.log = h("div", { class: "log", role: "log", "aria-live": "off", "aria-label": "Conversation", tabindex: 0 });
@@ -89,12 +87,13 @@ class Chat {
     this.node = h(
       "div",
       { class: "chat" },
-      this.side,
+      this.chats.node,
       h(
         "section",
         { class: "talk", "aria-label": "Chat" },
-        h("div", { class: "talkhead" }, toggle, this.name, h("span", { class: "grow" }), this.model, this.settings),
+        h("div", { class: "talkhead" }, toggle, this.name, h("span", { class: "grow" }), this.meter.node, this.model, this.menu, this.settings),
         this.log,
+        this.ways,
         this.note,
         h(
           "form",
@@ -126,32 +125,8 @@ class Chat {
   }
 
   list() {
-    const wanted = this.search.value.trim().toLowerCase();
-    const found = [];
-    for (const agent of store.agents.values()) {
-      if (wanted && !agent.id.toLowerCase().includes(wanted) && !titleOf(agent).toLowerCase().includes(wanted))
-        continue;
-      found.push(agent);
-    }
-    found.sort((a, b) => b.last_used - a.last_used);
-    put(
-      this.names,
-      found
-        .slice(0, LISTED)
-        .map((agent) =>
-          h(
-            "li",
-            null,
-            h(
-              "a",
-              { href: `#/chat/${encodeURIComponent(agent.id)}`, "aria-current": agent.id === this.id ? "page" : null },
-              h("span", { class: "name" }, titleOf(agent)),
-              h("small", null, agent.state === "idle" ? ago(agent.last_used) : agent.state),
-            ),
-          ),
-        ),
-      found.length > LISTED && h("li", null, h("a", { href: "#/contexts" }, `All ${count(found.length)} contexts`)),
-    );
+    this.chats.current = this.id;
+    this.chats.draw();
   }
 
   models() {
@@ -164,6 +139,7 @@ class Chat {
     );
     if (before) this.model.value = before;
     this.model.hidden = !store.models.length;
+    this.room();
   }
 
   onlink() {
@@ -204,6 +180,12 @@ class Chat {
         ),
       ),
     );
+  }
+
+  /** How full the context is. */
+  room() {
+    this.menu.hidden = !this.id;
+    this.meter.show((this.agent ?? this.told)?.tokens ?? 0, contextOf(this.model.value));
   }
 
   get agent() {
@@ -257,6 +239,7 @@ class Chat {
     const agent = this.agent;
     if (!this.id || this.busy || !agent || this.loading || !this.told) return;
     this.name.textContent = titleOf(agent);
+    this.room();
     if (agent.head === this.head && (agent.state === "running") === (this.path().at(-1)?.state === "running")) return;
     this.load();
   }
@@ -269,9 +252,10 @@ class Chat {
     const agent = this.agent ?? this.told;
     this.name.textContent = titleOf(agent);
     this.beginning.hidden = true;
+    this.room();
     const before =
       this.first > 0 ? button("Show earlier turns", () => this.load(this.first + 1), { class: "quiet" }) : null;
-    const opening = (this.told.messages ?? []).map((one) => asked(one));
+    const opening = (this.told.messages ?? []).map(opened);
     const path = this.path();
     put(
       this.log,
@@ -279,6 +263,10 @@ class Chat {
       this.first ? before : opening,
       path.map((turn) => this.turnNode(turn)),
     );
+    const last = path.at(-1);
+    const room = contextOf(this.model.value);
+    if (last?.finish_reason === "length" && room && agent.tokens >= room - 1) this.full();
+    else put(this.ways);
     this.bottom();
   }
 
@@ -358,6 +346,7 @@ class Chat {
   async submit() {
     const text = this.input.value;
     if (!text.trim() || this.busy) return;
+    put(this.ways);
     this.input.value = "";
     this.grow();
     if (!(await this.turn([{ role: "user", content: text }]))) {
@@ -369,7 +358,7 @@ class Chat {
   /** The agent, made if there is none yet. */
   async open(messages) {
     if (this.id) return;
-    const body = { metadata: { title: textOf(messages[0]).trim().replace(/\s+/g, " ").slice(0, TITLE) } };
+    const body = { metadata: { title: titled(textOf(messages[0])) } };
     if (this.system.value.trim()) body.system = this.system.value;
     if (this.tools.value.trim()) body.tools = JSON.parse(this.tools.value);
     if (this.model.value) body.model = this.model.value;
@@ -381,7 +370,7 @@ class Chat {
     this.name.textContent = titleOf(agent);
     put(
       this.log,
-      this.told.messages.map((one) => asked(one)),
+      this.told.messages.map(opened),
     );
     history.replaceState(null, "", `#/chat/${encodeURIComponent(agent.id)}`);
     this.list();
@@ -411,6 +400,7 @@ class Chat {
         timings_per_token: true,
         return_progress: true,
         ...(this.model.value ? { model: this.model.value } : {}),
+        repetition_stop: true,
         ...samplingOptions(),
       };
       const response = await ask("POST", agentPath(this.id, "turns"), body, { signal: this.busy.control.signal });
@@ -442,8 +432,10 @@ class Chat {
       answer.told(h("span", { class: "warn" }, error.message));
       if (error.status === 401) connect();
       if (!this.busy?.begun) answer.node.parentNode?.classList.add("refused");
+      if (error.code === FULL) this.full();
     }
     say(error.message);
+    this.bottom();
   }
 
   async done() {
@@ -454,7 +446,11 @@ class Chat {
     this.stop.hidden = true;
     this.log.removeAttribute("aria-busy");
     if (this.ended) return;
-    if (facts) this.facts.set(request, facts);
+    if (facts) {
+      const { predicted_per_second, prompt_ms } = facts.timings ?? {};
+      this.facts.set(request, { timings: { predicted_per_second, prompt_ms } });
+      keepSpeeds(this.facts);
+    }
     if (begun) await this.load();
     if (facts) say("The answer is complete.");
     this.input.focus();
@@ -604,4 +600,63 @@ class Chat {
       complain(error);
     }
   }
+
+  // ---------------------------------------------------------------------------------------------- a full context
+
+  /** Offer the ways on; what was written last is not lost. */
+  full(text) {
+    put(
+      this.ways,
+      waysOn((way) => this.goOn(way, text)),
+    );
+    if (text && !this.input.value) this.input.value = text;
+    this.grow();
+  }
+
+  async goOn(way, text) {
+    if (way === "new") {
+      kept.text = this.input.value || text;
+      location.hash = "#/chat";
+      return;
+    }
+    put(this.ways, h("div", { class: "ways" }, way === "drop" ? "Making a new chat …" : "Summarising …"));
+    try {
+      const turns = this.path().filter((one) => one.state === "finished");
+      const messages = await carriedOver(this.told.messages ?? [], turns, way, this.model.value);
+      const title = titleOf(this.agent ?? this.told);
+      const body = { messages, metadata: { title: titled(`${title.replace(/ \(goes on\)$/, "").slice(0, 48)} (goes on)`) } };
+      if (this.told.tools?.length) body.tools = this.told.tools;
+      if (this.model.value) body.model = this.model.value;
+      const agent = await post("/v1/agents", body);
+      took(agent);
+      kept.text = this.input.value || text;
+      location.hash = `#/chat/${encodeURIComponent(agent.id)}`;
+    } catch (error) {
+      complain(error);
+      this.full(text);
+    }
+  }
+}
+
+/** A message that a chat began with. */
+function opened(message) {
+  if (message.role !== "assistant") return asked(message);
+  const answer = new Answer();
+  answer.set(message);
+  return answer.node;
+}
+
+/** What was written for the chat that is shown next. */
+const kept = { text: "" };
+
+function speeds() {
+  try {
+    return new Map(JSON.parse(localStorage.getItem(SPEEDS) ?? "[]"));
+  } catch {
+    return new Map();
+  }
+}
+
+function keepSpeeds(facts) {
+  localStorage.setItem(SPEEDS, JSON.stringify([...facts].slice(-KEPT)));
 }

@@ -1,6 +1,6 @@
 // Markdown as DOM nodes. Nothing of a text ever becomes HTML: what is not known here stays text.
 //
-// Known: paragraphs, headings, lists, quotes, code in fences and lines, tables, rules, emphasis, links to http, https
+// Known: paragraphs, headings, lists and tasks, quotes, code in fences and lines, tables, rules, emphasis, links to http, https
 // and mailto. Pictures are shown as links, for the page asks no other host for anything.
 
 import { button, h } from "/web/dom.js";
@@ -78,7 +78,7 @@ export function blocks(text) {
           rows.push(cells(line()));
           next();
         }
-        found.push({ kind: "table", start, head: rows[0], rows: rows.slice(2) });
+        found.push({ kind: "table", start, head: rows[0], rows: rows.slice(2), sides: rows[1].map(side) });
         continue;
       }
     }
@@ -122,6 +122,12 @@ function item(line) {
   const found = /^( *)([-*+]|(\d{1,9})[.)])(?: +|$)(.*)$/.exec(line);
   if (!found) return null;
   return { indent: found[1].length, ordered: found[3] !== undefined, number: Number(found[3] ?? 1), text: found[4] };
+}
+
+/** How a column is aligned by the mark under its head. */
+function side(mark) {
+  if (/^:-+:$/.test(mark)) return "center";
+  return /^-+:$/.test(mark) ? "right" : "left";
 }
 
 function cells(line) {
@@ -282,7 +288,7 @@ export function block(one, depth = 0) {
       return h(
         one.ordered ? "ol" : "ul",
         one.ordered && one.first !== 1 ? { start: one.first } : null,
-        one.items.map((text) => h("li", null, tight(text, depth))),
+        one.items.map((text) => listItem(text, depth)),
       );
     case "table":
       return h(
@@ -297,7 +303,7 @@ export function block(one, depth = 0) {
             h(
               "tr",
               null,
-              one.head.map((cell) => h("th", { scope: "col" }, inline(cell))),
+              one.head.map((cell, at) => h("th", { scope: "col", class: one.sides[at] }, inline(cell))),
             ),
           ),
           h(
@@ -307,7 +313,7 @@ export function block(one, depth = 0) {
               h(
                 "tr",
                 null,
-                row.map((cell) => h("td", null, inline(cell))),
+                row.map((cell, at) => h("td", { class: one.sides[at] }, inline(cell))),
               ),
             ),
           ),
@@ -316,6 +322,15 @@ export function block(one, depth = 0) {
     default:
       return bounded(one.text, (text) => h("p", null, inline(text)));
   }
+}
+
+/** An item; one that begins with [ ] or [x] is a task, whose box shows and does nothing. */
+function listItem(text, depth) {
+  const task = /^\[([ xX])\]\s+/.exec(text);
+  if (!task) return h("li", null, tight(text, depth));
+  const done = task[1] !== " ";
+  const box = h("input", { type: "checkbox", disabled: true, checked: done, "aria-label": done ? "done" : "to do" });
+  return h("li", { class: "task" }, box, tight(text.slice(task[0].length), depth));
 }
 
 function tight(text, depth) {

@@ -140,19 +140,35 @@ function modelActions(one) {
 }
 
 function swap(one, order) {
+  const others = store.models.filter((other) => other.id !== one.id).map((other) => other.id);
   const to = h("input", { type: "text" });
+  const typed = field("Its folder, file or name", to);
+  const list = h(
+    "select",
+    {
+      onchange: () => {
+        typed.hidden = Boolean(list.value);
+      },
+    },
+    others.map((other) => h("option", { value: other }, other)),
+    h("option", { value: "" }, "another …"),
+  );
+  typed.hidden = others.length > 0;
   dialog("Swap", (close) =>
     h(
       "form",
       {
         onsubmit: (event) => {
           event.preventDefault();
+          const chosen = list.value || to.value.trim();
+          if (!chosen) return;
           close();
-          order("swap", { to: to.value.trim() });
+          order("swap", { to: chosen });
         },
       },
       h("p", null, `Another model answers in the name of ${one.id}, once it is loaded.`),
-      field("Folder, file or name of the other", to),
+      field("The other", list),
+      typed,
       h(
         "div",
         { class: "row end" },
@@ -161,7 +177,7 @@ function swap(one, order) {
       ),
     ),
   );
-  to.focus();
+  (others.length ? list : to).focus();
 }
 
 // ------------------------------------------------------------------------------------------------- the whole server

@@ -24,16 +24,17 @@ class Teams {
     [this.kind, this.id] = /^(team|run)\/(.+)$/.exec(given)?.slice(1) ?? ["", ""];
     this.names = h("div");
     this.body = h("section", { class: "page", "aria-label": "Selected" });
+    const toggle = button("Teams and runs", () => this.node.classList.toggle("open"), { class: "narrow" });
     this.node = h(
       "div",
-      { class: "chat" },
+      { class: this.id ? "chat" : "chat open" },
       h(
         "aside",
         { class: "side", "aria-label": "Teams and runs" },
         button("New team", () => this.make(), { class: "wide" }),
         this.names,
       ),
-      this.body,
+      h("div", { class: "talk" }, h("div", { class: "talkhead narrow" }, toggle), this.body),
     );
     if (!this.id)
       put(

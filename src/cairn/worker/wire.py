@@ -204,7 +204,13 @@ class KVAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     taken: TakenIn = TakenIn()
 
 
-ToFront = FilesChecked | ModelReady | LoadFailed | StepOutputs | Refused | Beat | KVAnswer
+class DeviceFailed(msgspec.Struct, frozen=True, array_like=True, tag="device"):
+    """The device failed in a step: this worker ends, and no request is to blame."""
+
+    message: str
+
+
+ToFront = DeviceFailed | FilesChecked | ModelReady | LoadFailed | StepOutputs | Refused | Beat | KVAnswer
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -33,7 +33,7 @@ from cairn.scheduler.sequence import Matcher
 from cairn.system.interfaces import Clock
 from cairn.system.posix import SystemClock, SystemFiles, log_to_stderr
 from cairn.text.grammar.vocabulary import read_vocabulary
-from cairn.types.errors import CairnError, ModelError
+from cairn.types.errors import CairnError, DeviceError, DeviceMemoryError, ModelError
 from cairn.types.outputs import Output
 from cairn.types.request import Request
 from cairn.types.stats import KvStats
@@ -42,7 +42,7 @@ from cairn.worker import wire
 from cairn.worker.grammars import Grammars
 from cairn.worker.kv_queries import KVQueries
 from cairn.worker.progress import Shown
-from cairn.worker.stores import GB, keyed, open_stores, stored_bytes
+from cairn.worker.stores import GB, check_pool, keyed, open_stores, stored_bytes
 
 BEAT_SECONDS = 1.0
 ORPHAN_SECONDS = 2.0
@@ -215,7 +215,11 @@ class WorkerLoop:
         if isinstance(results, Exception):
             self._failures += 1
             traceback.print_exception(results, file=sys.stderr)
-            if self._failures >= FAILED_STEPS:
+            # Nothing on a device that failed can be relied on: neither KV nor weights.
+            lost = isinstance(results, DeviceError) and not isinstance(results, DeviceMemoryError)
+            if lost:
+                self._channel.send(wire.DeviceFailed(str(results)))
+            if lost or self._failures >= FAILED_STEPS:
                 raise results
         elif plan.rows:
             self._failures = 0
@@ -338,6 +342,7 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
         told = with_tokenizer(spec, config.tokenizer)
         known = keyed(engine.info, config.kv_codec)
         generates = engine.info.generates
+        check_pool(config, engine.info, files, os.environ)
         part = load.kv_part
         stores, trouble = open_stores(config, spec, known, clock, files, os.environ, part) if generates else ({}, "")
     except EOFError:  # the front is gone, or wants this model no more

@@ -25,7 +25,7 @@ from cairn.workflows.definition import (
     Workflow,
 )
 from cairn.workflows.paths import INDEX, INPUTS, ITEM, MISSING, PREVIOUS, check_condition, check_path, paths_of
-from cairn.workflows.templates import read
+from cairn.workflows.templates import EMPTY, read
 
 RESERVED = frozenset({INPUTS, ITEM, INDEX, PREVIOUS})
 _INTEGER: Mapping[str, Any] = {"type": "integer"}
@@ -152,6 +152,8 @@ class _Scope:
         """Yield the nodes of this scope that a node depends on, checking each path that it reads."""
         for paths, field in _reads(node):
             for index, path in enumerate(paths):
+                if path == EMPTY:
+                    continue
                 root = path.partition(".")[0]
                 schema, optional = self._find(path, field, node)
                 if root in self.contracts:
@@ -159,13 +161,13 @@ class _Scope:
                 if root == PREVIOUS and index == len(paths) - 1 and field.endswith(".prompt"):
                     raise InvalidRequest(
                         f"{field} reads {path}, which is not there when the loop runs first: give another, as in "
-                        f"{{{{ {path} or ... }}}}",
+                        f'{{{{ {path} or ... }}}}, or nothing: {{{{ {path} or "" }}}}',
                         field=field,
                     )
                 if optional and len(paths) == 1 and not field.endswith(".when"):
                     raise InvalidRequest(
                         f"{field} reads {path}, which its contract does not require: require it, or give another, as "
-                        f"in {{{{ {path} or ... }}}}",
+                        f'in {{{{ {path} or ... }}}}, or nothing: {{{{ {path} or "" }}}}',
                         field=field,
                     )
                 self._check_kind(node, path, field, schema)
@@ -254,7 +256,7 @@ def _reads(node: Node) -> Iterator[tuple[tuple[str, ...], str]]:
     for one in node.loop.nodes:  # a loop waits for what its nodes read of others
         for paths, field in read(one):
             for path in paths:
-                if path.partition(".")[0] not in inside:
+                if path != EMPTY and path.partition(".")[0] not in inside:
                     yield (path, path), field
 
 

@@ -1,4 +1,5 @@
-"""Prompt templates: `{{ plan.steps }}` is a slot for a value, `{{ fix.code or code.code }}` for the first that exists.
+"""Prompt templates: `{{ plan.steps }}` is a slot for a value, `{{ fix.code or code.code }}` for the first that exists,
+and `{{ fix.code or "" }}` for nothing if it does not exist.
 
 Everything else is text; there are no expressions. Values that are not text are inserted as JSON. A template is read in
 one pass, and its result measured before it is joined.
@@ -16,7 +17,8 @@ from cairn.workflows.definition import MAX_ALTERNATIVES, MAX_FILLED, MAX_SLOTS, 
 from cairn.workflows.paths import MISSING, check_path, first, paths_of
 
 Slot = tuple[str, ...]
-"""Alternative paths; the first that has a value is used."""
+"""Alternative paths; the first that has a value is used. EMPTY as the last stands for an empty text."""
+EMPTY = ""
 _MARKS = re.compile(r"(\{\{|\}\})")
 _OR = re.compile(r"\bor\b")
 _JSON = json.JSONEncoder(ensure_ascii=False, indent=1)
@@ -76,6 +78,8 @@ def filling(template: str, values: Mapping[str, Any]) -> Filling:
             parts.append(part)
             continue
         value = first(values, part)
+        if value is MISSING and part[-1] == EMPTY:
+            continue
         if value is MISSING:
             raise Absent(part[0])
         parts.append(value)
@@ -105,7 +109,9 @@ def _slot(text: str, field: str) -> Slot:
     paths = tuple(part.strip() for part in _OR.split(text, MAX_ALTERNATIVES))
     if len(paths) > MAX_ALTERNATIVES:
         raise InvalidRequest(f"{field}: a slot has more than {MAX_ALTERNATIVES} paths, the limit", field=field)
-    return tuple(check_path(path, field) for path in paths)
+    empty = len(paths) > 1 and paths[-1] in ('""', "''")
+    named = paths[:-1] if empty else paths
+    return (*(check_path(path, field) for path in named), *([EMPTY] if empty else []))
 
 
 def read(node: Node) -> Iterator[tuple[Slot, str]]:

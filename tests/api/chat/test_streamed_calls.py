@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cairn.config.config import Config
-from cairn.engine.cpu import CpuEngine
+from cairn.engine.recorded import RecordedEngine
 from cairn.frontend.service import Service
 from cairn.text.tokens.gguf import CONTROL
 from tests.api.chat.test_order import data, post
@@ -140,13 +140,13 @@ async def heard(at: Site, path: str, *, stream: bool, tokens: int = 99) -> Heard
 async def test_names_and_arguments_come_as_they_are_written(
     pieces: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = CpuEngine.decode
+    decode = RecordedEngine.decode
 
-    def slow(self: CpuEngine, rows: Any) -> Any:
+    def slow(self: RecordedEngine, rows: Any) -> Any:
         time.sleep(0.015)
         return decode(self, rows)
 
-    monkeypatch.setattr(CpuEngine, "decode", slow)
+    monkeypatch.setattr(RecordedEngine, "decode", slow)
     async with saying(tmp_path / "m.gguf", pieces) as at:
         for path in PATHS:
             streamed, whole = await heard(at, path, stream=True), await heard(at, path, stream=False)

@@ -9,9 +9,10 @@ import pytest
 from cairn.kernels.program import Interpreted, Slot
 from cairn.models.forward import buffers as step
 from cairn.models.forward import decoder
-from cairn.models.forward.decoder import Recorder
+from cairn.models.forward.recorder import Recorder
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
+from cairn.types.block_size import BLOCK_TOKENS
 from tests.tiny_models import KERNELS, MODELS, load, write_model
 
 SIZES = [(256, 32), (1, 1), (13, 5), (255, 31), (8, 8), (90, 1)]
@@ -54,7 +55,8 @@ def test_replay_equals_the_direct_run(name: str, kind: str, tmp_path: Path) -> N
                 table[row] = np.arange(table.shape[1]) + 20 * row
                 slots[first : first + count] = np.arange(count) + 320 * row
         buffers.wanted[:wanted] = rng.integers(0, tokens, wanted)
-        sizes = {"tokens": tokens, "rows": len(rows), "logits": wanted}
+        blocks = max(-(-count // BLOCK_TOKENS) for _, count, _ in rows)
+        sizes = {"tokens": tokens, "rows": len(rows), "logits": wanted, "blocks": blocks}
         with np.errstate(all="ignore"):
             direct = [bits.copy() for bits in run(True, sizes)]
             assert all(map(np.array_equal, direct, run(False, sizes))), sizes

@@ -79,37 +79,14 @@ class ModelAdmin:
     def routes(self) -> list[Route]:
         """Return the table of these routes."""
         return [
-            Route(
-                "GET",
-                "/v1/admin/models",
-                self.list,
-                access="admin",
-            ),
+            Route("GET", "/v1/admin/models", self.list, access="admin"),
             Route("POST", "/v1/admin/models/load", self.load, LoadBody, access="admin"),
             Route("POST", "/v1/admin/models/unload", self.unload, UnloadBody, access="admin"),
-            Route(
-                "POST",
-                "/v1/admin/models/swap",
-                self.swap,
-                SwapBody,
-                access="admin",
-            ),
+            Route("POST", "/v1/admin/models/swap", self.swap, SwapBody, access="admin"),
             Route("POST", "/v1/admin/drain", self.drain, DrainBody, access="admin"),
             Route("POST", "/v1/admin/reload", self.reload, NoBody, access="admin"),
-            Route(
-                "POST",
-                "/v1/models/load",
-                self.load,
-                LoadBody,
-                access="admin",
-            ),
-            Route(
-                "POST",
-                "/v1/models/unload",
-                self.unload,
-                UnloadBody,
-                access="admin",
-            ),
+            Route("POST", "/v1/models/load", self.load, LoadBody, access="admin"),
+            Route("POST", "/v1/models/unload", self.unload, UnloadBody, access="admin"),
         ]
 
     async def list(self, call: HTTPCall, service: Service) -> None:

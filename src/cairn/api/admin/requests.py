@@ -221,12 +221,7 @@ class Props:
     def routes(self) -> list[Route]:
         """Return the table of these routes."""
         return [
-            Route(
-                "GET",
-                "/props",
-                self.show,
-                model="url",
-            ),
+            Route("GET", "/props", self.show, model="url"),
         ]
 
     async def show(self, call: HTTPCall, service: Service) -> None:

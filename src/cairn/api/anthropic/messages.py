@@ -43,20 +43,8 @@ class Anthropic:
     def routes(self) -> list[Route]:
         """Return the table of these routes."""
         return [
-            Route(
-                "POST",
-                "/v1/messages",
-                self.messages,
-                MessagesBody,
-                model="chat",
-            ),
-            Route(
-                "POST",
-                "/v1/messages/count_tokens",
-                self.count_tokens,
-                MessagesBody,
-                model="chat",
-            ),
+            Route("POST", "/v1/messages", self.messages, MessagesBody, model="chat"),
+            Route("POST", "/v1/messages/count_tokens", self.count_tokens, MessagesBody, model="chat"),
         ]
 
     async def messages(self, call: HTTPCall, service: Service) -> None:

@@ -149,6 +149,11 @@ class ChoiceStream:
         assert self.done is not None
         return self.done.reason.value
 
+    @property
+    def detail(self) -> dict[str, str]:
+        """`finish_detail` of a choice, where there is more to say than its finish_reason does."""
+        return {"finish_detail": self.done.detail} if self.done is not None and self.done.detail else {}
+
     def scores(self, kind: TokenKind) -> Sequence[TokenLogprob]:
         """Return the log-probabilities of the content, or of the reasoning."""
         return logprobs_of(kind, self.kinds, self.logprobs)

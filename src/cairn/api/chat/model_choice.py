@@ -103,7 +103,7 @@ class ModelRouter:
         name = _text(named.model)
         of_ollama = call.path.startswith(OLLAMA)
         if name is not None and of_ollama:
-            name = self._models.spelt(name)
+            name = self._models.canonical(name)
         model = self._models.find(name, how)
         return model, seconds_of(named.keep_alive) if of_ollama and named.keep_alive is not None else None
 

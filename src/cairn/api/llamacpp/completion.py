@@ -47,28 +47,10 @@ class Llama:
     def routes(self) -> list[Route]:
         """Return the table of these routes."""
         return [
-            Route(
-                "POST",
-                "/completion",
-                self.completion,
-                LlamaCompletionBody,
-                model="chat",
-            ),
+            Route("POST", "/completion", self.completion, LlamaCompletionBody, model="chat"),
             Route("POST", "/infill", self.infill, InfillBody, model="chat"),
-            Route(
-                "POST",
-                "/apply-template",
-                self.apply_template,
-                ChatBody,
-                model="chat",
-            ),
-            Route(
-                "POST",
-                "/v1/chat/completions/input_tokens",
-                self.input_tokens,
-                ChatBody,
-                model="chat",
-            ),
+            Route("POST", "/apply-template", self.apply_template, ChatBody, model="chat"),
+            Route("POST", "/v1/chat/completions/input_tokens", self.input_tokens, ChatBody, model="chat"),
             Route("GET", "/slots", self.slots, model="url"),
             Route("GET", "/lora-adapters", self.adapters),
         ]

@@ -73,6 +73,12 @@ class ForkBody(Body):
     id: str | None = None
 
 
+class DescribeBody(Body):
+    """PATCH /v1/agents/{id}."""
+
+    metadata: dict[str, str]
+
+
 class RollbackBody(Body):
     """POST /v1/agents/{id}/rollback."""
 

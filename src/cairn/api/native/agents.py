@@ -1,7 +1,7 @@
 """The routes of agents, under /v1/agents.
 
     POST /v1/agents                     GET  /v1/agents?limit=&after=
-    GET  /v1/agents/{id}                DELETE /v1/agents/{id}
+    GET  /v1/agents/{id}                DELETE /v1/agents/{id}        PATCH /v1/agents/{id}
     POST /v1/agents/{id}/turns          GET  /v1/agents/{id}/turns?limit=&after=
     POST /v1/agents/{id}/resume         POST /v1/agents/{id}/fork      POST /v1/agents/{id}/rollback
     POST /v1/agents/{id}/pin            POST /v1/agents/{id}/unpin
@@ -21,8 +21,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from cairn.agents.agents import Agents
-from cairn.agents.export_kv import kv_bytes
-from cairn.agents.portable import MEDIA_TYPE
+from cairn.agents.portable import MEDIA_TYPE, kv_bytes
 from cairn.agents.types import AgentInfo
 from cairn.api.chat.generation import check_length, check_model, warn_of_tools
 from cairn.api.chat.message_schemas import contents, plain_messages, plain_tools
@@ -32,11 +31,13 @@ from cairn.api.http.call import RETRY, HTTPCall, query, shown, spool
 from cairn.api.native.agent_schemas import (
     PATH,
     CreateBody,
+    DescribeBody,
     EvictBody,
     ForkBody,
     NoBody,
     RollbackBody,
     beginning,
+    check_metadata,
     check_own,
     check_portable,
     kept_for,
@@ -72,50 +73,20 @@ class AgentRoutes:
     def routes(self) -> list[Route]:
         """Return the table of these routes."""
         return [
+            Route("POST", "/v1/agents", self.create, CreateBody, model="chat", keeps=True, status=201),
+            Route("GET", "/v1/agents", self.list, query=("limit", "after")),
             Route(
-                "POST",
-                "/v1/agents",
-                self.create,
-                CreateBody,
-                model="chat",
-                keeps=True,
-                status=201,
-            ),
-            Route(
-                "GET",
-                "/v1/agents",
-                self.list,
-                query=("limit", "after"),
-            ),
-            Route(
-                "POST",
-                "/v1/agents/import",
-                self.import_agent,
-                query=("id", "kv"),
-                keeps=True,
-                status=201,
-                upload=True,
+                "POST", "/v1/agents/import", self.import_agent, query=("id", "kv"), keeps=True, status=201, upload=True
             ),
             Route("GET", "/v1/agents/{id}", self.show),
+            Route("PATCH", "/v1/agents/{id}", self.describe, DescribeBody),
             Route("DELETE", "/v1/agents/{id}", self.delete),
-            Route(
-                "POST",
-                "/v1/agents/{id}/fork",
-                self.fork,
-                ForkBody,
-                keeps=True,
-                status=201,
-            ),
+            Route("POST", "/v1/agents/{id}/fork", self.fork, ForkBody, keeps=True, status=201),
             Route("POST", "/v1/agents/{id}/rollback", self.rollback, RollbackBody),
             Route("POST", "/v1/agents/{id}/pin", self.pin, NoBody),
             Route("POST", "/v1/agents/{id}/unpin", self.unpin, NoBody),
             Route("POST", "/v1/agents/{id}/prefetch", self.prefetch, NoBody, model="agent"),
-            Route(
-                "POST",
-                "/v1/agents/{id}/evict",
-                self.evict,
-                EvictBody,
-            ),
+            Route("POST", "/v1/agents/{id}/evict", self.evict, EvictBody),
             Route("GET", "/v1/agents/{id}/export", self.export, query=("kv",)),
             *self._turns.routes(),
         ]
@@ -186,6 +157,14 @@ class AgentRoutes:
             if found["messages"] is None:
                 raise
         await call.json(found)
+
+    async def describe(self, call: HTTPCall, service: Service) -> None:
+        """Replace the metadata of an agent, such as its title."""
+        agents, id = self._open(), call.path_part(PATH)
+        body = parse(DescribeBody, await read_json(call, self._config), self._config)
+        check_metadata(body.metadata)
+        check_own(agents.get(call.tenant, id))
+        await call.json(agent_object(await agents.describe(call.tenant, id, body.metadata), service))
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
         """Delete an agent, with its text and its KV. Answered when its bytes are gone from the disk.

@@ -65,20 +65,8 @@ class CollectionRoutes:
     def routes(self) -> list[Route]:
         """Return the table of these routes."""
         return [
-            Route(
-                "POST",
-                "/v1/collections",
-                self.create,
-                CollectionBody,
-                keeps=True,
-                status=201,
-            ),
-            Route(
-                "GET",
-                "/v1/collections",
-                self.list,
-                query=("limit", "after"),
-            ),
+            Route("POST", "/v1/collections", self.create, CollectionBody, keeps=True, status=201),
+            Route("GET", "/v1/collections", self.list, query=("limit", "after")),
             Route("GET", "/v1/collections/{id}", self.show),
             Route("DELETE", "/v1/collections/{id}", self.delete),
             Route(
@@ -91,31 +79,11 @@ class CollectionRoutes:
                 stream=True,
                 form=FORM,
             ),
-            Route(
-                "GET",
-                "/v1/collections/{id}/documents",
-                self.documents,
-                query=("limit", "after"),
-            ),
+            Route("GET", "/v1/collections/{id}/documents", self.documents, query=("limit", "after")),
             Route("GET", "/v1/collections/{id}/documents/{document}", self.show_document),
-            Route(
-                "DELETE",
-                "/v1/collections/{id}/documents/{document}",
-                self.delete_document,
-            ),
-            Route(
-                "POST",
-                "/v1/collections/{id}/search",
-                self.search,
-                SearchBody,
-            ),
-            Route(
-                "POST",
-                "/v1/collections/{id}/ask",
-                self.ask,
-                AskCollectionBody,
-                model="chat",
-            ),
+            Route("DELETE", "/v1/collections/{id}/documents/{document}", self.delete_document),
+            Route("POST", "/v1/collections/{id}/search", self.search, SearchBody),
+            Route("POST", "/v1/collections/{id}/ask", self.ask, AskCollectionBody, model="chat"),
         ]
 
     async def create(self, call: HTTPCall, service: Service) -> None:

@@ -43,12 +43,7 @@ class TurnRoutes:
     def routes(self) -> list[Route]:
         """Return the table of these routes."""
         return [
-            Route(
-                "GET",
-                "/v1/agents/{id}/turns",
-                self.turns,
-                query=("limit", "after"),
-            ),
+            Route("GET", "/v1/agents/{id}/turns", self.turns, query=("limit", "after")),
             Route("POST", "/v1/agents/{id}/turns", self.turn, TurnBody, model="agent", keeps=True),
             Route("POST", "/v1/agents/{id}/resume", self.resume, ResumeBody, model="agent", keeps=True),
         ]

@@ -104,43 +104,14 @@ class WorkflowRoutes:
     def routes(self) -> list[Route]:
         """Return the table of these routes."""
         return [
-            Route(
-                "POST",
-                "/v1/workflows/check",
-                self.check,
-                WorkflowBody,
-            ),
-            Route(
-                "POST",
-                "/v1/workflows/runs",
-                self.run,
-                WorkflowRunBody,
-                model="chat",
-                keeps=True,
-            ),
-            Route(
-                "GET",
-                "/v1/workflows/runs",
-                self.list,
-                query=("limit", "after"),
-            ),
+            Route("POST", "/v1/workflows/check", self.check, WorkflowBody),
+            Route("POST", "/v1/workflows/runs", self.run, WorkflowRunBody, model="chat", keeps=True),
+            Route("GET", "/v1/workflows/runs", self.list, query=("limit", "after")),
             Route("GET", "/v1/workflows/runs/{id}", self.show),
             Route("DELETE", "/v1/workflows/runs/{id}", self.delete),
-            Route(
-                "POST",
-                "/v1/workflows/runs/{id}/resume",
-                self.resume,
-                RunResumeBody,
-                model="run",
-                keeps=True,
-            ),
+            Route("POST", "/v1/workflows/runs/{id}/resume", self.resume, RunResumeBody, model="run", keeps=True),
             Route("POST", "/v1/workflows/runs/{id}/interrupt", self.interrupt, NoBody),
-            Route(
-                "GET",
-                "/v1/workflows/runs/{id}/graph",
-                self.graph,
-                query=("format",),
-            ),
+            Route("GET", "/v1/workflows/runs/{id}/graph", self.graph, query=("format",)),
         ]
 
     async def check(self, call: HTTPCall, service: Service) -> None:

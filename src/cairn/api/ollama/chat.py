@@ -60,20 +60,8 @@ class Ollama:
     def routes(self) -> list[Route]:
         """Return the table of these routes."""
         return [
-            Route(
-                "POST",
-                "/api/chat",
-                self.chat,
-                OllamaChatBody,
-                model="chat",
-            ),
-            Route(
-                "POST",
-                "/api/generate",
-                self.generate,
-                OllamaGenerateBody,
-                model="chat",
-            ),
+            Route("POST", "/api/chat", self.chat, OllamaChatBody, model="chat"),
+            Route("POST", "/api/generate", self.generate, OllamaGenerateBody, model="chat"),
         ]
 
     async def chat(self, call: HTTPCall, service: Service) -> None:
@@ -304,13 +292,7 @@ class OllamaEmbeddings:
         """Return the table of these routes."""
         return [
             Route("POST", "/api/embed", self.embed, OllamaEmbedBody, model="embed"),
-            Route(
-                "POST",
-                "/api/embeddings",
-                self.embeddings,
-                OllamaEmbeddingsBody,
-                model="embed",
-            ),
+            Route("POST", "/api/embeddings", self.embeddings, OllamaEmbeddingsBody, model="embed"),
         ]
 
     async def embed(self, call: HTTPCall, service: Service) -> None:

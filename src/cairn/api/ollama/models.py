@@ -28,7 +28,7 @@ from cairn.frontend.requests import sampling_defaults
 from cairn.frontend.service import Service
 from cairn.models.files import is_gguf
 from cairn.models.hub import hub
-from cairn.models.hub.addresses import KNOWN
+from cairn.models.hub.addresses import known
 from cairn.models.hub.removal import plan, remove
 from cairn.models.safetensors.weights import parameters
 from cairn.models.spec.facts import bytes_by_format
@@ -85,20 +85,8 @@ class OllamaModels:
             Route("GET", "/api/ps", self.ps),
             Route("GET", "/api/version", self.version),
             Route("POST", "/api/show", self.show, NameBody),
-            Route(
-                "POST",
-                "/api/pull",
-                self.pull,
-                NameBody,
-                access="admin",
-            ),
-            Route(
-                "DELETE",
-                "/api/delete",
-                self.delete,
-                NameBody,
-                access="admin",
-            ),
+            Route("POST", "/api/pull", self.pull, NameBody, access="admin"),
+            Route("DELETE", "/api/delete", self.delete, NameBody, access="admin"),
             Route("POST", "/api/copy", self.copy, CopyBody),
         ]
 
@@ -132,7 +120,7 @@ class OllamaModels:
     async def show(self, call: HTTPCall, service: Service) -> None:
         """Return a model. Its context length is the served one: clients fill what they are told."""
         body = parse(NameBody, await read_plain(call, self._config), self._config, call)
-        name = self._state.registry.spelt(body.model)
+        name = self._state.registry.canonical(body.model)
         if not self._is_served(name) and (self._state.registry.several or service.strict):
             raise self._unknown(body.model)
         model = self._state.registry.find(name)
@@ -141,7 +129,9 @@ class OllamaModels:
             await call.json(_show_of_files(model, facts))
             return
         service = model.loaded.service
-        said = {name: applied for name, applied in sampling_defaults(service.spec).items() if applied.source == "model"}
+        said = {
+            name: applied for name, applied in sampling_defaults(service.spec).items() if applied.source != "default"
+        }
         await call.json(
             {
                 "license": "",
@@ -162,7 +152,7 @@ class OllamaModels:
         self._check_owner()
         model = body.model.removesuffix(LATEST)
         served = self._is_served(model)
-        if not served and model != hub.DEMO and model not in KNOWN:
+        if not served and model != hub.DEMO and known(model) is None:
             _is_name(model)
         lines = _Lines(call, stream=body.stream is not False)
         if not served:
@@ -230,7 +220,7 @@ class OllamaModels:
             raise Forbidden("downloads are changed over HTTP only by the admin key, or on this machine alone")
 
     def _is_served(self, name: str) -> bool:
-        return self._state.registry.has(self._state.registry.spelt(name))
+        return self._state.registry.has(self._state.registry.canonical(name))
 
     def _unknown(self, name: str) -> UnknownModel:
         error = self._state.registry.unknown(name)

@@ -34,13 +34,7 @@ class OpenAI:
     def routes(self) -> list[Route]:
         """Return the table of these routes."""
         return [
-            Route(
-                "POST",
-                "/v1/chat/completions",
-                self.chat,
-                ChatBody,
-                model="chat",
-            ),
+            Route("POST", "/v1/chat/completions", self.chat, ChatBody, model="chat"),
             Route("POST", "/v1/completions", self.complete, CompletionBody, model="chat"),
         ]
 

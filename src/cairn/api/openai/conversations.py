@@ -96,31 +96,10 @@ class Conversations:
         return [
             Route("POST", "/v1/conversations", self.create, ConversationBody, keeps=True),
             Route("GET", "/v1/conversations/{id:conv_}", self.show),
-            Route(
-                "POST",
-                "/v1/conversations/{id:conv_}",
-                self.update,
-                ConversationBody,
-                keeps=True,
-            ),
-            Route(
-                "DELETE",
-                "/v1/conversations/{id:conv_}",
-                self.delete,
-            ),
-            Route(
-                "GET",
-                "/v1/conversations/{id:conv_}/items",
-                self.items,
-                query=("limit", "order", "after"),
-            ),
-            Route(
-                "POST",
-                "/v1/conversations/{id:conv_}/items",
-                self.add,
-                ItemsBody,
-                keeps=True,
-            ),
+            Route("POST", "/v1/conversations/{id:conv_}", self.update, ConversationBody, keeps=True),
+            Route("DELETE", "/v1/conversations/{id:conv_}", self.delete),
+            Route("GET", "/v1/conversations/{id:conv_}/items", self.items, query=("limit", "order", "after")),
+            Route("POST", "/v1/conversations/{id:conv_}/items", self.add, ItemsBody, keeps=True),
             Route("GET", "/v1/conversations/{id:conv_}/items/{item}", self.item),
             Route("DELETE", "/v1/conversations/{id:conv_}/items/{item}", self.remove),
         ]

@@ -39,12 +39,7 @@ class FileRoutes:
         """Return the table of these routes."""
         return [
             Route("POST", "/v1/files", self.create, keeps=True, form=FORM),
-            Route(
-                "GET",
-                "/v1/files",
-                self.list,
-                query=("limit", "order", "after", "purpose"),
-            ),
+            Route("GET", "/v1/files", self.list, query=("limit", "order", "after", "purpose")),
             Route("GET", "/v1/files/{id}", self.show),
             Route("DELETE", "/v1/files/{id}", self.delete),
             Route("GET", "/v1/files/{id}/content", self.content),

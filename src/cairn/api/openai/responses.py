@@ -127,37 +127,13 @@ class Responses:
     def routes(self) -> list[Route]:
         """Return the table of these routes."""
         return [
-            Route(
-                "POST",
-                "/v1/responses",
-                self.create,
-                ResponseBody,
-                model="chat",
-                keeps=True,
-            ),
-            Route(
-                "POST",
-                "/v1/responses/input_tokens",
-                self.input_tokens,
-                ResponseBody,
-                model="chat",
-            ),
-            Route(
-                "POST",
-                "/v1/responses/compact",
-                self.compact,
-                ResponseBody,
-                model="chat",
-            ),
+            Route("POST", "/v1/responses", self.create, ResponseBody, model="chat", keeps=True),
+            Route("POST", "/v1/responses/input_tokens", self.input_tokens, ResponseBody, model="chat"),
+            Route("POST", "/v1/responses/compact", self.compact, ResponseBody, model="chat"),
             Route("GET", "/v1/responses/{id:resp_}", self.show, query=("stream", "starting_after", "include")),
             Route("DELETE", "/v1/responses/{id:resp_}", self.delete),
             Route("POST", "/v1/responses/{id:resp_}/cancel", self.cancel, NoBody),
-            Route(
-                "GET",
-                "/v1/responses/{id:resp_}/input_items",
-                self.input_items,
-                query=("limit", "order", "after"),
-            ),
+            Route("GET", "/v1/responses/{id:resp_}/input_items", self.input_items, query=("limit", "order", "after")),
             *self._conversations.routes(),
         ]
 

@@ -31,13 +31,7 @@ class TokenRoutes:
     def routes(self) -> list[Route]:
         """Return the table of these routes."""
         return [
-            Route(
-                "POST",
-                "/tokenize",
-                self.tokenize,
-                TokenizeBody,
-                model="chat",
-            ),
+            Route("POST", "/tokenize", self.tokenize, TokenizeBody, model="chat"),
             Route("POST", "/detokenize", self.detokenize, DetokenizeBody, model="chat"),
         ]
 

@@ -1,4 +1,4 @@
-"""What a step of a decoder reads and writes: buffers that are allocated once, at their largest size."""
+"""Buffers that a decoder's steps read and write: allocated once, at their largest size."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from cairn.models.forward.uneven import UnevenBuffers, allocate_uneven, uneven_n
 from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.model_spec import ModelSpec
 
-LOGITS_ROWS = 32
-"""Most logits rows in one run of the head; a step that wants more runs it in slices."""
-
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """What a step reads and writes: arrays, views of them, or (while recording) `Slot`s in their place."""
+    """A step's inputs and all that it computes: arrays, views of them, or (while recording) `Slot`s in their place."""
 
     tokens: Any
     """int32 [M]"""
     positions: Any
     """int32 [M]"""
+    members: Any
+    """int32 [M]: the row of each token."""
     rows: Any
     """int32 [B, 3]: first token, tokens, first position of each row."""
     tables: tuple[Any, ...]
-    """A group: int32 [B, width], -1 where there is no block."""
+    """Of each group: int32 [B, width], -1 where there is no block."""
     slots: tuple[Any, ...]
-    """A group: int32 [M], where a token's KV goes: block * BLOCK_TOKENS + offset."""
+    """Of each group: int32 [M], where a token's KV goes: block * BLOCK_TOKENS + offset."""
     wanted: Any
     """int32 [R]: tokens of the step whose logits are wanted."""
     hidden: Any
@@ -62,7 +61,7 @@ _PASSING = frozenset(("normed", "projected", "gates", "gated"))
 
 
 def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context: int) -> Buffers:
-    """Buffers for steps of at most `tokens` tokens and `rows` rows with contexts of at most `context` tokens."""
+    """Allocate buffers for steps of at most `tokens` tokens in `rows` rows, with contexts of `context` tokens."""
     width, groups = -(-context // BLOCK_TOKENS), range(len(spec.groups))
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     asked = 2 * query if spec.output_gate else query
@@ -73,10 +72,11 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
     return Buffers(
         tokens=kernels.allocate((tokens,), "int32"),
         positions=kernels.allocate((tokens,), "int32"),
+        members=kernels.allocate((tokens,), "int32"),
         rows=kernels.allocate((rows, 3), "int32"),
         tables=tuple(kernels.allocate((rows, width), "int32") for _ in groups),
         slots=tuple(kernels.allocate((tokens,), "int32") for _ in groups),
-        wanted=kernels.allocate((LOGITS_ROWS,), "int32"),
+        wanted=kernels.allocate((kernels.logits_rows,), "int32"),
         hidden=kernels.allocate((tokens, spec.hidden), "float32"),
         angles=tuple(angles[turn] for turn in turns),
         normed=kernels.allocate((tokens, spec.hidden), "float32"),
@@ -86,7 +86,7 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
         gates=kernels.allocate((tokens, 2 * spec.ffn), "float32"),
         gated=kernels.allocate((tokens, spec.ffn), "float32"),
         projected=kernels.allocate((tokens, spec.hidden), "float32"),
-        logits=kernels.allocate((LOGITS_ROWS, spec.vocab), "float32"),
+        logits=kernels.allocate((kernels.logits_rows, spec.vocab), "float32"),
         mixture=allocate_mixture(kernels, spec.experts, spec.hidden, tokens),
         latent=allocate_latent(kernels, spec, tokens),
         uneven=allocate_uneven(kernels, spec, tokens),
@@ -95,10 +95,10 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
     )
 
 
-def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, scores: bool) -> int:
-    """Bytes that `allocate` takes, and about as much again for what kernels hold while they run.
+def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, logits_rows: int, scores: bool) -> int:
+    """Return the bytes that `allocate` takes, and about as much again for what kernels hold while they run.
 
-    `scores`: whether they hold those of a whole context at once, as the reference kernels do.
+    `logits_rows`: as of the kernels. `scores`: whether they hold scores of a whole context at once, as numpy's do.
     """
     wide = spec.hidden + 3 * spec.heads * spec.head_dim + 2 * spec.kv_heads * spec.head_dim + 4 * spec.ffn
     wide += mixture_numbers(spec.experts, spec.hidden) + recurrent_numbers(spec.recurrence)
@@ -106,11 +106,11 @@ def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, score
     wide += spec.heads * spec.head_dim if spec.output_gate else 0
     tables = len(spec.groups) * rows * context // BLOCK_TOKENS
     held = 3 * spec.heads * context * min(tokens, 8) if scores else 0
-    return 4 * (2 * tokens * wide + 3 * LOGITS_ROWS * spec.vocab + tables + held)
+    return 4 * (2 * tokens * wide + 3 * logits_rows * spec.vocab + tables + held)
 
 
 def with_slots(buffers: Buffers) -> Buffers:
-    """The buffers as symbols, for recording."""
+    """Return the buffers as symbols, for recording."""
     sizes: dict[str, Size] = {"rows": "rows", "tables": "rows", "wanted": "logits", "logits": "logits"}
 
     def symbol(name: str) -> Any:
@@ -119,15 +119,15 @@ def with_slots(buffers: Buffers) -> Buffers:
             return value.map(lambda array: Slot("tokens", array))
         if not isinstance(value, tuple):
             return Slot(size, value, name in _PASSING)
-        made = {id(one): Slot(size, one) for one in value}
+        second: Size | None = "blocks" if name == "tables" else None
+        made = {id(one): Slot(size, one, second=second) for one in value}
         return tuple(made[id(one)] for one in value)
 
     return Buffers(**{name: symbol(name) for name in Buffers.__slots__})
 
 
 def cut(kernels: Kernels, buffers: Buffers, sizes: Mapping[Size, int]) -> Buffers:
-    """The buffers at a step's sizes: what a direct run of `body` or `head` takes."""
-
+    """Return the buffers at a step's sizes: what a direct run of `body` or `head` takes."""
     symbols = with_slots(buffers)
     made: dict[int, Any] = {}
 

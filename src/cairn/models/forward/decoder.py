@@ -20,10 +20,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix, Rope
-from cairn.kernels.program import KernelCall, Program
+from cairn.kernels.program import Program
 from cairn.models.forward.buffers import Buffers, with_slots
 from cairn.models.forward.latent import LatentAttention, build_latent, run_latent
 from cairn.models.forward.moe import Beside, Mixture, build_beside, build_mixture, run_beside, run_mixture
+from cairn.models.forward.recorder import Recorder
 from cairn.models.forward.recurrent import Recurrent, build_recurrent, run_recurrent
 from cairn.models.forward.streams import (
     StreamBuffers,
@@ -298,13 +299,13 @@ def _mix(
         run_beside_attention(k, layer.streams, x, decoder.eps, streams)
     if isinstance(own, Recurrent):
         states = (kv[g], layer.index, b.rows, b.tables[g])
-        run_recurrent(k, own, x, decoder.eps, states, b.recurrent, b.projected)
+        run_recurrent(k, own, x, decoder.eps, states, b.members, b.recurrent, b.projected)
     elif isinstance(own, LatentAttention):
-        places = (b.angles[g], kv[g], layer.index, b.slots[g], b.rows, b.tables[g])
+        places = (b.angles[g], kv[g], layer.index, b.slots[g], b.rows, b.tables[g], b.members)
         scaling = None if decoder.query_scaling is None else (b.positions, *decoder.query_scaling)
         run_latent(k, own, x, *places, decoder.scale, scaling, b.latent, b.projected)
     elif isinstance(own, GroupAttention):
-        where = (b.angles[g], kv[g], b.slots[g], b.rows, b.tables[g])
+        where = (b.angles[g], kv[g], b.slots[g], b.rows, b.tables[g], b.members)
         run_attention(k, own, x, g, layer.index, where, (decoder.eps, decoder.scale), b.uneven, b.projected)
     else:
         _attend(k, decoder, layer, own, kv, x, b)
@@ -351,8 +352,8 @@ def _attend(
     if decoder.unturned_scaling is not None and not own.turned:
         k.scale_queries(b.query, b.positions, *decoder.unturned_scaling, 1)
     places = (kv[g], layer.index, b.rows, b.tables[g], own.window)
-    how = (decoder.scale, b.attended, decoder.softcap, decoder.both, own.sinks)
-    k.attention(b.query, *places, *how)
+    how = (decoder.softcap, decoder.both, own.sinks, b.members)
+    k.attention(b.query, *places, decoder.scale, b.attended, *how)
     if decoder.gated:
         k.gate_heads(b.attended, b.qkv, decoder.gated)
     k.project(b.attended, own.out, b.projected)
@@ -389,19 +390,6 @@ def states(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> Non
     """`body`, and the model's last norm of every token in the place of its hidden state."""
     body(k, decoder, kv, b)
     k.norm(b.hidden, decoder.norm, decoder.eps, b.hidden)
-
-
-class Recorder:
-    """Stands in for the kernels while a forward pass is recorded: it notes every call and computes nothing."""
-
-    def __init__(self) -> None:
-        self.calls: list[KernelCall] = []
-
-    def __getattr__(self, kernel: str) -> Any:
-        def record(*arguments: Any) -> None:
-            self.calls.append(KernelCall(kernel, arguments))
-
-        return record
 
 
 def record(kernels: Kernels, decoder: Decoder, kv: Sequence[Array], buffers: Buffers) -> tuple[Program, Program]:

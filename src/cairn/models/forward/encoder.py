@@ -13,13 +13,13 @@ bit for bit whatever is computed beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix, Rope
 from cairn.kernels.program import Program, Size, Slot
-from cairn.models.forward.decoder import Recorder
+from cairn.models.forward.recorder import Recorder
 from cairn.models.spec.encoder_spec import mlp_names, qkv_names
 from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.layer_spec import RotaryPositions
@@ -89,6 +89,8 @@ class EncoderBuffers:
     """int32 [M]: place in the text; for learned positions the row of their table."""
     types: Any
     """int32 [M]"""
+    members: Any
+    """int32 [M]: the text of each token."""
     rows: Any
     """int32 [B, 3]: first token in the step, tokens, 0."""
     tables: Any
@@ -190,6 +192,7 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
         tokens=ints(),
         positions=ints(),
         types=ints(),
+        members=ints(),
         rows=kernels.allocate((rows, 3), "int32"),
         tables=kernels.allocate((rows, -(-context // BLOCK_TOKENS)), "int32"),
         slots=ints(),
@@ -230,7 +233,7 @@ def body(k: Kernels, model: Encoder, kv: Array, b: EncoderBuffers) -> None:
         given = _before(k, model, layer.attention_norm, b)
         k.project(given, layer.qkv, b.qkv)
         k.rope_write(b.qkv, b.angles[layer.angles], None, None, model.eps, kv, 0, b.slots, b.query)
-        k.attention(b.query, kv, 0, b.rows, b.tables, layer.window, model.scale, b.attended, 0.0, True)
+        k.attention(b.query, kv, 0, b.rows, b.tables, layer.window, model.scale, b.attended, 0.0, True, None, b.members)
         k.project(b.attended, layer.out, b.projected)
         k.add(b.projected, b.hidden)
         _behind(k, model, layer.attention_norm, b)
@@ -291,16 +294,19 @@ def record(kernels: Kernels, model: Encoder, kv: Array, buffers: EncoderBuffers)
         value, size = getattr(buffers, name), sizes.get(name, "tokens")
         if isinstance(value, tuple):
             return tuple(Slot(size, one) for one in value)
-        return Slot(size, value, name in _PASSING)
+        return Slot(size, value, name in _PASSING, "blocks" if name == "tables" else None)
 
     recorder: Any = Recorder()
     body(recorder, model, kv, EncoderBuffers(**{name: symbol(name) for name in EncoderBuffers.__slots__}))
     return kernels.program(recorder.calls)
 
 
-def record_head(kernels: Kernels, model: Encoder, buffers: HeadBuffers) -> Program:
-    """The program of `head` over these buffers."""
-    slots = HeadBuffers(*(Slot("tokens", getattr(buffers, name)) for name in HeadBuffers.__slots__))
-    recorder: Any = Recorder()
-    head(recorder, model, slots)
-    return kernels.program(recorder.calls)
+def record_head(model: Encoder, buffers: HeadBuffers) -> Callable[[Any, Slot], Slot]:
+    """Return what records the program of `head` over pooled states and these buffers."""
+
+    def record(k: Any, pooled: Slot) -> Slot:
+        scores = Slot("tokens", buffers.scores)
+        head(k, model, HeadBuffers(pooled, Slot("tokens", buffers.dense), scores))
+        return scores
+
+    return record

@@ -120,6 +120,7 @@ def run_latent(
     slots: Any,
     rows: Any,
     tables: Any,
+    members: Any,
     scale: float,
     scaling: tuple[Any, float, float] | None,
     b: LatentBuffers,
@@ -141,6 +142,6 @@ def run_latent(
     k.latent_queries(b.queries, layer.keys, angles, how.neighbours, b.query)
     if scaling is not None:
         k.scale_queries(b.query, *scaling)
-    k.latent_attention(b.query, kv, index, rows, tables, scale, b.mixed)
+    k.latent_attention(b.query, kv, index, rows, tables, scale, b.mixed, members)
     k.latent_values(b.mixed, layer.values, b.attended)
     k.project(b.attended, layer.out, out)

@@ -1,12 +1,13 @@
-"""What a text's pooled state goes through before it is a vector or a score: sentence-transformers' Dense modules, or
-the two rows of the output by which a decoder judges.
+"""What a text's pooled state goes through before it is a vector or a score.
+
+That are sentence-transformers' Dense modules, or the two rows of the output by which a decoder judges.
 
 A module's weights are `linear.weight` [out, in] and `linear.bias` in a model.safetensors of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.kernels.base import Array, Kernels, Matrix
+from cairn.kernels.base import Array, Kernels
+from cairn.kernels.program import Interpreted, Program, Slot
 from cairn.models.files import WEIGHTS
+from cairn.models.forward.recorder import Recorder
 from cairn.models.safetensors.weights import open_tensors
 from cairn.types.errors import ModelFileError
 from cairn.types.model_spec import ModelSpec
@@ -81,21 +84,59 @@ def _dense(path: Path, dense: Dense) -> ProjectionStep:
     return ProjectionStep(weight, bias, dense.activation)
 
 
-class Projection:
-    """The steps over pooled states, with the same kernels as the model and under the same law."""
+class Pooled:
+    """States of rows or texts, one each, gathered from a step's hidden states, and a recorded program over them."""
 
-    def __init__(self, kernels: Kernels, steps: tuple[ProjectionStep, ...]) -> None:
-        self._kernels = kernels
-        self._steps: list[tuple[Matrix, int, str]] = [
-            (kernels.matrix([one.weight], [one.bias]), len(one.weight), one.activation) for one in steps
-        ]
+    def __init__(self, kernels: Kernels, rows: int, width: int, record: Callable[[Any, Slot], Slot]) -> None:
+        """`record` notes calls over the states [rows, width] and returns the slot of what they give."""
+        self._kernels, self._width = kernels, width
+        self._states = kernels.allocate((rows, width), "float32")
+        self._places = kernels.allocate((rows,), "int32")
+        self._which: NDArray[np.int32] = kernels.mirror(self._places)
+        recorder: Any = Recorder()
+        last = record(recorder, Slot("tokens", self._states))
+        self._program: Program = kernels.program(recorder.calls)
+        self._last = last.array
 
-    def __call__(self, states: Floats) -> Floats:
-        """states[N, H] -> [N, W]"""
-        for matrix, width, activation in self._steps:
-            made: Array = np.empty((len(states), width), np.float32)
-            self._kernels.project(np.ascontiguousarray(states), matrix, made)
+    def gather(self, hidden: Array, places: Sequence[int]) -> Floats:
+        """Return what the program makes of the states hidden[places], [len(places), W]."""
+        kernels, count = self._kernels, len(places)
+        self._which[:count] = places
+        kernels.upload([(self._places, self._which[:count])])
+        kernels.gather(hidden, kernels.first(self._places, count), kernels.first(self._states, count))
+        return self._run(count)
+
+    def of(self, states: Floats) -> Floats:
+        """Return what the program makes of states[n, width] that were pooled on the host."""
+        mirror = self._kernels.mirror(self._states)
+        mirror[: len(states)] = states
+        self._kernels.upload([(self._states, mirror[: len(states)])])
+        return self._run(len(states))
+
+    def close(self) -> None:
+        """Let go of the weights and the buffers."""
+        self._program = Interpreted(self._kernels, ())
+        self._states = self._places = self._last = self._which = np.empty(0, np.int32)
+
+    def _run(self, count: int) -> Floats:
+        self._program.replay({"tokens": count})
+        return self._kernels.fetch(self._kernels.first(self._last, count))
+
+
+def record_projection(kernels: Kernels, rows: int, steps: tuple[ProjectionStep, ...]) -> Callable[[Any, Slot], Slot]:
+    """Return what records the steps over pooled states, with the same kernels as the model and under the same law."""
+    packed = [
+        (kernels.matrix([one.weight], [one.bias]), kernels.allocate((rows, len(one.weight)), "float32"), one.activation)
+        for one in steps
+    ]
+
+    def record(k: Any, states: Slot) -> Slot:
+        for matrix, made, activation in packed:
+            out = Slot("tokens", made)
+            k.project(states, matrix, out)
             if activation:
-                self._kernels.activate(made, activation, made)
-            states = made
+                k.activate(out, activation, out)
+            states = out
         return states
+
+    return record

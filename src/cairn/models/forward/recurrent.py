@@ -78,24 +78,32 @@ def recurrent_numbers(facts: Recurrence | None) -> int:
 
 
 def run_recurrent(
-    k: Kernels, layer: Recurrent, x: Any, eps: float, places: tuple[Any, int, Any, Any], b: RecurrentBuffers, out: Any
+    k: Kernels,
+    layer: Recurrent,
+    x: Any,
+    eps: float,
+    places: tuple[Any, int, Any, Any],
+    members: Any,
+    b: RecurrentBuffers,
+    out: Any,
 ) -> None:
     """out[M, H] = what the layer makes of x[M, H]. `places`: its group's states, its place among them, rows, tables."""
     how = layer.facts
     inner = how.inner
     k.project(x, layer.inward, b.inward)
     if how.kind == "conv":
-        k.convolve(b.inward, 0, layer.conv, layer.conv_bias, False, True, *places, b.convolved)
+        k.convolve(b.inward, 0, layer.conv, layer.conv_bias, False, True, *places, b.convolved, members)
         k.project(b.convolved, layer.out, out)
         return
     delta = how.kind == "delta"
-    k.convolve(b.inward, 0 if delta else inner, layer.conv, layer.conv_bias, True, False, *places, b.convolved)
+    first = 0 if delta else inner
+    k.convolve(b.inward, first, layer.conv, layer.conv_bias, True, False, *places, b.convolved, members)
     gates = (b.convolved, b.inward, how.channels + inner, layer.decay, layer.time_bias)
     if delta:
-        k.delta(*gates, how.key_heads, how.tiled, *places, b.scanned)
+        k.delta(*gates, how.key_heads, how.tiled, *places, b.scanned, members)
         k.gated_norm(b.scanned, b.inward, how.channels, layer.norm, how.value_size, eps, False, b.scanned)
     else:
         low, high = how.step_limits or (0.0, math.inf)
-        k.mamba2(*gates, layer.skip, low, high, how.key_heads, *places, b.scanned)
+        k.mamba2(*gates, layer.skip, low, high, how.key_heads, *places, b.scanned, members)
         k.gated_norm(b.scanned, b.inward, 0, layer.norm, inner // how.key_heads, eps, True, b.scanned)
     k.project(b.scanned, layer.out, out)

@@ -48,9 +48,9 @@ class RowTable:
         with opened(place.path) as file:
             self._file = os.dup(file.fileno())
 
-    def read(self, ids: Sequence[int], out: NDArray[np.float32]) -> None:
-        """out[n, width] = the rows of ids[n], of which those beyond the table are 0. `ModelFileError` where the file
-        ends before one of them."""
+    def read(self, ids: Sequence[int] | NDArray[np.int32], out: NDArray[np.float32]) -> None:
+        """Read out[n, width] = the rows of ids[n], of which those beyond the table are 0. Raises `ModelFileError`
+        where the file ends before one of them."""
         place, size = self.place, self.place.row_bytes
         known = np.asarray(ids)
         numbers, places = np.unique(np.where(known < place.rows, known, 0), return_inverse=True)

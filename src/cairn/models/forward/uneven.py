@@ -197,14 +197,14 @@ def run_attention(
     x: Any,
     group: int,
     index: int,
-    places: tuple[Any, Any, Any, Any, Any],
+    places: tuple[Any, Any, Any, Any, Any, Any],
     how: tuple[float, float],
     b: UnevenBuffers,
     out: Any,
 ) -> None:
-    """out[M, H] = attention of x[M, H]. `places`: angles, cache, slots, rows and tables; `how`: eps, and the scale of
-    scores."""
-    angles, kv, slots, rows, tables = places
+    """out[M, H] = attention of x[M, H]. `places`: angles, cache, slots, rows, tables and the row of each token; `how`:
+    eps, and the scale of scores."""
+    angles, kv, slots, rows, tables, members = places
     eps, scale = how
     query, attended = b.query[group], b.attended[group]
     if own.shared:
@@ -217,7 +217,7 @@ def run_attention(
         k.project(x, own.qkv, qkv)
         k.norm_heads(qkv, own.heads + own.kv_heads, own.kv_heads, own.size, None, eps)
         k.rope_write(qkv, angles, own.q_norm, own.k_norm, eps, kv, index, slots, query)
-    k.attention(query, kv, index, rows, tables, own.window, scale, attended)
+    k.attention(query, kv, index, rows, tables, own.window, scale, attended, 0.0, False, None, members)
     k.project(attended, own.out, out)
 
 

@@ -12,9 +12,10 @@ import pytest
 import threadpoolctl
 
 from cairn.config.config import Config
-from cairn.engine import cpu
-from cairn.engine.cpu import CpuEngine
+from cairn.engine import recorded
 from cairn.engine.device import load_engine
+from cairn.engine.recorded import RecordedEngine
+from cairn.engine.sampling import NOT_FINITE, LogitsQuestion
 from cairn.kernels import native, reference
 from cairn.models.spec.config import load_spec
 from cairn.types.block_size import BLOCK_TOKENS
@@ -51,6 +52,11 @@ def test_info_says_what_was_loaded(tmp_path: Path) -> None:
         assert narrow.info.block_bytes == tuple(size // 2 for size in info.block_bytes)
         (page,) = narrow.read_blocks(1, [3]).wait()
         assert page.nbytes == narrow.info.block_bytes[1]
+    small = load(folder, kv_dtype="q8")
+    assert small.info.kv_dtype == "int8" == str(small._kv[0].dtype)
+    assert small.info.block_bytes == tuple(size * (16 + 4) // (16 * 4) for size in info.block_bytes)
+    (page,) = small.read_blocks(1, [3]).wait()
+    assert page.nbytes == small.info.block_bytes[1]
 
 
 def test_identity_is_stable_and_names_what_can_move_a_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,20 +69,25 @@ def test_identity_is_stable_and_names_what_can_move_a_bit(tmp_path: Path, monkey
     for kind in KERNELS:
         engine = load(folder, kernels=kind)
         found.add(engine.info.identity)
-        for module, name in ((cpu, "LAYOUT"), (cpu, "BLOCK_TOKENS"), (reference, "VERSION"), (native, "VERSION")):
+        for module, name in (
+            (recorded, "LAYOUT"),
+            (recorded, "BLOCK_TOKENS"),
+            (reference, "VERSION"),
+            (native, "VERSION"),
+        ):
             with monkeypatch.context() as patch:
                 patch.setattr(module, name, 99)
-                found.add(cpu.identity(spec, engine._kernels, "f32", "float32"))
-        found |= {load(folder, kernels=kind, kv_dtype=name).info.identity for name in ("bf16", "f16")}
+                found.add(recorded.identity(spec, engine._kernels, "f32", "float32"))
+        found |= {load(folder, kernels=kind, kv_dtype=name).info.identity for name in ("bf16", "f16", "q8")}
     forms = {load(folder, weights=form).info.identity for form in ("stored", "bf16", "int8", "int4", "f32")}
     assert len(forms) == 5 and first in forms, "auto is f32 for a model of this size"
     with monkeypatch.context() as patch:
         other = [{"user_api": "blas", "internal_api": "other", "filepath": "/lib"}]
         patch.setattr(reference, "threadpool_info", lambda: other)
         found.add(load(folder, kernels="reference").info.identity)
-    # The other model, the other BLAS, and for each kind itself, three changes and two types of KV; the default is one
-    # of the kinds.
-    assert len(found) == 2 + 6 * len(KERNELS)
+    # The other model, the other BLAS, and for each kind itself, three changes and three types of KV; the default is
+    # one of the kinds.
+    assert len(found) == 2 + 7 * len(KERNELS)
 
 
 def test_identity_does_not_depend_on_what_else_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +146,7 @@ def test_numbers_that_are_not_finite_fail_their_own_row(
     weights = dict(random_tensors(folder))
     weights["model.embed_tokens.weight"][7] = np.nan
     config = Config(step_tokens=64, max_running=4, threads=1, kv_gb=0.01, kernels=kind)  # type: ignore[arg-type]
-    driver = Driver(CpuEngine(load_spec(folder), weights, config, (40,)), monkeypatch)
+    driver = Driver(RecordedEngine(load_spec(folder), weights, config, (40,)), monkeypatch)
     good, bad = [t for t in prompt(60) if t != 7][:30], [1, 2, 7, 3]
     alone = driver.step([Row(good, 0, 30, (driver.tables(30)[0],), 29, 30, GREEDY, 0)])
     want = driver.seen.pop()[1]
@@ -207,7 +218,7 @@ def test_a_step_of_the_largest_size(tmp_path: Path) -> None:
 def test_too_little_memory_is_known_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path)
     loaded: list[Any] = []
-    monkeypatch.setattr(cpu, "load_kernels", lambda *arguments: loaded.append(arguments))
+    monkeypatch.setattr(recorded.devices, "load", lambda *arguments: loaded.append(arguments))
     monkeypatch.setattr("cairn.engine.memory.memory_available", lambda: 1_000_000)
     with pytest.raises(ModelError, match=r"needs .* GB of memory \(.* weights, .* KV pool, .* buffers\), 0\.00 GB are"):
         load(folder, kv_gb=None)
@@ -258,11 +269,19 @@ def test_a_step_shows_the_kernels_no_block_of_the_step_before(tmp_path: Path) ->
 def test_a_row_whose_first_slice_failed_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Known failure 15: an error is never turned into a token by what comes after it."""
     engine = load(write_model(tmp_path))
-    answers = [RowResult(error="broken"), RowResult(token=3), RowResult(token=4)]
-    monkeypatch.setattr(cpu, "sample", lambda rows, logits, sampler: [answers.pop(0)])
+    slices = list[int]()
+
+    def broken_first(self: LogitsQuestion, sampler: Any, logits: Any, count: int) -> None:
+        if not slices:
+            logits[0] = np.nan
+        slices.append(count)
+        real(self, sampler, logits, count)
+
+    real = LogitsQuestion.answer
+    monkeypatch.setattr(LogitsQuestion, "answer", broken_first)
     row = Row(prompt(40), 0, 40, (list(range(3)),), 0, 40, SCORED, 0)
-    assert engine.prefill([row]).wait() == [RowResult(error="broken")]
-    assert answers == [RowResult(token=4)]
+    assert engine.prefill([row]).wait() == [RowResult(error=NOT_FINITE)]
+    assert slices == [32, 8]
 
 
 def test_slow_kernels_are_told_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,12 +295,12 @@ def test_slow_kernels_are_told_at_the_start(tmp_path: Path, monkeypatch: pytest.
 def test_a_model_that_changes_while_it_is_loaded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Known failure 28: what it computes would be stored, and found, under the identity of the one before."""
     folder = write_model(tmp_path)
-    real = cpu.open_weights
+    real = recorded.open_weights
 
     def replaced(*arguments: Any) -> Any:
         write_model(tmp_path, seed=1)
         return real(*arguments)
 
-    monkeypatch.setattr(cpu, "open_weights", replaced)
+    monkeypatch.setattr(recorded, "open_weights", replaced)
     with pytest.raises(ModelError, match="was changed while it was loaded; start again"):
         load_engine(Config(kv_gb=0.05, threads=1), folder)

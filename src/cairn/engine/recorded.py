@@ -1,0 +1,354 @@
+"""The engine of every device: a decoder recorded once over a kernel set, and replayed each step over the KV pools.
+
+KV of a group is one array [blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim] of float32, bfloat16 or float16, or of
+int8 with the bytes of scales beside each head's numbers; with 1 in the place of 2 where layers keep latents. That of a
+state group is [blocks, layers, numbers] of float32. A block is contiguous over its group's layers, so in host memory a
+page is a view. The engine holds weights, pools and step
+buffers, and nothing about requests. Arrays are the kernels': it fills inputs through `StepInputs`, and reads tokens
+and hidden states through a sampler and `Pooled`. Everything that concerns the kernels runs on their stream.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from cairn.config.config import Config
+from cairn.engine.machine import cpu_count
+from cairn.engine.memory import (
+    WeightMemory,
+    block_bytes,
+    check_memory,
+    device_memory,
+    kernels_of,
+    kv_dtype,
+    kv_page,
+    placed,
+    pool_blocks,
+    running_rows,
+    weight_memory,
+)
+from cairn.engine.sampling import LogitsQuestion
+from cairn.engine.step_inputs import FilledStep, InputArrays, StepInputs
+from cairn.kernels import devices
+from cairn.kernels.base import Kernels
+from cairn.kernels.choose import REFERENCE, described
+from cairn.kernels.program import Interpreted, Program, Slot
+from cairn.kernels.vocabulary import NUMPY, Sampler
+from cairn.models.files import is_gguf
+from cairn.models.forward import decoder
+from cairn.models.forward.buffers import allocate
+from cairn.models.forward.projection import Pooled, ProjectionStep, open_projection, record_projection
+from cairn.models.forward.row_table import RowTable, open_table
+from cairn.models.packing import packed_file, quantize
+from cairn.models.packing.weight_format import HeldWeights, error_line, form_of
+from cairn.models.safetensors.weights import open_weights
+from cairn.models.spec.families import FAMILIES
+from cairn.models.spec.generation_config import generation_fault
+from cairn.models.spec.value_range import fits_half, reach
+from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import ModelSpec
+from cairn.types.step import NO_TOKEN, NOT_FINITE, EngineCall, EngineInfo, Ready, Row, RowResult
+
+LAYOUT = "blocks-2"
+"""Version of the KV layout above."""
+
+NOTHING = RowResult()
+"""The result of a row whose logits nobody wants."""
+
+
+class FittedModel(NamedTuple):
+    """A model that fits the memory."""
+
+    weights: HeldWeights
+    memory: WeightMemory
+    blocks: tuple[int, ...]
+    """How many blocks the pool of each group has."""
+    config: Config
+    """The configuration as it was given, but for a type of KV that does not hold the model's numbers."""
+    notes: tuple[str, ...]
+    """Sentences about that for the log."""
+
+
+class RecordedEngine:
+    """A `types.step.Engine` over the kernels of one device."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, Any],
+        config: Config,
+        blocks: tuple[int, ...],
+        form: str = "stored",
+        expected: int = 0,
+        build: Callable[[Kernels, ModelSpec, Any], decoder.Decoder] = decoder.build,
+        steps: tuple[ProjectionStep, ...] = (),
+        rows: RowTable | None = None,
+    ) -> None:
+        """`weights` as they are to be held, in the `form` of `models.held`; `blocks` in the pool of each group.
+
+        `expected`: bytes of stored KV that may be brought up soon, whose memory is taken now. `steps`: what a hidden
+        state that is wanted goes through. `rows`: the table that a model's layers get inputs of, if they do.
+        """
+        if (rows is None) != (spec.uneven is None or not spec.uneven.inputs):
+            raise ValueError("a table of layers' inputs belongs to a model that has them")
+        self._rows = rows
+        context = min(spec.context, config.context or spec.context)
+        spec = spec.served(context)
+        max_rows = running_rows(spec, config, blocks)
+        self._kernels = devices.load(config.device, config.kernels, config.threads or cpu_count())
+        self._stream = self._kernels.stream()
+        self._buffers = allocate(self._kernels, spec, config.step_tokens, max_rows, context)
+        dtype = kv_dtype(spec, config)
+        self._kv: list[Any] = [
+            self._kernels.allocate((count, len(group.layers), *kv_page(spec, number, dtype)), _number(group, dtype))
+            for number, (count, group) in enumerate(zip(blocks, spec.groups, strict=True))
+        ]
+        with self._kernels.touching(self._kv, expected):
+            built = build(self._kernels, spec, weights)
+        self._body: Program
+        self._head: Program
+        self._body, self._head = decoder.record(self._kernels, built, self._kv, self._buffers)
+        self._sampler: Sampler = self._kernels.sampler(spec.vocab)
+        self._pooled = Pooled(self._kernels, max_rows, spec.hidden, self._record_pooled(built, steps, max_rows))
+        self._inputs = StepInputs(
+            self._kernels,
+            input_arrays(self._buffers, rows),
+            spec.groups,
+            blocks,
+            context,
+            spec.vocab,
+            sets=1 + self._stream.depth,
+            table=rows,
+        )
+        self._sampled: list[int | None] = []
+        """The tokens that the rows of the last step sampled."""
+        self._queued: list[EngineCall[list[RowResult]]] = []
+        """Steps that may not be done, at most as many as there are mirrors."""
+        self.info = EngineInfo(
+            groups=spec.groups,
+            blocks=blocks,
+            block_tokens=BLOCK_TOKENS,
+            block_bytes=block_bytes(spec, dtype),
+            kv_dtype=dtype,
+            context=context,
+            vocab=spec.vocab,
+            max_rows=max_rows,
+            max_tokens=config.step_tokens,
+            identity=identity(spec, self._kernels, form, dtype),
+            device=devices.resolved(config.device),
+            overlaps=self._stream.depth > 0,
+        )
+
+    @classmethod
+    def fit(cls, spec: ModelSpec, folder: Path, config: Config, blocks: tuple[int, ...] = ()) -> FittedModel:
+        """Return the weights as they are to be held, if all of it fits the memory; raise `ModelError` otherwise.
+
+        Only headers are read. `blocks`: of the pool of each group; none: as many as `pool_blocks` says.
+        """
+        source, notes = open_weights(folder, spec), list[str]()
+        if spec.architecture in FAMILIES and FAMILIES[spec.architecture].nested:
+            notes.append(f"{spec.name}: only its text part is loaded; it is served without images")
+        if fault := "" if is_gguf(folder) else generation_fault(folder, spec.vocab):
+            notes.append(f"{fault}; the file is passed over")
+        if kv_dtype(spec, config) == "float16" and not fits_half(reached := reach(spec, source)):
+            config = msgspec.structs.replace(config, kv_dtype="bf16")
+            notes.append(
+                f"{spec.name}: KV is held in bf16: keys or values may reach {reached:,.0f}, and f16 ends at 65,504"
+            )
+        weights = HeldWeights(source, form_of(spec, config.weights))
+        free = device_memory(config)
+        taken = placed(spec, config, weight_memory(spec, weights, kernels_of(config)), free)
+        if taken.mapped:
+            notes.append(
+                f"{spec.name}: {taken.mapped / 1e9:.2f} GB of experts are mapped from the disk, "
+                f"{taken.per_token / 1e9:.2f} GB of which a token goes through"
+            )
+        blocks = blocks or pool_blocks(spec, config, free, taken)
+        check_memory(spec, config, blocks, free, taken)
+        return FittedModel(weights, taken, blocks, config, tuple(notes))
+
+    @classmethod
+    def load(
+        cls,
+        spec: ModelSpec,
+        folder: Path,
+        config: Config,
+        expected: int = 0,
+        blocks: tuple[int, ...] = (),
+        fit: FittedModel | None = None,
+    ) -> RecordedEngine:
+        """Load the whole model, or raise: memory and files are checked before anything is built.
+
+        `fit`: what `fit` gave, where it was asked before; otherwise `blocks` are as there.
+        """
+        weights, taken, blocks, config, told = fit or cls.fit(spec, folder, config, blocks)
+        notes = list(told)
+        budget = None if config.keep_packed_gb is None else int(config.keep_packed_gb * 10**9)
+        through = packed_file.build_mapped if taken.mapped else packed_file.build
+        keep: Any = partial(through, place=folder, size=taken.held + taken.mapped, budget=budget)
+        build = keep if config.keep_packed else decoder.build
+        steps = open_projection(spec, folder, weights.source)
+        rows = open_table(folder, spec)
+        engine = cls(spec, weights, config, blocks, weights.form, expected, build, steps, rows)
+        if config.kernels != REFERENCE and kernels_of(config) == REFERENCE:
+            notes.append(described(config.kernels))
+        if line := error_line(weights.errors, len(weights)):
+            notes.append(f"{spec.name}: weights are held in the form {weights.form}; {line}")
+        engine.info = dataclasses.replace(engine.info, note="; ".join(notes))
+        return engine
+
+    def prefill(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
+        """Compute the rows' tokens in one step. Positions whose logits are wanted are sampled or scored."""
+        if not rows:
+            return Ready([])
+        if self._stream.depth:
+            self._queued = [step for step in self._queued if not step.done]
+            if len(self._queued) > self._stream.depth:
+                raise RuntimeError("a step was submitted before the one before the last was done")
+        step = self._inputs.fill(rows)
+        call = self._stream.submit(partial(self._compute, step))
+        if self._stream.depth:
+            self._queued.append(call)
+        return call
+
+    def embed(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
+        """Compute rows whose hidden states are wanted: the same program, so the same bits."""
+        return self.prefill(rows)
+
+    def decode(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
+        """Compute rows of one token each: the same program, so the same bits."""
+        return self.prefill(rows)
+
+    def read_blocks(self, group: int, ids: Sequence[int]) -> EngineCall[list[memoryview]]:
+        """Read pages; in host memory they are views."""
+        return self._stream.submit(partial(self._kernels.read_pages, self._kv[group], tuple(ids)))
+
+    def write_blocks(self, group: int, ids: Sequence[int], pages: Sequence[memoryview]) -> EngineCall[None]:
+        """Copy pages into blocks; a page of another size is a `ValueError` and writes nothing."""
+        size = self.info.block_bytes[group]
+        if len(ids) != len(pages):
+            raise ValueError(f"{len(pages)} pages for {len(ids)} blocks")
+        if any(len(memoryview(page).cast("B")) != size for page in pages):
+            raise ValueError(f"a page of group {group} has {size} bytes")
+        return self._stream.submit(partial(self._kernels.write_pages, self._kv[group], tuple(ids), pages))
+
+    def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> EngineCall[None]:
+        """Copy blocks within a group's pool."""
+        return self._stream.submit(partial(self._kernels.copy_blocks, self._kv[group], tuple(pairs)))
+
+    def close(self) -> None:
+        """Give the memory and the threads back; the engine cannot be used afterwards. A second call does nothing."""
+        self._stream.close()
+        self._kernels.close()
+        if self._rows is not None:
+            self._rows.close()
+        self._kv.clear()
+        # Programs hold the weights and the pools.
+        self._body = self._head = Interpreted(self._kernels, ())
+        # And so do a sampler of their threads, and what pools states.
+        self._sampler = NUMPY
+        self._pooled.close()
+
+    def _compute(self, step: FilledStep) -> list[RowResult]:
+        """Run a step, on the stream."""
+        sampled, self._sampled = self._sampled, []  # nobody goes on from a step that raises
+        missing = self._inputs.upload(step, sampled)
+        rows = _known(step, sampled)
+        with np.errstate(all="ignore"):
+            self._body.replay(step.sizes)
+            results = [NOTHING] * len(rows)
+            self._read_hidden(step, results)
+            self._sample(step, rows, results)
+        for number in missing:
+            results[number] = RowResult(error=NO_TOKEN)
+        self._sampled = [result.token for result in results]
+        return results
+
+    def _read_hidden(self, step: FilledStep, results: list[RowResult]) -> None:
+        """Read the normed states of the rows that want them, before the head overwrites what they stand in."""
+        rows, firsts = step.rows, step.firsts
+        wanted = [number for number, row in enumerate(rows) if row.want == "hidden" and row.logits_from is not None]
+        if not wanted:
+            return
+        places = [firsts[number] + rows[number].end - rows[number].start - 1 for number in wanted]
+        for number, state in zip(wanted, self._pooled.gather(self._buffers.hidden, places), strict=True):
+            finite = bool(np.isfinite(state).all())
+            results[number] = RowResult(hidden=state.tobytes()) if finite else RowResult(error=NOT_FINITE)
+
+    def _sample(self, step: FilledStep, rows: Sequence[Row], results: list[RowResult]) -> None:
+        """Run the head over the wanted positions, in slices, and decide what they give."""
+        most, total = self._kernels.logits_rows, len(step.wanted)
+        if not total:
+            return
+        asking = [number for number, row in enumerate(rows) if row.want == "token"]
+        question = LogitsQuestion([rows[number] for number in asking])
+        for first in range(0, total, most):
+            count = min(most, total - first)
+            if first:
+                self._inputs.want(step, first)
+            self._head.replay({"tokens": step.tokens, "logits": count})
+            question.answer(self._sampler, self._kernels.first(self._buffers.logits, count), count)
+        for number, result in zip(asking, question.results(), strict=True):
+            results[number] = result
+
+    def _record_pooled(
+        self, built: decoder.Decoder, steps: tuple[ProjectionStep, ...], rows: int
+    ) -> Callable[[Any, Slot], Slot]:
+        """Return what records the model's last norm over hidden states, and what they go through behind it."""
+        project = record_projection(self._kernels, rows, steps)
+
+        def record(k: Any, states: Slot) -> Slot:
+            k.norm(states, built.norm, built.eps, states)
+            return project(k, states)
+
+        return record
+
+
+def input_arrays(buffers: Any, rows: RowTable | None = None) -> InputArrays:
+    """Return the arrays of a decoder's buffers that inputs go to."""
+    return InputArrays(
+        tokens=buffers.tokens,
+        positions=buffers.positions,
+        members=buffers.members,
+        rows=buffers.rows,
+        tables=buffers.tables,
+        slots=buffers.slots,
+        wanted=buffers.wanted,
+        table_rows=None if rows is None else buffers.uneven.rows,
+    )
+
+
+def _known(step: FilledStep, sampled: Sequence[int | None]) -> Sequence[Row]:
+    """Return the rows as the sampler sees them: pending tokens are known now, where a history needs them."""
+    if not step.pending:
+        return step.rows
+    rows = list(step.rows)
+    for number, source in step.pending:
+        row = rows[number]
+        if row.sampling.needs_history or row.sampling.extras is not None:
+            token = sampled[source] if source < len(sampled) else None
+            known = [*row.tokens[: row.start], 0 if token is None else token]
+            rows[number] = msgspec.structs.replace(row, tokens=known, pending=None)
+    return rows
+
+
+def _number(group: CacheGroup, dtype: str) -> str:
+    """Return numpy's name of the type of what a group keeps, where KV has `dtype`."""
+    return "float32" if group.kind == "state" else dtype
+
+
+def identity(spec: ModelSpec, kernels: Kernels, form: str, kv_dtype: str) -> bytes:
+    """Return the root of the KV keys: a digest of the model, the form of its weights, the KV's type and layout, and
+    all about these kernels and their device that can move a bit."""
+    facts = (LAYOUT, kv_dtype, BLOCK_TOKENS, kernels.numerics, quantize.VERSION, form)
+    own = repr(facts) + ("long rope" if spec.long else "")
+    return hashlib.sha256(spec.identity + own.encode()).digest()

@@ -1,0 +1,53 @@
+"""Where the next worker computes after a device failed: there again, and after a second failure on the CPU."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import msgspec
+
+from cairn.system.interfaces import Clock
+from cairn.worker import wire
+
+log = logging.getLogger(__name__)
+
+CPU = "cpu"
+TOGETHER = 3600.0
+"""Seconds within which two failures of a device are one trouble."""
+
+
+class DeviceFallback:
+    """Counts the failures of one model's device."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._failed_at = -math.inf
+        self._device = ""
+        self.sentence = ""
+        """Why the CPU computes instead of the device that was asked for; empty while it does not."""
+
+    def failed(self, why: str) -> None:
+        """Note that a step on the device failed, or that it was not there any more when a worker was to use it."""
+        now = self._clock.now()
+        if now - self._failed_at < TOGETHER and not self.sentence:
+            self.sentence = (
+                f"the device {self._device} failed twice ({why}); the CPU computes until the server is restarted: "
+                "answers that had begun go on with its numbers"
+            )
+            log.error("%s", self.sentence)
+        self._failed_at = now
+
+    def load(self, load: wire.LoadModel) -> wire.LoadModel:
+        """Return what the next worker is to load: the same, or on the CPU with a pool for its memory."""
+        self._device = load.config.device
+        if not self.sentence:
+            return load
+        return msgspec.structs.replace(load, config=msgspec.structs.replace(load.config, device=CPU), blocks=())
+
+    def told(self, ready: wire.ModelReady) -> wire.ModelReady:
+        """Return what a worker says when it has loaded, with the sentence among its troubles."""
+        if not self.sentence:
+            return ready
+        both = f"{self.sentence}; {ready.trouble}" if ready.trouble else self.sentence
+        return msgspec.structs.replace(ready, trouble=both)

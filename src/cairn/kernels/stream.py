@@ -1,0 +1,102 @@
+"""Where a kernel set's work runs: at once on the caller's thread, or in order on a thread of its own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, Protocol, TypeVar
+
+from cairn.types.step import EngineCall, Ready
+
+T = TypeVar("T")
+Work = Callable[[], None]
+
+
+class WorkStream(Protocol):
+    """Runs pieces of work one after another, in the order in which they were submitted."""
+
+    @property
+    def depth(self) -> int:
+        """How many pieces may wait behind the one that runs; 0: `submit` returns when its work is done."""
+        ...
+
+    def submit(self, work: Callable[[], T]) -> EngineCall[T]:
+        """Run the work, now or after all that was submitted before. What it raises, `submit` or `wait` raises."""
+        ...
+
+    def close(self) -> None:
+        """Wait for what was submitted, and end. Nothing is submitted afterwards. A second call does nothing."""
+        ...
+
+
+class InlineStream:
+    """A `WorkStream` for kernels that use all cores themselves: work is done when `submit` returns."""
+
+    depth = 0
+
+    def submit(self, work: Callable[[], T]) -> Ready[T]:
+        """Run the work now."""
+        return Ready(work())
+
+    def close(self) -> None:
+        """Do nothing: no work is left."""
+
+
+class Submitted(Generic[T]):
+    """Work that a `ThreadStream` has, or has done."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: Future[T]) -> None:
+        self._future = future
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` returns at once."""
+        return self._future.done()
+
+    def wait(self) -> T:
+        """Block until the work is done, and return its result or raise its exception."""
+        return self._future.result()
+
+
+class ThreadStream:
+    """A `WorkStream` for a device, whose host thread mostly waits: steps are planned meanwhile."""
+
+    depth = 1
+
+    def __init__(self, name: str, translate: Callable[[Exception], Exception] = lambda error: error) -> None:
+        """`translate` turns what the device's library raises into a typed error."""
+        self._translate = translate
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], T]) -> Submitted[T]:
+        """Queue the work behind all that was submitted before."""
+        if self._thread is None:
+            raise RuntimeError("the stream is closed")
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(self._translate(error))
+
+        self._queue.put(run)
+        return Submitted(future)
+
+    def close(self) -> None:
+        """Run what is queued, then end the thread."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
+            del work  # or it would keep a step's arrays alive until the next

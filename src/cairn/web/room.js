@@ -1,0 +1,111 @@
+// How much room a chat's context has left, and the ways on once it has none.
+
+import { post } from "/web/api.js";
+import { textOf } from "/web/answer.js";
+import { button, h, put } from "/web/dom.js";
+import { count, percent } from "/web/format.js";
+import { store } from "/web/store.js";
+
+const SUMMARY = 300; // tokens of a summary at most
+const FEW = 0.9; // from here on the meter warns
+
+/** Tokens that a model's context has; 0 where that is not known. */
+export function contextOf(model) {
+  const one = store.models.find((other) => other.id === model) ?? store.models[0];
+  return one?.max_model_len ?? 0;
+}
+
+/** The meter in a chat's head. */
+export function roomMeter() {
+  const node = h("span", { class: "roommeter", role: "img", hidden: true });
+  return {
+    node,
+    show(tokens, room) {
+      node.hidden = !tokens || !room;
+      if (node.hidden) return;
+      const part = Math.min(1, tokens / room);
+      const text = `${count(tokens)} of ${count(room)} tokens of the context are used, ${percent(part)}`;
+      node.title = text;
+      node.setAttribute("aria-label", text);
+      node.classList.toggle("few", part >= FEW);
+      put(
+        node,
+        h("span", { class: "track" }, h("span", { class: "tier-pool", style: { width: `${100 * part}%` } })),
+        h("small", null, percent(part)),
+      );
+    },
+  };
+}
+
+/** What to do where the context is full. `go` is told which way. */
+export function waysOn(go) {
+  return h(
+    "div",
+    { class: "ways", role: "alert" },
+    h("strong", null, "This chat has filled the model's context."),
+    h("span", null, "It stays as it is. A new chat can go on with part of it, or without it."),
+    h(
+      "div",
+      { class: "row" },
+      button("Leave out the oldest turns", () => go("drop")),
+      button("Summarise the oldest turns", () => go("summarise")),
+      button("New chat", () => go("new")),
+    ),
+  );
+}
+
+/** The messages of turns, as a new chat begins with them. */
+function messagesOf(turns) {
+  return turns.flatMap((turn) => [...turn.messages, turn.answer ?? []].flat()).map((one) => ({
+    role: one.role,
+    content: one.content ?? "",
+    ...(one.tool_calls ? { tool_calls: one.tool_calls } : {}),
+    ...(one.tool_call_id ? { tool_call_id: one.tool_call_id } : {}),
+  }));
+}
+
+/** The end of a text that has at most so many tokens. */
+async function newest(text, most, model) {
+  for (let tries = 0; tries < 8 && text; tries++) {
+    const tokens = await tokensOf({ content: text }, model);
+    if (tokens <= most) return text;
+    text = text.slice(-Math.floor((0.9 * text.length * most) / tokens));
+  }
+  return text;
+}
+
+/** Messages in groups, each from a user's message to the next. */
+function exchanges(messages) {
+  const found = [];
+  for (const one of messages) {
+    if (one.role === "user" || !found.length) found.push([]);
+    found.at(-1).push(one);
+  }
+  return found;
+}
+
+/** What a new chat begins with: what all were told, and the newest that takes half of the room, behind a summary if wanted. */
+export async function carriedOver(first, turns, way, model) {
+  const system = first.filter((one) => one.role === "system" || one.role === "developer");
+  const all = exchanges([...first.filter((one) => !system.includes(one)), ...messagesOf(turns)]);
+  const room = contextOf(model) || 4096;
+  const old = all.splice(0, Math.ceil(all.length / 2));
+  while (all.length && (await tokensOf({ messages: [...system, ...all.flat()] }, model)) > room / 2) old.push(all.shift());
+  const kept = all.flat();
+  if (way !== "summarise") return [...system, ...kept];
+  const most = Math.min(SUMMARY, Math.floor(room / 6));
+  const text = old.flat().map((one) => `${one.role}: ${textOf(one)}`);
+  const said = await newest(text.join("\n"), Math.floor(room / 2), model);
+  const answer = await post("/v1/chat/completions", {
+    ...(model ? { model } : {}),
+    messages: [{ role: "user", content: `Summarise this conversation in a few sentences:\n\n${said}` }],
+    max_tokens: most,
+  });
+  const summary = textOf(answer.choices[0].message).trim();
+  const told = [...system.map(textOf), `What was said before, in short: ${summary}`].join("\n\n");
+  return [{ role: "system", content: told }, ...kept];
+}
+
+async function tokensOf(body, model) {
+  return (await post("/tokenize", { ...(model ? { model } : {}), ...body })).count;
+}

@@ -1,0 +1,164 @@
+"""A copy of a log that is written, compacted and erased meanwhile is what the log was at one moment."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from cairn.agents.log import live_copy
+from cairn.agents.log import log as log_module
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.live_copy import copy_log, damage
+from cairn.agents.log.log import Log
+from cairn.agents.log.segment import VERSION, Record, SegmentHeader, encode_header
+from cairn.system.interfaces import File
+from cairn.system.posix import SystemFiles
+from cairn.types.errors import ConfigError, Unavailable
+
+
+class Draw:
+    """An `Rng` that repeats itself."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(1)
+
+    def bits64(self) -> int:
+        return self._rng.getrandbits(63)
+
+
+class Disturbed(SystemFiles):
+    """Something happens in front of the nth file that is read."""
+
+    def __init__(self, turn: int, happen: Callable[[], None]) -> None:
+        self.turn, self.happen = turn, happen
+
+    def open(self, path: Path, mode: Literal["read", "append", "create"]) -> File:
+        if mode == "read":
+            self.turn -= 1
+            if self.turn == 0:
+                self.happen()
+        return super().open(path, mode)
+
+
+def opened(path: Path) -> Log:
+    log = Log.open(SystemFiles(), path, Draw())
+    assert log is not None
+    return log
+
+
+def put(log: Log, key: int, *, size: int = 400) -> None:
+    log.write([Record(log.next_lsn(), RecordKind.TURN, key, b"turn %06d " % key * (size // 12))], sync=True)
+
+
+def keys(copy: Path) -> set[int]:
+    """The turns that a start finds in a copy."""
+    log = opened(copy)
+    found = {record.key for record in log.recovered}
+    assert not log.loss
+    log.close()
+    return found
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Log:
+    monkeypatch.setattr(log_module, "SEGMENT_BYTES", 6000)
+    monkeypatch.setattr(log_module, "SMALL_SEGMENTS", 2)
+    return opened(tmp_path / "log")
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_segments_that_are_written_anew_meanwhile(log: Log, tmp_path: Path, turn: int) -> None:
+    """What a compaction moved is found where it went, and what was erased stays erased."""
+    for key in range(1, 60):
+        put(log, key)
+
+    def happen() -> None:
+        log.erase(range(1, 40, 2))
+        while log.compact():
+            pass
+        put(log, 100)
+
+    (copy := tmp_path / "copy").mkdir(mode=0o700)
+    copy_log(Disturbed(turn, happen), tmp_path / "log", copy)
+    assert keys(copy) == {*range(2, 40, 2), *range(40, 60), 100}
+
+
+def test_a_log_under_load(log: Log, tmp_path: Path) -> None:
+    """One thread writes, erases and compacts as fast as it can; each copy has all that was there before it began."""
+    done, erased, stop = set[int](), set[int](), threading.Event()
+
+    def work() -> None:
+        rng, key = random.Random(2), 0
+        while not stop.is_set():
+            key += 1
+            put(log, key, size=rng.choice((100, 900)))
+            done.add(key)
+            if key % 5 == 0:
+                gone = rng.choice(sorted(done))
+                done.discard(gone)
+                log.erase([gone])
+                erased.add(gone)
+            if key % 20 == 0:
+                while log.compact():
+                    pass
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for number in range(8):
+            (copy := tmp_path / f"copy{number}").mkdir(mode=0o700)
+            was, gone = set(done), set(erased)
+            while True:
+                try:
+                    copy_log(SystemFiles(), tmp_path / "log", copy)
+                    break
+                except Unavailable:  # a machine that is slow to copy and quick to write
+                    for left in copy.iterdir():
+                        left.unlink()
+            later = set(erased)
+            found = keys(copy)
+            assert not found & gone
+            # What was erased while the copy was made may be there or not.
+            assert was - found <= later | set(erased)
+    finally:
+        stop.set()
+        thread.join()
+    assert len(erased) > 1
+
+
+def test_a_log_that_never_holds_still_is_told(log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_copy, "PASSES", 2)
+    put(log, 1)
+
+    class Restless(Disturbed):
+        def open(self, path: Path, mode: Literal["read", "append", "create"]) -> File:
+            if mode == "read":
+                for key in range(16):  # more than a segment takes
+                    put(log, key + 100)
+            return super().open(path, mode)
+
+    (tmp_path / "copy").mkdir(mode=0o700)
+    with pytest.raises(Unavailable, match="changed faster than it could be copied"):
+        copy_log(Restless(0, lambda: None), tmp_path / "log", tmp_path / "copy")
+
+
+def test_damage_is_copied_and_told_and_a_newer_format_refused(log: Log, tmp_path: Path) -> None:
+    for key in range(1, 40):
+        put(log, key)
+    log.close()
+    first = min((tmp_path / "log").glob("*.log"))
+    data = bytearray(first.read_bytes())
+    data[4700] ^= 1
+    first.write_bytes(data)
+    (copy := tmp_path / "copy").mkdir(mode=0o700)
+    copy_log(SystemFiles(), tmp_path / "log", copy)
+    assert "no records" in damage(SystemFiles(), copy)
+    (tmp_path / "log" / f"{999:016x}.log").write_bytes(encode_header(SegmentHeader(999, 1, VERSION + 1)))
+    (other := tmp_path / "other").mkdir(mode=0o700)
+    with pytest.raises(ConfigError, match="newer Cairn"):
+        copy_log(SystemFiles(), tmp_path / "log", other)

@@ -1,0 +1,188 @@
+"""Rows that end with guesses, and rows whose token the step before samples: the same tokens as one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cairn.engine.fake import STATE, FakeEngine, fake_spec
+from cairn.types.sampling_params import SamplingExtras, SamplingParams
+from cairn.types.step import NO_TOKEN, Ready, Row, RowResult
+from tests.tiny_models import GREEDY, KERNELS, load, prompt, write_model
+
+START = 21
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "seeded": SamplingParams(max_tokens=9, temperature=1.1, seed=7, top_k=30, logprobs=True, top_logprobs=2),
+    "with a history": SamplingParams(
+        max_tokens=9, temperature=0.8, seed=8, repetition_penalty=1.4, frequency_penalty=0.4, presence_penalty=0.3
+    ),
+    "at least so many": SamplingParams(
+        max_tokens=9, temperature=1.4, seed=3, min_tokens=START + 3, stop_token_ids=tuple(range(0, 160, 2))
+    ),
+    "with extras": SamplingParams(
+        max_tokens=9, temperature=1.2, seed=5, extras=SamplingExtras(dry_multiplier=0.8, xtc_probability=0.5)
+    ),
+}
+
+
+@pytest.fixture(params=["fake", *KERNELS])
+def open_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
+    def make() -> Any:
+        if request.param == "fake":
+            return FakeEngine(fake_spec(vocab=160), blocks=64)
+        return load(write_model(tmp_path), kernels=request.param, step_tokens=64)
+
+    return make
+
+
+def stepwise(engine: Any, tokens: list[int], count: int, table: list[int], sampling: SamplingParams) -> list[RowResult]:
+    known, start, results = list(tokens), 0, list[RowResult]()
+    for _ in range(count):
+        row = Row(list(known), start, len(known), (table,), len(known) - 1, 1, sampling, 0)
+        (result,) = engine.prefill([row]).wait()
+        start = len(known)
+        known.append(result.token)
+        results.append(result)
+    return results
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_right_guesses_give_the_tokens_and_the_kv_of_single_steps(open_engine: Any, name: str) -> None:
+    """Each place draws by its own position and history, whatever the length of the row is."""
+    engine, sampling, tokens = open_engine(), SAMPLINGS[name], prompt(START)
+    own, other = list(range(4)), list(range(4, 8))
+    single = stepwise(engine, tokens, 6, own, sampling)
+    guesses = [result.token for result in single[:5]]
+    engine.prefill([Row(tokens, 0, START - 1, (other,), None, 1, sampling, 0)]).wait()
+    known = [*tokens, *guesses]
+    drafted = Row(known, START - 1, len(known), (other,), START - 1, 1, sampling, 0, draft=5)
+    beside = Row(prompt(9, seed=4), 0, 9, ([9],), 8, 9, sampling, 3)
+    (alone,) = engine.prefill([beside]).wait()
+    result, neighbour = engine.prefill([drafted, beside]).wait()
+    assert [msgspec.structs.replace(result, more=()), *result.more] == single
+    assert neighbour == alone
+    pages = [[bytes(page) for page in engine.read_blocks(0, table[:1]).wait()] for table in (own, other)]
+    assert pages[0] == pages[1]
+    engine.close()
+
+
+def test_what_follows_a_wrong_guess_is_written_over(open_engine: Any) -> None:
+    engine, tokens = open_engine(), prompt(START)
+    own, other = list(range(4)), list(range(4, 8))
+    single = stepwise(engine, tokens, 6, own, GREEDY)
+    right = [result.token for result in single]
+    wrong = [*right[:2], (right[2] + 1) % 160, *right[3:5]]
+    row = Row([*tokens, *wrong], 0, START + 5, (other,), START - 1, 1, GREEDY, 0, draft=5)
+    (result,) = engine.prefill([row]).wait()
+    assert [result.token, *(one.token for one in result.more[:2])] == right[:3], "up to the first wrong one"
+    known, start = [*tokens, *right[:3]], START + 2
+    for expected in right[3:]:
+        (result,) = engine.prefill([Row(list(known), start, len(known), (other,), start, 1, GREEDY, 0)]).wait()
+        assert result.token == expected
+        start = len(known)
+        known.append(expected)
+    engine.close()
+
+
+def test_scored_places_stand_before_the_drawn_ones(open_engine: Any) -> None:
+    engine, tokens = open_engine(), prompt(START)
+    table, scored = list(range(4)), SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=True)
+    plain = Row(tokens, 0, START, (table,), 5, START, scored, 0)
+    (expected,) = engine.prefill([plain]).wait()
+    known = [*tokens, expected.token, 3]
+    (found,) = engine.prefill([Row(known, 0, START + 2, (table,), 5, START, scored, 0, draft=2)]).wait()
+    assert (found.token, found.prompt_logprobs) == (expected.token, expected.prompt_logprobs)
+    assert len(found.more) == 2 and len(found.prompt_logprobs) == START - 6
+    engine.close()
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_a_pending_token_is_that_of_its_row_of_the_step_before(open_engine: Any, name: str) -> None:
+    """Rows are numbered anew each step, so that two of them change their places here."""
+    engine, sampling, prompts = open_engine(), SAMPLINGS[name], (prompt(START), prompt(START, seed=2))
+    single = [stepwise(engine, tokens, 4, list(range(4)), sampling) for tokens in prompts]
+    tables = list(range(4)), list(range(4, 8))
+    rows = [
+        Row(tokens, 0, START, (table,), START - 1, 1, sampling, 0)
+        for tokens, table in zip(prompts, tables, strict=True)
+    ]
+    order, known = [0, 1], [list(tokens) for tokens in prompts]
+    for at in range(4):
+        results = engine.prefill(rows).wait()
+        for place, sequence in enumerate(order):
+            assert results[place] == single[sequence][at]
+        before, order = order, order[::-1]
+        rows = []
+        for sequence in order:
+            start = START + at
+            rows.append(
+                Row(list(known[sequence]), start, start + 1, (tables[sequence],), start, 1, sampling, 0,
+                    pending=before.index(sequence))
+            )  # fmt: skip
+        for sequence in order:
+            known[sequence].append(single[sequence][at].token)
+    engine.close()
+
+
+def test_a_token_that_never_came_is_an_error_of_its_row_alone(open_engine: Any) -> None:
+    engine, tokens = open_engine(), prompt(START)
+    first = Row(tokens, 0, START, (list(range(4)),), None, 1, GREEDY, 0)
+    other = Row(tokens, 0, START, (list(range(4, 8)),), START - 1, 1, GREEDY, 0)
+    engine.prefill([first, other]).wait()
+    going = [
+        Row(tokens, START, START + 1, (list(range(4)),), START, 1, GREEDY, 0, pending=0),
+        Row(tokens, START, START + 1, (list(range(4, 8)),), START, 1, GREEDY, 0, pending=1),
+        Row(tokens, START, START + 1, (list(range(8, 12)),), START, 1, GREEDY, 0, pending=7),
+    ]
+    lost, found, beyond = engine.prefill(going).wait()
+    assert lost == beyond == RowResult(error=NO_TOKEN)
+    assert found.token is not None and not found.error
+    engine.close()
+
+
+def test_a_step_that_was_refused_is_as_if_it_had_not_been_asked_for(open_engine: Any) -> None:
+    engine, tokens = open_engine(), prompt(START)
+    engine.prefill([Row(tokens, 0, START, (list(range(4)),), START - 1, 1, GREEDY, 0)]).wait()
+    going = Row(tokens, START, START + 1, (list(range(4)),), START, 1, GREEDY, 0, pending=0)
+    with pytest.raises(ValueError):
+        engine.prefill([msgspec.structs.replace(going, tables=([-1, -1],))])
+    (after,) = engine.prefill([going]).wait()
+    assert after.token == stepwise(engine, tokens, 2, list(range(4, 8)), GREEDY)[1].token
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"draft": 9},
+        {"draft": -1},
+        {"draft": 2, "end": START - 1},
+        {"draft": 2, "logits_from": START - 1},
+        {"draft": 2, "logits_from": None},
+        {"draft": 2, "want": "hidden"},
+        {"draft": 2, "mask": Ready(b"")},
+        {"pending": 0},
+        {"pending": 0, "draft": 1, "start": START - 1, "logits_from": START - 1},
+    ],
+)
+def test_broken_guesses_are_refused(open_engine: Any, broken: dict[str, Any]) -> None:
+    engine = open_engine()
+    row = Row(prompt(START), START - 8, START, (list(range(4)),), START - 8, 1, GREEDY, 0)
+    if broken.get("draft", 0) == 9:
+        broken = {**broken, "draft": START}
+    with pytest.raises(ValueError):
+        engine.prefill([msgspec.structs.replace(row, **broken)])
+    engine.close()
+
+
+def test_guesses_are_refused_where_a_state_would_be_lost() -> None:
+    """A state is changed in place: one that went through a wrong guess cannot be had back."""
+    engine = FakeEngine(fake_spec(windows=(0, STATE)), blocks=32)
+    row = Row(prompt(9), 0, 9, ([0], [1]), 6, 1, GREEDY, 0, draft=2)
+    with pytest.raises(ValueError, match="no recurrent state"):
+        engine.prefill([row])

@@ -1,0 +1,165 @@
+"""Devices by name: what is told of them, and every way in which one cannot be used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cairn.config.config import Config
+from cairn.engine.device import load_engine
+from cairn.kernels import devices, self_test
+from cairn.kernels.reference import ReferenceKernels
+from cairn.types.errors import ModelError, NoDevice
+from tests.tiny_models import write_model
+
+
+def torch_with(cuda: str | None, hip: str | None = None, count: int = 0, memory: int | None = 10**9) -> Any:
+    """A torch that was built for GPUs, and sees so many of them."""
+
+    def info(index: int) -> tuple[int, int]:
+        if memory is None:
+            raise RuntimeError("CUDA error: unknown error\nmore lines")
+        return memory, 2 * memory
+
+    return SimpleNamespace(
+        __version__="9.9",
+        version=SimpleNamespace(cuda=cuda, hip=hip),
+        cuda=SimpleNamespace(
+            device_count=lambda: count, mem_get_info=info, get_device_name=lambda index: f"Example {index}"
+        ),
+        backends=SimpleNamespace(mps=SimpleNamespace(is_available=lambda: False)),
+    )
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def plant(torch: Any) -> None:
+        monkeypatch.setattr(devices, "_no_torch", lambda: "")
+        monkeypatch.setattr(devices, "_torch", lambda: torch)
+
+    return plant
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:1234", "cuda:-1", "cuda:0x1", "mlx", "", "cpu:0", "CPU"])
+def test_an_unknown_name_is_refused_with_those_that_there_are(name: str) -> None:
+    with pytest.raises(NoDevice, match="which is unknown; use auto, cpu, torch-cpu, cuda, cuda:N") as caught:
+        devices.load(name, "auto", 1)
+    assert caught.value.field == "device" and caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("torch", "name", "why"),
+    [
+        (torch_with(None), "cuda:0", "torch 9.9 was built without CUDA; install a torch with CUDA"),
+        (torch_with("12.9"), "rocm:0", "torch 9.9 was built without ROCm; install a torch with ROCm"),
+        (torch_with("12.9"), "cuda", "torch finds no GPU; check the driver, or use --device cpu"),
+        (torch_with("12.9", count=2), "cuda:2", "torch finds 2 GPUs, cuda:0 to cuda:1; check the driver"),
+        (torch_with(None, "7.1", count=1), "rocm:5", "torch finds 1 GPUs, rocm:0 to rocm:0"),
+        (
+            torch_with("12.9", count=1, memory=None),
+            "cuda:0",
+            r"it does not answer \(CUDA error: unknown error\); check",
+        ),
+        (torch_with("12.9"), "mps", "torch finds no Apple GPU here; use --device cpu"),
+    ],
+)
+def test_a_device_that_cannot_be_used_says_why_and_what_to_do(torch: Any, name: str, why: str, planted: Any) -> None:
+    planted(torch)
+    assert devices.report(name).sentence.startswith("no: ")
+    with pytest.raises(NoDevice, match=f"device {name} cannot be used: {why}"):
+        devices.load(name, "auto", 1)
+
+
+def test_a_gpu_is_told_with_its_memory_and_driver(planted: Any) -> None:
+    planted(torch_with("12.9", count=2))
+    told = devices.report("cuda:1")
+    assert told.sentence == (
+        "Example 1: plain torch, CUDA 12.9, 1.00 GB of its memory free; "
+        "a neighbour in a step may move the last bits of an answer"
+    )
+    assert devices.free_memory("cuda:1") == 10**9 and devices.free_memory("cpu") is None
+    assert [one.name for one in devices.reports()] == ["cpu", "torch-cpu", "cuda:0", "cuda:1"]
+
+
+def test_a_gpu_that_vanishes_between_report_and_load_is_refused(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(torch_with("12.9", count=1))
+    assert not devices.report("cuda:0").trouble
+    planted(torch_with("12.9", count=0))
+    with pytest.raises(NoDevice, match="torch finds no GPU"):
+        devices.load("cuda:0", "auto", 1)
+
+
+def test_without_torch_every_device_but_the_cpu_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    assert not devices.report("cpu").trouble
+    for name in ("torch-cpu", "cuda:1", "rocm", "mps"):
+        assert "pip install 'cairn-llm[gpu]'" in devices.report(name).trouble
+    assert [one.name for one in devices.reports()] == ["cpu", "torch-cpu"]
+
+
+def test_auto_is_the_cpu_while_no_other_device_keeps_answers() -> None:
+    """Known law: nobody is given another answer than the one that the CPU gives again and again."""
+    assert devices.resolved("auto") == "cpu" and {"cpu"} == devices.KEEPS_ANSWERS
+
+
+def test_a_cpu_install_never_imports_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from cairn.config.config import Config\n"
+        "from cairn.engine.device import load_engine\n"
+        "load_engine(Config(threads=1, kv_gb=0.01), Path(sys.argv[1]))[1].close()\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(write_model(tmp_path))], check=True)
+
+
+@pytest.mark.parametrize("kernel", ["norm", "rope_write", "attention", "gate"])
+def test_a_kernel_that_computes_wrong_numbers_fails_the_self_test(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OffByOne(ReferenceKernels):
+        """Adds a hundredth to the first number that one kernel writes."""
+
+    def wrong(self: Any, *arguments: Any) -> None:
+        getattr(ReferenceKernels, kernel)(self, *arguments)
+        place = {"norm": 3, "rope_write": 5, "attention": 7, "gate": 2}[kernel]
+        arguments[place].reshape(-1)[-1] += 0.1
+
+    assert self_test.worst(ReferenceKernels())[1] == 0
+    monkeypatch.setattr(OffByOne, kernel, wrong, raising=False)
+    name, share = self_test.worst(OffByOne())
+    assert share > 1 and name == kernel
+
+    def none(self: Any, *arguments: Any) -> None:
+        arguments[3][...] = np.nan
+
+    monkeypatch.setattr(OffByOne, "norm", none)
+    assert self_test.worst(OffByOne())[1] == float("inf")
+
+
+def test_a_device_that_fails_its_self_test_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    from cairn.kernels.torch import torch_kernels
+
+    real = torch_kernels.rms_norm
+    monkeypatch.setattr(torch_kernels, "rms_norm", lambda x, weight, eps: real(x, weight, eps) * 1.1)
+    with pytest.raises(NoDevice, match=r"failed its self-test: \w+.* is off by .* times what is allowed; update its"):
+        load_engine(Config(device="torch-cpu", kv_gb=0.01, threads=1), write_model(tmp_path))
+
+    def dies(*arguments: Any) -> Any:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(torch_kernels, "rms_norm", dies)
+    with pytest.raises(NoDevice, match=r"no kernel image is available.*use --device cpu"):
+        load_engine(Config(device="torch-cpu", kv_gb=0.01, threads=1), write_model(tmp_path))
+
+
+def test_a_model_that_fits_the_machine_and_not_the_device_is_refused_with_the_figures(
+    planted: Any, tmp_path: Path
+) -> None:
+    planted(torch_with("12.9", count=1, memory=300_000))
+    with pytest.raises(ModelError, match=r"needs .* GB of memory .* are free"):
+        load_engine(Config(device="cuda:0", kv_gb=0.01, threads=1), write_model(tmp_path))
