@@ -1,8 +1,8 @@
 """The ASGI application: one layer of access before every route, one place where errors become answers.
 
-Each dialect has its table of routes (`routes.py`): openai/, anthropic/, ollama/ and llamacpp/ those of other servers,
-native/ agents, teams, workflows and collections, admin/ models, requests and health; page.py serves the page, and
-http/event_log.py what streams remember. Models, and those of embeddings, are also found without /v1.
+Each dialect has its table of routes (`http/routes.py`): openai/, anthropic/, ollama/ and llamacpp/ those of other
+servers, native/ agents, teams, workflows and collections, admin/ models, requests and health; page.py serves the page,
+and http/event_log.py what streams remember. Models, and those of embeddings, are also found without /v1.
 
 `chat/model_choice.py` chooses the model that answers a call before its route sees it; `http/limits.py` enforces the
 tenant's limits.
@@ -23,14 +23,16 @@ from cairn.api.admin.models import ModelAdmin
 from cairn.api.admin.requests import Admin, Props, StoredRoutes
 from cairn.api.anthropic.messages import Anthropic
 from cairn.api.chat.model_choice import ModelRouter
+from cairn.api.chat.state import ServerState
 from cairn.api.http.auth import has_tenants, preflight
 from cairn.api.http.call import BodyBudget, Disconnected, HTTPCall, Receive, Scope, Send, shown, unforeseen
 from cairn.api.http.limits import deadline_of
 from cairn.api.http.not_found import body_of, canonical, no_route
+from cairn.api.http.routes import Route, Router
 from cairn.api.llamacpp.completion import Llama
 from cairn.api.native.agents import AgentRoutes
 from cairn.api.native.collections import CollectionRoutes
-from cairn.api.native.folders import named
+from cairn.api.native.folders import agents_folder, named
 from cairn.api.native.live_events import ChangeFeeds, SavingsRoutes
 from cairn.api.native.teams import TeamRoutes
 from cairn.api.native.workflows import WorkflowRoutes
@@ -43,8 +45,6 @@ from cairn.api.openai.responses import Responses
 from cairn.api.openai.tokenize import TokenRoutes
 from cairn.api.openai.vector_stores import VectorStoreRoutes
 from cairn.api.page import Page
-from cairn.api.routes import Route, Router
-from cairn.api.state import ServerState
 from cairn.api.tracing import Tracing
 from cairn.config.config import Config
 from cairn.frontend.service import Service
@@ -70,7 +70,7 @@ class App:
     """The application of one server, which serves requests once its `state` has models."""
 
     def __init__(self, models: Models | None, config: Config, rng: Rng | None = None) -> None:
-        state = self.state = ServerState(config, rng or SystemRng())
+        state = self.state = ServerState(config, rng or SystemRng(), agents_folder(config, os.environ))
         self.tracing = Tracing.of(config, state.clock)
         total = config.max_bodies_mib << 20
         self.bodies = BodyBudget(total, total // 2 if has_tenants(config) else total)

@@ -14,7 +14,7 @@ import msgspec
 from pydantic.json_schema import models_json_schema
 
 from cairn import __version__
-from cairn.api.routes import Route
+from cairn.api.http.routes import Route
 
 REF = "#/components/schemas/{model}"
 _TEXT = {"type": "string"}

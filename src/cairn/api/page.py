@@ -15,7 +15,7 @@ from typing import NamedTuple
 from cairn.api.admin import health
 from cairn.api.admin.health import ServerHealth
 from cairn.api.http.call import NOSNIFF, Headers, HTTPCall
-from cairn.api.routes import Route
+from cairn.api.http.routes import Route
 from cairn.config.config import Config
 
 FOLDER = Path(__file__).parent.parent / "web"

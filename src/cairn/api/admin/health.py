@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from cairn import __version__
 from cairn.api.http.call import JSON, HTTPCall, encode
 from cairn.api.http.not_found import no_route
-from cairn.api.routes import Endpoint, Route
+from cairn.api.http.routes import Endpoint, Route
 from cairn.frontend.service import SHUTTING_DOWN
 from cairn.router import model_health
 from cairn.router.models import Models

@@ -15,12 +15,12 @@ import math
 from typing import Any
 
 from cairn.api.chat.parse import parse
+from cairn.api.chat.state import ServerState
 from cairn.api.http.auth import has_keys, is_local
 from cairn.api.http.body import Body, Number, read_json, read_nothing
 from cairn.api.http.call import HTTPCall, Watch
+from cairn.api.http.routes import Route
 from cairn.api.native.agent_schemas import NoBody
-from cairn.api.routes import Route
-from cairn.api.state import ServerState
 from cairn.config.config import Config
 from cairn.frontend.service import DRAINED, Service
 from cairn.router.served_model import ServedModel

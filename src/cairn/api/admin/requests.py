@@ -13,12 +13,12 @@ import msgspec
 from cairn import __version__
 from cairn.api.chat.generation import check_model
 from cairn.api.chat.parse import parse
+from cairn.api.chat.state import ServerState
 from cairn.api.http.body import read_nothing
 from cairn.api.http.call import HTTPCall
 from cairn.api.http.event_log import parse_after
+from cairn.api.http.routes import Route
 from cairn.api.native.agent_schemas import NoBody
-from cairn.api.routes import Route
-from cairn.api.state import ServerState
 from cairn.frontend.request_state import RequestStatus
 from cairn.frontend.requests import sampling_defaults, sampling_params
 from cairn.frontend.sampler_order import ORDERS

@@ -18,11 +18,11 @@ from cairn.api.chat.exchange import ChoiceStream, spelled
 from cairn.api.chat.generation import chat_exchange, chat_prompt
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
+from cairn.api.chat.state import ServerState
 from cairn.api.chat.wire import cache_object, pack, written_of
 from cairn.api.http.call import HTTPCall, encode
 from cairn.api.http.not_found import anthropic_error
-from cairn.api.routes import Route
-from cairn.api.state import ServerState
+from cairn.api.http.routes import Route
 from cairn.frontend.service import Service
 from cairn.text.chat.message_builder import arguments_of
 from cairn.types.errors import CairnError

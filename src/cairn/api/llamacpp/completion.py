@@ -13,14 +13,14 @@ from cairn.api.chat.exchange import ChoiceStream
 from cairn.api.chat.generation import chat_prompt, check_length, check_model, text_exchange
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
+from cairn.api.chat.state import ServerState
 from cairn.api.chat.timings import AnswerTimes
 from cairn.api.chat.wire import cache_object, token_scores
 from cairn.api.http.body import read_json
 from cairn.api.http.call import HTTPCall, encode
+from cairn.api.http.routes import Route
 from cairn.api.http.sse import HEARTBEAT, error_event
 from cairn.api.llamacpp.schemas import InfillBody, LlamaBody, LlamaCompletionBody, plain, prompts_of
-from cairn.api.routes import Route
-from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import CairnError, InvalidRequest, Unavailable

@@ -26,8 +26,10 @@ from cairn.agents.types import AgentInfo
 from cairn.api.chat.generation import check_length, check_model, warn_of_tools
 from cairn.api.chat.message_schemas import contents, plain_messages, plain_tools
 from cairn.api.chat.parse import parse, read
+from cairn.api.chat.state import ServerState
 from cairn.api.http.body import read_json, read_nothing
 from cairn.api.http.call import RETRY, HTTPCall, query, shown, spool
+from cairn.api.http.routes import Route
 from cairn.api.native.agent_schemas import (
     PATH,
     CreateBody,
@@ -44,8 +46,6 @@ from cairn.api.native.agent_schemas import (
     page_of,
 )
 from cairn.api.native.turns import TurnRoutes
-from cairn.api.routes import Route
-from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.text.grammar.grammar import ToolChoice, Wanted
 from cairn.types.errors import Damaged, InvalidRequest, Overloaded, Unavailable, Unsupported, UnsupportedMedia

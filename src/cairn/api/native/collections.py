@@ -21,9 +21,11 @@ import msgspec
 from cairn.api.chat.generation import check_model
 from cairn.api.chat.paging import LISTED, MOST_LISTED, page, parameters
 from cairn.api.chat.parse import parse
+from cairn.api.chat.state import ServerState
 from cairn.api.http.body import read_json, read_nothing
 from cairn.api.http.call import HTTPCall
 from cairn.api.http.multipart import is_form
+from cairn.api.http.routes import Route
 from cairn.api.native.agent_schemas import check_metadata
 from cairn.api.native.collection_schemas import (
     PATH,
@@ -36,8 +38,6 @@ from cairn.api.native.collection_schemas import (
     document_of_form,
 )
 from cairn.api.native.work_events import Emit, answer
-from cairn.api.routes import Route
-from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.rag.collections import SourcedAnswer
 from cairn.rag.definition import NewDocument, SearchHit, check_name

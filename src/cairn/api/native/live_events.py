@@ -29,11 +29,11 @@ from cairn.agents.log.records import Savings
 from cairn.agents.overview import Overview
 from cairn.agents.savings import DAY_SECONDS
 from cairn.api.chat.sessions import AgentAttribution
+from cairn.api.chat.state import ServerState
 from cairn.api.http.call import HTTPCall, Watch, encode
+from cairn.api.http.routes import Route
 from cairn.api.http.sse import EVENT_STREAM, HEARTBEAT
 from cairn.api.native.agents import agent_object
-from cairn.api.routes import Route
-from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.frontend.stream import Waker
 from cairn.types.errors import Overloaded, trace

@@ -18,8 +18,10 @@ from cairn.agents.agents import Agents
 from cairn.api.chat.generation import check_length, check_model, check_sampling
 from cairn.api.chat.paging import LISTED, MOST_LISTED, page_by_id, parameters
 from cairn.api.chat.parse import parse
+from cairn.api.chat.state import ServerState
 from cairn.api.http.body import read_json, read_nothing
 from cairn.api.http.call import HTTPCall
+from cairn.api.http.routes import Route
 from cairn.api.native.agent_schemas import NoBody
 from cairn.api.native.team_schemas import (
     PATH,
@@ -34,8 +36,6 @@ from cairn.api.native.team_schemas import (
     without_texts,
 )
 from cairn.api.native.work_events import Emit, answer
-from cairn.api.routes import Route
-from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.teams.definition import check_team
 from cairn.teams.entries import Voted

@@ -20,13 +20,13 @@ from cairn.api.chat.generation import check_length, check_model, names_of
 from cairn.api.chat.message_schemas import contents, plain_messages
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.sessions import HEADER
+from cairn.api.chat.state import ServerState
 from cairn.api.chat.timings import AnswerTimes
 from cairn.api.chat.wire import cache_object
 from cairn.api.http.body import read_nothing
 from cairn.api.http.call import HTTPCall
+from cairn.api.http.routes import Route
 from cairn.api.native.agent_schemas import PATH, ResumeBody, TurnBody, check_account, check_own, check_turn, page_of
-from cairn.api.routes import Route
-from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.text.chat.message_builder import plain
 from cairn.types.errors import InvalidRequest

@@ -16,10 +16,12 @@ from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, spelled
 from cairn.api.chat.generation import chat_exchange, check_model, text_exchange
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody, Generation
+from cairn.api.chat.state import ServerState
 from cairn.api.chat.whole_calls import WholeCalls
 from cairn.api.chat.wire import cache_object, token_scores
 from cairn.api.http.body import read_plain
 from cairn.api.http.call import Headers, HTTPCall, encode
+from cairn.api.http.routes import Route
 from cairn.api.ollama.schemas import (
     NAMES,
     TEXT_NAMES,
@@ -35,8 +37,6 @@ from cairn.api.ollama.schemas import (
 )
 from cairn.api.openai.chat import check_suffix, encode_text
 from cairn.api.openai.embeddings import Embeddings, floats
-from cairn.api.routes import Route
-from cairn.api.state import ServerState
 from cairn.frontend.embeddings import check_embeds
 from cairn.frontend.service import Service
 from cairn.text.chat.message_builder import arguments_of

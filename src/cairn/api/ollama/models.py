@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 from cairn import __version__
 from cairn.api.admin.requests import MODALITIES
 from cairn.api.chat.parse import parse
+from cairn.api.chat.state import ServerState
 from cairn.api.http.auth import has_keys, is_local
 from cairn.api.http.body import read_plain
 from cairn.api.http.call import HTTPCall, Watch, encode, internal, shown
+from cairn.api.http.routes import Route
 from cairn.api.ollama.chat import LATEST, LINES
 from cairn.api.ollama.schemas import CopyBody, NameBody
-from cairn.api.routes import Route
-from cairn.api.state import ServerState
 from cairn.frontend.requests import sampling_defaults
 from cairn.frontend.service import Service
 from cairn.models.files import is_gguf

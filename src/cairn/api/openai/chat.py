@@ -11,10 +11,10 @@ from cairn.api.chat.exchange import ChoiceStream
 from cairn.api.chat.generation import chat_exchange, check_length, check_model, names_of, pace_of, text_exchange
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody, CompletionBody, with_prompt_logprobs
+from cairn.api.chat.state import ServerState
 from cairn.api.http.body import read_json
 from cairn.api.http.call import HTTPCall
-from cairn.api.routes import Route
-from cairn.api.state import ServerState
+from cairn.api.http.routes import Route
 from cairn.frontend.service import Service
 from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import InvalidRequest

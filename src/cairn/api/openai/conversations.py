@@ -23,14 +23,14 @@ from cairn.api.chat.message_schemas import plain_messages
 from cairn.api.chat.paging import page, page_of_items
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
+from cairn.api.chat.state import ServerState
 from cairn.api.http.body import Body, Several, read_nothing
 from cairn.api.http.call import HTTPCall
+from cairn.api.http.routes import Route
 from cairn.api.native.agent_schemas import MAX_OWN_METADATA, check_metadata
 from cairn.api.openai.item_references import ItemReferences
 from cairn.api.openai.responses_items import items_of, messages_of
 from cairn.api.openai.stored_responses import TTL, StoredResponses, find_kept
-from cairn.api.routes import Route
-from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.types.errors import ConversationLocked, InvalidRequest, NotFound
 

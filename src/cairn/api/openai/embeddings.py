@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from cairn.api.chat.generation import check_model
 from cairn.api.chat.parse import parse
+from cairn.api.chat.state import ServerState
 from cairn.api.http.body import Body, Count, Prompt, Several, Stop, read_json
 from cairn.api.http.call import Disconnected, HTTPCall, Watch
-from cairn.api.routes import Route
-from cairn.api.state import ServerState
+from cairn.api.http.routes import Route
 from cairn.frontend.embeddings import (
     AT_ONCE,
     MAX_TEXTS,

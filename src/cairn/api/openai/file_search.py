@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from cairn.api.chat.library import Library
 from cairn.api.chat.parse import parse
 from cairn.api.http.body import Body, Count, Several
 from cairn.api.http.call import HTTPCall
-from cairn.api.native.library import Library
 from cairn.api.openai.responses_items import SEARCHED
 from cairn.api.openai.vector_store_schemas import RankingBody, result_object, search_of
 from cairn.config.config import Config

@@ -12,9 +12,9 @@ import asyncio
 from typing import Any
 
 from cairn.api.chat.paging import page, parameters
+from cairn.api.chat.state import ServerState
 from cairn.api.http.call import HTTPCall
-from cairn.api.routes import Route
-from cairn.api.state import ServerState
+from cairn.api.http.routes import Route
 from cairn.frontend.service import Service
 from cairn.rag.file_store import MAX_FILES, StoredFile
 from cairn.types.errors import InvalidRequest, Unsupported

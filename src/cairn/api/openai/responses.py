@@ -21,9 +21,11 @@ from cairn.api.chat.generation import chat_exchange, chat_prompt
 from cairn.api.chat.paging import page_of_items, parameters
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
+from cairn.api.chat.state import ServerState
 from cairn.api.chat.wire import pack
 from cairn.api.http.body import read_nothing
 from cairn.api.http.call import HTTPCall
+from cairn.api.http.routes import Route
 from cairn.api.http.sse import EVENT_STREAM
 from cairn.api.native.agent_schemas import NoBody, check_metadata
 from cairn.api.native.turns import turn_exchange
@@ -33,8 +35,6 @@ from cairn.api.openai.response_answer import ResponseAnswer, completed, head_of
 from cairn.api.openai.responses_items import items_of
 from cairn.api.openai.responses_schemas import ENCRYPTED, LOGPROBS, NAMES, ResponseBody, Tools, chat_of, instructed
 from cairn.api.openai.stored_responses import PREFIX, StoredResponses
-from cairn.api.routes import Route
-from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.types.errors import CairnError, ContextTooLong, InvalidRequest, UnknownResponse
 from cairn.types.outputs import Delta, Done

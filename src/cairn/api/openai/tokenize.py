@@ -12,11 +12,11 @@ from cairn.api.chat.generation import check_length, check_messages, check_model,
 from cairn.api.chat.message_schemas import contents, plain_messages, plain_tools
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import DetokenizeBody, TokenizeBody
+from cairn.api.chat.state import ServerState
 from cairn.api.http.body import read_json
 from cairn.api.http.call import HTTPCall
+from cairn.api.http.routes import Route
 from cairn.api.openai.chat import encode_text
-from cairn.api.routes import Route
-from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import InvalidRequest

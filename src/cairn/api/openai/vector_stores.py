@@ -20,8 +20,10 @@ from typing import Any
 
 from cairn.api.chat.paging import LISTED, MOST_LISTED, parameters
 from cairn.api.chat.parse import parse
+from cairn.api.chat.state import ServerState
 from cairn.api.http.body import read_json, read_nothing
 from cairn.api.http.call import HTTPCall
+from cairn.api.http.routes import Route
 from cairn.api.native.agent_schemas import NoBody
 from cairn.api.openai.files import listed
 from cairn.api.openai.vector_store_schemas import (
@@ -37,8 +39,6 @@ from cairn.api.openai.vector_store_schemas import (
     result_object,
     store_object,
 )
-from cairn.api.routes import Route
-from cairn.api.state import ServerState
 from cairn.frontend.service import Service
 from cairn.rag.attachments import Attachment
 from cairn.rag.definition import CHUNK, OVERLAP, Collection

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cairn.api.app import build_app
-from cairn.api.routes import Route, Router
+from cairn.api.http.routes import Route, Router
 from cairn.config.config import Config
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
-from cairn.api.admin.reload import Reload
 from cairn.api.chat.exchange import Exchanges
+from cairn.api.chat.library import Library
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.http.auth import Access, salts
 from cairn.api.http.event_log import CallTable, EventLogs
 from cairn.api.http.limits import Quotas, RateLimits
-from cairn.api.native.folders import agents_folder
-from cairn.api.native.library import Library
+from cairn.api.http.reload import Reload
 from cairn.config.config import Config, limits_of
 from cairn.router.models import Models
 from cairn.system.interfaces import Rng
@@ -29,7 +28,8 @@ class ServerState:
     start hold options that only a restart changes.
     """
 
-    def __init__(self, config: Config, rng: Rng) -> None:
+    def __init__(self, config: Config, rng: Rng, agents_folder: Path) -> None:
+        """`agents_folder` is the token log's."""
         self.config = config
         """The options as they are now."""
         self.rng, self.clock = rng, SystemClock()
@@ -43,8 +43,8 @@ class ServerState:
         self.attribution = AgentAttribution()
         self.rates = RateLimits(config, self.clock)
         self.quotas = Quotas(self.clock, limits_of(config), self._bytes_of)
-        self.agents_folder = agents_folder(config, os.environ)
-        self.library = Library(config, self.attribution, self.quotas, self.agents_folder, lambda: self.registry)
+        self.agents_folder = agents_folder
+        self.library = Library(config, self.attribution, self.quotas, agents_folder, lambda: self.registry)
         self.options.watch(self._configure)
 
     def open(self, models: Models) -> None:
