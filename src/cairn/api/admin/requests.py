@@ -21,7 +21,7 @@ from cairn.api.http.routes import Route
 from cairn.api.native.agent_schemas import NoBody
 from cairn.frontend.request_state import RequestStatus
 from cairn.frontend.requests import sampling_defaults, sampling_params
-from cairn.frontend.sampler_order import ORDERS
+from cairn.frontend.sampling_extras import ORDERS
 from cairn.frontend.service import Service
 from cairn.router import model_health
 from cairn.router.served_model import ServedModel
