@@ -23,9 +23,8 @@ from cairn.models.hub.hub import locate
 from cairn.models.spec.config import check_decodes, load_spec
 from cairn.text.chat.templates import load_text
 from cairn.text.grammar.vocabulary import Vocabulary, read_vocabulary
-from cairn.types.block_size import BLOCK_TOKENS
-from cairn.types.request import Grammar
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.model_spec import BLOCK_TOKENS
+from cairn.types.request import Grammar, SamplingParams
 from cairn.types.step import Row
 from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
 from cairn.worker.masks import Masks

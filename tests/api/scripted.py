@@ -18,8 +18,7 @@ from cairn.text.chat.prompt import Prompt
 from cairn.text.grammar.compiler import HeldAnswer
 from cairn.text.render.fair_time import LongTexts
 from cairn.types.errors import CairnError, Cancelled
-from cairn.types.layer_spec import CacheGroup
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import CacheGroup, ModelSpec
 from cairn.types.outputs import Delta, Done, Event, FinishReason, Usage
 from cairn.types.request import OutputFormat, Request
 from cairn.types.stats import CacheReport

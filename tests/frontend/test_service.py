@@ -38,8 +38,7 @@ from cairn.types.errors import (
     Unavailable,
 )
 from cairn.types.outputs import Delta, Done, Event, FinishReason, Usage
-from cairn.types.request import OutputFormat, Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import OutputFormat, Request, SamplingParams
 from cairn.types.stats import CacheReport
 from cairn.worker import wire
 from cairn.worker.worker import serve

@@ -16,7 +16,7 @@ import pytest
 import cairn
 from cairn.kernels import elementary, native
 from cairn.kernels.choose import load_kernels
-from cairn.types.layer_spec import RopeScaling
+from cairn.types.model_spec import RopeScaling
 from tests.tiny_models import KERNELS
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {

@@ -10,8 +10,7 @@ from cairn.scheduler.encoder_queue import TextQueue
 from cairn.scheduler.plan import Limits, Plan
 from cairn.types.errors import Conflict, ContextTooLong, InvalidRequest
 from cairn.types.outputs import FinishReason
-from cairn.types.request import Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import Request, SamplingParams
 from cairn.types.step import EngineInfo, RowResult
 
 INFO = EngineInfo(

@@ -53,9 +53,7 @@ from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.families import FAMILIES
 from cairn.models.spec.generation_config import generation_fault
 from cairn.models.spec.value_range import fits_half, reach
-from cairn.types.block_size import BLOCK_TOKENS
-from cairn.types.layer_spec import CacheGroup
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import BLOCK_TOKENS, CacheGroup, ModelSpec
 from cairn.types.step import NO_TOKEN, NOT_FINITE, EngineCall, EngineInfo, Ready, Row, RowResult
 
 LAYOUT = "blocks-2"

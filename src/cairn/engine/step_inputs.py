@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from cairn.kernels.base import Kernels
 from cairn.kernels.program import Size
 from cairn.models.forward.row_table import RowTable
-from cairn.types.block_size import BLOCK_TOKENS
-from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import BLOCK_TOKENS, CacheGroup
 from cairn.types.step import NO_BLOCK, Row, check_guesses
 
 Ints = NDArray[np.int32]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cairn.types.errors import InvalidRequest
-from cairn.types.sampling_params import SamplingExtras
+from cairn.types.request import SamplingExtras
 
 MAX_BIAS = 1024
 MAX_WORDS = 1024

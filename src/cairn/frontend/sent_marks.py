@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from cairn.kv.tiers.reuse_hints import Standing
-from cairn.types.block_size import CHUNK_TOKENS
+from cairn.types.model_spec import CHUNK_TOKENS
 
 MOST_TOKENS = 1 << 20
 """Of all contexts together: 4 MiB. Those that were told longest ago are forgotten first."""

@@ -23,7 +23,7 @@ from cairn.kernels.program import KernelCall, Program
 from cairn.kernels.storage import Array as Array
 from cairn.kernels.storage import Storage
 from cairn.kernels.vocabulary import Sampler
-from cairn.types.layer_spec import RopeScaling
+from cairn.types.model_spec import RopeScaling
 
 Matrix = Any
 Rope = Any

@@ -42,7 +42,7 @@ from cairn.kernels.vocabulary import (
     ranked,
     weigh,
 )
-from cairn.types.sampling_params import SamplingExtras, SamplingParams
+from cairn.types.request import SamplingExtras, SamplingParams
 
 ZIPF_TOKENS = 100
 """Of the likeliest ones, that mirostat 1 fits a law to."""

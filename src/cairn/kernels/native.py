@@ -28,7 +28,7 @@ from cairn.kernels.rope import Rope, frequencies
 from cairn.kernels.sampler import NativeSampler
 from cairn.kernels.storage import HostStorage
 from cairn.types.errors import ModelError
-from cairn.types.layer_spec import RopeScaling
+from cairn.types.model_spec import RopeScaling
 
 VERSION = "native-7"
 """Version of the order of operations, of the KV layout and of packed matrices; a change that can move a bit gets a new

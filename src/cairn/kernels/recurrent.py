@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.elementary import exp, log1p
-from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.model_spec import BLOCK_TOKENS
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]

@@ -35,7 +35,7 @@ from cairn.kernels.quantized import Segments, rounded, segments
 from cairn.kernels.rope import Rope, frequencies
 from cairn.kernels.storage import HostStorage
 from cairn.kernels.vocabulary import NUMPY, Sampler
-from cairn.types.layer_spec import RopeScaling
+from cairn.types.model_spec import RopeScaling
 
 VERSION = "reference-2"
 """Version of the order of operations and of the KV layout; a change that can move a bit gets a new one."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.elementary import log_of, power_of
-from cairn.types.layer_spec import RopeScaling
+from cairn.types.model_spec import RopeScaling
 
 Floats = NDArray[np.float32]
 

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from cairn.kernels.base import GROUP, Kernels, Quantized
 from cairn.kernels.reference import ReferenceKernels
-from cairn.types.block_size import BLOCK_TOKENS
-from cairn.types.layer_spec import RopeScaling
+from cairn.types.model_spec import BLOCK_TOKENS, RopeScaling
 
 ALLOWED = 2e-3
 """How far a number may be off, as a share of the largest in its array."""

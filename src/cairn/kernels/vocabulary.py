@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.elementary import log_of
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import SamplingParams
 from cairn.types.step import Row
 
 GREEDY_BELOW = 1e-5

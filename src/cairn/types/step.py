@@ -12,10 +12,9 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import CacheGroup
 from cairn.types.outputs import TokenLogprob
-from cairn.types.request import Want
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import SamplingParams, Want
 
 T_co = TypeVar("T_co", covariant=True)
 

@@ -23,9 +23,8 @@ from cairn.models.spec.config import check_decodes, load_spec
 from cairn.system.interfaces import Clock, FileSystem
 from cairn.text.chat.templates import load_text
 from cairn.text.tokens.tokenizer import Tokenizer
-from cairn.types.block_size import CHUNK_BLOCKS
 from cairn.types.errors import ConfigError
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import CHUNK_BLOCKS, ModelSpec
 from cairn.types.step import Engine, EngineInfo
 from cairn.worker.stores import keyed
 

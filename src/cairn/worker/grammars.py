@@ -26,8 +26,7 @@ from cairn.text.grammar.compile_wire import KEPT_BYTES
 from cairn.text.grammar.vocabulary import Vocabulary
 from cairn.text.output.output_parser import further_markers
 from cairn.types.errors import CairnError, DeadlineExceeded, InvalidRequest
-from cairn.types.request import Request
-from cairn.types.sampling_params import SamplingExtras
+from cairn.types.request import Request, SamplingExtras
 from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
 from cairn.worker.masks import Masks
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from cairn.kernels.recurrent import kept
-from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.model_spec import BLOCK_TOKENS
 
 Tensor = Any
 Ints = NDArray[np.int32]

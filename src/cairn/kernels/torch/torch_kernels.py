@@ -20,7 +20,7 @@ from cairn.kernels.torch import attention, recurrent
 from cairn.kernels.torch.sampler import TorchSampler
 from cairn.kernels.torch.storage import TorchStorage
 from cairn.kernels.torch.weights import TorchMatrix, pack
-from cairn.types.layer_spec import RopeScaling
+from cairn.types.model_spec import RopeScaling
 
 VERSION = "torch-1"
 """Version of these kernels; a change that can move a bit gets a new one."""

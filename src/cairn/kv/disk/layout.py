@@ -13,8 +13,7 @@ import msgspec
 from cairn.kv.disk.folder import StoreFolder
 from cairn.kv.disk.record import read_record, write_record
 from cairn.kv.pool.prefix import Chain, root
-from cairn.types.block_size import CHUNK_BLOCKS
-from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import CHUNK_BLOCKS, CacheGroup
 
 _NAME = "layout"
 _MAGIC = b"cairn kv layout1"

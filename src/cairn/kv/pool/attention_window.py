@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import CacheGroup
 
 ANY = 1 << 62
 """`longest` of pools that no sequence is too long for."""

@@ -12,7 +12,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
-from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import CacheGroup
 
 _DOMAIN = b"cairn kv chain 1"
 _CODEC_DOMAIN = b"cairn kv codec 1"

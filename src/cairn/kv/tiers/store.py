@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from cairn.kv.tiers.reuse_hints import Standing
-from cairn.types.block_size import CHUNK_BLOCKS
-from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import CHUNK_BLOCKS, CacheGroup
 from cairn.types.stats import TakenIn, TierStats
 
 HEAD_BYTES = 8

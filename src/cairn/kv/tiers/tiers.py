@@ -28,8 +28,8 @@ from cairn.kv.tiers.store_memory import StoreMemory
 from cairn.kv.tiers.store_writer import StoreWriter
 from cairn.kv.tiers.write_behind import WriteBehind, WriteLimits
 from cairn.system.interfaces import Clock
-from cairn.types.block_size import CHUNK_BLOCKS
 from cairn.types.errors import trace
+from cairn.types.model_spec import CHUNK_BLOCKS
 from cairn.types.stats import KvStats, MissReason, Placed, Swept, TakenIn
 from cairn.types.step import NO_BLOCK, Engine
 

@@ -42,7 +42,7 @@ from cairn.kv.tiers.store import Store, chunk_sizes
 from cairn.kv.tiers.store_writer import StoreWriter
 from cairn.kv.tiers.waiting_chunks import NotedChunk, PoolChunks, WaitingChunks
 from cairn.system.interfaces import Clock
-from cairn.types.block_size import CHUNK_BLOCKS
+from cairn.types.model_spec import CHUNK_BLOCKS
 from cairn.types.step import Engine
 
 COPY_SECONDS = 2.0
