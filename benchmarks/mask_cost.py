@@ -32,7 +32,7 @@ from cairn.text.output.call_grammar import callable_tools, lark_of_calls
 from cairn.types.request import Grammar, SamplingParams
 from cairn.types.step import Row
 from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
-from cairn.worker.masks import Masks
+from cairn.worker.grammar_matcher import Masks
 
 TEXT = {"type": "string"}
 EDIT = {"path": TEXT, "old": TEXT, "new": TEXT, "all": {"type": "boolean"}, "line": {"type": "integer"}}

@@ -29,8 +29,6 @@ OUTSIDE = {"asyncio", "datetime", "io", "os", "pathlib", "random", "secrets", "s
 OUTSIDE |= {"tempfile", "threading", "time", "uuid", "numpy", "torch"}
 ALLOWED = {
     "types.errors",
-    "types.block_size",
-    "types.layer_spec",
     "types.outputs",
     "types.request",
     "types.sampling_params",

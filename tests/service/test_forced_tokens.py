@@ -19,8 +19,8 @@ from cairn.types.outputs import FinishReason
 from cairn.types.request import Grammar, OutputFormat, Request, SamplingExtras, SamplingParams
 from cairn.types.step import Pending
 from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
-from cairn.worker.masks import Masks
-from cairn.worker.reasoning_budget import BudgetMatcher
+from cairn.worker.grammar_matcher import Masks
+from cairn.worker.grammar_matcher import BudgetMatcher
 from tests.scheduler.test_scheduler import Rig
 from tests.text.walks import checked
 

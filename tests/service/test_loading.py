@@ -14,7 +14,7 @@ from cairn.models.hub import digests
 from cairn.models.hub.digests import tell, watched
 from cairn.models.packing import packed_file
 from cairn.worker import worker
-from cairn.worker.progress import Shown
+from cairn.worker.worker import Shown
 from tests.tiny_models import KERNELS, MODELS, load, write_model
 
 

@@ -26,7 +26,7 @@ from cairn.types.request import Grammar, Request, SamplingParams
 from cairn.worker import grammar_matcher
 from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
 from cairn.worker.grammars import Grammars, ReadyRequest
-from cairn.worker.masks import Masks
+from cairn.worker.grammar_matcher import Masks
 from tests.scheduler.test_scheduler import Rig
 from tests.service import tiny
 from tests.text import text_models

@@ -2,18 +2,167 @@
 
 from __future__ import annotations
 
+import codecs
+import threading
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from time import perf_counter, thread_time
-from typing import Any
+from typing import Any, Literal, Protocol
 
+from cairn.scheduler.sequence import Matcher
 from cairn.text.grammar.compile_wire import MOST_BYTES
 from cairn.text.grammar.grammar import MASK_SECONDS, SPARE_SECONDS, GrammarError
 from cairn.text.grammar.vocabulary import Vocabulary, compile_grammar
+from cairn.text.output.output_parser import MOST_LEAD
+from cairn.text.output.reasoning_formats import thoughts
 from cairn.types.errors import InvalidRequest
-from cairn.types.request import Grammar
+from cairn.types.request import Grammar, OutputFormat
 from cairn.types.step import Pending, Ready
-from cairn.worker.masks import Masks
+
+
+class BudgetMatcher:
+    """`sequence.Matcher` of an answer with a budget, beside the grammar that it may have."""
+
+    def __init__(self, inner: Matcher | None, vocabulary: Vocabulary, budget: int, output: OutputFormat) -> None:
+        """`inner` follows the grammar. `budget`: tokens of reasoning, its tags not counted; `output`: how the answer is
+        read."""
+        form = thoughts(output)
+        self._open, self._until = form.open, form.until or form.close
+        self._tag = vocabulary.closes[form.name]
+        self._inner, self._vocabulary, self._left = inner, vocabulary, budget
+        self._state: Literal["before", "within", "closing", "over"] = "within" if output.reasoning_open else "before"
+        self._text = ""
+        """Before reasoning what the answer begins with; within it what may be the beginning of the tag."""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._forced: Sequence[int] = ()
+        """The tokens that are still to come of the tag."""
+        self._close()
+
+    @property
+    def over(self) -> bool:
+        """`Matcher.over`."""
+        return self._inner is not None and self._inner.over
+
+    def mask(self) -> Pending[bytes] | None:
+        """`Matcher.mask`."""
+        if self._state != "closing":
+            return None if self._inner is None else self._inner.mask()
+        made = bytearray(-(-self._vocabulary.tokenizer.vocab_size // 32) * 4)
+        token = self._forced[0]
+        made[token >> 3] |= 1 << (token & 7)
+        return Ready(bytes(made))
+
+    def forced(self) -> int | None:
+        """`Matcher.forced`."""
+        if self._state == "closing":
+            return self._forced[0]
+        return None if self._inner is None else self._inner.forced()
+
+    def consume(self, token: int) -> None:
+        """`Matcher.consume`."""
+        if self._inner is not None:
+            self._inner.consume(token)
+        if self._state == "over":
+            return
+        if self._state == "closing":
+            self._forced = self._forced[1:]
+            self._state = "closing" if self._forced else "over"
+            return
+        control = token in self._vocabulary.controls
+        text = self._decoder.decode(b"" if control else self._vocabulary.tokenizer.decode_bytes([token]))
+        if self._state == "before":
+            self._begin(text)
+        else:
+            self._left -= 1
+            self._look(text)
+        self._close()
+
+    def _begin(self, text: str) -> None:
+        """Find out whether the answer begins with reasoning."""
+        self._text += text
+        begin = self._text.lstrip()
+        if len(self._text) - len(begin) > MOST_LEAD or not _agree(begin, self._open):
+            self._state = "over"
+        elif begin.startswith(self._open):
+            self._state, self._text = "within", ""
+            self._look(begin[len(self._open) :])
+
+    def _look(self, text: str) -> None:
+        """Find out whether reasoning has ended by itself."""
+        self._text += text
+        if self._until in self._text:
+            self._state = "over"
+        self._text = self._text[1 - len(self._until) :]
+
+    def _close(self) -> None:
+        """End reasoning where its budget is used up, and not within a character."""
+        if self._state == "within" and self._left <= 0 and not self._decoder.getstate()[0]:
+            self._state, self._forced = "closing", self._tag
+
+
+def _agree(one: str, other: str) -> bool:
+    """Whether one of two texts begins with the other."""
+    return one.startswith(other) or other.startswith(one)
+
+
+class Masked(Protocol):
+    """What needs a mask."""
+
+    def compute(self) -> bytes:
+        """The mask of what may come now. Called by a thread."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    asking: list[Masked] = field(default_factory=list)
+    masks: Future[list[bytes]] = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A mask that is computed beside the step: an `engine.base.Pending`."""
+
+    masks: Future[list[bytes]]
+    number: int
+
+    def wait(self) -> bytes:
+        """The mask."""
+        return self.masks.result()[self.number]
+
+
+class Masks:
+    """One thread asks."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="cairn-masks")
+        self._lock = threading.Lock()
+        self._open: _Batch | None = None
+
+    def ask(self, row: Masked) -> Later:
+        """Compute a row's mask. What it goes by may not change until that is there."""
+        with self._lock:
+            batch = self._open
+            if batch is None:
+                batch = self._open = _Batch()
+                self._pool.submit(self._work, batch)
+            batch.asking.append(row)
+            return Later(batch.masks, len(batch.asking) - 1)
+
+    def close(self) -> None:
+        """Nothing more is computed."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _work(self, batch: _Batch) -> None:
+        with self._lock:  # who asks from now on is of the next one
+            self._open = None
+        try:
+            batch.masks.set_result([row.compute() for row in batch.asking])
+        except BaseException as error:
+            batch.masks.set_exception(error)
+
 
 LEAST_BYTES = 64 << 10
 """What a compiled grammar counts at least."""

@@ -27,8 +27,7 @@ from cairn.text.grammar.vocabulary import Vocabulary
 from cairn.text.output.output_parser import further_markers
 from cairn.types.errors import CairnError, DeadlineExceeded, InvalidRequest
 from cairn.types.request import Request, SamplingExtras
-from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
-from cairn.worker.masks import Masks
+from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher, Masks
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -201,7 +200,7 @@ def _error(error: BaseException) -> CairnError:
 
 def _budgeted(follower: Matcher | None, vocabulary: Vocabulary, request: Request) -> Matcher:
     """What follows the grammar that the request may have, within the budget of its reasoning."""
-    from cairn.worker.reasoning_budget import BudgetMatcher
+    from cairn.worker.grammar_matcher import BudgetMatcher
 
     if request.reasoning_budget is None:
         assert follower is not None, "a request waits for a grammar or a budget"
