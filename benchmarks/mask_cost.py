@@ -31,8 +31,7 @@ from cairn.text.output.call_formats import BY_NAME
 from cairn.text.output.call_grammar import callable_tools, lark_of_calls
 from cairn.types.request import Grammar, SamplingParams
 from cairn.types.step import Row
-from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
-from cairn.worker.grammar_matcher import Masks
+from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher, Masks
 
 TEXT = {"type": "string"}
 EDIT = {"path": TEXT, "old": TEXT, "new": TEXT, "all": {"type": "boolean"}, "line": {"type": "integer"}}

@@ -96,7 +96,7 @@ def test_tenants_take_turns_and_urgent_texts_come_first() -> None:
 
 def test_what_cannot_be_computed_is_refused() -> None:
     made, _ = queue()
-    with pytest.raises(ContextTooLong, match="101 tokens and the model takes 100"):
+    with pytest.raises(ContextTooLong, match="101 tokens; the model takes at most 100"):
         made.add(text(1, 101))
     with pytest.raises(InvalidRequest, match="generates nothing"):
         made.add(Request(id=1, prompt=(1,), sampling=SamplingParams(max_tokens=1)))

@@ -607,7 +607,7 @@ def test_plans_are_committed_in_turn() -> None:
     with pytest.raises(RuntimeError, match="not committed"):
         rig.scheduler.plan()
     rig.commit(plan, plan.run(rig.engine))
-    with pytest.raises(RuntimeError, match="made last"):
+    with pytest.raises(RuntimeError, match="not the last plan"):
         rig.commit(plan, [])
 
 

@@ -18,9 +18,7 @@ from cairn.types.errors import InvalidRequest
 from cairn.types.outputs import FinishReason
 from cairn.types.request import Grammar, OutputFormat, Request, SamplingExtras, SamplingParams
 from cairn.types.step import Pending
-from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
-from cairn.worker.grammar_matcher import Masks
-from cairn.worker.grammar_matcher import BudgetMatcher
+from cairn.worker.grammar_matcher import BudgetMatcher, CompiledGrammar, GrammarMatcher, Masks
 from tests.scheduler.test_scheduler import Rig
 from tests.text.walks import checked
 

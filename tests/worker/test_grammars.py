@@ -24,9 +24,8 @@ from cairn.types.errors import DeadlineExceeded, InvalidRequest
 from cairn.types.outputs import FinishReason
 from cairn.types.request import Grammar, Request, SamplingParams
 from cairn.worker import grammar_matcher
-from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
+from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher, Masks
 from cairn.worker.grammars import Grammars, ReadyRequest
-from cairn.worker.grammar_matcher import Masks
 from tests.scheduler.test_scheduler import Rig
 from tests.service import tiny
 from tests.text import text_models

@@ -17,10 +17,8 @@ from cairn.text.grammar.grammar import Shape, Structure
 from cairn.types.errors import InvalidRequest
 from cairn.types.outputs import FinishReason
 from cairn.types.request import Grammar, OutputFormat, Request, SamplingExtras, SamplingParams
-from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
+from cairn.worker.grammar_matcher import BudgetMatcher, CompiledGrammar, GrammarMatcher, Masks
 from cairn.worker.grammars import Grammars, ReadyRequest
-from cairn.worker.grammar_matcher import Masks
-from cairn.worker.grammar_matcher import BudgetMatcher
 from tests.agents.house import Heard, House, hear, house, talking_model
 from tests.scheduler.test_scheduler import Rig
 from tests.service.tiny import VOCAB
