@@ -19,7 +19,6 @@ HEART = [
 HEART += [
     "kv/pool/blocks.py",
     "kv/pool/prefix.py",
-    "kv/pool/attention_window.py",
     "kv/pool/cache.py",
     "kv/pool/sequence_kv.py",
     "kv/pool/waiters.py",
@@ -30,14 +29,13 @@ OUTSIDE |= {"tempfile", "threading", "time", "uuid", "numpy", "torch"}
 ALLOWED = {
     "types.errors",
     "types.outputs",
+    "types.model_spec",
     "types.request",
-    "types.sampling_params",
     "types.stats",
     "system.interfaces",
     "types.step",
     "kv.pool.blocks",
     "kv.pool.prefix",
-    "kv.pool.attention_window",
     "kv.pool.cache",
 }
 ALLOWED |= {

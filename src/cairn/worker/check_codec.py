@@ -16,7 +16,7 @@ import cairn
 from cairn.config.config import Config
 from cairn.config.paths import expanded, with_folder
 from cairn.kv.disk.codec import Q8, state_groups
-from cairn.kv.disk.codec_check import POOL_Q8, POSITIONS, Comparison, compare, foretell, judged, remember
+from cairn.kv.disk.codec_check import POOL_Q8, POSITIONS, Comparison, compare, judged, predict, remember
 from cairn.kv.disk.folder import open_folder
 from cairn.models.hub.hub import locate
 from cairn.models.spec.config import check_decodes, load_spec
@@ -88,7 +88,7 @@ def _compare_pools(config: Config, folder: Path, tokens: list[int]) -> tuple[Mod
         try:
             if dtype == "q8" and engine.info.kv_dtype != "int8":
                 raise ConfigError(f"kv_dtype: the engine {config.engine} has no q8 pool", field="kv_dtype")
-            predictions.append(foretell(engine, tokens))
+            predictions.append(predict(engine, tokens))
             infos.append(engine.info)
         finally:
             engine.close()
