@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_info
 
-from cairn.kernels import kv_codes, latent, recurrent, streams
+from cairn.kernels import kv_codes, latent, recurrent
 from cairn.kernels.base import Packed
 from cairn.kernels.blas import TILE, one_blas_thread, project
 from cairn.kernels.elementary import cos_sin, exp, expm1, log, log1p, tanh
@@ -424,7 +424,11 @@ class ReferenceKernels(HostStorage):
         shares[:] = 1
 
     def mix_streams(self, x: Floats, parts: Floats, out: Floats) -> None:
-        streams.mix(x, parts, out)
+        count = x.shape[1]
+        out[:] = x
+        for stream in range(count):
+            for other in range(count):
+                out[:, stream] += parts[:, stream * count + other, None] * x[:, other]
 
     def correct_streams(self, given: Floats, parts: Floats, active: int, x: Floats) -> None:
         x += (parts + np.float32(1))[:, :, None] * (given - x[:, active])[:, None]
@@ -439,10 +443,16 @@ class ReferenceKernels(HostStorage):
         out[:, first:] += x[:, None]
 
     def match_magnitude(self, like: Floats, x: Floats) -> None:
-        streams.match_magnitude(like, x)
+        wanted, present = (np.square(one).sum(axis=-1, keepdims=True) / np.float32(x.shape[1]) for one in (like, x))
+        x *= np.sqrt(wanted)
+        x /= np.sqrt(np.maximum(present, np.float32(1e-5)))
 
     def sparsify(self, gates: Floats, factor: float) -> None:
-        streams.sparsify(gates, factor)
+        width = gates.shape[1] // 2
+        own = np.ascontiguousarray(gates[:, :width])
+        mean = own.sum(axis=-1, keepdims=True) / np.float32(width)
+        spread = np.square(own - mean).sum(axis=-1, keepdims=True) / np.float32(width)
+        gates[:, :width] = np.maximum(own - (mean + np.sqrt(spread) * np.float32(factor)), np.float32(0))
 
     def scale_columns(self, x: Floats, weight: Floats, out: Floats) -> None:
         out[:] = x * weight
