@@ -20,7 +20,6 @@ from typing import NoReturn
 import msgspec
 import xxhash
 
-import cairn
 from cairn.config.config import Config, TenantTurns
 from cairn.models.hub.hub import locate
 from cairn.system.posix import without_secrets
@@ -164,7 +163,7 @@ def code_digest() -> bytes:
 
     Raise OSError if one cannot be read.
     """
-    folder = Path(cairn.__file__).parent
+    folder = Path(__file__).parents[1]
     digest = xxhash.xxh3_128()
     walk = os.walk(folder, onerror=_refuse)  # `rglob` leaves out what it cannot read
     for path in sorted(Path(place, name) for place, _, names in walk for name in names):

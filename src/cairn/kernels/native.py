@@ -528,7 +528,7 @@ def _numbers(form: str) -> tuple[bool, bool]:
 
 
 def _matrix_part(weight: NDArray[Any] | Packed) -> tuple[Any, ...]:
-    """Convert a matrix part to the module's arguments: format, floats or codes, scales, minima, and super-blocks' own."""
+    """Convert a matrix part to the module's arguments: format, codes, scales, minima, and the super-blocks' own."""
     if isinstance(weight, RowBlocks):
         return weight.kind, _carried(weight.blocks), None, None, None, None
     if not isinstance(weight, Quantized):

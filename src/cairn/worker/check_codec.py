@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-import cairn
 from cairn.config.config import Config
 from cairn.config.paths import expanded, with_folder
 from cairn.kv.disk.codec import Q8, state_groups
@@ -131,7 +130,7 @@ def _codec(spec: ModelSpec, engine: Engine) -> Q8:
 def _tokens(tokenizer: Tokenizer, text: Path | None) -> list[int]:
     """Return the first 2,001 tokens of the text: one more than is predicted."""
     if text is None:
-        sources = sorted((Path(cairn.__file__).parent / "entrypoints").glob("*.py"))
+        sources = sorted((Path(__file__).parents[1] / "entrypoints").glob("*.py"))
         content = "\n".join(source.read_text(encoding="utf-8") for source in sources)
     else:
         try:
