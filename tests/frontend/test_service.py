@@ -847,6 +847,6 @@ async def test_too_little_memory_for_the_pool_is_told_with_the_option(
         raise MemoryError
 
     monkeypatch.setattr("cairn.engine.device.load_engine", load)
-    with pytest.raises(ModelError, match=r"use --kv-gb for less of it, .* \(ulimit -v\)"):
+    with pytest.raises(ModelError, match=r"lower --kv-gb, .* \(ulimit -v\)"):
         await Service.start(config(folder), in_process=True)
     assert "Traceback" not in capfd.readouterr().err
