@@ -244,7 +244,7 @@ _OPEN = "Everyone who can reach this address can use it: no API key is set."
 def _announce(url: str, others: Sequence[str], service: Service, config: Config) -> None:
     everyone = not has_keys(config) and not is_local(config.host)
     if config.log_format == "json":  # for programs: facts, and nothing to try
-        facts = {"model": service.name, "url": url, "other_urls": list(others)}
+        facts = {"model": service.name, "url": url, "other_urls": list(others), "device": service.info.device}
         log.info("serves %s at %s", service.name, url, extra={FACTS: facts})
         if everyone:
             log.warning(_OPEN)
@@ -253,6 +253,7 @@ def _announce(url: str, others: Sequence[str], service: Service, config: Config)
     route, given = _TRY[service.spec.kind]
     body = f'{{"model": "{service.name}", {given}}}'
     _say(config, f"Cairn serves [bold]{escape(service.name)}[/bold] at [bold]{url}/v1[/bold]. Ctrl-C ends it.")
+    _say(config, f"It is computed on {escape(service.info.device)} ({escape(service.info.device_text)}).")
     if others:
         _say(config, f"From other machines: {', '.join(f'{other}/v1' for other in others)}")
     if config.page:

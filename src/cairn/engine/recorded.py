@@ -141,6 +141,7 @@ class RecordedEngine:
             max_tokens=config.step_tokens,
             identity=identity(spec, self._kernels, form, dtype),
             device=devices.resolved(config.device),
+            device_text=devices.report(config.device, config.kernels).sentence,
             overlaps=self._stream.depth > 0,
         )
 

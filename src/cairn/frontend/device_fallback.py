@@ -27,16 +27,21 @@ class DeviceFallback:
         self.sentence = ""
         """Why the CPU computes instead of the device that was asked for; empty while it does not."""
 
-    def failed(self, why: str) -> None:
-        """Note that a step on the device failed, or that it was not there any more when a worker was to use it."""
-        now = self._clock.now()
+    def failed(self, why: str) -> str:
+        """Note that a step on the device failed, or that it was not there any more when a worker was to use it.
+
+        Returns a sentence for the answers that have begun, where the CPU computes the rest of them from now on.
+        """
+        now, moved = self._clock.now(), ""
         if now - self._failed_at < TOGETHER and not self.sentence:
             self.sentence = (
                 f"the device {self._device} failed twice ({why}); the CPU computes until the server is restarted: "
                 "answers that had begun go on with its numbers"
             )
             log.error("%s", self.sentence)
+            moved = f"the device {self._device} failed twice; the CPU computed the rest of this answer"
         self._failed_at = now
+        return moved
 
     def load(self, load: wire.LoadModel) -> wire.LoadModel:
         """Return what the next worker is to load: the same, or on the CPU with a pool for its memory."""

@@ -127,6 +127,7 @@ class RequestState:
         "first_at",
         "last_at",
         "limit",
+        "moved",
         "mu",
         "prompt_logprobs",
         "read_at",
@@ -152,6 +153,8 @@ class RequestState:
         """Every token of the answer so far, also what was generated before."""
         self.mu = request.mu
         """Mirostat's state after `tokens`, where that is on."""
+        self.moved = ""
+        """A sentence, once another device has computed the rest after the one that began it failed."""
         self.limit = len(request.prompt) + request.sampling.max_tokens
         """Tokens, the prompt's included, that it may grow to as it was let in: an end below is none of its own."""
         self.prompt_logprobs = 0
@@ -255,6 +258,7 @@ class RequestState:
                 timing=timing or Timing(),
                 vector=self.vector,
                 unread_call=self.text.unread_call,
+                moved=self.moved,
             )
             self._events.append(end)
 

@@ -39,6 +39,11 @@ def troubles(models: Models) -> list[str]:
     return found + [f"{one.name} cannot be loaded" for one in models.models if one.state == "failed"]
 
 
+def devices(models: Models) -> list[str]:
+    """Return the names of the devices that loaded models are computed on, each once."""
+    return list(dict.fromkeys(loaded.service.info.device for _, loaded in models.loaded()))
+
+
 def metrics(models: Models) -> Iterator[tuple[str, str, str, list[tuple[str, float]]]]:
     """What is measured of the models themselves: kind, name, help, and a value for each that was ever loaded."""
     ever = [one for one in models.models if one.loads or one.failures]

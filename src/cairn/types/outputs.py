@@ -151,6 +151,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     """float32, of a request that wants a hidden state."""
     unread_call: bool = False
     """Something in the text began as a call of a tool does and could not be read as one, or as a whole one."""
+    moved: str = ""
+    """A sentence, where the device failed that began the choice and another one computed the rest."""
 
 
 Event = Delta | Done

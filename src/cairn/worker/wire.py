@@ -120,6 +120,10 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     """Changes with everything that could change a number: weights, tokenizer, kernels, how KV is stored."""
     note: str = ""
     """What loading did to the model's numbers, if anything: a sentence for the log."""
+    device: str = ""
+    """Name of the device that computes."""
+    device_text: str = ""
+    """What it is and what computes on it, for a person."""
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):

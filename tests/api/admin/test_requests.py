@@ -219,7 +219,7 @@ async def test_health_for_people_who_know_llama_server() -> None:
         assert loading["status"] == "loading model" and loading["error"]["message"] == "Loading model"
         assert (await http.get("/version")).json()["version"]
         service = at.app.service = ScriptedService()  # type: ignore[assignment]
-        assert (await http.get("/health")).json() == {"status": "ok", "reasons": [], "troubles": []}
+        assert (await http.get("/health")).json() == {"status": "ok", "reasons": [], "troubles": [], "devices": ["cpu"]}
         assert (await http.head("/health")).status_code == 200
         service.reasons = ["requests hold 95% of the KV pool"]
         full = await http.get("/health")

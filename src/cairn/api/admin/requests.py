@@ -25,7 +25,7 @@ from cairn.frontend.sampler_order import ORDERS
 from cairn.frontend.service import Service
 from cairn.router import model_health
 from cairn.router.models import Models
-from cairn.router.served_model import ServedModel
+from cairn.router.served_model import LoadedModel, ServedModel
 from cairn.system.metrics import CONTENT_TYPE, ServerMetrics
 from cairn.types.errors import NotFound
 from cairn.types.stats import Swept
@@ -143,6 +143,7 @@ class Admin:
             "status": {"value": _STATUS[model.state]},
             **({"aliases": list(model.config.alias)} if model.config.alias else {}),
             **({"memory_bytes": model.held} if model.held else {}),
+            **({"device": _device(model.loaded)} if model.loaded is not None else {}),
             **({"error": model.failure} if model.state == "failed" else {}),
         }
 
@@ -206,6 +207,12 @@ _STATUS = {
     "failed": "failed",
 }
 """What llama-server calls a model's state."""
+
+
+def _device(loaded: LoadedModel) -> dict[str, str]:
+    """Return the device that computes a model, by name and in words."""
+    info = loaded.service.info
+    return {"name": info.device, "description": info.device_text}
 
 
 def context_of(model: ServedModel) -> int | None:
