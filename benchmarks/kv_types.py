@@ -1,7 +1,7 @@
-"""What float16 KV costs in speed beside bfloat16: python benchmarks/kv_types.py [--kernels NAME] [--rounds N]
+"""What f16 and q8 KV cost in speed beside bf16: python benchmarks/kv_types.py [--kernels NAME] [--rounds N]
 
 Attention alone is timed, over KV that no cache holds: nothing else of a step reads KV, so a row of `cairn bench` is
-slower or faster by less than is shown here. The two types, and a second pool of bfloat16, take turns on one thread, and
+slower or faster by less than is shown here. The types, and a second pool of bfloat16, take turns on one thread, and
 what counts is the time that the thread computed, so that a machine that is busy with something else disturbs little.
 Told are the median of the rounds' ratios, the middle half of them, and, from the second pool, the same of the noise.
 """
@@ -17,14 +17,21 @@ import numpy as np
 
 from cairn.engine.machine import cpu_name
 from cairn.kernels.choose import chosen
+from cairn.kernels.kv_codes import row_bytes
 from cairn.kernels.native import NativeKernels
 from cairn.types.block_size import BLOCK_TOKENS
 
-DTYPES = ("float16", "bfloat16", "bfloat16")
+TYPES = {"f16": "float16", "q8": "int8", "bf16": "bfloat16"}
 LAYERS = 4
 SHAPES = {"qwen3-0.6b": (16, 8, 128), "llama-3.2-1b": (32, 8, 64), "SmolLM2-135M": (9, 3, 64)}
 """Heads, heads of KV, size of a head."""
-WORK = (("decode 1", 1, 1, 512), ("decode 1", 1, 1, 4096), ("decode 8", 8, 1, 2048), ("prefill", 1, 64, 2048))
+WORK = (
+    ("decode 1", 1, 1, 512),
+    ("decode 1", 1, 1, 4096),
+    ("decode 8", 8, 1, 2048),
+    ("decode 8", 8, 1, 4096),
+    ("prefill", 1, 64, 2048),
+)
 """Sequences, tokens of each, context before."""
 
 
@@ -36,13 +43,14 @@ def main() -> None:
     asked = parser.parse_args()
     kernels = NativeKernels(chosen(asked.kernels), 1)
     print(f"{cpu_name()}, {chosen(asked.kernels)} kernels, {asked.rounds} rounds\n")
-    print("| attention of | at | f16 beside bf16 | middle half | bf16 beside bf16 | middle half |")
-    print("|---|---|---|---|---|---|", flush=True)
+    print("| attention of | at |" + "".join(f" {name} beside bf16 | middle half |" for name in TYPES))
+    print("|---|---|" + "---|---|" * len(TYPES), flush=True)
     for shape, sizes in SHAPES.items():
         for name, rows, tokens, depth in WORK:
-            calls = [_call(kernels, dtype, sizes, rows, tokens, depth) for dtype in DTYPES]
-            half, plain, other = zip(*_rounds(calls, asked.rounds), strict=True)
-            print(f"| {shape}, {name} | {depth} | {_told(half, plain)} | {_told(other, plain)} |", flush=True)
+            calls = [_call(kernels, dtype, sizes, rows, tokens, depth) for dtype in (*TYPES.values(), "bfloat16")]
+            *every, plain = zip(*_rounds(calls, asked.rounds), strict=True)
+            told = " | ".join(_told(one, plain) for one in every)
+            print(f"| {shape}, {name} | {depth} | {told} |", flush=True)
 
 
 def _call(
@@ -51,9 +59,22 @@ def _call(
     """Attention of one step in every layer."""
     heads, kv_heads, size = sizes
     blocks = -(-(depth + tokens) // BLOCK_TOKENS)
-    kv = kernels.allocate((rows * blocks, LAYERS, 2, kv_heads, BLOCK_TOKENS, size), dtype)
+    width = row_bytes(size) if dtype == "int8" else size
+    kv = kernels.allocate((rows * blocks, LAYERS, 2, kv_heads, BLOCK_TOKENS, width), dtype)
     random = np.random.default_rng(1)
-    kv[:] = random.normal(0, 1, kv.shape[1:]).astype(kv.dtype)
+    numbers = random.normal(0, 1, (*kv.shape[1:5], size))
+    if dtype == "int8":
+        # Codes as large as those of such numbers, and their scales, in the order of the kernels: these come first.
+        page = kv.reshape(*kv.shape[:4], -1)
+        page[:] = (
+            np.clip(np.rint(numbers * 40), -127, 127)
+            .astype(np.int8)
+            .repeat(2, axis=-1)
+            .reshape(*page.shape[1:4], -1)[..., : page.shape[-1]]
+        )
+        page[..., : 4 * BLOCK_TOKENS].view(np.float32)[:] = 1 / 40
+    else:
+        kv[:] = numbers.astype(kv.dtype)
     query = random.normal(0, 1, (rows * tokens, heads, size)).astype(np.float32)
     out = np.empty((rows * tokens, heads * size), np.float32)
     places = np.array([(row * tokens, tokens, depth) for row in range(rows)], np.int32)

@@ -29,6 +29,7 @@ NAMES |= {"Ministral3ForCausalLM": "mistral3", "DeepseekV2ForCausalLM": "deepsee
 NAMES |= {"DeepseekV3ForCausalLM": "deepseek2", "Glm4MoeLiteForCausalLM": "deepseek2"}
 NAMES |= {"Mistral4ForCausalLM": "mistral4", "Llama4ForCausalLM": "llama4", "ApertusForCausalLM": "apertus"}
 NAMES |= {"Gemma4ForCausalLM": "gemma4", "Gemma3nForCausalLM": "gemma3n"}
+NAMES |= {"Exaone4ForCausalLM": "exaone4", "Glm4ForCausalLM": "glm4"}
 INTERLEAVED = ("llama4", "llama", "granite", "granitehybrid", "smollm3", "mistral3")
 NAMES |= {"Qwen3_5ForCausalLM": "qwen35", "Qwen3_5MoeForCausalLM": "qwen35moe", "Qwen3NextForCausalLM": "qwen3next"}
 NAMES |= {"Lfm2ForCausalLM": "lfm2", "Lfm2MoeForCausalLM": "lfm2moe", "GraniteMoeHybridForCausalLM": "granitehybrid"}
@@ -159,6 +160,10 @@ def others(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if arch in ("gpt-oss", "olmo2") and config.get("sliding_window"):
         found["attention.sliding_window"] = config["sliding_window"]
+    if arch == "exaone4" and config.get("sliding_window"):
+        period, layers = config["sliding_window_pattern"], config["num_hidden_layers"]
+        found["attention.sliding_window"] = config["sliding_window"]
+        found["attention.sliding_window_pattern"] = [(layer + 1) % period > 0 for layer in range(layers)]
     if arch == "granite":
         found |= {
             "attention.scale": config["attention_multiplier"],

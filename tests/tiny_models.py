@@ -295,6 +295,17 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"sliding_window": 20, "num_hidden_layers": 4},
         "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
     },
+    "exaone 4": {
+        "architecture": "Exaone4ForCausalLM",
+        **{"num_hidden_layers": 4, "sliding_window": 20, "sliding_window_pattern": 2},
+        "rope_scaling": LLAMA3,
+    },
+    "exaone 4 without a window": {
+        "architecture": "Exaone4ForCausalLM",
+        **{"num_hidden_layers": 3, "sliding_window": None, "layer_types": ["full_attention"] * 3},
+        "tie_word_embeddings": True,
+    },
+    "glm 4": {"architecture": "Glm4ForCausalLM", "head_dim": 20, "partial_rotary_factor": 0.4, "eos_token_id": 3},
     "seed-oss": {
         "architecture": "SeedOssForCausalLM",
         "attention_bias": True,
@@ -349,7 +360,7 @@ def write_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields:
         "SmolLM3": "smollm3",
         "Olmo2": "olmo2",
         "Olmo3": "olmo3",
-        "SeedOss": "seed_oss",
+        **{"SeedOss": "seed_oss", "Exaone4": "exaone4", "Glm4": "glm4"},
         "Ministral3": "ministral3",
         **{"Qwen3_5": "qwen3_5_text", "Qwen3_5Moe": "qwen3_5_moe_text", "Qwen3Next": "qwen3_next"},
         **{"Lfm2": "lfm2", "Lfm2Moe": "lfm2_moe", "GraniteMoeHybrid": "granitemoehybrid"},
@@ -416,6 +427,11 @@ def write_model(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields: 
 
 
 NAMES = {
+    "Glm4ForCausalLM": {
+        ".post_attention_layernorm.": ".post_self_attn_layernorm.",
+        ".pre_feedforward_layernorm.": ".post_attention_layernorm.",
+        ".post_feedforward_layernorm.": ".post_mlp_layernorm.",
+    },
     "MixtralForCausalLM": {
         ".gate_proj.": ".w1.",
         ".up_proj.": ".w3.",
@@ -445,6 +461,8 @@ def stored(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndar
         tensors |= {f"{one}.{name}": np.array(value, np.float32) for one in layers for name, value in constants.items()}
     if spec.latent is not None:
         tensors = joined_latents(spec, tensors)
+    if spec.architecture == "Glm4ForCausalLM":
+        tensors = glm_heads(spec, fused_rows(tensors, "mlp.gate_up_proj", ("gate", "up")))
     if spec.architecture == "Phi3ForCausalLM":
         tensors = fused_rows(
             fused_rows(tensors, "self_attn.qkv_proj", ("q", "k", "v")), "mlp.gate_up_proj", ("gate", "up")
@@ -474,6 +492,19 @@ def joined_latents(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str,
             for head in range(spec.heads)
         ]
         found[f"{prefix}kv_b_proj.weight"] = np.ascontiguousarray(np.concatenate(parts))
+    return found
+
+
+def glm_heads(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Queries and keys, of whose heads the part that is turned has its pairs as neighbours."""
+    found = {}
+    for name, array in tensors.items():
+        if ".q_proj." in name or ".k_proj." in name:
+            heads = array.reshape(-1, spec.head_dim, *array.shape[1:])
+            first = turn(heads[:, : spec.turned].reshape(-1, *array.shape[1:]), spec.turned)
+            first = first.reshape(-1, spec.turned, *array.shape[1:])
+            array = np.concatenate([first, heads[:, spec.turned :]], axis=1).reshape(array.shape)
+        found[name] = np.ascontiguousarray(array)
     return found
 
 

@@ -125,7 +125,7 @@ async def test_an_agent_whose_time_is_over_is_gone_at_once_and_its_id_can_be_had
         with pytest.raises(NotFound):
             at.agent("ada")
         assert listed() == ["bob"]
-        at.book.find("me", "ada", over=True).open_requests += 1  # a request in its name runs still
+        at.book.find("me", "ada", expired=True).open_requests += 1  # a request in its name runs still
         assert at.numbers("ada") == [1]
         at.agent("ada").open_requests -= 1
         await at.make("ada")

@@ -20,10 +20,10 @@ import pytest
 from cairn.agents.agents import Agents
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.log import Log
-from cairn.agents.log.records import EndRecord, SavingsRecord, TokensRecord
+from cairn.agents.log.records import EndRecord, Savings, SavingsRecord, TokensRecord
 from cairn.agents.log.segment import Record
 from cairn.agents.savings import LINES
-from cairn.agents.types import Savings, TurnInfo
+from cairn.agents.types import TurnInfo
 from cairn.frontend.service import Service
 from cairn.text.chat.message_builder import MessageBuilder
 from cairn.text.chat.prompt import Sampled
@@ -318,9 +318,9 @@ async def test_nothing_is_forked_off_an_agent_before_it_is_durable(
         while at.agents._agents.registry.find("default", "new") is None:
             await asyncio.sleep(0.001)
         monkeypatch.setattr(at.agents.writer, "sync", sync)
-        with pytest.raises(Conflict, match="agent new is being made"):
+        with pytest.raises(Conflict, match="agent new is being created"):
             await at.agents.fork("default", "new", new_id="eve")
-        with pytest.raises(Conflict, match="agent new is being made"):
+        with pytest.raises(Conflict, match="agent new is being created"):
             await at.begin("new", "two", fork_on_conflict=True)
         refused.set()
         with pytest.raises(Unavailable):

@@ -20,12 +20,11 @@ from cairn.agents.archive import Archive
 from cairn.agents.content import Branch, Content, digest
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.log import Log
-from cairn.agents.log.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, pack
+from cairn.agents.log.records import AgentRecord, EndRecord, Savings, SavingsRecord, TurnRecord, pack
 from cairn.agents.log.segment import Record, SegmentHeader, encode_header, encode_record
 from cairn.agents.log.writer import Writer
 from cairn.agents.portable import read
 from cairn.agents.turn_tree import Agent, Turn
-from cairn.agents.types import Savings
 from cairn.types.errors import ContextTooLong, InvalidRequest
 from cairn.types.stats import Placed
 from tests.agents.house import house

@@ -13,7 +13,7 @@ from cairn.agents import portable
 from cairn.agents.archive import Archive
 from cairn.agents.content import Content
 from cairn.agents.log.index import RecordKind
-from cairn.agents.log.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, decode, pack
+from cairn.agents.log.records import AgentRecord, EndRecord, Savings, SavingsRecord, TurnRecord, decode, pack
 from cairn.agents.log.segment import (
     HEADER_BYTES,
     Record,
@@ -25,7 +25,6 @@ from cairn.agents.log.segment import (
 )
 from cairn.agents.portable import count_values, read
 from cairn.agents.turn_tree import Turn
-from cairn.agents.types import Savings
 from cairn.types.errors import CairnError, Conflict, InvalidRequest
 from cairn.types.sampling_params import SamplingParams
 from cairn.types.stats import Miss
@@ -222,7 +221,7 @@ async def test_a_forged_file_is_refused_where_it_does_not_fit_together(folder: P
         with pytest.raises(CairnError) as caught:
             read(forged(data, change), vocab, identity)
         assert caught.value.status == 400, n
-    with pytest.raises(InvalidRequest, match="not those of its prompt"):
+    with pytest.raises(InvalidRequest, match="do not match its digest"):
         read(data, 100, identity)
     assert read(data, 100, b"another model")
 
@@ -252,7 +251,7 @@ async def test_nothing_that_was_asked_for_comes_in_with_a_file(folder: Path) -> 
         asked = with_turn(1, sampling=SamplingParams(max_tokens=5, top_k=1 << 40), stop=("x",), engine=b"")
         await at.agents.import_agent("default", forged(data, asked), "eve")
         for _ in range(2):
-            with pytest.raises(Conflict, match="came from a file"):
+            with pytest.raises(Conflict, match="was imported"):
                 await at.agents.resume("default", "eve", request=at.service.next_id())
             await at.again()
 

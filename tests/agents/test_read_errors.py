@@ -240,7 +240,7 @@ async def test_a_start_leaves_out_a_turn_of_which_only_the_answer_is_left_and_sa
         hurt(at, b"ada: the second message")
         await at.again(clean=True)
         assert [turn.number for turn in await at.agents.turns("default", "ada")] == [1]
-        assert "1 turns cannot be read: damage cost their agents, or what came before them" in caplog.text
+        assert "1 turns cannot be reached: damage to the log has lost their agents or earlier turns" in caplog.text
         assert (await at.say("ada", "more")).done is not None
 
 
@@ -412,7 +412,7 @@ async def test_an_agent_whose_head_is_lost_never_stands_at_anothers_turn(folder:
         await at.agents.fork("default", "ada", turn=2, new_id="fay")
         for tenant, id, head in (("other", "eve", 3), ("default", "fay", 2)):
             agent = at.agents._find(tenant, id)
-            assert (agent.record.under, agent.record.pinned, agent.head.number) == (agent.head.under, False, head)
+            assert (agent.record.under, agent.record.pinned, agent.head.number) == (agent.head.parent_key, False, head)
         eve = at.agents._find("other", "eve")
         lost = msgspec.structs.replace(eve.record, head=1 << 40, under=theirs.key)
         await at.agents.writer.sync(at.agents.writer.record(RecordKind.AGENT, lost, eve.key))
@@ -455,5 +455,5 @@ async def test_turns_behind_a_lost_one_are_looked_at_once(folder: Path) -> None:
     began = Counted({key: TurnRecord(agent=1, number=key, parent=key - 1) for key in range(2, turns)})
     registry = AgentRegistry()
     for _ in range(2):
-        assert all(registry._grow(key, began, missing) is None for key in began)
+        assert all(registry._build_turn(key, began, missing) is None for key in began)
     assert looked < 5 * turns

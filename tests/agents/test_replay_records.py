@@ -100,16 +100,16 @@ def filled(count: int) -> ReplayRecords:
 def test_the_oldest_go_when_there_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replays_module, "KEEP_BYTES", 50_000)
     kept = filled(100)
-    gone = kept.over(100.0)
+    gone = kept.expired(100.0)
     assert gone == list(range(1, len(gone) + 1)) and 51 <= len(gone) <= 54
-    assert kept.over(101.0) == []
+    assert kept.expired(101.0) == []
 
 
 def test_the_oldest_go_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """However short they are: each takes memory."""
     monkeypatch.setattr(replays_module, "KEEP_COUNT", 50)
-    assert filled(54).over(100.0) == []
-    assert filled(60).over(100.0) == list(range(1, 11))
+    assert filled(54).expired(100.0) == []
+    assert filled(60).expired(100.0) == list(range(1, 11))
 
 
 def test_another_models_answers_wait_and_damage_is_left_out() -> None:

@@ -17,14 +17,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from typer.testing import CliRunner
 
 from cairn.cli import app, main
-from cairn.cli.chat import Conversation
 from cairn.cli.client import Client
+from cairn.cli.conversation.conversation import Conversation
+from cairn.cli.conversation.line_reader import PipeReader
 from cairn.cli.generate import write
 from cairn.config.config import Config
 from cairn.config.option import options
@@ -51,6 +53,7 @@ def elsewhere(tmp_path, monkeypatch):
 def process(*arguments: str, **more) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
     command = [sys.executable, "-c", MAIN, *arguments]
+    more.setdefault("stdin", subprocess.DEVNULL)  # a pipe that is never closed would be read
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **more)
 
 
@@ -90,21 +93,49 @@ def test_help_lists_the_commands_and_no_others():
     assert names == models | servers | {"serve", "chat", "run", "generate", "embed", "doctor", "bench"} | {
         "config",
         "version",
+        "man",
     }
     shown = CliRunner().invoke(app, ["--help"])
     assert shown.exit_code == 0
-    assert all(f" {name} " in shown.output or f"`{name}`" in shown.output for name in names - {"stop"})
+    assert all(f" {name} " in shown.output or f"`{name}`" in shown.output for name in names)
 
 
 def test_serve_has_a_flag_for_every_option():
     """Known failure 50: the flags are the fields of Config, each with its help and bounds."""
-    shown = " ".join(CliRunner().invoke(app, ["serve", "--help"]).output.replace("│", " ").split())
+    shown = " ".join(CliRunner().invoke(app, ["serve", "--help-all"]).output.replace("│", " ").split())
     for option in options():
         if option.name == "models":  # which are arguments
             continue
         assert (option.flag in shown) or option.name == "model"
         assert option.help.split(";")[0] in shown
         assert option.panel in shown
+
+
+def test_help_shows_some_twenty_options_in_groups():
+    """`--help-all` shows the rest, and every one of them can be given, shown or not."""
+    few, all_of_them = (CliRunner().invoke(app, ["serve", name]).output for name in ("--help", "--help-all"))
+    shown = [option.name for option in options() if f" {option.flag} " in few]
+    assert 15 <= len(shown) <= 25 and {"port", "context", "api_key", "tls_cert"} <= set(shown)
+    assert len(few.splitlines()) < 100 < len(all_of_them.splitlines())
+    assert "--help-all" in few and "--max-queue" not in few and "--max-queue" in all_of_them
+    assert "max_queue\t7\t--max-queue" in run("config", "--max-queue", "7").stdout
+    assert "--help-all" not in CliRunner().invoke(app, ["ps", "--help"]).output, "it has few, and shows them all"
+
+
+def test_manual_pages_have_every_option_and_are_good_roff(elsewhere):
+    assert run("man", "--write", "pages").stdout.endswith("pages in pages\n")
+    page = (elsewhere / "pages/cairn-serve.1").read_text()
+    for option in options():
+        if option.name not in ("model", "models"):
+            assert option.flag.replace("-", "\\-") in page
+    assert {"cairn.1", "cairn-chat.1", "cairn-cache-stats.1"} <= {path.name for path in (elsewhere / "pages").iterdir()}
+    assert run("man", "serve").stdout == page and "[dim]" not in page
+    assert "there is no command brew" in sentence(run("man", "brew"))
+    if shutil.which("groff"):
+        pages = sorted(map(str, (elsewhere / "pages").glob("*.1")))
+        command = ["groff", "-man", "-ww", "-z", *pages]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_help_loads_nothing_heavy():
@@ -150,6 +181,16 @@ def test_config_shows_how_the_model_is_sampled_and_who_says_so():
     assert rows["sampling.temperature"] == ("0", "generation_config.json")
     assert rows["sampling.top_k"] == ("40", "default")
     assert rows["sampling.repetition_penalty"] == ("1", "default")
+
+
+def test_config_shows_which_sampling_options_say():
+    done = run("config", "--default-temperature", "0.3", "--default-top-k", "0")
+    rows = {line.split("\t")[0]: tuple(line.split("\t")[1:]) for line in done.stdout.splitlines()}
+    assert rows["default_temperature"] == ("0.3", "--default-temperature")
+    assert (rows["sampling.temperature"], rows["sampling.top_k"]) == (("0.3", "options"), ("0", "options"))
+    assert rows["sampling.top_p"] == ("0.95", "default")
+    done = run("config", "--default-top-p", "1.5")
+    assert done.returncode != 0 and "default-top-p" in done.stderr
 
 
 def test_a_switch_can_be_turned_off_again(elsewhere):
@@ -358,7 +399,9 @@ def test_ctrl_c_at_any_time_ends_no_conversation(monkeypatch, capsys):
 def test_prompts_are_talk_where_stdout_is_a_file(monkeypatch, capsys):
     asked = []
     monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "x")
-    assert Conversation._line("> ") == "x" and asked == [""]
+    reader = PipeReader()
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    assert reader.read() == "x" and asked == [""]
     assert capsys.readouterr() == ("", "> ")
 
 
@@ -685,6 +728,7 @@ def slow(canned):
 
 
 def start(*arguments: str, **more) -> subprocess.Popen[str]:
+    more.setdefault("stdin", subprocess.DEVNULL)
     return subprocess.Popen([sys.executable, "-c", MAIN, *arguments], text=True, **more)
 
 
@@ -741,7 +785,13 @@ class Terminal:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
         self.process = start(
-            *arguments, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, preexec_fn=control
+            *arguments,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=control,
+            env={**os.environ, "TERM": "xterm-256color"},
         )
         os.close(slave)
         self.seen = ""
@@ -758,6 +808,13 @@ class Terminal:
                 raise AssertionError(f"ended without {words!r}: {self.seen!r}") from None
         found, _, self.seen = self.seen.partition(words)
         return found
+
+    def rest(self) -> str:
+        """What is shown until the program ends."""
+        with contextlib.suppress(OSError):  # the end, as a terminal tells it
+            while data := os.read(self.master, 65536):
+                self.seen += data.decode(errors="replace")
+        return self.seen
 
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
@@ -894,6 +951,7 @@ def test_a_process_that_may_take_little_memory_says_so(tmp_path: Path) -> None:
     def run(*more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             ["bash", "-c", 'ulimit -v 1500000; exec "$@"', "x", *command, *more],
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=100,

@@ -14,9 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
-from cairn.cli import agent_chat, main
-from cairn.cli.agent_chat import AgentConversation
+from cairn.cli import main
 from cairn.cli.client import Client
+from cairn.cli.conversation import agent_conversation
+from cairn.cli.conversation.agent_conversation import AgentConversation
 from cairn.cli.output import printable
 from cairn.types.errors import CairnError, Unavailable
 from tests.api.process import served
@@ -97,7 +98,7 @@ def talk(house: House, monkeypatch: pytest.MonkeyPatch, *lines: str) -> str:
         return text
 
     monkeypatch.setattr("builtins.input", line)
-    monkeypatch.setattr(agent_chat, "_WAITS", (0.0, 0.0))
+    monkeypatch.setattr(agent_conversation, "_WAITS", (0.0, 0.0))
     client = Client("http://h")
     client.close()
     client._http = httpx.Client(transport=httpx.MockTransport(house))

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from cairn.cli.launch import ServerAddress, filled, start
+from cairn.cli.launch import ServerAddress, check_context, filled, start
 from cairn.cli.launch_table import AGENTS
-from cairn.models.hub.addresses import SHORT, plain
-from cairn.models.hub.hub import repository_of
+from cairn.types.errors import ConfigError
 from tests.api.process import served
 from tests.cli.test_cli import run
 
@@ -88,7 +87,7 @@ def launch(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[
 
 def test_an_agent_finds_the_server_that_runs(fake: dict[str, str], tmp_path: Path) -> None:
     with served() as server:
-        done = launch(fake, "claude", "--host", server.url, "--", "-p", "hi")
+        done = launch(fake, "claude", "--anyway", "--host", server.url, "--", "-p", "hi")
         assert done.returncode == 7, done.stderr
         told = json.loads(done.stdout)
         (model,) = told["models"]["data"]
@@ -102,7 +101,7 @@ def test_an_agent_finds_the_server_that_runs(fake: dict[str, str], tmp_path: Pat
 
 def test_a_server_is_started_and_ended_with_the_agent(fake: dict[str, str], tmp_path: Path) -> None:
     port = free_port()
-    done = launch(fake, "claude", "--port", str(port), "--context", "2048", "--model", "demo", "--", "x")
+    done = launch(fake, "claude", "--port", str(port), "--context", "2048", "--model", "demo", "--anyway", "--", "x")
     assert done.returncode == 7, done.stderr
     told = json.loads(done.stdout)
     assert told["window"] == "2048" and told["arguments"] == ["x"]
@@ -121,8 +120,24 @@ def test_a_server_that_does_not_start_says_why(fake: dict[str, str], tmp_path: P
     assert done.returncode == 2 and "there is no folder /nowhere" in done.stderr
 
 
-def test_short_names_are_repositories_of_the_hub() -> None:
-    assert plain("qwen3:0.6b") == "Qwen/Qwen3-0.6B-GGUF:Q8_0"
-    for name, meant in SHORT.items():
-        org, tag, _ = repository_of(name)
-        assert meant == (f"{org}:{tag}" if tag else org) and plain(meant) == meant
+def test_a_context_that_the_first_prompt_does_not_fit_is_told_before_anything_starts(
+    fake: dict[str, str], tmp_path: Path
+) -> None:
+    done = launch(fake, "claude", "--port", str(free_port()), "--model", "demo")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Claude Code's first prompt has about 17,000 to 32,000 tokens" in done.stderr
+    assert "the context of demo is 2,048 tokens" in done.stderr and "--context 40000" in done.stderr
+    assert not (tmp_path / "cache" / "cairn" / "launch" / "server").exists(), "no server was started for it"
+    with served() as server:
+        done = launch(fake, "claude", "--host", server.url)
+        assert done.returncode == 2 and "it would be refused" in done.stderr
+
+
+def test_how_a_context_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    check_context(AGENTS["claude"], False, "m", 40_000)
+    check_context(AGENTS["aider"], False, "m", 2048)
+    assert capsys.readouterr().err == ""
+    check_context(AGENTS["claude"], False, "m", 20_000)
+    assert "it may soon be full" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="codex's first prompt has about 13,000 tokens"):
+        check_context(AGENTS["codex"], False, "m", 12_000)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,8 +27,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_serve_pulls_a_short_name_that_is_not_here_and_says_so(
     model: str, fetches: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = []
-    monkeypatch.setattr(hub, "pull", lambda name, **more: done.append(f"pulled {name}"))
+    done: list[str] = []
+    monkeypatch.setattr(hub, "pull", lambda name, **more: (done.append(f"pulled {name}"), hub.demo_folder())[1])
     monkeypatch.setattr(server, "serve", lambda config, again: done.append(f"served {config.model}"))
     with pytest.raises(SystemExit) as left:
         main(["serve", model])
@@ -49,3 +51,48 @@ def test_serve_pulls_nothing_that_is_here(monkeypatch: pytest.MonkeyPatch, capsy
         main(["serve", "smollm2"])
     assert served[0].model == "smollm2" and hub.locate("smollm2") == place
     assert capsys.readouterr().err == ""
+
+
+def test_what_does_not_fit_is_said_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cairn.cli.models import check_fits
+    from cairn.engine import machine
+    from cairn.types.errors import ModelError
+
+    monkeypatch.setattr(machine, "memory_available", lambda: 4_000_000_000)
+    monkeypatch.setattr(machine, "memory_total", lambda: 8_000_000_000)
+    said: list[str] = []
+    check_fits("a/b", 3_000_000_000, False, said.append)
+    assert said == []
+    check_fits("a/b", 5_000_000_000, False, said.append)
+    assert said == ["a/b is 5.0 GB of weights; this machine has 4.0 GB of memory free, of 8.0 GB."]
+    with pytest.raises(ModelError, match=r"does not fit.*cairn pull a/b --anyway"):
+        check_fits("a/b", 20_000_000_000, False, said.append)
+    check_fits("a/b", 20_000_000_000, True, said.append)
+    check_fits("gpt-oss", 12_100_000_000, False, said.append)
+    assert len(said) == 3, "what is wanted anyway, and a model of experts, is told of and fetched"
+
+
+def test_short_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["models", "--names"])
+    rows = {line.split("\t")[0]: line.split("\t")[1:] for line in capsys.readouterr().out.splitlines()}
+    assert rows["qwen3:8b"][:2] == ["qwen3", "5 GB"] and rows["qwen3:8b"][2].startswith("https://huggingface.co/Qwen/")
+    assert rows["smollm2"][0] == "smollm2:latest" and "minilm" in rows and len(rows) > 30
+
+
+def test_bytes_that_a_vocabulary_lacks_are_said_where_the_model_comes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(hub.demo_folder(), folder)
+    text = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    vocab = text["model"]["vocab"]
+    vocab["unused"] = vocab.pop("\u0104")  # the byte 4
+    (folder / "tokenizer.json").write_text(json.dumps(text), "utf-8")
+    monkeypatch.setattr(hub, "pull", lambda name, **more: folder)
+    with pytest.raises(SystemExit):
+        main(["pull", "org/m"])
+    assert "lacks the bytes 04: they are left out of prompts" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["show", str(folder)])
+    assert "none for the bytes 04" in capsys.readouterr().out

@@ -107,7 +107,7 @@ def test_chat_talks_to_the_server_that_runs_and_says_so(running, loaded):
 
 
 def test_chat_loads_a_model_where_no_server_runs(loaded, monkeypatch):
-    monkeypatch.setattr(answer_source, "state_of", lambda url: "")
+    monkeypatch.setattr(answer_source, "state_of", lambda *_: "")
     assert run("chat").returncode == 0
     assert loaded == ["demo"]
 
@@ -154,7 +154,7 @@ def test_a_server_that_wants_a_key_is_told_of(running, loaded):
 
 def test_local_and_a_server_exclude_each_other(running):
     assert "--host names a server" in sentence(run("chat", "--local", "--host", "h:1"))
-    assert "--agent is for a server" in sentence(run("chat", "--local", "--agent", "ada"))
+    assert "cannot be given with --local" in sentence(run("chat", "--local", "--agent", "ada"))
 
 
 # ------------------------------------------------------------------------------------------------------------ run
@@ -162,13 +162,14 @@ def test_local_and_a_server_exclude_each_other(running):
 
 def test_run_answers_a_prompt_or_talks(running):
     assert run("run", "m", "hi there").stdout == "Hello you\n"
+    assert running.asked[-1][1]["repetition_stop"] is True, "nobody reads the same words for minutes"
     assert running.asked[-1][1]["messages"] == [{"role": "user", "content": "hi there"}]
     assert run("run", "m", given="hi\n").stdout == "Hello you\n"
 
 
 def test_run_pulls_what_is_not_here(running, loaded, monkeypatch):
     pulled = []
-    monkeypatch.setattr(hub, "pull", lambda model, **_: pulled.append(model))
+    monkeypatch.setattr(hub, "pull", lambda model, **_: pulled.append(model) or hub.demo_folder())
     assert run("run", "org/name").returncode == 0
     assert run("run", "demo").returncode == 0
     assert (pulled, loaded) == (["org/name"], ["org/name", "demo"])
@@ -177,7 +178,7 @@ def test_run_pulls_what_is_not_here(running, loaded, monkeypatch):
 
 
 def test_run_says_where_there_is_no_such_model(loaded, monkeypatch):
-    monkeypatch.setattr(answer_source, "state_of", lambda url: "")
+    monkeypatch.setattr(answer_source, "state_of", lambda *_: "")
     assert sentence(run("run", "nothing.gguf")) == "there is no file nothing.gguf"
 
 
@@ -203,8 +204,12 @@ def test_ps_shows_the_servers_model_and_its_load(running):
     assert "no server answers" in sentence(run("ps", "--host", "127.0.0.1:1"), 1)
 
 
-def test_stop_says_how_a_server_is_ended(running):
-    assert "keeps m for as long as it runs; end it with Ctrl-C" in sentence(run("stop", "m"))
+def test_stop_unloads_a_model_and_says_how_a_server_is_ended(running):
+    said = {"id": "m", "state": "not loaded", "model": "/models/m", "success": True}
+    running.answers["/v1/admin/models/unload"] = [(200, json.dumps(said))]
+    assert "state\tnot loaded" in run("stop", "m").stdout.splitlines()
+    assert running.asked[-1] == ("/v1/admin/models/unload", {"model": "m"})
+    assert "is ended with Ctrl-C" in sentence(run("stop"))
     assert "no server answers" in sentence(run("stop", "--host", "127.0.0.1:1"), 1)
 
 

@@ -30,6 +30,7 @@ from cairn.models.forward.decoder import build
 from cairn.models.packing.weight_format import HeldWeights, form_of
 from cairn.models.safetensors.weights import open_weights, parameters
 from cairn.models.spec.config import load_spec
+from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.errors import ModelError
 from cairn.types.layer_spec import CacheGroup
 from cairn.types.model_spec import ModelSpec
@@ -116,6 +117,27 @@ def test_kv_of_16_bits_takes_half_the_room(spec: ModelSpec) -> None:
         check_memory(spec, many, blocks, 60_000_000)
         with pytest.raises(ModelError, match="KV pool"):
             check_memory(spec, msgspec.structs.replace(many, kv_dtype="f32"), blocks, 60_000_000)
+
+
+def test_kv_of_8_bits_takes_a_byte_a_number_and_a_scale_a_row(spec: ModelSpec) -> None:
+    """Of keys and values a scale for each head, of latents two a token; states stay in float32."""
+    wide = msgspec.structs.replace(spec, head_dim=64)
+    (plain,), (small,) = block_bytes(wide, "bfloat16"), block_bytes(wide, "int8")
+    assert kv_dtype(wide, Config(kv_dtype="q8")) == "int8" and small * 128 == plain * 68
+    blocks = [pool_blocks(wide, Config(kv_gb=0.01, kv_dtype=name), 0)[0] for name in ("bf16", "q8")]
+    assert abs(blocks[1] - blocks[0] * 128 / 68) <= 2
+    groups = (
+        CacheGroup(kind="full", layers=(0,), once=True, kv_heads=1, head_dim=576),
+        CacheGroup(kind="state", layers=(1,), numbers=100),
+    )
+    latent, state = block_bytes(msgspec.structs.replace(spec, groups=groups), "int8")
+    assert (latent, state) == (BLOCK_TOKENS * (576 + 8), 400)
+    odd = msgspec.structs.replace(spec, head_dim=6)
+    with pytest.raises(ModelError, match=r"q8 holds heads of a multiple of 4 numbers, and this model has heads of 6;"):
+        kv_dtype(odd, Config(kv_dtype="q8"))
+    assert kv_dtype(msgspec.structs.replace(odd, groups=groups), Config(kv_dtype="q8")) == "int8"
+    with pytest.raises(ModelError, match=r"kv_dtype q8 is for device cpu; use kv_dtype auto on cuda"):
+        kv_dtype(wide, Config(kv_dtype="q8", device="cuda"))
 
 
 def test_a_small_model_keeps_its_kv_in_float32(spec: ModelSpec) -> None:

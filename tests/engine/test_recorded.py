@@ -52,6 +52,11 @@ def test_info_says_what_was_loaded(tmp_path: Path) -> None:
         assert narrow.info.block_bytes == tuple(size // 2 for size in info.block_bytes)
         (page,) = narrow.read_blocks(1, [3]).wait()
         assert page.nbytes == narrow.info.block_bytes[1]
+    small = load(folder, kv_dtype="q8")
+    assert small.info.kv_dtype == "int8" == str(small._kv[0].dtype)
+    assert small.info.block_bytes == tuple(size * (16 + 4) // (16 * 4) for size in info.block_bytes)
+    (page,) = small.read_blocks(1, [3]).wait()
+    assert page.nbytes == small.info.block_bytes[1]
 
 
 def test_identity_is_stable_and_names_what_can_move_a_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,16 +78,16 @@ def test_identity_is_stable_and_names_what_can_move_a_bit(tmp_path: Path, monkey
             with monkeypatch.context() as patch:
                 patch.setattr(module, name, 99)
                 found.add(recorded.identity(spec, engine._kernels, "f32", "float32"))
-        found |= {load(folder, kernels=kind, kv_dtype=name).info.identity for name in ("bf16", "f16")}
+        found |= {load(folder, kernels=kind, kv_dtype=name).info.identity for name in ("bf16", "f16", "q8")}
     forms = {load(folder, weights=form).info.identity for form in ("stored", "bf16", "int8", "int4", "f32")}
     assert len(forms) == 5 and first in forms, "auto is f32 for a model of this size"
     with monkeypatch.context() as patch:
         other = [{"user_api": "blas", "internal_api": "other", "filepath": "/lib"}]
         patch.setattr(reference, "threadpool_info", lambda: other)
         found.add(load(folder, kernels="reference").info.identity)
-    # The other model, the other BLAS, and for each kind itself, three changes and two types of KV; the default is one
-    # of the kinds.
-    assert len(found) == 2 + 6 * len(KERNELS)
+    # The other model, the other BLAS, and for each kind itself, three changes and three types of KV; the default is
+    # one of the kinds.
+    assert len(found) == 2 + 7 * len(KERNELS)
 
 
 def test_identity_does_not_depend_on_what_else_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

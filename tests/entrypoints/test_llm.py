@@ -915,3 +915,14 @@ def test_the_order_of_samplers_is_an_option_and_a_request_may_name_its_own():
         assert llm.generate("Once", **sampling).tokens == listed
         usually = ["penalties", "temperature", "top_k", "top_p", "min_p"]
         assert llm.generate("Once", samplers=usually, **sampling).tokens == usual
+
+
+def test_sampling_that_options_name_applies_where_a_request_names_none() -> None:
+    hot = {"temperature": 5.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    with LLM("demo", engine="fake") as llm:
+        asked = llm.generate("Once", seed=5, max_tokens=9, **hot).tokens
+        greedy = llm.generate("Once", seed=5, max_tokens=9).tokens
+    assert asked != greedy
+    with LLM("demo", engine="fake", **{f"default_{name}": value for name, value in hot.items()}) as llm:
+        assert llm.generate("Once", seed=5, max_tokens=9).tokens == asked
+        assert llm.generate("Once", seed=5, max_tokens=9, temperature=0.0).tokens == greedy

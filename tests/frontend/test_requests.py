@@ -88,6 +88,7 @@ def test_nothing_that_is_asked_for_is_dropped():
         "timeout",
         "first_token_timeout",
         "parallel_tool_calls",
+        "repetition_stop",  # test_repetition.py
         "progress",  # of a request, not of its sampling
         "samplers",  # test_sampler_order.py
         "reasoning_budget",  # test_reasoning_budget.py

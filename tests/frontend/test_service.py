@@ -824,7 +824,7 @@ async def test_a_start_that_fails_twice_leaves_no_error_unseen(folder: Path, tmp
     assert unseen == []
 
 
-async def test_bytes_that_the_vocabulary_lacks_are_said_at_the_start(
+async def test_bytes_that_the_vocabulary_lacks_are_no_warning_at_every_start(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = json.loads((folder / "tokenizer.json").read_text("utf-8"))
@@ -833,7 +833,7 @@ async def test_bytes_that_the_vocabulary_lacks_are_said_at_the_start(
     shutil.copytree(folder, tmp_path / "m")
     (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(text), "utf-8")
     async with serving(tmp_path / "m") as service:
-        assert "the vocabulary lacks the bytes 04: they are left out of prompts" in caplog.messages
+        assert not any("lacks" in message for message in caplog.messages)  # `cairn pull` and `cairn show` say it
         with pytest.raises(InvalidRequest, match="only bytes that the vocabulary lacks: 0x04"):
             service.tokenizer.encode_raw("\x04", "")
 

@@ -33,6 +33,8 @@ for _name in ("gemma 3, new fields", "qwen 3 moe, not normed, some layers dense"
     del FAMILIES[_name]
 for _name in ("olmo 3", "gpt-oss"):  # whose files do not say which layers have a window
     FAMILIES[_name] = FAMILIES[_name] | {"num_hidden_layers": 4, "layer_types": None}
+FAMILIES["exaone 4"] = FAMILIES["exaone 4"] | {"rope_scaling": None}  # whose factors are rounded in a file
+FAMILIES["exaone 4, all layers alike"] = MODELS["exaone 4 without a window"]
 FAMILIES["glm 4.7 flash"] = FAMILIES["glm 4.7 flash"] | {"mlp_layer_types": ["dense", "sparse", "sparse"]}
 for _name in ("mixtral", "olmo 3", "gpt-oss", "smollm 3"):  # whose usual positions a config need not say
     FAMILIES[_name] = FAMILIES[_name] | {"rope_theta": 5e5}
@@ -112,10 +114,11 @@ def unpacked(folder: Path, path: Path, target: Path) -> Path:
 
 BIG: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 TYPES = ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
-K_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ2_XXS", "IQ2_S", "IQ3_S", "IQ1_S", "TQ1_0")
+K_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ1_S", "TQ1_0")
+ROW_TYPES = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 
 
-@pytest.mark.parametrize("kind", [*TYPES, *K_TYPES])
+@pytest.mark.parametrize("kind", [*TYPES, *K_TYPES, *ROW_TYPES])
 def test_every_type_loses_nothing(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits are those of the unpacked weights in float32, bit for bit."""
     folder = write_model(tmp_path / "model", "LlamaForCausalLM", **BIG)

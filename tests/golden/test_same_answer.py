@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from cairn.kernels import blas, latent, paged, reference
+from cairn.types.errors import ModelError
 from cairn.types.step import NO_BLOCK, Row
 from tests import tiny_models
 from tests.tiny_models import GREEDY, KERNELS, MODELS, SCORED, Driver, prompt, write_model
@@ -19,11 +19,20 @@ LENGTH = 150
 CHUNKINGS = ([1] * LENGTH, [16] * 9 + [6], [64, 64, 22], [7, 100, 43], [149, 1], [3, 13, 17, 1, 1, 115])
 
 
-@pytest.fixture(params=[*product(KERNELS, ("f32", "bf16")), (KERNELS[0], "f16")], ids="-".join)
+@pytest.fixture(params=[*product(KERNELS, ("f32", "bf16", "q8")), (KERNELS[0], "f16")], ids="-".join)
 def load(request: pytest.FixtureRequest) -> Any:
     """Loads engines with one kind of kernels and one type of KV: the law holds for each."""
     kind, dtype = request.param
-    return partial(tiny_models.load, kernels=kind, kv_dtype=dtype)
+
+    def loaded(folder: Path, **options: Any) -> Any:
+        try:
+            return tiny_models.load(folder, kernels=kind, kv_dtype=dtype, **options)
+        except ModelError as refusal:
+            if "kv_dtype q8 holds heads of a multiple of 4 numbers" in str(refusal):
+                pytest.skip("q8 does not hold heads of an odd size")
+            raise
+
+    return loaded
 
 
 def same_bits(got: np.ndarray, want: np.ndarray) -> bool:
@@ -174,7 +183,8 @@ def test_what_an_earlier_owner_left_in_a_block_is_not_read(
     tokens = prompt(LENGTH)
     clean = driver.logits(tokens, [LENGTH], driver.tables(LENGTH))
     for pool in driver.engine._kv:
-        pool[:] = np.nan
+        # All bits set are a NaN of every type, and of a scale; as codes they are anything.
+        pool.reshape(-1).view(np.uint8)[:] = 255
     for chunks in ([LENGTH], [40, 1, 1, 108], [41, 2, 107]):
         assert same_bits(driver.logits(tokens, chunks, driver.tables(LENGTH)), clean)
 

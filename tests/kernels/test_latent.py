@@ -10,13 +10,14 @@ import pytest
 
 from cairn.kernels.base import Quantized
 from cairn.kernels.choose import load_kernels
+from cairn.kernels.kv_codes import row_bytes
 from cairn.types.block_size import BLOCK_TOKENS
 from tests.tiny_models import KERNELS
 
 SHAPES = [(4, 40, 8, 18, 14), (10, 64, 16, 16, 20), (7, 33, 2, 5, 3), (16, 512, 64, 128, 128)]
 """Heads, rank, turned, plain, value."""
-CLOSE = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 3e-2}
-DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+CLOSE = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 3e-2, "int8": 8e-2}
+DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int8": np.int8}
 
 
 class Case:
@@ -69,8 +70,12 @@ class Case:
     def run(self, kernels: Any, dtype: str, neighbours: bool, scale: float, fill: float = 0.0) -> list[np.ndarray]:
         """The rows together: what comes before them is written first. `fill`: what the pool holds before."""
         blocks = sum(-(-(count + start) // BLOCK_TOKENS) for count, start in self.rows) + 1
-        kv = kernels.allocate((blocks, 3, 1, 1, BLOCK_TOKENS, self.kept), dtype)
-        kv[:] = fill
+        width = row_bytes(self.kept, once=True) if dtype == "int8" else self.kept
+        kv = kernels.allocate((blocks, 3, 1, 1, BLOCK_TOKENS, width), dtype)
+        if dtype == "int8":
+            kv[:] = -1 if np.isnan(fill) else 0  # scales that are NaN
+        else:
+            kv[:] = fill
         width = max(-(-(count + start) // BLOCK_TOKENS) for count, start in self.rows)
         tables, at = np.full((len(self.rows), width), -1, np.int32), blocks - 1
         for number, (count, start) in enumerate(self.rows):
@@ -120,6 +125,20 @@ def test_it_is_attention_over_written_out_keys_and_values(
     kernels.close()
     for one, want in zip(got, case.want(neighbours, 0.3), strict=True):
         np.testing.assert_allclose(one, want, rtol=0, atol=CLOSE[dtype] * max(1.0, float(np.abs(want).max())))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", [kind for kind in KERNELS if kind != "reference"])
+def test_latents_of_8_bits_are_what_the_meaning_says(kind: str, shape: tuple[int, ...]) -> None:
+    """Rounding moves an answer by some hundredths; all kernels round alike."""
+    case = Case(shape, [(1, 130), (70, 0), (1, 0), (9, 60)] if shape[1] < 500 else [(2, 70), (3, 0)])
+    found = []
+    for name in (kind, "reference"):
+        kernels = load_kernels(name, 1)
+        found.append(case.run(kernels, "int8", True, 0.3))
+        kernels.close()
+    for one, want in zip(*found, strict=True):
+        np.testing.assert_allclose(one, want, rtol=0, atol=2e-3 * max(1.0, float(np.abs(want).max())))
 
 
 @pytest.mark.parametrize("kind", KERNELS)

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from cairn.kernels.base import GROUP, Quantized
+from cairn.kernels.codebooks import ROW_FORMATS
 from cairn.kernels.native import NativeKernels, form_of, packed_bytes
 from cairn.kernels.quantized import activation_codes
 from cairn.kernels.reference import ReferenceKernels
 from cairn.models.packing.dequant import FP4, IQ4
-from tests.kernels.test_quantized import FORMS, in_blocks, meaning, quantized
+from tests.kernels.test_quantized import FORMS, in_blocks, in_rows, in_table_blocks, meaning, quantized
 from tests.tiny_models import KERNELS
 
 VARIANTS = [name for name in KERNELS if name != "reference"]
@@ -156,6 +157,55 @@ def test_codes_of_a_table_are_bytes_in_half_the_memory(kernels: Any, table: Any,
     assert found[0] == found[1] == (codes * np.repeat(scales.astype(np.float32), 32, axis=1)).tobytes()
 
 
+def test_super_blocks_of_a_table_are_groups_of_it_in_less_memory(kernels: Any) -> None:
+    """The same bits as with the float that each whole number stands for, and as small as a file has them."""
+    small = in_table_blocks(48, 768)
+    assert small.block_scale is not None
+    scale = small.scale.astype(np.float32) * np.repeat(small.block_scale.astype(np.float32), 8, axis=1)
+    each_row_is_its_own(kernels, [small, in_table_blocks(7, 768, 1)], random(37, 768, seed=5))
+    x = np.concatenate([random(20, 768, seed=6), 127 * np.eye(768, dtype=np.float32)])
+    for rows in (1, 7, 16, len(x)):
+        want = product(kernels, x[:rows], [Quantized(8, small.codes, scale, table="iq4")])
+        assert product(kernels, x[:rows], [small]).tobytes() == want.tobytes()
+    made = kernels.matrix([small], [None])
+    assert made.nbytes == packed_bytes([(48, 768, form_of(small))]) == 48 * 3 * 136
+
+
+@pytest.mark.parametrize("kind", ROW_FORMATS)
+@pytest.mark.parametrize(("inner", "outs"), [(256, [1]), (768, [33, 7]), (1024, [50])])
+def test_rows_of_a_codebook_are_what_their_blocks_say(kernels: Any, kind: str, inner: int, outs: list[int]) -> None:
+    """Rows 1 to 37 and beyond what shares a decoded block, odd numbers of blocks and of outputs."""
+    parts = [in_rows(kind, out, inner, seed) for seed, out in enumerate(outs)]
+    each_row_is_its_own(kernels, parts, random(37, inner, seed=20))
+    x = random(300, inner, seed=21)
+    whole = product(kernels, x, parts)
+    for low, high in ((0, 128), (60, 261), (299, 300)):
+        assert product(kernels, x[low:high], parts).tobytes() == whole[low:high].tobytes()
+
+
+@pytest.mark.parametrize("kind", ROW_FORMATS)
+def test_every_row_and_sign_of_a_codebook_is_where_it_belongs(kernels: Any, kind: str) -> None:
+    """One activation at a time sees one column; a matrix is as small as its file."""
+    part, found = in_rows(kind, 48, 512), ROW_FORMATS[kind]
+    x = 127 * np.eye(512, dtype=np.float32)
+    want = meaning(x, [part])
+    np.testing.assert_allclose(product(kernels, x, [part]), want, rtol=1e-6, atol=1e-6 * np.abs(want).max())
+    made = kernels.matrix([part], [None])
+    assert made.nbytes == packed_bytes([(48, 512, form_of(part))]) == 48 * 2 * found.bytes
+    assert len(np.unique(np.abs(found.meaning(part.blocks.reshape(-1, found.bytes))[0]))) == len(np.unique(found.rows))
+
+
+@pytest.mark.parametrize("kind", ["iq2_xxs", "iq3_xxs"])
+def test_rows_with_a_scale_a_group_are_multiplied_as_codes_of_8_bits(kernels: Any, kind: str) -> None:
+    """The same bits as the same numbers in bytes, four times as large."""
+    part, found = in_rows(kind, 33, 512), ROW_FORMATS[kind]
+    codes, scale = found.meaning(part.blocks.reshape(-1, found.bytes))
+    wide = Quantized(8, codes.reshape(33, 512), scale.reshape(33, -1))
+    x = random(70, 512, seed=6)
+    for rows in (1, 7, 16, 70):
+        assert product(kernels, x[:rows], [part]).tobytes() == product(kernels, x[:rows], [wide]).tobytes()
+
+
 def test_activations_are_rounded_as_the_reference_rounds_them(kernels: Any) -> None:
     """Ties, denormals, huge numbers and groups of zeros, seen through weights that single them out."""
     x = np.zeros((6, 64), np.float32)
@@ -204,6 +254,8 @@ def test_parts_of_any_types_in_one_matrix(kernels: Any) -> None:
         in_blocks(20, 256, 4, 7),
         in_blocks(19, 256, 6, 8),
         in_blocks(9, 256, 5, 9),
+        in_table_blocks(17, 256, 10),
+        *(in_rows(kind, 5, 256, 11) for kind in ROW_FORMATS),
         random(5, 256, seed=4).astype(np.float16),
         random(18, 256, seed=5).astype(ml_dtypes.bfloat16),
     ]

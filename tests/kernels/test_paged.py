@@ -8,6 +8,7 @@ import pytest
 
 from cairn.kernels import paged
 from cairn.kernels.blas import TILE
+from cairn.kernels.kv_codes import numbers, stored
 from cairn.kernels.paged import SPAN, attend
 from cairn.types.block_size import BLOCK_TOKENS
 
@@ -74,6 +75,20 @@ def test_kv_of_16_bits_is_read_as_the_numbers_it_holds(dtype: Any) -> None:
     tables, rows = np.arange(20, dtype=np.int32)[None], np.array([(0, 70, 60)], np.int32)
     found = []
     for pool in (kv, kv.astype(np.float32)):
+        found.append(np.empty((70, 64), np.float32))
+        attend(query, pool, 0, rows, tables, 0, 0.25, found[-1])
+    assert found[0].tobytes() == found[1].tobytes()
+
+
+def test_kv_of_8_bits_is_read_as_the_numbers_it_stands_for() -> None:
+    """Codes times their scales, keys and values alike; a scale that nobody sees may be NaN."""
+    plain, query = random(20, 1, 2, 2, BLOCK_TOKENS, 16), random(70, 4, 16)
+    tables, rows = np.arange(20, dtype=np.int32)[None], np.array([(0, 70, 60)], np.int32)
+    kv = stored(plain, np.dtype(np.int8))
+    assert kv.nbytes * 3.2 == plain.nbytes and 0 < np.abs(numbers(kv) - plain).max() < 0.02
+    kv[9:, ..., 16:] = -1
+    found = []
+    for pool in (kv, np.nan_to_num(numbers(kv))):
         found.append(np.empty((70, 64), np.float32))
         attend(query, pool, 0, rows, tables, 0, 0.25, found[-1])
     assert found[0].tobytes() == found[1].tobytes()

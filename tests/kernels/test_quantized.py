@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from cairn.kernels.base import BLOCK, GROUP, Quantized
+from cairn.kernels.codebooks import ROW_FORMATS, RowBlocks
 from cairn.kernels.quantized import activation_codes, dequantized, rounded
 from cairn.kernels.reference import ReferenceKernels
+from cairn.models.packing.dequant import IQ4
 
 
 def quantized(out: int, inner: int, bits: Literal[4, 8], scale: Any, minimum: Any, seed: int = 0) -> Quantized:
@@ -26,7 +28,9 @@ def meaning(x: Any, weights: list[Any]) -> Any:
     """x @ weights in float64: rounded activations for quantised parts."""
     parts = []
     for one in weights:
-        if isinstance(one, Quantized):
+        if isinstance(one, RowBlocks):
+            parts.append(rounded(x).astype(np.float64) @ one.values().astype(np.float64).T)
+        elif isinstance(one, Quantized):
             scale, minimum = one.scale.astype(np.float64), 0 if one.minimum is None else one.minimum.astype(np.float64)
             if one.block_scale is not None:
                 scale *= np.repeat(one.block_scale, scale.shape[1] // one.block_scale.shape[1], axis=1)
@@ -51,6 +55,22 @@ def in_blocks(out: int, inner: int, bits: Literal[4, 5, 6], seed: int = 0) -> Qu
         return Quantized(6, codes, whole, None, supers[0])
     both = rng.integers(0, 64, (2, out, inner // GROUP), dtype=np.uint8)
     return Quantized(bits, codes, both[0], both[1], supers[0], supers[1])
+
+
+def in_table_blocks(out: int, inner: int, seed: int = 0) -> Quantized:
+    """Random places in the table and whole numbers over their whole range."""
+    rng = np.random.default_rng(seed)
+    whole = rng.integers(-32, 32, (out, inner // GROUP), dtype=np.int8)
+    supers = (0.01 * rng.standard_normal((out, inner // BLOCK))).astype(np.float16)
+    return Quantized(8, IQ4[rng.integers(0, 16, (out, inner))], whole, None, supers, table="iq4")
+
+
+def in_rows(kind: str, out: int, inner: int, seed: int = 0) -> RowBlocks:
+    """Random rows of a codebook, signs and scales."""
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (out, inner // BLOCK, ROW_FORMATS[kind].bytes), dtype=np.uint8)
+    blocks[:, :, :2] = (0.01 * rng.standard_normal((out, inner // BLOCK, 1))).astype(np.float16).view(np.uint8)
+    return RowBlocks(kind, blocks.reshape(out, -1))
 
 
 FORMS = [
@@ -135,6 +155,13 @@ def test_misshapen_super_blocks_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Quantized(*fields)  # type: ignore[arg-type]
+    tabled = in_table_blocks(2, 512)
+    for scale in (tabled.scale + np.int8(64), tabled.scale - np.int8(33)):
+        with pytest.raises(ValueError, match="scales of super-blocks of iq4 are from -32 to 31"):
+            Quantized(8, tabled.codes, scale, None, tabled.block_scale, table="iq4")
+    for blocks in (np.zeros((2, 65), np.uint8), np.zeros((2, 66), np.int8), np.zeros(66, np.uint8)):
+        with pytest.raises(ValueError, match=r"blocks of iq2_xxs are bytes \[out, in / 256 \* 66\]"):
+            RowBlocks("iq2_xxs", blocks)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

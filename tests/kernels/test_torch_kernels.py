@@ -7,10 +7,13 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: kernels on devices are not tested")
 
-from cairn.kernels.base import EFFECTS
+from cairn.kernels.base import EFFECTS, Packed
+from cairn.kernels.codebooks import ROW_FORMATS
+from cairn.kernels.quantized import dequantized
 from cairn.kernels.reference import ReferenceKernels
 from cairn.kernels.torch.torch_kernels import TorchKernels
 from tests.kernels.arguments import Call, calls
+from tests.kernels.test_quantized import in_rows, in_table_blocks
 
 
 def results(call: Call, kernels: ReferenceKernels | TorchKernels) -> list[np.ndarray]:
@@ -29,3 +32,11 @@ def test_a_kernel_gives_what_the_reference_gives(kernel: str) -> None:
         for ours, theirs in zip(results(call, TorchKernels("cpu")), results(call, ReferenceKernels()), strict=True):
             largest = np.abs(theirs).max(initial=1e-9)
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-4 * largest, err_msg=str(call.arguments)[:300])
+
+
+@pytest.mark.parametrize("part", [in_table_blocks(20, 512), *(in_rows(kind, 20, 512) for kind in ROW_FORMATS)])
+def test_iq_weights_are_the_numbers_of_their_file(part: Packed) -> None:
+    """A device holds them as codes of 8 bits with their own scales."""
+    kernels = TorchKernels("cpu")
+    made = kernels.matrix([part], [None])
+    np.testing.assert_array_equal(kernels.fetch(made.rows(kernels.tensor(np.arange(20)))), dequantized(part))

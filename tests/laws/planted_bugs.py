@@ -177,9 +177,7 @@ DISK_MAINTENANCE = "kv/disk/maintenance.py"
 LOG = "agents/log/log.py"
 SEGMENT = "agents/log/segment.py"
 INDEX = "agents/log/index.py"
-LOG_FOLDER = "agents/log/folder.py"
 RECOVERY = "agents/log/recovery.py"
-COMPACTION = "agents/log/compaction.py"
 RECORDS = "agents/log/records.py"
 AGENT_SERVICE = "agents/agent_service.py"
 AGENT_REGISTRY = "agents/agent_registry.py"
@@ -445,46 +443,46 @@ BUGS = (
     Bug("a window's blocks are taken from the wrong place", CHECK, "_store", "range(first, first + CHUNK_BLOCKS)", "range(CHUNK_BLOCKS)"),
     # ---------------------------------------------------------------------------------------------- the token log
     Bug("a turn's end is not synced", LOG, "Log.write", "if sync:\n    self._sync()", "pass"),
-    Bug("a segment's name is not synced", LOG_FOLDER, "Folder.create", "self.sync()", "pass"),
-    Bug("a segment gets its name before it is synced", LOG_FOLDER, "Folder.create", "file.sync()", "pass"),
+    Bug("a segment's name is not synced", RECOVERY, "Folder.create", "self.sync()", "pass"),
+    Bug("a segment gets its name before it is synced", RECOVERY, "Folder.create", "file.sync()", "pass"),
     Bug("after a sync that failed the segment is synced again", LOG, "Log.write", "self._abandon()", "pass"),
     Bug("what was not synced is lost with its segment", LOG, "Log.write", "[*self._unsynced, *records]", "list(records)"),
     Bug("what only the system's memory holds is relied on", RECOVERY, "_enter", "damaged > 0 or last != SEAL", "damaged > 0"),
     Bug("a segment that was given up counts as sound", LOG, "Log._abandon", "self._active.dirty = True", "pass"),
-    Bug("a number is given out twice after a restart", LOG, "Log._recover", "1 + max(found.records, default=0)", "max(found.records, default=1)"),
+    Bug("a number is given out twice after a restart", LOG, "Log._recover", "1 + max(read.records, default=0)", "max(read.records, default=1)"),
     Bug("a record's checksum is not looked at", SEGMENT, "_decode", "data[at + len(head):start] != _record_sum(header.seed, offset, head, payload)", "False"),
     Bug("reading ends at the first damage", SEGMENT, "walk", "at = data.find(mark, at + 1)\nif at < 0:\n    break", "break"),
     Bug("only the first copy of a header is read", SEGMENT, "decode_header", "(0, _COPY)", "(0,)"),
     Bug("the copy of a header lies where no release put it", SEGMENT, "", "_COPY = 4096", "_COPY = 2048"),
     Bug("a field that old records lack is required", RECORDS, "TurnRecord", "engine: bytes = b''", "engine: bytes"),
     Bug("an older record replaces a newer one", INDEX, "Index._enter", "old.lsn(old_offset) > record.lsn", "False"),
-    Bug("pieces count beside the end of their turn", INDEX, "Index._enter", "one.drop(piece_offset)", "pass"),
-    Bug("old segments go before the new one is there", COMPACTION, "rewrite", "if len(records) < len(wanted):\n    log.warning('segments %s: %d records are damaged', numbers, len(wanted) - len(records))\n    if keep_all:\n        for number in numbers:\n            segments[number].stuck = True\n        return", "if len(records) < len(wanted):\n    log.warning('segments %s: %d records are damaged', numbers, len(wanted) - len(records))\n    if keep_all:\n        for number in numbers:\n            segments[number].stuck = True\n        return\nfor number in numbers:\n    folder.remove(number)\n    folder.sync()\n    folder.create(segments[number].header, b'').close()"),
+    Bug("pieces count beside the end of their turn", INDEX, "Index._enter", "piece_segment.drop(piece_offset)", "pass"),
+    Bug("old segments go before the new one is there", LOG, "rewrite", "if len(records) < len(wanted):\n    log.warning('segments %s: %d records are damaged', numbers, len(wanted) - len(records))\n    if keep_all:\n        for number in numbers:\n            segments[number].stuck = True\n        return", "if len(records) < len(wanted):\n    log.warning('segments %s: %d records are damaged', numbers, len(wanted) - len(records))\n    if keep_all:\n        for number in numbers:\n            segments[number].stuck = True\n        return\nfor number in numbers:\n    folder.remove(number)\n    folder.sync()\n    folder.create(segments[number].header, b'').close()"),
     Bug("compaction forgets where a record lies now", INDEX, "Index.move", "self._places[record.kind].put(record.key, number, offset)", "pass"),
     Bug("compaction drops what only an unsynced record replaces", LOG, "Log.compact", "self.write((), sync=True)", "pass"),
-    Bug("compaction drops a record that cannot be read now", COMPACTION, "rewrite", "if keep_all:\n    for number in numbers:\n        segments[number].stuck = True\n    return", "if False:\n    for number in numbers:\n        segments[number].stuck = True\n    return"),
+    Bug("compaction drops a record that cannot be read now", LOG, "rewrite", "if keep_all:\n    for number in numbers:\n        segments[number].stuck = True\n    return", "if False:\n    for number in numbers:\n        segments[number].stuck = True\n    return"),
     Bug("an erasure is not written down before it begins", LOG, "Log.erase", "self.write([Record(self.next_lsn(), RecordKind.ERASE, 0, encode_keys(wanted))], sync=True)", "pass"),
     Bug("a start does not finish an erasure", LOG, "Log._recall", "self._erasing.update(decode_keys(record.payload))", "pass"),
     Bug("an erasure spares what was superseded", INDEX, "Segment.holds", "keys.isdisjoint(self._superseded) and keys.isdisjoint(self._keys)", "keys.isdisjoint(self._keys)"),
-    Bug("an erasure spares a segment that cannot be read", COMPACTION, "clear", "(DAMAGED, NEW, LOG)", "(NEW, LOG)"),
+    Bug("an erasure spares a segment that cannot be read", LOG, "clear", "(DAMAGED, NEW, LOG)", "(NEW, LOG)"),
     Bug("an erasure is told before the names are synced", LOG, "Log._finish", "self._folder.sync()", "pass"),
-    Bug("what is erased is written anew", COMPACTION, "rewrite", "{lsn for number in numbers for lsn, key in segments[number].counting() if key not in erasing}", "{lsn for number in numbers for lsn, key in segments[number].counting()}"),
+    Bug("what is erased is written anew", LOG, "rewrite", "{lsn for number in numbers for lsn, key in segments[number].counting() if key not in erasing}", "{lsn for number in numbers for lsn, key in segments[number].counting()}"),
     # -------------------------------------------------------------------------------------------------------- agents
     Bug("a message is not on the disk before its answer", AGENT_SERVICE, "AgentService.begin", "await self.pending.sync(record)", "self.writer.append(record)"),
     Bug("a turn's end is told before it is on the disk", RUNNING, "RunningTurn._end", "await self._keeper.sync()", "pass"),
     Bug("the log's thread never syncs", WRITER, "Writer._group", "any((job.sync for job in waited))", "False"),
     Bug("a rollback is not on the disk", AGENT_SERVICE, "AgentService.move", "await self.pending.sync(self.pending.note(agent))", "pass"),
-    Bug("a rollback is undone by a restart", AGENT_REGISTRY, "AgentRegistry._seat", "[turn for turn in agent.own if turn.key > lsn]", "list(agent.own)"),
-    Bug("after a restart an agent stands where it was noted last", AGENT_REGISTRY, "AgentRegistry._seat", "later[-1] if later else self._turns.get(record.head)", "self._turns.get(record.head)"),
+    Bug("a rollback is undone by a restart", AGENT_REGISTRY, "AgentRegistry._place_agents", "[turn for turn in agent.own if turn.key > lsn]", "list(agent.own)"),
+    Bug("after a restart an agent stands where it was noted last", AGENT_REGISTRY, "AgentRegistry._place_agents", "later[-1] if later else self._turns.get(record.head)", "self._turns.get(record.head)"),
     Bug("a rollback that the disk refuses moves the head", AGENT_SERVICE, "AgentService.move", "agent.head = before", "pass"),
     Bug("numbers of abandoned turns are given out again", TURN_TREE, "Agent.next_number", "max((turn.number for turn in self.turns()), default=0)", "self.head.number"),
     Bug("what a rollback left is collected at once", AGENT_REGISTRY, "AgentRegistry.prune", "turn.at >= before or turn.key in left", "turn.at >= before"),
     Bug("a branch is collected although a fork has it", AGENT_REGISTRY, "AgentRegistry.prune", "self._drop(gone, agent) if gone else []", "sorted(gone)"),
-    Bug("a fork begins where its origin stands", AGENT_SERVICE, "AgentService.fork", "msgspec.structs.replace(old, id=self.new_id(agent.tenant, id), created=now, used=now, base=at.key, head=at.key, under=at.under, origin=old.id, metadata=old.metadata if metadata is None else metadata, pinned=False, left={}, moved=0.0)", "msgspec.structs.replace(old, id=self.new_id(agent.tenant, id), created=now, used=now, base=at.key, head=agent.head.key, under=at.under, origin=old.id, metadata=old.metadata if metadata is None else metadata, pinned=False, left={}, moved=0.0)"),
+    Bug("a fork begins where its origin stands", AGENT_SERVICE, "AgentService.fork", "msgspec.structs.replace(old, id=self.new_id(agent.tenant, id), created=now, used=now, base=at.key, head=at.key, under=at.parent_key, origin=old.id, metadata=old.metadata if metadata is None else metadata, pinned=False, left={}, moved=0.0)", "msgspec.structs.replace(old, id=self.new_id(agent.tenant, id), created=now, used=now, base=at.key, head=agent.head.key, under=at.parent_key, origin=old.id, metadata=old.metadata if metadata is None else metadata, pinned=False, left={}, moved=0.0)"),
     Bug("a fork's history goes with its origin", AGENT_REGISTRY, "AgentRegistry._drop", "keys -= needed", "pass"),
     Bug("turns of a deleted agent stay in the log", AGENT_REGISTRY, "AgentRegistry.remove", "[agent.key, *self._drop(agent.keeps() | lost, agent)]", "[agent.key]"),
     Bug("what was sampled in an agent's name outlives it", AGENT_SERVICE, "AgentService.detach", "[*keys, *self._replays.take(agent.key), *others]", "[*keys, *others]"),
-    Bug("a turn that the disk refused is listed", AGENT_SERVICE, "AgentService.begin", "self.registry.take_back(agent, turn)", "pass"),
+    Bug("a turn that the disk refused is listed", AGENT_SERVICE, "AgentService.begin", "self.registry.remove_turn(agent, turn)", "pass"),
     Bug("chunks that another agent has go with a deleted one", AGENT_KV, "AgentKv._shared", "[length * CHUNK_TOKENS for length in longest]", "[0] * len(longest)"),
     Bug("chunks of requests in another agent's name go with a deleted one", AGENT_KV, "AgentKv._shared", "(common_chunks(one, other) for other in tied if other[:DIGEST_BYTES] == one[:DIGEST_BYTES])", "(common_chunks(one, other) for other in tied[:0])"),
     Bug("chunks of the default tenant go with an agent of none", AGENT_REGISTRY, "AgentRegistry.salt", "self._salts.get(tenant, NOBODY)", "self._salts.get(tenant, b'')"),
@@ -510,7 +508,7 @@ BUGS = (
 LAWS = (
     dict.fromkeys((STOPS, TEXT, BYTES, FLIGHT, WORKER), STREAMS)
     | dict.fromkeys((DISK, STATE, DISK_WRITER, DISK_INDEX, FOLDER, CHUNKS, PINS, DISK_MAINTENANCE), STORAGE)
-    | dict.fromkeys((LOG, SEGMENT, INDEX, LOG_FOLDER, RECOVERY, COMPACTION, RECORDS), TOKEN_LOG)
+    | dict.fromkeys((LOG, SEGMENT, INDEX, RECOVERY, RECOVERY, LOG, RECORDS), TOKEN_LOG)
     | dict.fromkeys((AGENT_SERVICE, AGENT_REGISTRY, TURN_TREE, RUNNING, WRITER, AGENT_KV), AGENTS)
     | {CHECK: CODECS, VOCABULARY: SAMPLING, STANDING: AGENT_DAY}
 )

@@ -18,15 +18,24 @@ from cairn.models.hub.digests import file_digest
 from cairn.models.hub.hub import demo_folder
 from cairn.models.safetensors import weights
 from cairn.models.spec.config import load_spec
+from cairn.models.spec.generation_config import generation_fault
 from cairn.text.chat.templates import _templates_of
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import ModelFileError
 from tests.models import hostile_files
 from tests.tiny_models import write_model
 
+
+def read_generation(folder: Path) -> None:
+    """Raise what is wrong with generation_config.json, which a start tells and passes over."""
+    if fault := generation_fault(folder, 160):
+        load_spec(folder)
+        raise ModelFileError(fault)
+
+
 READERS = {
     "config.json": load_spec,
-    "generation_config.json": load_spec,
+    "generation_config.json": read_generation,
     "tokenizer.json": Tokenizer.load,
     "tokenizer_config.json": Tokenizer.load,
     "special_tokens_map.json": Tokenizer.load,

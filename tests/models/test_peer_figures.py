@@ -50,6 +50,8 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "olmo 2": {},
     "olmo 3": _FOUR | _USUAL,
     "seed-oss": {},
+    "exaone 4 without a window": {},  # which llama.cpp takes for models of 64 layers alone
+    "glm 4": {},
     "hunyuan": {},
     "phi 4": {},
     "phi 4 mini": {},

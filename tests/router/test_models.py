@@ -98,7 +98,9 @@ async def test_a_pinned_model_and_one_in_use_make_no_room(tmp_path: Path) -> Non
 
         holding = asyncio.create_task(hold())
         await until(lambda: models.models[0].loaded and models.models[0].loaded.users)
-        with pytest.raises(Unavailable, match=r"alpha would have to make room for beta, and is in use|being loaded"):
+        with pytest.raises(
+            Unavailable, match=r"alpha must be unloaded before beta can be loaded, and is in use|being loaded"
+        ):
             async with models.using(models.find("beta")):
                 raise AssertionError("it was loaded")
         done.set()
@@ -573,8 +575,8 @@ def test_what_cannot_be_looked_into_is_passed_over(
 
     monkeypatch.setattr(Path, "iterdir", locked)
     assert [one.name for one in served_models(Config(models_dir=str(tmp_path)))] == ["alpha"]
-    assert "locked is passed over: it cannot be read (Permission denied)" in caplog.text
-    assert "is passed over: its name is not UTF-8" in caplog.text
+    assert "locked is skipped: it cannot be read (Permission denied)" in caplog.text
+    assert "is skipped: its name is not UTF-8" in caplog.text
 
 
 def test_what_options_of_several_models_may_not_say(tmp_path: Path) -> None:
@@ -585,7 +587,7 @@ def test_what_options_of_several_models_may_not_say(tmp_path: Path) -> None:
     two = (ModelOptions(model="a"), ModelOptions(model="b"))
     with pytest.raises(ConfigError, match="served_name and alias are for a server with one model"):
         served_models(Config(models=two, served_name="x"))
-    with pytest.raises(ConfigError, match=r"kv_share: models have 1\.5 of the bytes"):
+    with pytest.raises(ConfigError, match=r"kv_share: the models' shares add up to 1\.5"):
         served_models(Config(models=(ModelOptions(model="a", kv_share=0.9), ModelOptions(model="b", kv_share=0.6))))
     parts = [one.part for one in served_models(Config(models=(*two, ModelOptions(model="c", kv_share=0.5))))]
     assert parts == [0.25, 0.25, 0.5]

@@ -51,6 +51,9 @@ def test_many_starts_under_load(prove: bool) -> None:
     ask = ["generate", DEMO, "-p", "hi", "--max-tokens", "1", "--threads", "1", "--kv-gb", "0.05"]
     command = [sys.executable, "-c", f"from cairn.cli import main; main({ask})"]
     for _ in range(10):
-        starts = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(5)]
+        starts = [
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            for _ in range(5)
+        ]
         assert [one.communicate()[1] for one in starts] == [CUT] * 5
         assert [one.returncode for one in starts] == [0] * 5

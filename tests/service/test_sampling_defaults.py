@@ -3,7 +3,16 @@
 import msgspec
 import pytest
 
-from cairn.frontend.requests import NEUTRAL, SamplingOptions, sampling_defaults, sampling_params, sentence
+from cairn.config.config import Config
+from cairn.frontend.requests import (
+    NEUTRAL,
+    SamplingOptions,
+    sampling_defaults,
+    sampling_params,
+    sentence,
+    with_options,
+)
+from cairn.types.model_spec import MakersSampling
 from cairn.types.sampling_params import SAMPLING_RANGES
 from tests.frontend.test_requests import SPEC
 
@@ -51,6 +60,40 @@ def test_a_file_that_names_a_temperature_alone_keeps_the_cuts():
 def test_a_penalty_alone_says_nothing_of_the_draw():
     assert drawn({"repetition_penalty": 1.1}) == OURS
     assert sampling_params(spec(repetition_penalty=1.1), prompt_tokens=4).repetition_penalty == 1.1
+
+
+CARD = MakersSampling(values={"temperature": 0.2, "top_p": 0.9}, source="https://x/card", read="2026-11-28")
+
+
+def test_a_card_of_the_makers_is_a_whole_recipe_where_the_files_say_nothing_of_the_draw():
+    carded = msgspec.structs.replace(spec(repetition_penalty=1.1), makers=CARD)
+    applied = sampling_defaults(carded)
+    values = {name: one.value for name, one in applied.items() if name in OURS}
+    assert values == {"temperature": 0.2, "top_k": 0, "top_p": 0.9, "min_p": 0}
+    assert {applied[name].source for name in OURS} == {"makers"}
+    assert (applied["repetition_penalty"].value, applied["repetition_penalty"].source) == (1.1, "model")
+    assert sentence(applied) == (
+        "temperature 0.2, top_p 0.9 (its makers' card), repetition_penalty 1.1 (the model's own)"
+    )
+    asked = sampling_params(carded, SamplingOptions(temperature=1.0, top_k=7), prompt_tokens=4)
+    assert (asked.temperature, asked.top_k, asked.top_p) == (1.0, 7, 0.9)
+
+
+@pytest.mark.parametrize("said", [{"temperature": 0.7}, {"top_k": 20.0}, {"min_p": 0.1}])
+def test_files_that_say_something_of_the_draw_say_it_alone(said):
+    carded = msgspec.structs.replace(spec(**said), makers=CARD)
+    assert sampling_defaults(carded) == sampling_defaults(spec(**said))
+
+
+def test_options_come_before_files_and_cards_each_by_itself():
+    config = Config(default_temperature=0.0, default_top_k=9)
+    for one in (spec(temperature=0.6, top_p=0.9), msgspec.structs.replace(SPEC, makers=CARD)):
+        applied = sampling_defaults(with_options(one, config))
+        assert (applied["temperature"], applied["top_k"]) == ((0.0, "option"), (9.0, "option"))
+        assert (applied["top_p"].value, applied["min_p"].value) == (0.9, 0.0)
+    assert sampling_defaults(with_options(SPEC, Config())) == sampling_defaults(SPEC)
+    line = sentence(sampling_defaults(with_options(SPEC, Config(default_top_p=0.5))))
+    assert "top_p 0.5 (the server's options)" in line
 
 
 def test_every_value_says_where_it_comes_from():

@@ -70,7 +70,7 @@ async def test_a_step_that_forgets_what_it_was_told_is_found(monkeypatch: pytest
 
     def forgetful(self: TeamRound) -> tuple[int, int]:
         step, _ = opened(self)
-        return step, self._journal.told
+        return step, self._journal.complete_to
 
     monkeypatch.setattr(TeamRound, "_open", forgetful)
     expected, asked = await whole("broadcast")

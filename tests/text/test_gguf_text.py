@@ -267,8 +267,10 @@ def test_templates_of_a_file(tmp_path: Path) -> None:
     path = write_tokenizer(folder, tmp_path / "m.gguf", chat_template__tool_use="{{ tools }}")
     assert load_templates(path) == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     assert load_templates(write_tokenizer(folder, path, chat_template=None)) == {}
-    with pytest.raises(ModelFileError, match="none named 'default'"):
-        load_templates(write_tokenizer(folder, path, chat_template=None, chat_template__rag="x"))
+    alone = load_templates(write_tokenizer(folder, path, chat_template=None, chat_template__rag="x"))
+    assert alone == {"default": "x", "rag": "x"}
+    with pytest.raises(ModelFileError, match="none named 'default'; name one with --chat-template"):
+        load_templates(write_tokenizer(folder, path, chat_template=None, chat_template__rag="x", chat_template__b="y"))
 
 
 def llama(path: Path, tokens: list[str] | None = None, **extra: Any) -> Path:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.log import Log
-from cairn.agents.log.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, pack
+from cairn.agents.log.records import AgentRecord, EndRecord, Savings, SavingsRecord, TurnRecord, pack
 from cairn.agents.log.segment import Record
-from cairn.agents.types import Savings
 from cairn.system.posix import SystemFiles, SystemRng
 
 import msgspec  # isort: skip

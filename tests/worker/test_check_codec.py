@@ -1,4 +1,4 @@
-"""`--kv-codec q8`, and the check that it needs."""
+"""`--kv-codec q8`, `--kv-dtype q8`, and the check that each needs."""
 
 from __future__ import annotations
 
@@ -86,6 +86,35 @@ async def test_q8_is_refused_until_it_was_compared_and_never_mixes_with_raw(mode
         await ask(q8)
 
 
+async def test_a_pool_of_q8_is_refused_until_it_was_compared_and_never_mixes_with_full_kv(
+    model: Path, tmp_path: Path
+) -> None:
+    """Known failures 28, 50: what a pool of one type stored is nothing to the other, and is as good as computed."""
+    folder = tmp_path / "kv"
+    q8, full = options(model, folder, kv_dtype="q8"), options(model, folder)
+    with pytest.raises(ConfigError, match=r"kv_dtype: q8 was not compared with the usual type on this model; run: "):
+        await ask(q8)
+    first = await ask(full)
+    assert first.cache.disk == 0
+    checked = check_codec(q8, SystemFiles(), SystemClock(), {}, None)
+    assert (checked.found.codec, checked.found.beside) == ("q8 in the pool", "float32")
+    assert checked.found.positions == 2000 and checked.found.agreement > 0.9 and checked.found.divergence > 0
+    assert (checked.raw_bytes, checked.bytes) == (2 * 2 * 8 * 4, 2 * 2 * (8 + 4))
+    cold = await ask(q8)
+    warm = await ask(q8)
+    assert cold.cache.disk == 0 and warm.cache.disk > 256 and warm.tokens == cold.tokens
+    again = await ask(full)
+    assert again.cache.disk > 256 and again.tokens == first.tokens
+    files = list(folder.glob("models/*/?/*"))
+    assert len({path.name.split(".")[0] for path in files}) == len(files), "each has a key of its own"
+    with pytest.raises(ConfigError, match=r"kv_codec: q8 cannot hold the KV of .*: pages of int8 hold codes already"):
+        await ask(options(model, folder, kv_dtype="q8", kv_codec="q8"))
+    (memory,) = folder.glob("checked-*")
+    memory.write_bytes(memory.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match="was not compared"):
+        await ask(q8)
+
+
 async def test_other_weights_and_other_kernels_need_a_check_of_their_own(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     check(model, folder)
@@ -97,11 +126,18 @@ async def test_other_weights_and_other_kernels_need_a_check_of_their_own(model: 
         await ask(options(model, folder, kv_codec="q8"))
 
 
-@pytest.mark.parametrize("named", [{}, {"kernels": "reference", "weights": "bf16", "kv_dtype": "f16"}])
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"kv_codec": "q8"},
+        {"kv_codec": "q8", "kernels": "reference", "weights": "bf16", "kv_dtype": "f16"},
+        {"kernels": "reference", "weights": "bf16", "kv_dtype": "q8"},
+    ],
+)
 async def test_the_command_that_a_refusal_names_is_the_one_that_is_needed(
     named: dict[str, str], model: Path, tmp_path: Path
 ) -> None:
-    settings = options(model, tmp_path / "kv", kv_codec="q8", **named)
+    settings = options(model, tmp_path / "kv", **named)
     with pytest.raises(ConfigError, match="was not compared") as refused:
         await ask(settings)
     program, *words = shlex.split(str(refused.value).partition("run: ")[2])
@@ -183,3 +219,7 @@ async def test_q8_is_refused_where_it_diverges_too_much(
     monkeypatch.setattr(codec_check, "MOST_DIVERGENCE", -1.0)
     with pytest.raises(ConfigError, match=r"kv_codec: over 2,000 tokens of this model q8 diverges from raw by 0\."):
         await ask(options(model, tmp_path / "kv", kv_codec="q8"))
+    pool = options(model, tmp_path / "kv", kv_dtype="q8")
+    check_codec(pool, SystemFiles(), SystemClock(), {}, None)
+    with pytest.raises(ConfigError, match=r"kv_dtype: over 2,000 .* q8 in the pool diverges from float32 by 0\."):
+        await ask(pool)

@@ -1,4 +1,4 @@
-"""Which agents there are and which turns they need: the log's records as a forest in memory."""
+"""The agents of a log and their turns in memory, built from the log's records."""
 
 from __future__ import annotations
 
@@ -18,28 +18,31 @@ from cairn.system.metrics import AgentFigures
 log = logging.getLogger(__name__)
 
 OWNED = frozenset({RecordKind.TOKENS, RecordKind.END, RecordKind.SAVINGS})
-"""What is nothing without a turn or an agent."""
+"""Kinds of records that mean nothing without their turn or agent."""
 MOST_IDENTITIES = 256
-"""How many identities of models are shared by their turns; files that are imported may name any number."""
+"""Limit on model identities that turns share one copy of: imported files may name any number."""
 
 
 class AgentRegistry:
     """All agents of a log."""
 
     def __init__(self, salts: Mapping[str, bytes] | None = None) -> None:
-        """`salts`: of the tenants that may call, by name; nobody reaches the agents of any other."""
+        """Create a registry.
+
+        `salts`: salts of the configured tenants, by name; agents of other tenants cannot be reached.
+        """
         self._salts = salts or {}
         self._agents: dict[str, dict[str, Agent]] = {}
         self._keyed: dict[int, Agent] = {}
         self._turns: dict[int, Turn] = {}
         self._identities: dict[bytes, bytes] = {}
-        """One of each: a record that is read has its own."""
+        """One copy of each model identity: every record that is read brings its own."""
         self._lost: dict[int, set[int]] = {}
-        """Turns, and what is before them, that are in the log and not here, by the key of the agent that made them."""
+        """Keys of turns in the log that damage made unreachable, with their parents, by their agent's key."""
         self.savings = SavingsTotals()
 
-    def know(self, salts: Mapping[str, bytes]) -> None:
-        """These tenants may call from now on, and no others."""
+    def set_salts(self, salts: Mapping[str, bytes]) -> None:
+        """Replace the salts of the configured tenants."""
         self._salts = salts
         for agent in self:
             agent.salt = salts.get(agent.tenant, NOBODY)
@@ -49,7 +52,7 @@ class AgentRegistry:
             yield from tuple(agents.values())
 
     def figures(self) -> AgentFigures:
-        """How much there is, and what the totals of savings say of it; the caller knows the log."""
+        """Return the counts of agents and turns and the totals of savings. The caller adds the size of the log."""
         saved = self.savings.total
         read, written = self.savings.bytes
         return AgentFigures(
@@ -64,47 +67,47 @@ class AgentRegistry:
         )
 
     def salt(self, tenant: str) -> bytes:
-        """The tenant's, or `NOBODY`."""
+        """Return the tenant's salt, or `NOBODY`."""
         return self._salts.get(tenant, NOBODY)
 
     def of(self, tenant: str) -> list[Agent]:
-        """A tenant's agents, most recently created first."""
-        found = self._agents.get(tenant, {}).values()
-        return sorted(found, key=lambda agent: (-agent.record.created, agent.id))
+        """Return a tenant's agents, most recently created first."""
+        agents = self._agents.get(tenant, {}).values()
+        return sorted(agents, key=lambda agent: (-agent.record.created, agent.id))
 
     def count(self, tenant: str) -> int:
-        """How many agents a tenant has."""
+        """Return how many agents a tenant has."""
         return len(self._agents.get(tenant, ()))
 
     def find(self, tenant: str, id: str) -> Agent | None:
-        """The agent of that id, if the tenant has it."""
+        """Return the tenant's agent of that id, or None."""
         return self._agents.get(tenant, {}).get(id)
 
     def __contains__(self, agent: Agent) -> bool:
-        """Whether it is there still: another may have its name."""
+        """Return whether this very agent still exists: another may have its id."""
         return self.find(agent.tenant, agent.id) is agent
 
     def holds(self, turn: Turn) -> bool:
-        """Whether an agent has it still."""
+        """Return whether the turn still belongs to an agent."""
         return self._turns.get(turn.key) is turn
 
     def followed(self, agent: Agent) -> bool:
-        """Whether a turn follows the agent's head, or another agent stands there."""
+        """Return whether a turn follows the agent's head, or another agent is based on it or stands there."""
         head = agent.head
         others = any(head in (other.base, other.head) for other in self if other is not agent)
         return others or any(turn.parent is head for turn in self._turns.values())
 
     def needs(self, key: int) -> bool:
-        """Whether the records with this key are of an agent, or of a turn that one has."""
-        return key in self._turns or self.keyed(key) is not None
+        """Return whether the key is that of an agent or of a turn of one."""
+        return key in self._turns or self.by_key(key) is not None
 
-    def keyed(self, key: int) -> Agent | None:
-        """The agent with this key."""
+    def by_key(self, key: int) -> Agent | None:
+        """Return the agent with this key, or None."""
         agent = self._keyed.get(key)
         return agent if agent is not None and agent in self else None
 
     def add(self, agent: Agent) -> None:
-        """Take in a new agent."""
+        """Add a new agent."""
         self._agents.setdefault(agent.tenant, {})[agent.id] = self._keyed[agent.key] = agent
         agent.salt = self.salt(agent.tenant)
         self._turns.setdefault(agent.root.key, agent.root)
@@ -114,25 +117,25 @@ class AgentRegistry:
                 turn.identity = self._identities.setdefault(turn.identity, turn.identity)
 
     def add_turn(self, agent: Agent, turn: Turn) -> None:
-        """A turn begins, and the agent's head is there."""
+        """Add a turn that begins, and make it the agent's head."""
         self._turns[turn.key] = turn
         agent.own.append(turn)
         agent.head = turn
 
-    def take_back(self, agent: Agent, turn: Turn) -> None:
-        """A turn did not begin after all."""
+    def remove_turn(self, agent: Agent, turn: Turn) -> None:
+        """Remove a turn whose beginning could not be written."""
         del self._turns[turn.key]
         agent.own.remove(turn)
         assert turn.parent is not None
         agent.head = turn.parent
 
     def release(self, key: int) -> None:
-        """The end of the turn with this key is durable."""
+        """Release the content of the turn with this key: its end is durable."""
         if (turn := self._turns.get(key)) is not None:
             turn.release()
 
     def remove(self, agent: Agent) -> list[int]:
-        """Forget an agent; the keys of all that nobody needs any more."""
+        """Remove an agent; return its key and those of its turns that no other agent needs."""
         del self._agents[agent.tenant][agent.id], self._keyed[agent.key]
         if not self._agents[agent.tenant]:
             del self._agents[agent.tenant]
@@ -140,8 +143,10 @@ class AgentRegistry:
         return [agent.key, *self._drop(agent.keeps() | lost, agent)]
 
     def prune(self, agent: Agent, before: float) -> list[int]:
-        """Forget an agent's branches that began and were abandoned before that time; the keys that nobody needs any
-        more."""
+        """Remove an agent's branches that began and were abandoned before that time.
+
+        Return the keys of removed turns that no other agent needs.
+        """
         record = agent.record
         if record.moved >= before:
             return []
@@ -154,17 +159,18 @@ class AgentRegistry:
         agent.straight = kept.issuperset(turn.key for turn in agent.own)
         reach([*(turn for turn in agent.own if turn.at >= before or turn.key in left)], kept)
         gone = {turn.key for turn in agent.own} - kept
-        dropped = self._drop(gone, agent) if gone else []  # what another has is in the log, and a restart would find it
+        # A turn that another agent has stays: it is in the log, and a restart would find it.
+        dropped = self._drop(gone, agent) if gone else []
         if dropped:
             over = set(dropped)
             agent.own = [turn for turn in agent.own if turn.key not in over]
         return dropped
 
     def _drop(self, keys: set[int], agent: Agent) -> list[int]:
-        """Forget those of an agent's turns that no other needs."""
+        """Remove those of an agent's turns that no other agent needs; return their keys."""
         seen: set[int] = set()
         for other in self._agents.get(agent.tenant, {}).values():
-            if other.root is agent.root and other is not agent:  # only a family shares turns
+            if other.root is agent.root and other is not agent:  # only forks share turns
                 needed = other.keeps(seen)
                 keys -= needed
         for key in keys:
@@ -174,7 +180,7 @@ class AgentRegistry:
     # ------------------------------------------------------------------------------------------------------- loading
 
     def load(self, records: Sequence[Record]) -> list[int]:
-        """Take the records of a log, in their order; the keys of what belongs to no agent."""
+        """Build the agents from a log's records in order; return the keys of records that belong to no agent."""
         agents: dict[int, tuple[int, AgentRecord]] = {}
         began: dict[int, TurnRecord] = {}
         lines: dict[int, SavingsRecord] = {}
@@ -188,25 +194,25 @@ class AgentRegistry:
                     if (turn := decode(record.payload, TurnRecord)) is not None:
                         began[record.key] = turn
                 case RecordKind.TOKENS | RecordKind.END:
-                    self._answer(record, began, missing)
+                    self._apply_answer(record, began, missing)
                 case RecordKind.SAVINGS:
-                    self._line(record, lines)
+                    self._load_savings(record, lines)
         missing.clear()
         for key in began:
-            self._grow(key, began, missing)
-        self._seat(agents, began, lines)
+            self._build_turn(key, began, missing)
+        self._place_agents(agents, began, lines)
         owned = {record.key for record in records if record.kind in (RecordKind.AGENT, RecordKind.TURN)}
         stray = {record.key for record in records if record.kind in OWNED and record.key < LINES} - owned
-        needed = self._let_go_of_strays()
+        needed = self._drop_unneeded()
         for one in self._turns.values():
             if one.parent is not None and one.parent.state == "interrupted":
-                one.parent.state = "finished"  # nothing follows a turn without its end: damage cost that
+                one.parent.state = "finished"  # a turn is only followed after its end: damage has lost that
         for one in self._turns.values():
             one.release()
-        return sorted((began.keys() - needed - self._leave(began, needed, agents.keys())) | stray)
+        return sorted((began.keys() - needed - self._note_unreachable(began, needed, agents.keys())) | stray)
 
-    def _line(self, record: Record, lines: dict[int, SavingsRecord]) -> None:
-        """Take a line of savings: an agent's own, a tenant's total or one of its days, or the bytes of the stores."""
+    def _load_savings(self, record: Record, lines: dict[int, SavingsRecord]) -> None:
+        """Load a savings record: an agent's line, a tenant's total, a tenant's day, or the bytes of the stores."""
         if (line := decode(record.payload, SavingsRecord)) is None:
             return
         lines[record.key] = line
@@ -217,8 +223,8 @@ class AgentRegistry:
         elif record.key == BYTES_KEY:
             self.savings.load_bytes(line.read, line.written)
 
-    def _let_go_of_strays(self) -> set[int]:
-        """Forget the turns that no agent needs; the keys of those that some agent does."""
+    def _drop_unneeded(self) -> set[int]:
+        """Remove the turns that no agent needs; return the keys of those that are needed."""
         needed: set[int] = set()
         for agent in self:
             agent.keeps(needed)
@@ -226,23 +232,23 @@ class AgentRegistry:
             del self._turns[key]
         return needed
 
-    def _leave(self, began: dict[int, TurnRecord], needed: Set[int], agents: Set[int]) -> set[int]:
-        """Keys of turns that nobody can reach because damage took what leads to them: they stay in the log."""
+    def _note_unreachable(self, began: dict[int, TurnRecord], needed: Set[int], agents: Set[int]) -> set[int]:
+        """Return the keys of turns that are unreachable through damage: they stay in the log."""
         nameless = {one.agent for one in began.values() if one.number} - agents
-        # What is of no agent and all from a file is an import that was cut off.
+        # Turns that all come from a file and have no agent are of an import that was cut off.
         torn = nameless - {one.agent for one in began.values() if one.sampling is not None}
         lost = {k: one for k, one in began.items() if one.number and k not in needed and one.agent not in torn}
         if lost:
-            log.error("%d turns cannot be read: damage cost their agents, or what came before them", len(lost))
+            log.error("%d turns cannot be reached: damage to the log has lost their agents or earlier turns", len(lost))
         for key, one in lost.items():
             self._lost.setdefault(one.agent, set()).update({key, one.parent} & began.keys())
         return set().union(*self._lost.values())
 
-    def _answer(self, record: Record, began: dict[int, TurnRecord], missing: set[int]) -> None:
-        """An answer's record follows its turn's, and an answer without its turn is nothing."""
+    def _apply_answer(self, record: Record, began: dict[int, TurnRecord], missing: set[int]) -> None:
+        """Apply a record of an answer to its turn. A record without a turn is ignored."""
         if record.key not in began:
             return
-        turn = self._grow(record.key, began, missing)
+        turn = self._build_turn(record.key, began, missing)
         if turn is None:
             return
         try:
@@ -252,11 +258,14 @@ class AgentRegistry:
             elif (piece := decode(record.payload, TokensRecord)) is not None:
                 turn.piece(piece)
         except ValueError:
-            # Damage may have cost a piece before it: what is left out is computed again when the turn is resumed.
-            log.warning("a record of turn %d does not follow or holds no whole number of tokens; left out", turn.number)
+            # Damage may have lost a piece before it. Its tokens are sampled again when the turn is resumed.
+            log.warning("a record of turn %d does not continue its answer, or is damaged; it is ignored", turn.number)
 
-    def _grow(self, key: int, began: dict[int, TurnRecord], missing: set[int]) -> Turn | None:
-        """The turn of a key with all its ancestors; None where one is missing. `missing`: where that is known."""
+    def _build_turn(self, key: int, began: dict[int, TurnRecord], missing: set[int]) -> Turn | None:
+        """Create the turn of a key with all its ancestors; return None if an ancestor is missing.
+
+        `missing`: keys that are known to lack an ancestor; extended here.
+        """
         chain: dict[int, None] = {}
         while key not in self._turns:
             record = began.get(key)
@@ -271,10 +280,10 @@ class AgentRegistry:
             self._turns[one] = Turn(one, began[one], self._turns.get(began[one].parent))
         return self._turns.get(next(iter(chain), key))
 
-    def _seat(
+    def _place_agents(
         self, agents: dict[int, tuple[int, AgentRecord]], began: dict[int, TurnRecord], lines: dict[int, SavingsRecord]
     ) -> None:
-        """Put agents into the tree: the head is where the agent's record says, or its latest turn after that."""
+        """Create the agents. The head is the agent's latest turn after its record, else what the record says."""
         made: dict[int, list[Turn]] = {}
         for one in sorted(began):
             if one in self._turns and began[one].number:
@@ -282,7 +291,7 @@ class AgentRegistry:
         for key, (lsn, record) in agents.items():
             root, base = self._turns.get(record.root), self._turns.get(record.base)
             if root is None or base is None:
-                log.error("agent %s cannot be read: damage cost its beginning", record.id)
+                log.error("agent %s cannot be read: damage to the log has lost its beginning", record.id)
                 continue
             agent = Agent(key, record, root, base)
             agent.own = made.get(key, [])
@@ -290,10 +299,12 @@ class AgentRegistry:
             head = later[-1] if later else self._turns.get(record.head)
             if head is None:
                 head = self._turns.get(record.under, base)
-                head = head if root in head.path() else base  # never where another agent's turns are
-                # Nobody went away from what does not lie before it, so none of it is to be erased.
+                head = head if root in head.path() else base  # never in another family's tree
+                # The agent did not abandon the turns beyond, so none of them may be erased.
                 agent.straight = True
-                log.error("agent %s stands at turn %d: damage cost what came after it", record.id, head.number)
+                log.error(
+                    "agent %s was set back to turn %d: damage to the log has lost its head", record.id, head.number
+                )
             agent.head = head
             agent.used = max([record.used, *(turn.held.last for turn in agent.own)])
             if key in lines:

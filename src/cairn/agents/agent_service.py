@@ -1,7 +1,6 @@
-"""What is true of agents, in memory and in the log at once: every change goes through here.
+"""Changes to agents, made in memory and in the log together.
 
-A change that the disk refuses has not happened: memory is as it was, and the log is told so once it can be. Only what
-was to be erased stays gone.
+If the disk refuses a change, memory is reset, and the log is corrected once it can be written. Only a deletion stays.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from cairn.types.model_spec import ModelSpec
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RESERVED = frozenset({"import"})
-"""Ids that are routes."""
+"""Ids that would clash with routes."""
 MAX_AGENTS = 10_000
-"""How many agents one tenant may have."""
+"""Agents of one tenant."""
 
 
 class AgentService:
-    """The registry and the log of one server."""
+    """Operations on one server's agents: registry, log and KV."""
 
     def __init__(
         self,
@@ -53,57 +52,60 @@ class AgentService:
         limits: Callable[[str], TenantLimits] = lambda tenant: TenantLimits(),
     ) -> None:
         self.limits = limits
-        """What each tenant may keep."""
+        """Returns the limits of a tenant."""
         self.registry, self.writer, self.pending, self.kv, self.rng = registry, writer, pending, kv, rng
         self._replays = replays
-        self._untold: dict[int, Record] = {}
-        """What the log has of agents of which the stores do not know whether they are pinned, by the agent's key."""
+        self._unsent_pins: dict[int, Record] = {}
+        """Unpin records of agents whose pins the stores do not know correctly, by the agent's key."""
         self._pinning: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
-        """Held while `set_pinned` is at work on an agent, by its key: one change comes after the other."""
+        """Locks that order the calls of `set_pinned` on one agent, by its key."""
 
     # ---------------------------------------------------------------------------------------------------- to look up
 
-    def find(self, tenant: str, id: str, *, over: bool = False) -> Agent:
-        """One agent. InvalidRequest for what is no id, NotFound for one that is not there or is another tenant's.
+    def find(self, tenant: str, id: str, *, expired: bool = False) -> Agent:
+        """Return one agent.
 
-        Nor is one there whose time to live is `over`, whether it is erased yet or not, unless those are asked for.
+        Raise InvalidRequest for an invalid id, NotFound for an agent that does not exist, belongs to another tenant, or
+        has outlived its time to live. With `expired`, the last kind is returned.
         """
         check_id(id)
         agent = self.registry.find(tenant, id)
-        if agent is None or (not over and agent.over(self.pending.now())):
+        if agent is None or (not expired and agent.expired(self.pending.now())):
             raise NotFound(f"there is no agent {id[:64]}", field="id")
         return agent
 
     @contextlib.contextmanager
     def reading(self, tenant: str, id: str) -> Iterator[Agent]:
-        """One agent whose turns are about to be read: see `archive.typed_read_errors`."""
+        """Yield one agent whose turns are about to be read; errors are raised as `typed_read_errors` says."""
         agent = self.find(tenant, id)
         with typed_read_errors(self.registry, agent):
             yield agent
 
     def idle(self, tenant: str, id: str) -> Agent:
-        """One agent as `find` gives it; Conflict while a turn of it runs."""
+        """Return one agent, as `find` does. Raise Conflict while a turn of it runs."""
         agent = self.find(tenant, id)
         if agent.busy:
             raise conflict(agent)
         return agent
 
     def turn(self, agent: Agent, number: int) -> Turn:
-        """One of its turns, 0 for the beginning. NotFound for one that is not there."""
+        """Return one of its turns; 0 is the beginning. Raise NotFound if there is none."""
         turn = agent.turn(number)
         if turn is None:
             raise NotFound(f"agent {agent.id} has no turn {number}", field="turn")
         return turn
 
     async def free_id(self, tenant: str, id: str | None) -> None:
-        """Erase the agent of that id if its time to live is over: its id can be had again."""
+        """Delete the agent of that id if it has outlived its time to live, so that the id is free."""
         agent = self.registry.find(tenant, id) if id is not None else None
-        if agent is not None and agent.over(self.pending.now()):
+        if agent is not None and agent.expired(self.pending.now()):
             await self.remove(agent)
 
     def new_id(self, tenant: str, id: str | None) -> str:
-        """An id for another agent: this one, or one made up. Conflict if it is taken, QuotaExceeded if the tenant has
-        all that it may have, Overloaded if too many for anybody."""
+        """Return the id of a new agent: `id` itself, or a random one.
+
+        Raise Conflict if it is taken, QuotaExceeded at the tenant's limit, Overloaded at MAX_AGENTS.
+        """
         most = self.limits(tenant).max_agents
         if most is not None and self.registry.count(tenant) >= most:
             raise QuotaExceeded(f"you have {most} agents, the limit (max_agents); delete some", field="max_agents")
@@ -117,10 +119,10 @@ class AgentService:
         return id
 
     # ------------------------------------------------------------------------------------------------------ to change
-    # What these write is durable when they return. Unavailable where the disk refuses it.
+    # What these write is durable on return. They raise Unavailable if the disk refuses.
 
     async def add(self, agent: Agent, *more: Record) -> Agent:
-        """A new agent, and the records that it needs."""
+        """Add a new agent and write it with the records that it needs."""
         written = self.writer.record(RecordKind.AGENT, agent.record, agent.key)
         agent.starting = agent.new = True
         self.registry.add(agent)
@@ -136,9 +138,12 @@ class AgentService:
         return agent
 
     async def fork(self, agent: Agent, at: Turn, id: str | None, metadata: dict[str, str] | None = None) -> Agent:
-        """A new agent with this one's history up to a turn. Conflict while that is not durable."""
+        """Return a new agent with this one's history up to a turn.
+
+        Raise Conflict while the agent itself is not durable.
+        """
         if agent.new:
-            raise Conflict(f"agent {agent.id} is being made; fork it once that is answered")
+            raise Conflict(f"agent {agent.id} is being created; fork it after that")
         await self.free_id(agent.tenant, id)
         now = self.pending.now()
         old = agent.record
@@ -149,7 +154,7 @@ class AgentService:
             used=now,
             base=at.key,
             head=at.key,
-            under=at.under,
+            under=at.parent_key,
             origin=old.id,
             metadata=old.metadata if metadata is None else metadata,
             pinned=False,
@@ -158,11 +163,14 @@ class AgentService:
         )
         made = await self.add(Agent(self.writer.key(), record, agent.root, at))
         if at not in agent.head.path():
-            self.kv.wanted_again(made)
+            self.kv.branch_resumed(made)
         return made
 
     async def move(self, agent: Agent, head: Turn) -> None:
-        """Another turn is the agent's head; what is pinned follows. Nothing may begin meanwhile."""
+        """Make another turn the agent's head, and pin its context instead if the agent is pinned.
+
+        No turn can begin meanwhile.
+        """
         before, old, agent.starting, agent.straight = agent.head, agent.record, True, False
         agent.head, agent.record = head, msgspec.structs.replace(old, left={**old.left, before.key: self.pending.now()})
         try:
@@ -172,7 +180,7 @@ class AgentService:
             agent.record = msgspec.structs.replace(agent.record, left=old.left)
             self.pending.write_later(self.pending.note(agent))
             raise
-        except BaseException:  # nobody hears whether the disk takes it
+        except BaseException:  # cancelled: nobody waits for the result of the write
             self.pending.write_later(self.pending.note(agent))
             self._repin(agent)
             raise
@@ -186,7 +194,7 @@ class AgentService:
             self.kv.pin_later(agent)
 
     async def describe(self, agent: Agent, metadata: dict[str, str]) -> None:
-        """Other metadata for an agent, which is used by that."""
+        """Replace the agent's metadata, which counts as a use."""
         agent.used = self.pending.now()
         before, agent.record = agent.record, msgspec.structs.replace(agent.record, metadata=metadata)
         try:
@@ -197,66 +205,66 @@ class AgentService:
             raise
 
     async def set_pinned(self, agent: Agent, pinned: bool) -> bool:
-        """The agent's context is to be kept in the stores, or not; whether that was otherwise before."""
+        """Record whether the agent's context is pinned; return whether that has changed."""
         lock = self._pinning.setdefault(agent.key, asyncio.Lock())
-        async with lock:  # what one change goes back to is never what another is about to be refused
+        async with lock:  # so that a change is never undone to a value that another change failed to write
             before = agent.record.pinned
-            if agent not in self.registry:  # nothing is written of what is erased
+            if agent not in self.registry:  # deleted meanwhile: write nothing
                 return False
             agent.record = msgspec.structs.replace(agent.record, pinned=pinned)
             try:
                 await self.pending.sync(self.pending.note(agent))
-            except Unavailable:  # the head may have moved meanwhile
+            except Unavailable:  # undo only `pinned`: the head may have moved meanwhile
                 agent.record = msgspec.structs.replace(agent.record, pinned=before)
                 self.pending.write_later(self.pending.note(agent))
                 raise
-            except BaseException:  # nobody hears whether the disk takes it
+            except BaseException:  # cancelled: nobody waits for the result of the write
                 self.pending.write_later(self.pending.note(agent))
                 self.kv.pin_later(agent)
                 raise
         return pinned != before
 
     async def begin(self, agent: Agent, began: TurnRecord) -> Turn:
-        """The next turn at the agent's head."""
+        """Write the next turn at the agent's head and return it."""
         record = self.writer.record(RecordKind.TURN, began)
         turn = Turn(record.key, began, agent.head)
-        turn.state = "running"  # while it is being synced, too
+        turn.state = "running"  # already while the record is synced
         self.registry.add_turn(agent, turn)
         try:
             await self.pending.sync(record)
         except BaseException:
-            self.registry.take_back(agent, turn)
+            self.registry.remove_turn(agent, turn)
             self.pending.erase_later([turn.key])
-            self.pending.write_later(self.pending.note(agent))  # what was noted of the agent meanwhile names the turn
+            # A record of the agent that was written meanwhile may name the turn.
+            self.pending.write_later(self.pending.note(agent))
             raise
         agent.used = began.began
         return turn
 
     async def remove(self, agent: Agent) -> None:
-        """Interrupt what runs, forget an agent and erase what only it needs, its KV too.
+        """Interrupt the running turn, delete an agent, and erase what only it needs, its KV too.
 
-        With it goes what ordinary requests in its name left: their answers' tokens, and their KV as far as this process
-        made it.
-
-        Unavailable where the disk refuses that. The agent is gone all the same, for nobody knows what of the refusal is
-        on the disk: put back, it would lose later turns at the next start. `tend` goes on erasing.
+        Records of ordinary requests in its name are erased with it, and their KV as far as this process computed it.
+        Raise Unavailable if the disk refuses the erasure. The agent is gone all the same, because nobody knows how much
+        of the erasure is on the disk: restored, it could lose later turns at the next start. `tend` tries the erasure
+        again.
         """
         keys = await self.detach(agent, self.pending.to_erase())
         try:
             await self.pending.erase(keys)
         except Unavailable as error:
             raise Unavailable(
-                f"agent {agent.id} is deleted, but its bytes are on the disk until that works again, and if the server "
-                f"ends before, the agent may be back: {error}",
+                f"agent {agent.id} is deleted, but its bytes stay on the disk until the disk works again; if the "
+                f"server ends before, the agent may return: {error}",
                 retry_after=10.0,
             ) from error
 
     async def detach(self, agent: Agent, others: Sequence[int] = ()) -> list[int]:
-        """Interrupt what runs, and forget an agent and its KV; the keys that are to be erased, with these `others`.
+        """Interrupt the running turn and remove an agent and its KV from memory.
 
-        If it is cut off they are condemned.
+        Return the keys to erase: the agent's and `others`. If this is cancelled, they are erased later.
         """
-        keys = self.registry.remove(agent)  # before anything waits: from here on nobody finds it
+        keys = self.registry.remove(agent)  # before the first await: from here on nobody finds it
         keys = [*keys, *self._replays.take(agent.key), *others]
         unpinned = False
         try:
@@ -273,31 +281,34 @@ class AgentService:
         return keys
 
     def _unpin_later(self, agent: Agent) -> None:
-        """The stores have pins of an agent that is gone: the log knows their owners until they are given up."""
+        """Record the pins of a deleted agent in the log until the stores have given them up."""
         left = UnpinRecord(owners=owners(agent))
         record = self.writer.record(RecordKind.UNPIN, left)
         self.pending.keep(record)
         self.kv.unpin_later(left.owners, partial(self.pending.erase_later, [record.key]))
 
     def pin_later(self, agent: Agent) -> None:
-        """The stores could not be told whether the agent is pinned: the log knows that until they are."""
-        record = self._untold.get(agent.key)
+        """Record in the log that the stores do not know whether the agent is pinned, until they do."""
+        record = self._unsent_pins.get(agent.key)
         if record is None:
             record = self.writer.record(RecordKind.UNPIN, UnpinRecord(owners=owners(agent)))
             self.pending.keep(record)
-        self._tell(agent, record)
+        self._send_pin(agent, record)
 
-    def _tell(self, agent: Agent, record: Record) -> None:
-        def told() -> None:
-            del self._untold[agent.key]
+    def _send_pin(self, agent: Agent, record: Record) -> None:
+        def sent() -> None:
+            del self._unsent_pins[agent.key]
             self.pending.erase_later([record.key])
 
-        self._untold[agent.key] = record
-        self.kv.pin_later(agent, done=told)
+        self._unsent_pins[agent.key] = record
+        self.kv.pin_later(agent, done=sent)
 
     def resume_pins(self, records: Sequence[Record]) -> None:
-        """Tell the stores what a process before this one could not: the pins of an agent that is gone are given up,
-        and one that is here, or back since the disk refused its erasure, is pinned or not as it says."""
+        """Send the stores the pins that an earlier process could not.
+
+        Pins of agents that are gone are given up. Agents that exist, or are back because their erasure was refused, are
+        pinned or not as their record says.
+        """
         here = {owner: agent for agent in self.registry for owner in owners(agent)} if records else {}
         for record in records:
             if (left := decode(record.payload, UnpinRecord)) is None:
@@ -305,19 +316,20 @@ class AgentService:
             agent = next((here[owner] for owner in left.owners if owner in here), None)
             if agent is None:
                 self.kv.unpin_later(left.owners, partial(self.pending.erase_later, [record.key]))
-            elif agent.key in self._untold:
-                self.pending.erase_later([record.key])  # another one says the same
-            elif agent.salt != NOBODY:  # else once its tenant is configured again: without its salt it pins nothing
-                self._tell(agent, record)
+            elif agent.key in self._unsent_pins:
+                self.pending.erase_later([record.key])  # a newer record says the same
+            # Without its salt it can pin nothing: wait until its tenant is configured again.
+            elif agent.salt != NOBODY:
+                self._send_pin(agent, record)
 
 
 def is_id(text: str) -> bool:
-    """Whether an agent can be called so."""
+    """Return whether `text` is a valid id of an agent."""
     return ID.fullmatch(text) is not None and text not in RESERVED
 
 
 def check_id(id: str) -> None:
-    """InvalidRequest for what is no agent's id. Ids never become file names."""
+    """Raise InvalidRequest for an invalid id. Ids never become file names."""
     if not is_id(id):
         raise InvalidRequest(
             "an agent's id has 1 to 64 letters, digits, dots, underscores and hyphens, begins with a letter or digit, "
@@ -327,7 +339,7 @@ def check_id(id: str) -> None:
 
 
 def conflict(agent: Agent) -> Conflict:
-    """Why the agent's head is not free now."""
+    """Return the error that says why the agent's head cannot be used now."""
     head = agent.head
     if agent.running is not None:
         request = f"{agent.running.request.id:016x}"
@@ -335,7 +347,7 @@ def conflict(agent: Agent) -> Conflict:
     if agent.starting:
         return Conflict(f"turn {agent.next_number()} of agent {agent.id} is starting, or its head is being moved")
     return Conflict(
-        f"turn {head.number} of agent {agent.id} was interrupted; resume it, or roll back to turn {head.before}"
+        f"turn {head.number} of agent {agent.id} was interrupted; resume it, or roll back to turn {head.parent_number}"
     )
 
 
@@ -351,9 +363,9 @@ async def create_agent(
     pinned: bool,
     model: str = "",
 ) -> Agent:
-    """A new agent whose context begins with `messages`; calls of its `strict` tools fit their schema.
+    """Create an agent whose context begins with `messages`; calls of its `strict` tools must fit their schema.
 
-    Raises as `AgentService.new_id` and `AgentService.add` do, and InvalidRequest for what no record can hold.
+    Raise as `AgentService.new_id` and `AgentService.add` do, and InvalidRequest for values that no record can hold.
     """
     check(messages, "messages")
     check(tools, "tools")
@@ -388,9 +400,10 @@ async def import_agent(
     id: str | None,
     accept: Callable[[portable.Portable], None] | None,
 ) -> Agent:
-    """An agent that a file holds, under its own id or another. `accept` raises for what may not come in.
+    """Create an agent from a file, under its own id or another.
 
-    Raises as `portable.read`, `AgentService.new_id` and `AgentService.add` do.
+    `accept` raises for what is not allowed in. Raise as `portable.read`, `AgentService.new_id` and `AgentService.add`
+    do.
     """
     read = await asyncio.to_thread(portable.read, data, spec.vocab, spec.identity)
     if accept is not None:
@@ -399,12 +412,12 @@ async def import_agent(
     await agents.free_id(tenant, id)
     id = agents.new_id(tenant, id)
     agent, records = await asyncio.to_thread(_plant, agents.writer, read, tenant, id, agents.pending.now())
-    agents.new_id(tenant, id)  # another may have taken it meanwhile
+    agents.new_id(tenant, id)  # check again: the id may have been taken meanwhile
     return await agents.add(agent, *records)
 
 
 def _plant(writer: Writer, read: portable.Portable, tenant: str, id: str, now: float) -> tuple[Agent, list[Record]]:
-    """An agent of what a file holds, and the records that it needs. Any thread may call."""
+    """Return the agent of a file and the records that it needs. Any thread may call."""
     agent = portable.plant(read, writer.key, tenant, id, now)
     records = [writer.record(RecordKind.TURN, agent.root.held.began, agent.root.key)]
     for turn in agent.own:

@@ -1,8 +1,9 @@
 """Agents: named contexts with history, on the models of one server and one token log.
 
-A turn is answered by an ordinary request whose prompt is the exact ids of the agent's context and what the new message
-adds. Its message is in the log before anything of the answer is given out, its tokens follow as they come, and its end
-is durable before the last event. What an agent is, is what the log says; everything here can be rebuilt from it.
+A turn is answered by an ordinary request. Its prompt is the exact token ids of the agent's context, followed by the ids
+that the new message adds. The message is in the log before any of the answer is sent, the tokens follow as they are
+sampled, and the end is durable before the last event. The log defines every agent; everything here can be rebuilt from
+it.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.agent_service import AgentService, conflict, create_agent, import_agent
 from cairn.agents.archive import Archive, Unreadable
 from cairn.agents.content import Content
-from cairn.agents.export_kv import take_in, with_kv
 from cairn.agents.journals import Journals
 from cairn.agents.kv import AgentKv
-from cairn.agents.log.disk_threads import on_disk_thread
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.log import Log
-from cairn.agents.log.writer import Writer
+from cairn.agents.log.records import Savings
+from cairn.agents.log.writer import Writer, on_disk_thread
 from cairn.agents.maintenance import Maintenance
 from cairn.agents.overview import Overview
 from cairn.agents.pending_writes import PendingWrites
+from cairn.agents.portable import take_in, with_kv
 from cairn.agents.replay_records import ReplayRecords, newest
 from cairn.agents.running_turn import RunningTurn
 from cairn.agents.turn_tree import Agent
 from cairn.agents.turns import Gate, Turns
-from cairn.agents.types import AgentInfo, AgentPage, Savings, TurnInfo
+from cairn.agents.types import AgentInfo, AgentPage, TurnInfo
 from cairn.config.config import Config, TenantLimits, limits_of
 from cairn.frontend.requests import PLAIN, SamplingOptions
 from cairn.frontend.service import Service
@@ -50,17 +51,17 @@ from cairn.types.outputs import Done, FinishReason
 from cairn.types.stats import Placed, TakenIn
 
 KEPT_SECONDS = 0.25
-"""How long the end of an answer waits for a disk to take what was sampled for it."""
+"""How long the end of an answer waits until its sampled tokens are written."""
 LOCK_SECONDS = 5.0
-"""How long a start waits for a process that still holds the folder."""
+"""How long a start waits for another process to release the folder."""
 
 
 class Agents:
     """All agents of one server. Make them with `await Agents.open(...)`; end them with `await close()`.
 
-    Every method runs on the event loop of the services. Where an agent is named: InvalidRequest for what is no id,
-    NotFound for an agent that is not there or is another tenant's. What the disk refuses is Unavailable, and nothing
-    has changed then, except that what was deleted stays so.
+    Every method runs on the event loop of the services. Methods that name an agent raise InvalidRequest for an invalid
+    id, and NotFound for an agent that does not exist or belongs to another tenant. They raise Unavailable if the disk
+    refuses a change; then nothing has changed, except that a deletion stays.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Agents:
         registry.savings.watch(lambda: services.disk_bytes)
         self._replays = ReplayRecords()
         self._sampled = self._replays.load(log.recovered)
-        """What models sampled that are not loaded yet, by their identity."""
+        """Recorded answers of models that are not loaded yet, by the model's identity."""
         left = [record for record in log.recovered if record.kind == RecordKind.UNPIN]
         journals = [record for record in log.recovered if record.kind in (RecordKind.JOURNAL, RecordKind.ENTRY)]
         log.recovered = []
@@ -111,11 +112,11 @@ class Agents:
         salts: Mapping[str, bytes],
         services: Services | None = None,
     ) -> Agents:
-        """Lock the folder and read the log. `salts`: of the tenants that may call, by name. `services`: all that the
-        server has, `service` among them; a swap changes them.
+        """Lock the folder and read the log.
 
-        Raises ConfigError for a folder that another process holds, that is not ours or of a newer format, or that the
-        disk does not let us use.
+        `salts`: salts of the configured tenants, by name. `services`: all services of the server, with `service` among
+        them; a swap changes them. Raise ConfigError if another process holds the folder, if it is not ours or of a
+        newer format, or if the disk does not let us use it.
         """
         end = clock.now() + LOCK_SECONDS
         while True:
@@ -133,13 +134,13 @@ class Agents:
             await asyncio.sleep(0.1)
 
     def _serve(self, service: Service) -> None:
-        """A model was loaded: what it sampled in earlier runs is known again."""
+        """Prepare a newly loaded model: give it the answers that it sampled in earlier runs."""
         service.metrics.agents = self.figures
         for tenant, sampled in self._sampled.pop(service.spec.identity, ()):
             service.chat.recall(tenant, sampled)
 
     async def close(self) -> None:
-        """Interrupt what runs, write what is left, and let others have the folder. May be called again."""
+        """Interrupt running turns, write what is pending, and release the folder. May be called again."""
         await self._maintenance.close()
         await self.kv.close()
         for turn in [agent.running for agent in self._agents.registry if agent.running is not None]:
@@ -154,7 +155,7 @@ class Agents:
             await self.writer.close()
 
     async def tend(self) -> None:
-        """What is done every half minute: write what is owed, erase what is over."""
+        """Do the upkeep of every half minute: write what is pending, delete what has expired."""
         await self._maintenance.tend()
 
     @property
@@ -164,13 +165,13 @@ class Agents:
 
     @property
     def troubles(self) -> list[str]:
-        """Why the log does not work now, and what it had lost when it was opened, a sentence each."""
+        """Problems of the log: why it cannot be written, and what it had lost when it was opened."""
         return [one for one in (self.writer.trouble, self.writer.loss) if one]
 
     # ---------------------------------------------------------------------------------------------------- to look at
 
     def get(self, tenant: str, id: str) -> AgentInfo:
-        """What callers are told of one agent."""
+        """Return the public description of one agent."""
         return self._find(tenant, id).info()
 
     def page(
@@ -181,38 +182,41 @@ class Agents:
         after: str = "",
         passed_over: Callable[[str, Mapping[str, str]], object] = lambda id, metadata: False,
     ) -> AgentPage:
-        """A tenant's agents `after` an id or what `next` of another page says; InvalidRequest for anything else. Those
-        are left out that are to be `passed_over` by id and metadata."""
+        """Return a page of a tenant's agents.
+
+        `after`: an id, or `next` of another page; raise InvalidRequest for anything else. Agents for whose id and
+        metadata `passed_over` is true are left out.
+        """
         registry, now = self._agents.registry, self._pending.now()
         agents = [one for one in registry.of(tenant) if not passed_over(one.id, one.record.metadata)]
         return list_agents(agents, registry, tenant, limit, after, now)
 
-    # What these tell is read from the log: Unavailable where the disk gives out nothing, Damaged where it is damaged,
-    # and NotFound where the agent is deleted meanwhile.
+    # These read the log. They raise Unavailable if the disk refuses to read, Damaged if the log is damaged there, and
+    # NotFound if the agent is deleted meanwhile.
 
     async def turns(self, tenant: str, id: str, *, after: int = 0, limit: int | None = None) -> tuple[TurnInfo, ...]:
-        """Every turn `after` a number, abandoned branches included, by number; one that is damaged says so."""
+        """Return the turns `after` a number in order, abandoned branches included. Damaged turns are marked."""
         return await list_turns(self._agents.registry, self._archive, self._find(tenant, id), after, limit)
 
     async def beginning(self, tenant: str, id: str) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-        """What the agent was told before its first turn, and its tools."""
+        """Return the messages before the agent's first turn, and its tools."""
         with self._agents.reading(tenant, id) as agent:
             (root,) = await self._archive.contents([agent.root])
         return root.began.messages, [_shown(tool, root.began.strict) for tool in root.began.tools]
 
     async def last(self, tenant: str, id: str) -> Content:
-        """What the agent's last turn holds; it is only to be read."""
+        """Return the content of the agent's last turn; it must not be changed."""
         with self._agents.reading(tenant, id) as agent:
-            (found,) = await self._archive.contents([agent.head])
-        return found
+            (content,) = await self._archive.contents([agent.head])
+        return content
 
     async def context(self, tenant: str, id: str) -> tuple[int, ...]:
-        """The ids of the agent's context for the model that is served; none before its first turn with it."""
+        """Return the token ids of the agent's context for the served model; empty before its first turn with it."""
         with self._agents.reading(tenant, id) as agent:
             return tuple(await self.kv.ids(agent.head))
 
     async def bytes_of(self, tenant: str) -> int:
-        """How many bytes of the log a tenant's agents and journals take."""
+        """Return the bytes that a tenant's agents and journals take in the log."""
         keys: set[int] = set()
         for agent in self._agents.registry.of(tenant):
             agent.keeps(keys)
@@ -221,14 +225,17 @@ class Agents:
         return await asyncio.to_thread(self.writer.bytes_of, keys)
 
     def bound(self, limits: Callable[[str], TenantLimits], salts: Mapping[str, bytes] | None = None) -> None:
-        """What each tenant may keep from now on; `salts`: of those that may call, by name, where they are others."""
+        """Set the limits of tenants from now on; `salts`: the new salts of configured tenants, by name, if changed."""
         self._agents.limits = limits
         if salts is not None:
-            self._agents.registry.know(salts)
+            self._agents.registry.set_salts(salts)
 
     def model_of(self, tenant: str, id: str) -> tuple[bytes, str]:
-        """The identity of the model that answered at the agent's head, and the name of the one that it was made for, or
-        that answered last; empty where there is none, or no such agent."""
+        """Return the identity of the model that answered at the head, and the name of the agent's model.
+
+        That is the model that it was made for, or that answered last. Both are empty if unknown, or if there is no such
+        agent.
+        """
         try:
             agent = self._find(tenant, id)
         except (NotFound, InvalidRequest):
@@ -236,46 +243,49 @@ class Agents:
         return agent.head.identity if agent.head.number else b"", agent.record.model
 
     def service_of(self, tenant: str, id: str) -> Service:
-        """The service that answers a turn of the agent which names no model. NotLoaded where that is being loaded."""
+        """Return the service for a turn that names no model. Raise NotLoaded if it is being loaded."""
         return self._service_of(self._find(tenant, id))
 
     def _service_of(self, agent: Agent) -> Service:
-        found = self.services.of(agent.head.identity) if agent.head.number else None
-        return found or self.services.named(agent.record.model) or self.services.first
+        service = self.services.of(agent.head.identity) if agent.head.number else None
+        return service or self.services.named(agent.record.model) or self.services.first
 
     def figures(self) -> AgentFigures:
-        """All tenants together, for the metrics."""
+        """Return the counts over all tenants, for the metrics."""
         return msgspec.structs.replace(
             self._agents.registry.figures(), log_bytes=self.writer.bytes, log_dropped=self.writer.dropped
         )
 
     def savings(self, tenant: str) -> Savings:
-        """The sum over a tenant's agents and requests, also those that are gone."""
+        """Return the sum of savings over a tenant's agents and requests, deleted ones included."""
         return self._agents.registry.savings.totals.get(tenant, Savings())
 
     def savings_by_day(self, tenant: str) -> dict[int, Savings]:
-        """The same by the day on which an answer ended, in days since 1970 (UTC), the oldest first."""
+        """Return the same by the day on which an answer ended, in days since 1970 (UTC), oldest first."""
         return dict(sorted(self._agents.registry.savings.days.get(tenant, {}).items()))
 
     def overview(self, tenant: str) -> Overview:
-        """For those who follow what changes: what is different since they last looked."""
+        """Return a follower of a tenant's agents, which reports what has changed since the last look."""
         return Overview(self._agents.registry, self.writer, tenant, self._pending.now)
 
     # ---------------------------------------------------------------------------------------------------- its KV
 
     async def where(self, tenant: str, id: str) -> Placed:
-        """How many leading tokens of the context each tier has. Unavailable while the worker is being replaced."""
+        """Return how many leading tokens of the context each tier holds.
+
+        Raise Unavailable while the worker is being replaced.
+        """
         with self._agents.reading(tenant, id) as agent:
             return await self.kv.where(agent)
 
     async def pin(self, tenant: str, id: str, pinned: bool) -> AgentInfo:
-        """Keep the KV of the agent's context in the stores from eviction, now and after every turn; or no longer."""
+        """Protect the KV of the agent's context from eviction, now and after every turn, or no longer."""
         with self._agents.reading(tenant, id) as agent:
             changed = await self._agents.set_pinned(agent, pinned)
-            if agent in self._agents.registry:  # nobody deleted it meanwhile
+            if agent in self._agents.registry:  # it was not deleted meanwhile
                 try:
                     await self.kv.pin(agent)
-                except Unreadable:  # damage does not pass: it is as it was before
+                except Unreadable:  # no retry helps against damage: undo the change
                     if changed and agent in self._agents.registry:
                         await self._agents.set_pinned(agent, not pinned)
                     raise
@@ -285,22 +295,25 @@ class Agents:
             return agent.info()
 
     async def prefetch(self, tenant: str, id: str) -> Placed:
-        """Bring the KV of the context up into the pool; where it is then."""
+        """Load the KV of the context into the pool; return where it is then."""
         with self._agents.reading(tenant, id) as agent:
             return await self.kv.prefetch(agent)
 
     async def evict(self, tenant: str, id: str, *, disk: bool = False) -> Placed:
-        """Give up the KV of the context, except what other agents of the tenant share; where it is then. With `disk`
-        Conflict while the agent is pinned."""
+        """Evict the KV of the context, except what other agents of the tenant share; return where it is then.
+
+        With `disk` also from the disk. Then raise Conflict while the agent is pinned.
+        """
         with self._agents.reading(tenant, id) as agent:
             return await self.kv.evict(agent, disk=disk)
 
     # ---------------------------------------------------------------------------------- requests in an agent's name
 
     def named(self, tenant: str, id: str) -> Agent:
-        """The agent in whose name a request is made, for `keep` and `account`; it may be deleted before they are.
+        """Return the agent in whose name a request is made, for `keep` and `account`.
 
-        It is used now, and as long as the request is computed in `using`.
+        It counts as used now, and for as long as the request is computed in `using`. It may be deleted before these are
+        called.
         """
         agent = self._find(tenant, id)
         agent.used = self._pending.now()
@@ -308,7 +321,7 @@ class Agents:
 
     @contextlib.contextmanager
     def using(self, agent: Agent) -> Iterator[None]:
-        """While an ordinary request in the agent's name is computed, however long: its time to live does not run."""
+        """Suspend the agent's time to live while an ordinary request in its name is computed."""
         agent.open_requests += 1
         try:
             yield
@@ -316,39 +329,39 @@ class Agents:
             agent.open_requests -= 1
             agent.used = self._pending.now()
 
-    # `identity` is that of the model which answers; the first one's where nothing is said.
+    # `identity`: of the model that answers; the default is the first model's.
 
     def keep(self, tenant: str, sampled: Sampled, agent: Agent | None = None, identity: bytes = b"") -> None:
-        """Keep what was sampled for an ordinary request in the log, where that is wanted."""
+        """Record in the log what was sampled for an ordinary request, if recording is enabled."""
         if not self._config.log or (agent is not None and agent not in self._agents.registry):
             return
         now, key = self._pending.now(), agent.key if agent is not None else 0
-        whose = identity or self.services.first.spec.identity
-        record = self.writer.record(RecordKind.REPLAY, self._replays.payload(tenant, sampled, whose, now, key))
+        model = identity or self.services.first.spec.identity
+        record = self.writer.record(RecordKind.REPLAY, self._replays.payload(tenant, sampled, model, now, key))
         with contextlib.suppress(Unavailable):  # the log is closed
             self.writer.append(record)
             self._replays.add(record, now, key)
 
     async def kept(self) -> None:
-        """Wait, a moment at most, until what `keep` was told would outlive this process.
+        """Wait until what `keep` recorded would survive this process, for up to KEPT_SECONDS.
 
-        A client that has an answer sends it back, and what was sampled for it must then be known, or the prompt is
-        another split into tokens, and so may the next answer be.
+        A client that has an answer sends it back with its next request. If its sampled tokens were not known then, the
+        text could be tokenized differently, and the next answer could change.
         """
         await self.writer.written(KEPT_SECONDS)
 
     def add_request_context(self, agent: Agent, ids: Sequence[int], identity: bytes = b"") -> None:
-        """An ordinary request in the agent's name is over, and this is its context: its KV goes with the agent."""
-        whose = identity or self.services.first.spec.identity
+        """Record the context of a finished ordinary request in the agent's name: its KV is deleted with the agent."""
+        model = identity or self.services.first.spec.identity
         if agent in self._agents.registry:
-            self.kv.add_request_context(agent, ids, whose)
+            self.kv.add_request_context(agent, ids, model)
         else:
-            self.kv.drop_later(agent, ids, whose)
+            self.kv.drop_later(agent, ids, model)
 
     def account(self, tenant: str, agent: Agent | None, ids: Sequence[int], done: Done, identity: bytes = b"") -> None:
-        """Count an ordinary request on its tenant's account, and on an agent's.
+        """Count an ordinary request for its tenant and its agent.
 
-        `ids`: prompt and answer, whose KV is then pinned if the agent is, and given up if it is deleted.
+        `ids`: tokens of prompt and answer. Their KV is pinned if the agent is, and evicted if it is deleted.
         """
         if done.reason is FinishReason.TOOL_CALLS:
             salt = self._agents.registry.salt(tenant)
@@ -379,27 +392,27 @@ class Agents:
         pinned: bool = False,
         model: str = "",
     ) -> AgentInfo:
-        """A new agent whose context begins with `messages`; calls of its `strict` tools fit their schema in every turn.
-        `model`: the name of the one that is to answer where a turn names none.
+        """Create an agent whose context begins with `messages`.
 
-        Conflict if the id is taken. Durable when it returns.
+        Calls of its `strict` tools must fit their schema in every turn. `model`: name of the model for turns that name
+        none. Raise Conflict if the id is taken. Durable when it returns.
         """
         given, whose = metadata or {}, model if self.services.several else ""
         return (await create_agent(self._agents, tenant, id, messages, tools, strict, given, ttl, pinned, whose)).info()
 
     async def describe(self, tenant: str, id: str, metadata: dict[str, str]) -> AgentInfo:
-        """Give an agent other metadata. Durable when it returns; on Unavailable nothing has changed."""
+        """Replace an agent's metadata. Durable when it returns; on Unavailable nothing has changed."""
         agent = self._find(tenant, id)
         await self._agents.describe(agent, metadata)
         return agent.info()
 
     async def delete(self, tenant: str, id: str) -> None:
-        """Interrupt what runs, and erase every byte of the agent that no other shares; gone from disk on return.
+        """Interrupt the running turn and erase every byte of the agent that no other shares, also on the disk.
 
-        Its KV goes too, except what other agents of the tenant share. Unavailable where the disk refuses it: the agent
-        is gone, and its bytes go as soon as the disk works.
+        Its KV goes too, except what other agents of the tenant share. Raise Unavailable if the disk refuses: the agent
+        is gone, and its bytes are erased as soon as the disk works.
         """
-        agent = self._find(tenant, id, over=True)
+        agent = self._find(tenant, id, expired=True)
         if agent.starting:
             raise conflict(agent)
         await self._agents.remove(agent)
@@ -413,19 +426,19 @@ class Agents:
         new_id: str | None = None,
         metadata: dict[str, str] | None = None,
     ) -> AgentInfo:
-        """A new agent that shares this one's history up to a turn (default: the head); nothing is copied, but the
-        metadata where there are no others.
+        """Create an agent that shares this one's history up to a turn (default: the head).
 
-        NotFound for a turn that is not there, Conflict for one whose answer is not whole.
+        No turn is copied. The metadata is, unless there is new metadata. Raise NotFound for a turn that does not exist,
+        Conflict for one whose answer is incomplete.
         """
         agent = self._find(tenant, id)
         at = agent.head if turn is None else self._agents.turn(agent, turn)
         if at.state != "finished":
-            raise Conflict(f"turn {at.number} of agent {agent.id} is {at.state}; fork at turn {at.before}")
+            raise Conflict(f"turn {at.number} of agent {agent.id} is {at.state}; fork at turn {at.parent_number}")
         return (await self._agents.fork(agent, at, new_id, metadata)).info()
 
     async def make_room(self, tenant: str, prefix: str) -> bool:
-        """Delete the oldest agent of a tenant that does nothing and whose id begins so; whether there was one."""
+        """Delete the oldest idle agent of a tenant whose id begins with `prefix`; return whether there was one."""
         for agent in reversed(list(self._agents.registry.of(tenant))):
             if agent.id.startswith(prefix) and not agent.busy:
                 await self._agents.remove(agent)
@@ -433,14 +446,19 @@ class Agents:
         return False
 
     def export(self, tenant: str, id: str, *, kv_bytes: int = 0) -> AsyncGenerator[bytes, None]:
-        """The agent as one file, piece by piece: as `portable.export` says, with so many bytes of its KV at most before
-        it. Conflict while a turn runs."""
+        """Return the agent as one file, in pieces, as `portable.export` does.
+
+        Up to `kv_bytes` bytes of its KV come first. Raise Conflict while a turn runs.
+        """
         agent = self._agents.idle(tenant, id)
         pieces = portable.export(agent, self._agents.registry, self._archive, self._agents.rng)
         return with_kv(pieces, self.kv, agent, kv_bytes) if kv_bytes else pieces
 
     async def take_in(self, tenant: str, id: str, file: BinaryIO, size: int, folder: Path) -> tuple[TakenIn, str]:
-        """Store the KV in the first `size` bytes of the file that an agent was just made of; why not all of it."""
+        """Store the KV in the first `size` bytes of the file that an agent was just made from.
+
+        Return what was stored, and why not all of it.
+        """
         return await take_in(self.kv, self._find(tenant, id), file, size, folder)
 
     async def import_agent(
@@ -451,16 +469,16 @@ class Agents:
         check: Callable[[portable.Portable], None] | None = None,
         service: Service | None = None,
     ) -> AgentInfo:
-        """Make an agent of an exported file, under its own id or another. `check` raises for what may not come in.
-        `service`: of the model that is to have it, where there are several.
+        """Create an agent from an exported file, under its own id or another.
 
-        InvalidRequest for a file that is damaged or none of ours, Conflict if the id is taken.
+        `check` raises for what is not allowed in. `service`: the model that is to have it, on a server with several.
+        Raise InvalidRequest for a file that is damaged or not ours, Conflict if the id is taken.
         """
         spec = (service or self.services.first).spec
         return (await import_agent(self._agents, spec, tenant, data, id, check)).info()
 
     async def rollback(self, tenant: str, id: str, *, turn: int) -> AgentInfo:
-        """Make another turn the head, 0 for the beginning. What followed it stays listed until it is collected."""
+        """Make another turn the head; 0 is the beginning. Later turns stay listed until they are collected."""
         at = self._agents.turn(self._find(tenant, id), turn)
         agent = self._agents.idle(tenant, id)
         await self._agents.move(agent, at)
@@ -483,11 +501,11 @@ class Agents:
         service: Service | None = None,
         gate: Gate | None = None,
     ) -> RunningTurn:
-        """Begin a turn with new messages only; read its `batches`. `service`: of the model that is to answer, where
-        there are several. `gate` is waited for once the prompt is there.
+        """Begin a turn with new messages only; the caller reads its `batches`.
 
-        Conflict while another turn runs or one was interrupted, unless `fork_on_conflict`: then it is the turn of a
-        new agent. ContextTooLong with the figures, Overloaded and Unavailable as for any request.
+        `service`: the model that is to answer, on a server with several. `gate` is awaited once the prompt is complete.
+        Raise Conflict while another turn runs or the last was interrupted; with `fork_on_conflict` the turn goes to a
+        new agent instead. Raise ContextTooLong with the figures, and Overloaded and Unavailable as for any request.
         """
         with self._agents.reading(tenant, id) as agent:
             return await self._turns.start(
@@ -517,9 +535,9 @@ class Agents:
         service: Service | None = None,
         gate: Gate | None = None,
     ) -> RequestStream:
-        """The answer to a question that the agent will not remember: its context is extended for this request alone.
+        """Answer a question that the agent will not remember: its context is extended for this request alone.
 
-        Nothing of it goes to the disk. Conflict while a turn runs or one was interrupted.
+        Nothing of it goes to the disk. Raise Conflict while a turn runs or the last was interrupted.
         """
         with self._agents.reading(tenant, id) as agent:
             answering = service or self._service_of(agent)
@@ -528,37 +546,44 @@ class Agents:
             )
 
     async def resume(self, tenant: str, id: str, *, request: int, share: str = "") -> RunningTurn:
-        """Go on with the interrupted turn at the head: what it said before comes again, and then the rest.
+        """Continue the interrupted turn at the head: first what was answered before, then the rest.
 
-        One whose answer the log lost is computed again. Conflict if there is none, or if another model began it.
+        If the log lost the answer, it is computed again. Raise Conflict if no turn was interrupted, or if another model
+        began it.
         """
         with self._agents.reading(tenant, id) as agent:
             return await self._turns.resume(agent, request, share)
 
 
 def _shown(tool: Mapping[str, Any], strict: Sequence[str]) -> Mapping[str, Any]:
-    """A tool as it was sent, `strict` in it."""
+    """Return a tool as it was sent, with its `strict` flag."""
     function = tool["function"]
     return {**tool, "function": function | {"strict": True}} if function["name"] in strict else tool
 
 
 def list_agents(
-    given: Iterable[Agent], registry: AgentRegistry, tenant: str, limit: int, after: str, now: float
+    candidates: Iterable[Agent], registry: AgentRegistry, tenant: str, limit: int, after: str, now: float
 ) -> AgentPage:
-    """Those whose time is not over, `after` an id or what `next` of another page says; InvalidRequest for all else."""
-    agents = [agent for agent in given if not agent.over(now)]
+    """Return a page of the agents that have not expired.
+
+    `after`: an id, or `next` of another page; raise InvalidRequest for anything else.
+    """
+    agents = [agent for agent in candidates if not agent.expired(now)]
     if after:
         last = _named(registry, tenant, after)
         agents = [agent for agent in agents if _place(agent) > last]
-    some, more = agents[:limit], len(agents) > limit
-    next = f"{some[-1].record.created!r}:{some[-1].id}" if more else None
-    return AgentPage(agents=tuple(agent.info() for agent in some), more=more, next=next)
+    page, more = agents[:limit], len(agents) > limit
+    next = f"{page[-1].record.created!r}:{page[-1].id}" if more else None
+    return AgentPage(agents=tuple(agent.info() for agent in page), more=more, next=next)
 
 
 async def list_turns(
     registry: AgentRegistry, archive: Archive, agent: Agent, after: int, limit: int | None
 ) -> tuple[TurnInfo, ...]:
-    """Turns of an agent beyond a number, as far as the log gives them. NotFound if the agent is deleted meanwhile."""
+    """Return an agent's turns beyond a number, as far as the log can be read.
+
+    Raise NotFound if the agent is deleted meanwhile.
+    """
     while True:
         some, path = agent.turns(), {turn.key for turn in agent.head.path()}
         some = [turn for turn in some if turn.number > after][:limit]
@@ -570,7 +595,7 @@ async def list_turns(
 
 
 def _named(registry: AgentRegistry, tenant: str, after: str) -> tuple[float, str]:
-    """The place in the list that `after` names; one with a time is a place also where no agent is any more."""
+    """Return the list position that `after` names. A position with a time remains valid when its agent is gone."""
     created, mark, id = after.rpartition(":")
     if mark:
         with contextlib.suppress(ValueError):
@@ -578,9 +603,9 @@ def _named(registry: AgentRegistry, tenant: str, after: str) -> tuple[float, str
                 return -time, id
     elif (agent := registry.find(tenant, id)) is not None:
         return _place(agent)
-    raise InvalidRequest("after must be the id of an agent, or what `next` of a list said", field="after")
+    raise InvalidRequest("after must be the id of an agent, or the `next` of a list", field="after")
 
 
 def _place(agent: Agent) -> tuple[float, str]:
-    """Where an agent is in the list, as `AgentRegistry.of` sorts it."""
+    """Return an agent's position in the list, as `AgentRegistry.of` sorts it."""
     return -agent.record.created, agent.id

@@ -1,8 +1,9 @@
-"""What turns hold, read back from the token log when it is asked for: nothing of a turn that has finished stays in
-memory but its place in the tree. An interrupted one, which may be resumed, keeps what it holds.
+"""Contents of turns, read from the token log on request.
 
-Where the log does not give a turn back, the agent was deleted meanwhile or a disk lost it (`typed_read_errors`). Damage
-stays where it is: the other turns are read, listed and exported, and an agent goes on from those before it.
+A finished turn keeps only its place in the tree in memory. An interrupted one, which may be resumed, keeps its content.
+If the log cannot return a turn, either the agent was deleted meanwhile or the disk has lost it (see
+`typed_read_errors`). Damage costs no other turn: those are read, listed and exported, and an agent can continue from
+those before it.
 """
 
 from __future__ import annotations
@@ -14,48 +15,49 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.content import Branch, Content, Descent
-from cairn.agents.log.disk_threads import on_disk_thread
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.log import Log
 from cairn.agents.log.records import EndRecord, TurnRecord, decode
+from cairn.agents.log.writer import on_disk_thread
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.types.errors import Damaged, NotFound, Unavailable
 
 SOME = 32
-"""Contexts that are held at once, and turns that are put together before others get their turn on the event loop."""
+"""Contexts that are held at once, and turns handled before the event loop runs other work."""
 
 
 class Archive:
-    """Reads on other threads than the one that writes. No cache: the system has the pages of the files."""
+    """Reader of turns, on other threads than the writer's. It has no cache of its own: the system caches the files."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
 
     async def branch(self, turn: Turn) -> Branch:
-        """A turn and all before it. Unreadable for the first that cannot be read."""
+        """Return a turn and all turns before it. Raise Unreadable for the first that cannot be read."""
         return Branch(await self.contents(list(turn.path())[::-1]))
 
     async def contexts(self, turns: Iterable[Turn], most: int) -> AsyncGenerator[list[tuple[array[int], Turn]], None]:
-        """The contexts of these turns that no later one extends, each up to `most` ids, some at a time.
+        """Yield the contexts of these turns in batches, each cut to `most` ids.
 
-        What cannot be read is left out, with what follows it. Each turn is read once, however many branches have it.
+        A context that a later one of these extends is left out, and so is what cannot be read, with all that follows
+        it. Each turn is read once, however many branches share it.
         """
         wanted = dict.fromkeys(turns)
         after = _following(wanted)
         todo, path = after.get(None, [])[::-1], list[Turn]()
         descent = Descent(most)
-        found: list[tuple[array[int], Turn]] = []
+        batch: list[tuple[array[int], Turn]] = []
         while True:
             while path and not (todo and todo[-1].parent is path[-1]):
                 turn = path.pop()
-                if (ids := descent.up(told=turn in wanted)) is not None:
-                    found.append((array("I", ids), turn))  # not as a list: it may be long
-                if len(found) == SOME:
-                    yield found
-                    found = []
-            if found:
-                yield found
-                found = []
+                if (ids := descent.up(wanted=turn in wanted)) is not None:
+                    batch.append((array("I", ids), turn))  # compact: it may be long
+                if len(batch) == SOME:
+                    yield batch
+                    batch = []
+            if batch:
+                yield batch
+                batch = []
             if not todo:
                 return
             run = [todo.pop()]
@@ -69,24 +71,27 @@ class Archive:
                     await asyncio.sleep(0)
 
     async def _until_lost(self, turns: Sequence[Turn]) -> list[Content]:
-        """What turns that follow each other hold, up to the first that cannot be read."""
+        """Return the contents of consecutive turns, up to the first that cannot be read."""
         contents: list[Content] = []
         try:
-            found = await self.readable(turns)
-        except Unavailable:  # the disk may give out some
+            readable = await self.readable(turns)
+        except Unavailable:  # some of the turns may be readable
             for turn in turns if len(turns) > 1 else ():
                 if not (one := await self._until_lost([turn])):
                     break
                 contents += one
             return contents
-        for content in found:
+        for content in readable:
             if content is None or content.lost:
                 break
             contents.append(content)
         return contents
 
     async def contents(self, turns: Sequence[Turn]) -> list[Content]:
-        """What these turns hold. Unreadable for the first that is damaged, or was erased meanwhile."""
+        """Return the contents of these turns.
+
+        Raise Unreadable for the first that is damaged or was erased meanwhile.
+        """
         contents = []
         for turn, content in zip(turns, await self.readable(turns), strict=True):
             if content is None or content.lost:
@@ -95,41 +100,44 @@ class Archive:
         return contents
 
     async def readable(self, turns: Sequence[Turn]) -> list[Content | None]:
-        """What these turns hold as far as it can be read. Unavailable where the disk gives out nothing."""
-        found = {turn.key: turn.content for turn in turns}
+        """Return the contents of these turns, as far as they can be read.
+
+        None for a turn without a readable beginning. Raise Unavailable if the disk refuses to read.
+        """
+        contents = {turn.key: turn.content for turn in turns}
         away = [turn for turn in turns if turn.content is None]
         if away:
             try:
-                found |= await on_disk_thread(self._read, away)
+                contents |= await on_disk_thread(self._read, away)
             except OSError as error:
                 raise Unavailable(
                     f"the token log cannot be read: {error.strerror or error}", retry_after=10.0
                 ) from error
-        return [found[turn.key] for turn in turns]
+        return [contents[turn.key] for turn in turns]
 
     def _read(self, turns: Sequence[Turn]) -> dict[int, Content | None]:
         wanted = [(int(RecordKind.TURN), turn.key) for turn in turns]
         wanted += [(int(RecordKind.END), turn.key) for turn in turns if turn.number]
-        found: dict[int, Content | None] = dict.fromkeys((turn.key for turn in turns), None)
+        contents: dict[int, Content | None] = dict.fromkeys((turn.key for turn in turns), None)
         for (kind, key), record in zip(wanted, self._log.read(wanted), strict=True):
-            content = found[key]
+            content = contents[key]
             if (
                 record is not None
                 and kind == RecordKind.TURN
                 and (began := decode(record.payload, TurnRecord)) is not None
             ):
-                found[key] = Content(began)
+                contents[key] = Content(began)
             elif kind == RecordKind.END and content is not None:
                 end = decode(record.payload, EndRecord) if record is not None else None
                 if end is None:
                     content.lost = True
                 else:
                     content.end(end)
-        return found
+        return contents
 
 
 def _following(turns: Iterable[Turn]) -> dict[Turn | None, list[Turn]]:
-    """These turns and all before them, by the one that each follows."""
+    """Return these turns and all before them, grouped by their parent."""
     after: dict[Turn | None, list[Turn]] = {}
     seen = set[Turn]()
     for end in turns:
@@ -142,17 +150,17 @@ def _following(turns: Iterable[Turn]) -> dict[Turn | None, list[Turn]]:
 
 
 class Unreadable(Unavailable):
-    """A turn's records are not in the log as they were written. Whoever knows the agent says which of both it is."""
+    """A turn's records are missing from the log or damaged. `typed_read_errors` tells which."""
 
     def __init__(self, turn: Turn, content: Content | None) -> None:
-        """`content`: what came in with the turn, where only its answer cannot be read."""
-        super().__init__(f"turn {turn.number} cannot be read: the token log is damaged there, or it is erased")
+        """Create the error. `content`: the beginning of the turn, if only its answer is lost."""
+        super().__init__(f"turn {turn.number} cannot be read: it is erased, or the token log is damaged there")
         self.turn, self.content = turn, content
 
 
 @contextlib.contextmanager
 def typed_read_errors(registry: AgentRegistry, agent: Agent) -> Iterator[None]:
-    """Let what cannot be read of an agent be NotFound where it was deleted, and else Damaged, with what can be done."""
+    """Raise Unreadable as NotFound if the agent was deleted, else as Damaged with what can be done."""
     try:
         yield
     except Unreadable as error:
@@ -166,12 +174,15 @@ def typed_read_errors(registry: AgentRegistry, agent: Agent) -> Iterator[None]:
         again = "resume it to have it answered again, " if answerable(registry, agent, error) else ""
         raise Damaged(
             f"turn {turn.number} of agent {agent.id} cannot be read: the token log is damaged there; {again}roll back "
-            f"to turn {turn.before}, or delete the agent"
+            f"to turn {turn.parent_number}, or delete the agent"
         ) from error
 
 
 def answerable(registry: AgentRegistry, agent: Agent, error: Unreadable) -> bool:
-    """Whether only the answer at the agent's head is lost, which nothing follows and which can be computed again."""
+    """Return whether only the answer at the agent's head is lost, so that it can be computed again.
+
+    Nothing may follow that turn.
+    """
     content = error.content
     if error.turn is not agent.head or content is None or content.began.sampling is None:
         return False

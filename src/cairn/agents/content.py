@@ -1,6 +1,6 @@
-"""What turns hold: messages, tokens, answers. Of turns that have ended the log has it; see `archive.py`.
+"""Contents of turns: messages, token ids and answers. Those of ended turns are in the log; see `archive.py`.
 
-The tokens of a context are put together when they are asked for, from what each turn on its branch added.
+The ids of a context are assembled on request from what each turn on the branch added.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cairn.agents.log.records import EndRecord, TokensRecord, TurnRecord, pack, 
 
 
 class Content:
-    """What came in with one turn, and what was answered so far."""
+    """What came in with one turn, and its answer so far."""
 
     __slots__ = ("_growing", "answer", "began", "ended", "lost")
 
@@ -24,25 +24,25 @@ class Content:
         self.answer: dict[str, Any] | None = None
         self.ended: EndRecord | None = None
         self.lost = False
-        """The turn has an end, and it cannot be read."""
+        """Whether the turn's end cannot be read although there is one."""
         self._growing: array[int] | None = array("I")
-        """Tokens of an answer without an end, or one that goes on; else its end has them."""
+        """Ids of an answer that has no end yet or is being continued; None if the end record has them."""
 
     @property
     def tokens(self) -> array[int]:
-        """Ids of the answer's tokens; only to be read."""
+        """Ids of the answer; not to be changed."""
         if self._growing is not None:
             return self._growing
         return unpack(self.ended.ids) if self.ended is not None else array("I")
 
     @property
     def last(self) -> float:
-        """When it was last used, in seconds since 1970."""
+        """When the turn was last used, in seconds since 1970."""
         return self.began.began if self.ended is None else self.ended.ended
 
     @property
     def size(self) -> int:
-        """How many tokens the context has after this turn."""
+        """Tokens of the context after this turn."""
         if not self.began.number:
             return 0
         end = self.ended
@@ -50,102 +50,117 @@ class Content:
         return self.began.prefix + len(self.began.ids) // 4 + added
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """The answer goes on."""
+        """Append sampled tokens to the answer."""
         if self._growing is None:
             self._growing = self.tokens
         self._growing.extend(tokens)
 
     def piece(self, record: TokensRecord) -> None:
-        """Some tokens of the answer. ValueError, and no change, where they do not follow those that are here."""
+        """Append a recorded piece of the answer.
+
+        Raise ValueError, and change nothing, if it does not follow the tokens that are here.
+        """
         if record.at not in (-1, len(self.tokens)):
-            raise ValueError(f"a piece at {record.at} of an answer of {len(self.tokens)} tokens")
+            raise ValueError(f"a piece for position {record.at} of an answer with {len(self.tokens)} tokens")
         self.extend(unpack(record.ids))
-        said = self.answer or {}
+        answer = self.answer or {}
         self.answer = _message(
-            (said.get("content") or "") + record.text, (said.get("reasoning_content") or "") + record.reasoning
+            (answer.get("content") or "") + record.text, (answer.get("reasoning_content") or "") + record.reasoning
         )
         self.ended = None
 
     def end(self, record: EndRecord) -> None:
-        """The answer is whole, or cut. ValueError, and no change, where it has no whole number of tokens."""
+        """Set the end of the answer, complete or not.
+
+        Raise ValueError, and change nothing, if its ids are not a whole number of tokens.
+        """
         unpack(record.ids)
         self.answer, self.ended, self._growing = record.message, record, None
 
-    def ask(self, ids: list[int], most: int = sys.maxsize) -> list[int]:
-        """Make the prompt of this turn of the context before it, both cut to `most` ids; what is taken away for it."""
+    def to_prompt(self, ids: list[int], most: int = sys.maxsize) -> list[int]:
+        """Turn the context before this turn into its prompt, in place; return the ids that were cut off.
+
+        Both are limited to `most` ids.
+        """
         began = self.began
         gone = ids[began.prefix :]
         del ids[began.prefix :]
         ids += unpack(began.ids)[: most - len(ids)]
         return gone
 
-    def follow(self, prompt: list[int], most: int = sys.maxsize) -> None:
-        """Put what of the answer the next turn's context holds behind the prompt, up to `most` ids in all."""
+    def append_answer(self, prompt: list[int], most: int = sys.maxsize) -> None:
+        """Append to the prompt what the next turn's context holds of the answer, up to `most` ids in all."""
         end = self.ended
         if end is not None and end.keep >= 0:
             prompt += self.tokens[: min(end.keep, most - len(prompt))]
             prompt += unpack(end.more)[: most - len(prompt)]
 
     def context(self, prompt: list[int], most: int = sys.maxsize) -> list[int] | None:
-        """What the next turn's begins with, behind the prompt of this one; None where that cannot be told exactly."""
+        """Return the ids that the next turn's prompt begins with; None if they are not known exactly.
+
+        `prompt`: the prompt of this turn.
+        """
         if self.ended is None or self.ended.keep < 0 or digest(prompt) != self.began.digest:
-            return None  # damage may have cost a turn before this one
+            return None  # damage may have lost a turn before this one
         ids = prompt[:]
-        self.follow(ids, most)
+        self.append_answer(ids, most)
         return ids
 
     def known(self, prompt: list[int], most: int = sys.maxsize) -> list[int]:
-        """The context, or what comes nearest to it; its first `most` ids, and as many of the prompt will do."""
+        """Return the first `most` ids of the context, or of the nearest to it that is known.
+
+        Of `prompt`, the first `most` ids are enough.
+        """
         if len(prompt) >= most:
             return prompt[:most]
         return self.context(prompt, most) or [*prompt, *self.tokens[: most - len(prompt)]]
 
 
 class Branch:
-    """A turn and all before it."""
+    """A turn and all turns before it."""
 
     def __init__(self, contents: Sequence[Content]) -> None:
-        """`contents`: the beginning first."""
+        """Create a branch from its contents, the beginning first."""
         self.contents = contents
 
     @property
     def beginning(self) -> TurnRecord:
-        """What the agent was told before its first turn, and its tools."""
+        """The messages before the agent's first turn, and its tools."""
         return self.contents[0].began
 
     @property
     def last(self) -> Content:
-        """The content of the turn that the branch ends with."""
+        """Content of the last turn."""
         return self.contents[-1]
 
     def prompt(self, most: int = sys.maxsize) -> list[int]:
-        """The ids that the last turn answered, or the first `most` of them."""
+        """Return the prompt of the last turn, or its first `most` ids."""
         start = max(at for at, one in enumerate(self.contents) if not one.began.prefix)
         ids: list[int] = []
         for content in self.contents[start:]:
-            content.ask(ids, most)
+            content.to_prompt(ids, most)
             if content is not self.last:
-                content.follow(ids, most)
+                content.append_answer(ids, most)
         return ids
 
     def prompts(self) -> Iterator[tuple[Content, list[int]]]:
-        """Every turn with the ids that it answered, in one pass: the list is the same one all along, and grows on."""
+        """Yield every turn with its prompt, in one pass. The list is always the same object, and grows."""
         ids: list[int] = []
         for content in self.contents:
-            content.ask(ids)
+            content.to_prompt(ids)
             yield content, ids
-            content.follow(ids)
+            content.append_answer(ids)
 
     def context(self) -> list[int] | None:
-        """The ids that the next turn begins with; None where the answer cannot be put behind its prompt exactly."""
+        """Return the ids that the next turn begins with; None if they are not known exactly."""
         return self.last.context(self.prompt())
 
     def known(self, most: int = sys.maxsize) -> list[int]:
-        """The context, or what comes nearest to it, or the first `most` ids of that."""
+        """Return the first `most` ids of the context, or of the nearest to it that is known."""
         return self.last.known(self.prompt(most), most)
 
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation up to here."""
+        """Return the conversation up to the last turn."""
         messages: list[dict[str, Any]] = []
         for content in self.contents:
             messages += content.began.messages
@@ -160,49 +175,53 @@ class _Step:
     __slots__ = ("content", "extended", "gone", "size", "start")
 
     def __init__(self, content: Content, start: int, size: int, gone: array[int]) -> None:
-        """`start`: where its own part of its prompt begins. `size`: of its prompt. `gone`: of the context before it,
-        what its prompt does not have."""
+        """Record a step.
+
+        `start`: where the turn's own part of its prompt begins. `size`: length of its prompt. `gone`: ids of the
+        context before it that its prompt does not have.
+        """
         self.content, self.start, self.size, self.gone = content, start, size, gone
         self.extended = False
 
 
 class Descent:
-    """A way down a tree of turns, and up again to go down elsewhere: what branches have in common is put together
-    once."""
+    """A walk down a tree of turns and up again, which assembles what branches share only once."""
 
     def __init__(self, most: int) -> None:
-        """`most`: how many ids of a context are told."""
+        """Create a walk. `most`: limit on the ids of a context."""
         self._most = most
         self._ids: list[int] = []
         self._steps: list[_Step] = []
 
     def down(self, content: Content) -> None:
-        """Go to a turn that follows the one where this stands."""
+        """Go to a turn that follows the current one."""
         began, before = content.began, len(self._ids)
         if began.prefix and self._steps and self._steps[-1].content.began.identity == began.identity:
             self._steps[-1].extended = True
-        gone = array("I", content.ask(self._ids, self._most))  # packed: of each turn it may be all of its context
+        gone = array("I", content.to_prompt(self._ids, self._most))  # compact: it may be the whole context of each turn
         self._steps.append(_Step(content, before - len(gone), len(self._ids), gone))
-        content.follow(self._ids, self._most)
+        content.append_answer(self._ids, self._most)
 
-    def up(self, *, told: bool) -> list[int] | None:
-        """Leave a turn for the one before it. If it is to be `told`: its context, unless one of the same model that
-        followed it has all of that."""
+    def up(self, *, wanted: bool) -> list[int] | None:
+        """Leave the current turn for the one before it.
+
+        Return its context if `wanted`, unless a later turn of the same model contains all of it; else None.
+        """
         step, ids = self._steps.pop(), self._ids
         del ids[step.size :]
-        context = step.content.known(ids, self._most) if told and not step.extended else None
+        context = step.content.known(ids, self._most) if wanted and not step.extended else None
         del ids[step.start :]
         ids += step.gone
         return context
 
 
 def digest(ids: Sequence[int]) -> bytes:
-    """SHA-256 of token ids."""
+    """Return the SHA-256 of token ids."""
     return hashlib.sha256(pack(ids)).digest()
 
 
 def shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many leading ids two contexts have in common."""
+    """Return how many leading ids two contexts have in common."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 

@@ -1,10 +1,9 @@
-"""Journals: what several agents or requests work on together, step by step, as the token log keeps it.
+"""Journals in the token log: records of what several agents or requests work on together, step by step.
 
-A journal has a head, which says what it is about and is written anew when that changes, and entries, which are only
-added. Whoever is told of an entry can rely on it: it is durable then. One that nobody was told of yet may be appended
-without waiting (`note`); it is durable once anything after it is, since the log is written in order.
-
-What heads and entries hold is the business of the room that made them; here they are bytes until that room reads them.
+A journal has a head, which describes it and is rewritten when that changes, and entries, which are only added. An entry
+is durable before anybody learns of it. An entry that nobody has learned of yet may be appended without waiting
+(`note`); it is durable once any later one is, because the log is written in order. The room that made a journal defines
+what heads and entries hold; they are bytes here until that room reads them.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from cairn.system.interfaces import Rng
 from cairn.types.errors import Conflict, NotFound, Overloaded
 
 MAX_JOURNALS = 1_000
-"""How many of one room a tenant may have."""
+"""Journals of one room and tenant."""
 
 
 class JournalEntry(NamedTuple):
-    """One entry."""
+    """An entry of a journal."""
 
     number: int
-    """Its place: later entries have higher ones."""
+    """Its position: later entries have higher numbers."""
     key: int
     value: Any
 
@@ -43,42 +42,42 @@ class Journal:
         self.key, self.record = key, record
         self.entries: list[JournalEntry] = []
         self.pending: set[int] = set()
-        """Numbers of entries that are being made durable."""
+        """Numbers of entries that are being written."""
         self.gone = False
-        """It was removed: nothing more is written of it."""
+        """Whether it was removed, so that nothing more is written to it."""
         self._next = 1
         self._read = False
 
     @property
     def id(self) -> str:
-        """The name by which clients know it."""
+        """Name by which clients know it."""
         return self.record.id
 
     @property
     def tenant(self) -> str:
-        """The tenant that it belongs to."""
+        """Tenant that it belongs to."""
         return self.record.tenant
 
     def read(self, kind: Any) -> list[JournalEntry]:
-        """The entries with their values as that type; what is none is left out, as damage is."""
+        """Return the entries with their values decoded as `kind`; those that cannot be decoded are left out."""
         if not self._read:
             self._read = True
             self.entries = [found for one in self.entries if (found := _decoded(one, kind)) is not None]
         return self.entries
 
     @property
-    def told(self) -> int:
-        """The number up to which every entry is there: none of a lower one will come."""
+    def complete_to(self) -> int:
+        """Number up to which the entries are complete: no lower one will be added."""
         last = self.entries[-1].number if self.entries else 0
         return min(last, min(self.pending) - 1) if self.pending else last
 
     def take(self) -> int:
-        """The number of the next entry."""
+        """Return the number of the next entry."""
         self._next += 1
         return self._next - 1
 
     def add(self, entry: JournalEntry) -> None:
-        """Put an entry in its place."""
+        """Insert an entry at its position."""
         insort(self.entries, entry, key=lambda one: one.number)
         self._next = max(self._next, entry.number + 1)
 
@@ -98,7 +97,7 @@ class Journals:
     def __init__(self, writer: Writer, pending: PendingWrites, rng: Rng, recovered: Sequence[Record]) -> None:
         self._writer, self._pending, self._rng = writer, pending, rng
         self._journals: dict[tuple[str, str, str], Journal] = {}
-        """By room, tenant and id."""
+        """Journals by (room, tenant, id)."""
         self._load(recovered)
 
     def _load(self, recovered: Sequence[Record]) -> None:
@@ -121,34 +120,36 @@ class Journals:
         self._pending.erase_later(strays)
 
     def now(self) -> float:
-        """Seconds since 1970, by the clock that dates the log's records."""
+        """Return the seconds since 1970, by the clock that dates the log's records."""
         return self._pending.now()
 
     def seed(self) -> int:
-        """A number that nobody can foresee."""
+        """Return an unpredictable 64-bit number."""
         return self._rng.bits64()
 
     def find(self, room: str, tenant: str, id: str) -> Journal:
-        """One journal. NotFound for one that is not there or is another tenant's."""
+        """Return one journal. Raise NotFound if it does not exist or belongs to another tenant."""
         journal = self._journals.get((room, tenant, id))
         if journal is None:
             raise NotFound(f"there is no {room} {id[:64]}", field="id")
         return journal
 
     def model_of(self, room: str, tenant: str, id: str) -> str | None:
-        """The model that a journal was made with; None where there is none, or no such journal."""
+        """Return the name of the model that a journal was made with; None without one or without the journal."""
         journal = self._journals.get((room, tenant, id))
         return None if journal is None else journal.record.model or None
 
     def of(self, room: str, tenant: str) -> list[Journal]:
-        """A tenant's journals of a room, most recently created first."""
-        found = [one for (where, whose, _), one in self._journals.items() if (where, whose) == (room, tenant)]
-        return sorted(found, key=lambda one: (-one.record.created, one.id))
+        """Return a tenant's journals of a room, most recently created first."""
+        journals = [
+            journal for (where, whose, _), journal in self._journals.items() if (where, whose) == (room, tenant)
+        ]
+        return sorted(journals, key=lambda journal: (-journal.record.created, journal.id))
 
     def keys_of(self, tenant: str) -> set[int]:
-        """The keys of all records of a tenant's journals."""
-        found = [one for (_, whose, _), one in self._journals.items() if whose == tenant]
-        return {key for one in found for key in (one.key, *(entry.key for entry in one.entries))}
+        """Return the keys of all records of a tenant's journals."""
+        journals = [journal for (_, whose, _), journal in self._journals.items() if whose == tenant]
+        return {key for journal in journals for key in (journal.key, *(entry.key for entry in journal.entries))}
 
     async def create(
         self,
@@ -160,8 +161,11 @@ class Journals:
         *,
         model: str = "",
     ) -> Journal:
-        """A new journal, made with a `model`, with entries that keep their numbers. Conflict if the id is taken,
-        Overloaded if there are too many."""
+        """Create a journal, with entries that keep their numbers.
+
+        `model`: name of the model that it is made with. Raise Conflict if the id is taken, Overloaded if there are too
+        many.
+        """
         if len(self.of(room, tenant)) >= MAX_JOURNALS:
             raise Overloaded(f"there are {MAX_JOURNALS} {room}s, the limit; delete some", retry_after=60.0)
         id = f"{room}-{self._rng.bits64():016x}" if id is None else id
@@ -191,7 +195,7 @@ class Journals:
         return journal
 
     async def update(self, journal: Journal, body: msgspec.Struct) -> None:
-        """The journal is about something else now. On Unavailable nothing has changed."""
+        """Replace the body of a journal's head. On Unavailable nothing has changed."""
         check(msgspec.to_builtins(body), journal.record.room)
         before = journal.record
         journal.record = msgspec.structs.replace(before, body=msgspec.msgpack.encode(body))
@@ -202,7 +206,7 @@ class Journals:
             raise
 
     async def append(self, journal: Journal, value: msgspec.Struct) -> JournalEntry:
-        """Add an entry; durable, and in the journal, on return. NotFound where the journal was removed."""
+        """Append an entry; it is durable, and in the journal, on return. Raise NotFound if the journal was removed."""
         self._check_there(journal)
         number = journal.take()
         record = self._record(journal, number, value)
@@ -219,7 +223,7 @@ class Journals:
         return entry
 
     def note(self, journal: Journal, value: msgspec.Struct) -> JournalEntry:
-        """Add an entry that may be lost in a crash, unless anything after it is durable."""
+        """Append an entry that a crash may lose, unless a later one is durable."""
         self._check_there(journal)
         number = journal.take()
         record = self._record(journal, number, value)
@@ -237,22 +241,24 @@ class Journals:
         return self._writer.record(RecordKind.ENTRY, EntryRecord(journal=journal.key, number=number, body=body))
 
     async def cut(self, journal: Journal, after: int) -> None:
-        """Erase every entry of a higher number. Unavailable where the disk refuses: they are gone all the same, and
-        their bytes go as soon as it works."""
+        """Erase all entries of higher numbers.
+
+        Raise Unavailable if the disk refuses: they are gone all the same, and their bytes go as soon as it works.
+        """
         at = bisect_right(journal.entries, after, key=lambda one: one.number)
         gone, journal.entries = journal.entries[at:], journal.entries[:at]
         if gone:
             await self._pending.erase([entry.key for entry in gone])
 
     async def drop(self, journal: Journal, gone: Sequence[JournalEntry]) -> None:
-        """Erase these entries; as `cut`."""
+        """Erase these entries. Raise Unavailable as `cut` does."""
         keys = {entry.key for entry in gone}
         journal.entries = [entry for entry in journal.entries if entry.key not in keys]
         if keys:
             await self._pending.erase(sorted(keys))
 
     async def remove(self, journal: Journal) -> None:
-        """Erase a journal with all that it holds; as `cut`."""
+        """Erase a journal with its entries. Raise Unavailable as `cut` does."""
         journal.gone = True
         self._journals.pop((journal.record.room, journal.tenant, journal.id), None)
         keys = [journal.key, *(entry.key for entry in journal.entries)]

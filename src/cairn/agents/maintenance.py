@@ -1,4 +1,4 @@
-"""What is done about agents although nobody asks: what is owed is written, what is over is erased."""
+"""Regular upkeep of agents: pending writes and the erasure of what has expired."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ log = logging.getLogger(__name__)
 
 TEND_SECONDS = 30.0
 ABANDONED_SECONDS = 7 * 86_400.0
-"""How long turns off an agent's path are kept after its head was moved away from them."""
+"""How long abandoned branches are kept after the head was moved away from them."""
 
 
 class Maintenance:
-    """Runs from when it is made, on the event loop, until `close`."""
+    """The upkeep task. It runs on the event loop from its creation until `close`."""
 
     def __init__(self, agents: AgentService, replays: ReplayRecords, orphans: Sequence[int]) -> None:
-        """`orphans`: keys that the log holds for no agent, to be erased first."""
+        """Start the upkeep. `orphans`: keys in the log that belong to no agent, erased first."""
         self._agents, self._replays = agents, replays
         self._task = asyncio.create_task(self._run(orphans))
 
@@ -40,33 +40,33 @@ class Maintenance:
             try:
                 await self.tend()
             except Unavailable:
-                continue  # the log says so itself, in `trouble`
+                continue  # `Log.trouble` reports it
             except Exception as error:
                 log.error("the upkeep of agents failed: %s", trace(error))
 
     async def tend(self) -> None:
-        """Write what is owed, delete agents whose time is over, erase branches that were abandoned long ago.
+        """Write what is pending, delete expired agents, and erase branches that were abandoned long ago.
 
-        The KV of both goes with them.
+        The KV of both is evicted.
         """
         agents, pending = self._agents, self._agents.pending
         await pending.settle()
         now = pending.now()
-        pending.erase_later(self._replays.over(now))
+        pending.erase_later(self._replays.expired(now))
         for looked, agent in enumerate(agents.registry, 1):
             if looked % BATCH == 0:
                 await asyncio.sleep(0)
-            if agent in agents.registry and not agent.busy and not agent.over(now):
+            if agent in agents.registry and not agent.busy and not agent.expired(now):
                 own, over = agent.own, set(agents.registry.prune(agent, now - ABANDONED_SECONDS))
-                pending.erase_later(over)  # at once: who deletes the agent meanwhile is told when all of it is gone
+                pending.erase_later(over)  # now, so that a deletion of the agent meanwhile waits for these too
                 await agents.kv.collect(agent, [turn for turn in own if turn.key in over])
         await self._erase()
         for agent in agents.registry:
-            if agent in agents.registry and agent.over(now):
+            if agent in agents.registry and agent.expired(now):
                 pending.erase_later(await agents.detach(agent))
-        await self._erase()  # all at once: each erasure writes the log anew
+        await self._erase()  # all at once: each erasure rewrites segments
 
     async def _erase(self) -> None:
         pending = self._agents.pending
         if to_erase := pending.to_erase():
-            await pending.erase(to_erase)  # which knows them again if it is cut off
+            await pending.erase(to_erase)  # if that fails, they are pending again

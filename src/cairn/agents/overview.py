@@ -1,7 +1,7 @@
-"""All agents of a tenant at a glance, and which of them are different since the last look.
+"""A tenant's agents, and which of them have changed since the last look.
 
-A look is a comparison and needs no word from whoever changes an agent, so none can be forgotten. While the log was
-given nothing and no turn runs, it costs one comparison of numbers.
+A look compares; nobody who changes an agent has to report it, so no change can be missed. While no turn runs and
+nothing was written to the log, a look compares a few numbers.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from cairn.agents.types import AgentInfo
 
 
 class Changes(NamedTuple):
-    """What a look found."""
+    """Result of a look."""
 
     changed: list[AgentInfo]
-    """New and changed ones, as they are now."""
+    """New and changed agents, as they are now."""
     gone: list[str]
-    """Ids of those that are there no more."""
+    """Ids of agents that no longer exist."""
 
 
 class Overview:
@@ -31,27 +31,27 @@ class Overview:
     def __init__(self, registry: AgentRegistry, writer: Writer, tenant: str, now: Callable[[], float]) -> None:
         self._registry, self._writer, self._tenant, self._now = registry, writer, tenant, now
         self._seen: dict[str, tuple[Any, ...]] = {}
-        self._given = -1
+        self._submitted = -1
         self._busy = False
         self._until = math.inf
-        """When the time of some agent may run out although nothing happens."""
+        """When the next agent may expire."""
         self.requests: dict[int, str] = {}
-        """Which agent's turn a running request is."""
+        """Id of the agent whose turn a running request is, by the request's id."""
 
     def all(self) -> Iterator[AgentInfo]:
-        """Every agent, most recently created first. The registry may change between two of them."""
+        """Yield every agent, most recently created first. Agents may come and go between two of them."""
         for agent in self._registry.of(self._tenant):
-            if agent in self._registry and not agent.over(self._now()):
+            if agent in self._registry and not agent.expired(self._now()):
                 yield agent.info()
 
     def look(self) -> Changes:
-        """What has changed since the last look; at the first all there is."""
-        given = self._writer.given
+        """Return what has changed since the last look; at the first, everything."""
+        submitted = self._writer.submitted
         now, seen = self._now(), self._seen
-        if given == self._given and not self._busy and now < self._until:
+        if submitted == self._submitted and not self._busy and now < self._until:
             return Changes([], [])
-        self._given = given
-        here = [agent for agent in self._registry.of(self._tenant) if not agent.over(now)]
+        self._submitted = submitted
+        here = [agent for agent in self._registry.of(self._tenant) if not agent.expired(now)]
         running = [agent.running for agent in here if agent.running is not None]
         self.requests = {turn.request.id: turn.agent.id for turn in running}
         self._busy = any(agent.busy or agent.open_requests for agent in here)
@@ -63,6 +63,6 @@ class Overview:
 
 
 def _mark(agent: Agent) -> tuple[Any, ...]:
-    """All that is told of an agent, by what it depends on; frozen values that did not change are the same ones."""
+    """Return what the description of an agent depends on, for comparison. Unchanged parts are the same objects."""
     head = agent.head
     return agent.key, agent.record, agent.savings, agent.used, agent.busy, head.key, head.state, head.size

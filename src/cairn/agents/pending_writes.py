@@ -1,4 +1,4 @@
-"""What is to be written of agents: at once, or as soon as the disk takes it; and what is to be erased."""
+"""Pending writes and erasures of agents' records, and the clock that dates them."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ import msgspec
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.kv import BATCH
 from cairn.agents.log.index import RecordKind
-from cairn.agents.log.records import SavingsRecord
+from cairn.agents.log.records import Savings, SavingsRecord
 from cairn.agents.log.segment import Record
 from cairn.agents.log.writer import Writer
 from cairn.agents.replay_records import ReplayRecords
 from cairn.agents.savings import BYTES_KEY, LINES, counted, day_key, total_key
 from cairn.agents.turn_tree import Agent
-from cairn.agents.types import Savings
 from cairn.system.interfaces import Clock
 from cairn.types.outputs import Done
 
 STEP_SECONDS = 10.0
-"""How far the wall clock may run away from the other one by itself: it was set, or the machine slept."""
+"""Largest drift of the wall clock from the monotonic one. Beyond it, the clock was set or the machine slept."""
 
 
 class PendingWrites:
-    """What a server's log is still to be told, and the clock that its records are dated by."""
+    """Records that the log still has to take, and the clock that dates them."""
 
     def __init__(self, registry: AgentRegistry, writer: Writer, clock: Clock, replays: ReplayRecords) -> None:
         self._registry, self._writer, self._clock, self._replays = registry, writer, clock, replays
         self._owed: dict[tuple[int, int], Record] = {}
-        """Records by kind and key: of these kinds only the newest counts."""
+        """Pending records by kind and key: only the newest of each counts."""
         self._to_erase: list[int] = []
         self._bytes = registry.savings.bytes
         self._lost: set[int] = set()
-        """Keys of what is to be written again."""
-        # What was written while the wall clock was ahead is no younger than what is written now.
+        """Keys whose records must be written again."""
+        # A record from a time when the wall clock was ahead must not count as younger than now.
         self._epoch = clock.time_ns() / 1e9 - clock.now()
         now = self.now()
         replays.retime(lambda at: min(at, now))
@@ -43,14 +42,14 @@ class PendingWrites:
             _retime(agent, lambda at: min(at, now))
 
     def now(self) -> float:
-        """Seconds since 1970. Goes on evenly: where the wall clock is set, nothing may grow old at once.
+        """Return the seconds since 1970, by a clock that never jumps: nothing grows old when the wall clock is set.
 
-        Only `settle` follows that clock, with all times that ages are told by.
+        Only `settle` follows the wall clock, together with all times from which ages are computed.
         """
         return self._epoch + self._clock.now()
 
     def _set_clock(self) -> None:
-        """If the wall clock was set, follow it with all times: agents' ages stay, also at the next start."""
+        """Follow a wall clock that was set, with all recorded times: ages stay the same, also after a restart."""
         step = self._clock.time_ns() / 1e9 - self.now()
         if abs(step) < STEP_SECONDS:
             return
@@ -62,13 +61,13 @@ class PendingWrites:
                 self._lost.add(agent.key)
 
     def note(self, agent: Agent) -> Record:
-        """The agent as it is now, to be written."""
+        """Return the record of the agent as it is now."""
         head = agent.head
-        agent.record = msgspec.structs.replace(agent.record, used=agent.used, head=head.key, under=head.under)
+        agent.record = msgspec.structs.replace(agent.record, used=agent.used, head=head.key, under=head.parent_key)
         return self._writer.record(RecordKind.AGENT, agent.record, agent.key)
 
     def count(self, agent: Agent, done: Done) -> Sequence[Record]:
-        """Add an answer to the agent's line and its tenant's; what is to be written of it."""
+        """Add an answer to the savings of the agent and its tenant; return the records of them."""
         speed = self._registry.savings.count(agent.tenant, done, self.now())
         agent.savings = counted(agent.savings, done, speed)
         return [self._line(agent), *self._totals()]
@@ -77,7 +76,7 @@ class PendingWrites:
         return self._writer.record(RecordKind.SAVINGS, SavingsRecord(savings=agent.savings), agent.key)
 
     def _totals(self) -> list[Record]:
-        """The tenants' totals and days that are not written yet, and the bytes."""
+        """Return the records of changed totals and days of tenants, and of the bytes."""
         savings = self._registry.savings
         lines = [(name, SavingsRecord(savings=savings.totals[name], tenant=name)) for name in sorted(savings.dirty)]
         savings.dirty.clear()
@@ -93,19 +92,19 @@ class PendingWrites:
         return records
 
     def keep(self, record: Record) -> None:
-        """Write this as soon as the disk takes it, whatever becomes of its agent."""
+        """Write this record as soon as the disk takes it, even if its agent is deleted."""
         self._owed[record.kind, record.key] = record
 
     def write_later(self, *records: Record) -> None:
-        """Write these as soon as the disk takes them, unless they are about what is being erased."""
+        """Write these records as soon as the disk takes them, unless their agent or turn is being erased."""
         for record in records:
             if record.key >= LINES or self._registry.needs(record.key):
                 self.keep(record)
 
     async def sync(self, *records: Record) -> None:
-        """Return when these are durable, and before them all that is owed: they may follow from it.
+        """Write all pending records and then these; return when they are durable.
 
-        Unavailable where the disk refuses it; what is owed stays so.
+        Raise Unavailable if the disk refuses; what was pending stays so.
         """
         owed = dict(self._owed)
         await self._writer.sync(*owed.values(), *records)
@@ -116,16 +115,16 @@ class PendingWrites:
                     self._registry.release(record.key)
 
     async def settle(self) -> None:
-        """Write what is owed, and what the disk refused although nobody waited for it.
+        """Write pending records, and those that the disk refused while nobody waited for them.
 
-        Unavailable where the disk refuses it, and once the log is closed.
+        Raise Unavailable if the disk refuses, and once the log is closed.
         """
         self._set_clock()
         self._lost |= self._writer.lost()
         looked = 0
         while self._lost:
             key = self._lost.pop()
-            agent = self._registry.keyed(key)
+            agent = self._registry.by_key(key)
             if key >= LINES:
                 self._registry.savings.mark_dirty()
             elif agent is not None and not agent.new:
@@ -135,23 +134,24 @@ class PendingWrites:
                 await asyncio.sleep(0)
         self.erase_later(self._registry.savings.forget_days(self.now()))
         self.write_later(*self._totals())
-        if self._owed or self._writer.trouble:  # nobody may write for hours, and trouble that is over is to be known
+        # Also without pending records: nothing else may write for hours, and `trouble` must clear once it is over.
+        if self._owed or self._writer.trouble:
             await self.sync()
 
     def erase_later(self, keys: Iterable[int]) -> None:
-        """Nobody finds what has these keys any more: erase it with the next that is erased."""
+        """Erase these keys with the next erasure. Nobody can reach their records any more."""
         self._to_erase += keys
 
     def to_erase(self) -> list[int]:
-        """Keys of records that are on the disk, or may be, and must not be; once."""
+        """Return the keys that wait for erasure, and clear the list."""
         keys, self._to_erase = self._to_erase, []
         return keys
 
     async def erase(self, keys: Sequence[int]) -> None:
-        """Erase the records with these keys. What the disk refuses now is in `to_erase` after that."""
+        """Erase the records with these keys. If the disk refuses, they are in `to_erase` again."""
         gone = set(keys)
         self._owed = {name: record for name, record in self._owed.items() if record.key not in gone}
-        # Once an agent is erased nobody can name its pins, so those that are left are written down before.
+        # Once an agent is erased, nothing else names the owners of its pins, so their records are written first.
         pins = [record for record in self._owed.values() if record.kind == RecordKind.UNPIN]
         try:
             await self._writer.erase(keys, *pins)
@@ -163,7 +163,7 @@ class PendingWrites:
 
 
 def _retime(agent: Agent, change: Callable[[float], float]) -> None:
-    """Change the times that ages are told by; when it was made stays."""
+    """Change the times from which an agent's ages are computed. The time of its creation stays."""
     agent.used = change(agent.used)
     for turn in agent.own:
         turn.at = change(turn.at)

@@ -1,4 +1,4 @@
-"""Exact replay for clients that resend their conversation: what was sampled for them, kept in the log for a week."""
+"""Log records for exact replay: what was sampled for clients that resend their conversation, kept for a week."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 KEEP_SECONDS = 7 * 86_400.0
 KEEP_BYTES = 1_000_000_000
 KEEP_COUNT = 1 << 18
-"""How many there are at the most: each takes some 230 bytes of memory, however short the answer is."""
+"""Limit on records: each takes some 230 bytes of memory, however short the answer."""
 WAITING_IDS = 1 << 22
-"""How many ids are kept in memory of what models sampled that are not loaded: the newest, of each model."""
+"""Token ids kept in memory for each model that is not loaded; the newest stay."""
 ERASE_SECONDS = 3600.0
-"""What is over is erased together, this often: the segments that hold it are written anew for that."""
+"""Interval of erasures: each rewrites the segments that hold expired records."""
 
 
 class _Kept(NamedTuple):
@@ -32,19 +32,21 @@ class _Kept(NamedTuple):
 
 
 class ReplayRecords:
-    """Which records of exact replay the log holds, the oldest first."""
+    """Index of the log's replay records, oldest first."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._of: dict[int, set[int]] = {}
-        """Keys of what was sampled in the name of an agent, by the agent's."""
+        """Keys of records made in the name of an agent, by the agent's key."""
         self._bytes = 0
         self._erased_at = 0.0
 
     def load(self, records: Iterable[Record]) -> dict[bytes, list[tuple[str, Sampled]]]:
-        """Take the log's records; what is to be put back into the tables, by the model's identity, with the tenant
-        whose it is."""
-        found: dict[bytes, list[tuple[str, Sampled]]] = {}
+        """Index the log's replay records.
+
+        Return their contents for the replay tables, as (tenant, sampled) by the model's identity.
+        """
+        by_model: dict[bytes, list[tuple[str, Sampled]]] = {}
         for record in records:
             if record.kind != RecordKind.REPLAY:
                 continue
@@ -55,15 +57,17 @@ class ReplayRecords:
             try:
                 ids = unpack(kept.ids)
             except ValueError:
-                log.warning("a record of exact replay holds no whole number of tokens; left out")
+                log.warning("a record of exact replay does not hold a whole number of tokens; it is ignored")
                 continue
             sampled = Sampled(kept.before, AnswerIdentity(kept.visible, kept.reasoning), ids, 0)
-            found.setdefault(kept.identity, []).append((kept.tenant, sampled))
-        return found
+            by_model.setdefault(kept.identity, []).append((kept.tenant, sampled))
+        return by_model
 
     def payload(self, tenant: str, sampled: Sampled, identity: bytes, now: float, agent: int = 0) -> ReplayRecord:
-        """What the log is to hold of an answer of the model with this identity; `agent`: key of the one in whose name
-        it was asked for."""
+        """Return the record of an answer.
+
+        `identity`: of the model that sampled it. `agent`: key of the agent in whose name it was requested.
+        """
         return ReplayRecord(
             tenant=tenant,
             identity=identity,
@@ -76,14 +80,14 @@ class ReplayRecords:
         )
 
     def add(self, record: Record, at: float, agent: int = 0) -> None:
-        """A record is in the log."""
+        """Index a record that is in the log."""
         self._kept[record.key] = _Kept(at, record.size, agent)
         self._bytes += record.size
         if agent:
             self._of.setdefault(agent, set()).add(record.key)
 
     def take(self, agent: int) -> list[int]:
-        """Keys of what was sampled in the name of an agent that goes; they are forgotten here."""
+        """Remove and return the keys of records made in the name of a deleted agent."""
         gone = sorted(self._of.get(agent, ()))
         for key in gone:
             self._forget(key)
@@ -103,8 +107,11 @@ class ReplayRecords:
             self._kept[key] = kept._replace(at=change(kept.at))
         self._erased_at = change(self._erased_at)
 
-    def over(self, now: float) -> list[int]:
-        """Keys of what is too old or too much; they are forgotten here. Mostly none: see `ERASE_SECONDS`."""
+    def expired(self, now: float) -> list[int]:
+        """Remove and return the keys of records that are too old or beyond the limits.
+
+        Usually empty: see `ERASE_SECONDS`.
+        """
         full = max(self._bytes / KEEP_BYTES, len(self._kept) / KEEP_COUNT)
         if now - self._erased_at < ERASE_SECONDS and full < 1.1:
             return []
@@ -121,7 +128,7 @@ class ReplayRecords:
 
 
 def newest(sampled: list[tuple[str, Sampled]]) -> list[tuple[str, Sampled]]:
-    """The last of these that have `WAITING_IDS` together, the oldest first."""
+    """Return the newest of these answers that have at most `WAITING_IDS` ids together, oldest first."""
     size = 0
     for at in range(len(sampled) - 1, -1, -1):
         size += len(sampled[at][1].ids)

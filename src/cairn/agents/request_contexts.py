@@ -1,6 +1,6 @@
-"""Contexts of ordinary requests in the name of agents: their KV goes with the agent, so they are remembered.
+"""Contexts of ordinary requests in the name of agents, so that their KV can be deleted with the agent.
 
-Only here: of an ordinary request the log keeps the answer, and of its prompt no more than a digest.
+They are kept in memory only: the log has the answer of an ordinary request, and only a digest of its prompt.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ from cairn.types.block_size import CHUNK_TOKENS
 DIGEST_BYTES = 8
 """Bytes of one digest."""
 MOST_BYTES = 1 << 24
-"""The most bytes that digests of heads take: so many are of 128 million tokens."""
+"""Limit on the bytes of head digests; enough for 128 million tokens."""
 
 
 def prefix_digests(ids: Sequence[int]) -> bytes:
-    """A digest of the context up to the end of each whole chunk: what contexts share is told by these, without ids."""
-    data, step, last, found = pack(ids), 4 * CHUNK_TOKENS, b"", bytearray()
+    """Return a digest of the context up to the end of each whole chunk, concatenated.
+
+    What contexts share is computed from these, without their ids.
+    """
+    data, step, last, digests = pack(ids), 4 * CHUNK_TOKENS, b"", bytearray()
     for end in range(step, len(data) + 1, step):
         last = hashlib.sha256(last + data[end - step : end]).digest()
-        found += last[:DIGEST_BYTES]
-    return bytes(found)
+        digests += last[:DIGEST_BYTES]
+    return bytes(digests)
 
 
 def common_chunks(one: bytes, other: bytes) -> int:
-    """How many leading chunks two contexts have in common, by their digests."""
+    """Return how many leading chunks two contexts have in common, by their prefix digests."""
     low, high = 0, min(len(one), len(other)) // DIGEST_BYTES
-    while low < high:  # where two chunks have the same digest, all before them have
+    while low < high:  # equal digests of a chunk mean that all chunks before it are equal
         middle = (low + high + 1) // 2
         if (
             one[(middle - 1) * DIGEST_BYTES : middle * DIGEST_BYTES]
@@ -45,42 +48,41 @@ def common_chunks(one: bytes, other: bytes) -> int:
 
 
 class HeadDigests:
-    """Digests of the contexts at agents' heads, as far as they were read: else each deletion would read them all."""
+    """Cached digests of the contexts at agents' heads: else each deletion would read them all from the log."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[Turn, bytes]] = {}
-        """The turn at an agent's head and its digests, by the agent's key."""
+        """(Head turn, its digests) by the agent's key."""
         self._bytes = 0
 
     def get(self, agent: Agent) -> bytes | None:
-        """Those of the turn where the agent stands; None where they are not known."""
-        turn, found = self._of.get(agent.key, (None, b""))
-        return found if turn is agent.head else None
+        """Return the digests at the agent's current head, or None."""
+        turn, digests = self._of.get(agent.key, (None, b""))
+        return digests if turn is agent.head else None
 
-    def put(self, agent: Agent, turn: Turn, found: bytes) -> None:
-        """Remember those of a turn that is finished, whose context never changes; what was read long ago gives way."""
+    def put(self, agent: Agent, turn: Turn, digests: bytes) -> None:
+        """Store the digests of a finished turn, whose context never changes. The oldest are dropped first."""
         self.forget(agent)
-        self._of[agent.key] = turn, found
-        self._bytes += len(found)
+        self._of[agent.key] = turn, digests
+        self._bytes += len(digests)
         while self._bytes > MOST_BYTES:
             oldest = next(iter(self._of))
             self._bytes -= len(self._of.pop(oldest)[1])
 
     def forget(self, agent: Agent) -> None:
-        """The agent is gone."""
-        _, found = self._of.pop(agent.key, (None, b""))
-        self._bytes -= len(found)
+        """Drop the digests of a deleted agent."""
+        _, digests = self._of.pop(agent.key, (None, b""))
+        self._bytes -= len(digests)
 
 
 MOST_CONTEXTS = 64
-"""How many contexts of one agent are kept: the last ones."""
+"""Contexts kept for one agent: the newest."""
 MOST_IDS = 1 << 24
-"""How many ids of all agents together are kept, which takes 64 MiB; the KV of so many tokens takes a thousand times as
-much."""
+"""Ids kept for all agents together: 64 MiB. The KV of so many tokens takes a thousand times as much."""
 
 
 class RequestContext(NamedTuple):
-    """One of them, and the identity of the model whose KV it is."""
+    """A context, and the identity of the model whose KV it is."""
 
     ids: array[int]
     prefix_digests: bytes
@@ -88,17 +90,21 @@ class RequestContext(NamedTuple):
 
 
 class RequestContexts:
-    """The contexts of all agents, the one that was longest without a request first. Of what is forgotten, only age
-    takes the KV."""
+    """Contexts of all agents, the agent longest without a request first.
+
+    KV of a forgotten context expires by its age.
+    """
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[Agent, list[RequestContext]]] = {}
-        """Each agent's contexts by its key, the oldest first; none that another of the agent begins with."""
+        """Each agent's contexts by its key, oldest first; none is a prefix of another of the same model."""
         self._size = 0
 
     def add(self, agent: Agent, ids: Sequence[int], identity: bytes = b"") -> None:
-        """One more context. Where it is one too many, others are forgotten: never the last of a pinned agent, which
-        has its KV pinned too."""
+        """Add a context of an agent.
+
+        Beyond the limit others are dropped, but never the last one of a pinned agent: its KV is pinned too.
+        """
         new = array("I", ids)
         kept = [one for one in self.take(agent) if one.identity != identity or new[: len(one.ids)] != one.ids]
         after = [*kept, RequestContext(new, prefix_digests(new), identity)][-MOST_CONTEXTS:]
@@ -118,13 +124,13 @@ class RequestContexts:
                 return
 
     def take(self, agent: Agent) -> list[RequestContext]:
-        """An agent's contexts, which are forgotten here."""
+        """Remove and return an agent's contexts."""
         _, contexts = self._of.pop(agent.key, (agent, []))
         self._size -= sum(len(one.ids) for one in contexts)
         return contexts
 
     def prefix_digests(self, agent: Agent, *, own: bool) -> list[bytes]:
-        """The digests of the contexts of all other agents of the tenant; `own`: of the agent's, too."""
+        """Return the digests of the contexts of all other agents of the tenant; with `own`, also of this one."""
         return [
             one.prefix_digests
             for other, contexts in self._of.values()

@@ -1,4 +1,4 @@
-"""A turn that runs: its tokens go to the log as they come, its end before its last event."""
+"""A running turn: its tokens are logged as they are sampled, its end before the last event."""
 
 from __future__ import annotations
 
@@ -21,46 +21,48 @@ from cairn.system.interfaces import Clock
 from cairn.text.chat.message_builder import MessageBuilder, reasoning_tokens
 from cairn.text.output.stream import TextStream
 from cairn.types.errors import CairnError, Cancelled, GenerationFailed, Unavailable
-from cairn.types.outputs import Delta, Done, Event, FinishReason, Usage
+from cairn.types.outputs import REPETITION, Delta, Done, Event, FinishReason, Usage
 from cairn.types.request import Request
 from cairn.types.stats import CacheReport
 
 PIECE_TOKENS = 16
 PIECE_SECONDS = 0.25
-"""Tokens are logged when there are so many, or when the first of them is so old."""
+"""Tokens are logged when there are PIECE_TOKENS of them, or when the first of them is this old."""
 STOP_SECONDS = 2.0
-"""How long a turn may take to end when it is told to."""
+"""How long `stop` waits for the end of a turn."""
 GOOD = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS})
 
 
 class Keeper(Protocol):
-    """What a turn that runs needs of the agents."""
+    """What a running turn needs from its owner."""
 
     writer: Writer
     clock: Clock
 
     def now(self) -> float:
-        """Seconds since 1970, by the clock that tells agents' ages."""
+        """Return the seconds since 1970, by the clock from which agents' ages are computed."""
         ...
 
     def ended(
         self, agent: Agent, done: Done | None, end: EndRecord, context: Callable[[], Sequence[int]]
     ) -> Sequence[Record]:
-        """A turn is over: what is to be written with its end. `end` has happened in memory; `context`: what the next
-        turn goes on from."""
+        """Handle the end of a turn, which is set in memory; return the records to write with it.
+
+        `context` returns the ids that the next turn continues from.
+        """
         ...
 
     def write_later(self, *records: Record) -> None:
-        """Write these as soon as the disk takes them."""
+        """Write these records as soon as the disk takes them."""
         ...
 
     async def sync(self, *records: Record) -> None:
-        """Return when what is owed, and these, are durable."""
+        """Write all pending records and then these; return when they are durable."""
         ...
 
 
 class RunningTurn:
-    """A turn from its start to its end. Whoever got it reads `batches` to the end, or calls `close`."""
+    """A turn from its start to its end. Its owner reads `batches` to the end, or calls `close`."""
 
     def __init__(
         self,
@@ -72,13 +74,16 @@ class RunningTurn:
         stream: RequestStream | None,
         first: Sequence[Event],
     ) -> None:
-        """`first`: what an earlier run of the turn said; without a stream, all that there is to say."""
+        """Create a running turn.
+
+        `first`: events of an earlier run of the turn; without a `stream` they are all there is.
+        """
         self.agent, self.turn, self.request = agent, turn, request
         self.over = asyncio.Event()
         self.discarded = False
-        """The agent is being deleted: nothing more is written."""
+        """Whether the agent is being deleted, so that nothing more is written."""
         self.warnings: Sequence[str] = ()
-        """What was wanted of the answer and it is not held to (`Prompt.warnings`)."""
+        """Constraints on the answer that are not enforced (`Prompt.warnings`)."""
         self._keeper, self._service, self._stream, self._first = keeper, service, stream, first
         self._content = turn.held
         self._said = MessageBuilder()
@@ -89,38 +94,38 @@ class RunningTurn:
 
     @property
     def cache(self) -> CacheReport | None:
-        """Where the KV of the prompt came from, once that was computed."""
+        """Source of the prompt's KV, once the prompt was computed."""
         return None if self._stream is None else self._stream.cache
 
     def cancel(self) -> None:
-        """End it as interrupted; its reader gets `Cancelled`, then `over` is set."""
+        """Interrupt the turn: its reader gets `Cancelled`, then `over` is set."""
         self._service.abort(self.request.id)
 
     async def stop(self) -> None:
-        """Cancel it, and wait until it is over, or has taken too long."""
+        """Cancel the turn and wait until it has ended, for up to STOP_SECONDS."""
         self.cancel()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.over.wait(), STOP_SECONDS)
 
     async def close(self) -> None:
-        """End it without a reader."""
+        """End the turn without a reader."""
         if self._stream is not None:
             self._stream.close()
         if not self.over.is_set():
             await self._end(None)
 
     async def batches(self, *, beats: bool = False) -> AsyncGenerator[list[Event], None]:
-        """The events, all that are there at once; `Done` comes when the turn's end is durable. With `beats` an empty
-        list says that nothing came for PIECE_SECONDS.
+        """Yield the events in batches; `Done` comes once the turn's end is durable.
 
-        Of a turn that is resumed it begins with what was said before. Raises what ended the generation, Unavailable
-        where the end cannot be written, and GenerationFailed where no record can hold the answer. However it ends, what
-        was said is kept; of such an answer only its tokens.
+        With `beats`, an empty batch says that nothing came for PIECE_SECONDS. A resumed turn begins with the events of
+        its earlier run. Raise the error that ended the generation, Unavailable if the end cannot be written, and
+        GenerationFailed if no record can hold the answer. In every case the answer so far is kept; in the last, only
+        its tokens.
         """
         done: Done | None = None
         try:
-            async with contextlib.aclosing(self._events()) as found:
-                async for events in found:
+            async with contextlib.aclosing(self._events()) as batches:
+                async for events in batches:
                     done = next((event for event in events if isinstance(event, Done)), None)
                     if done is not None:
                         await self._end(done)
@@ -146,14 +151,14 @@ class RunningTurn:
             return
         async with contextlib.aclosing(
             merge(lambda _: stream, [self.request], heartbeat=lambda: PIECE_SECONDS)
-        ) as found:
-            async for batch in found:
+        ) as batches:
+            async for batch in batches:
                 events = [self._take(event) for _, event in batch]
                 self._log(self._keeper.clock.now())
                 yield events
 
     def _take(self, event: Event) -> Event:
-        """Note what was said. The end counts the tokens of earlier runs too."""
+        """Record an event. The usage in `Done` is made to count the tokens of earlier runs too."""
         if isinstance(event, Done):
             usage = msgspec.structs.replace(event.usage, completion_tokens=len(self._content.tokens))
             return msgspec.structs.replace(event, usage=usage)
@@ -166,7 +171,7 @@ class RunningTurn:
         return event
 
     def _log(self, now: float) -> None:
-        """Hand tokens to the log's thread once there are enough of them."""
+        """Send tokens to the log's thread once there are enough of them."""
         tokens = [token for delta in self._pending for token in delta.tokens]
         if self.discarded or not tokens or (len(tokens) < PIECE_TOKENS and now - self._since < PIECE_SECONDS):
             return
@@ -176,21 +181,21 @@ class RunningTurn:
         writer = self._keeper.writer
         at = len(self._content.tokens) - len(tokens)
         piece = TokensRecord(ids=pack(tokens), at=at, text=text, reasoning=reasoning)
-        with contextlib.suppress(Unavailable):  # the log was closed; the end says so
+        with contextlib.suppress(Unavailable):  # the log is closed; the end will report it
             writer.append(writer.record(RecordKind.TOKENS, piece, self.turn.key))
 
     async def _end(self, done: Done | None) -> None:
-        """Write the end. What was cut is not waited for."""
+        """Write the end of the turn; wait for that only if the answer is complete."""
         good = done is not None and done.reason in GOOD
         failure = None
-        try:  # nothing changes before there is a record of it
-            end, record = self._made(done, self._said.kept() if self._said else None, good=good)
+        try:  # build the record before anything changes
+            end, record = self._build_end(done, self._said.kept() if self._said else None, good=good)
         except UnicodeError:  # half a surrogate pair, which UTF-8 cannot hold
             named = f"turn {self.turn.number} of agent {self.agent.id}"
             if good:
                 failure = GenerationFailed(f"the answer of {named} holds half a surrogate pair and cannot be kept")
             good = False
-            end, record = self._made(done, None, good=False)
+            end, record = self._build_end(done, None, good=False)
         self.turn.end(end)
         self.agent.running = None
         self.over.set()
@@ -207,8 +212,8 @@ class RunningTurn:
         if failure is not None:
             raise failure
 
-    def _made(self, done: Done | None, message: dict[str, Any] | None, *, good: bool) -> tuple[EndRecord, Record]:
-        """The end with its record. UnicodeError where the message cannot be written."""
+    def _build_end(self, done: Done | None, message: dict[str, Any] | None, *, good: bool) -> tuple[EndRecord, Record]:
+        """Return the end with its record. Raise UnicodeError if the message cannot be encoded."""
         end = EndRecord(
             state="finished" if good else "interrupted",
             ids=pack(self._content.tokens),
@@ -218,12 +223,12 @@ class RunningTurn:
             reasoning=self._reasoning,
             cache=_logged(done.cache) if done is not None else CacheReport(),
             ended=self._keeper.now(),
-            **self._kept(message if good else None),
+            **self._kept_tokens(message if good else None),
         )
         return end, self._keeper.writer.record(RecordKind.END, end, self.turn.key)
 
-    def _kept(self, message: dict[str, Any] | None) -> dict[str, Any]:
-        """Which of the tokens the next turn's context holds, and what follows them."""
+    def _kept_tokens(self, message: dict[str, Any] | None) -> dict[str, Any]:
+        """Return how many of the tokens the next turn's context holds, and the ids that follow them."""
         if message is None:
             return {}
         tokens = list(self._content.tokens)
@@ -236,24 +241,25 @@ class RunningTurn:
 
 
 def _logged(cache: CacheReport) -> CacheReport:
-    """Without texts: they may be another agent's, and must not stay here when that one is deleted."""
+    """Return the report without texts: they may be another agent's, which must not outlive that one."""
     if cache.miss is None:
         return cache
     return msgspec.structs.replace(cache, miss=msgspec.structs.replace(cache.miss, differs=None))
 
 
 def said_before(service: Service, request: Request, tokens: Sequence[int]) -> tuple[list[Event], FinishReason | None]:
-    """What the tokens of an interrupted turn said, with the end where they turn out to be all of it."""
+    """Return the events of an interrupted turn's tokens, and the finish reason if they are already complete."""
     text = TextStream(service.tokenizer, request)
     events: list[Event] = [*text.push(tokens)] if tokens else []
     sampling = request.sampling
     reason = None
     if text.stopped or (tokens and tokens[-1] in sampling.stop_token_ids and len(tokens) > sampling.min_tokens):
-        reason = FinishReason.STOP
+        reason = FinishReason.LENGTH if text.looped else FinishReason.STOP
     elif len(tokens) >= sampling.max_tokens:
         reason = FinishReason.LENGTH
     if reason is not None:
         deltas, reason = text.finish(reason)
         usage = Usage(prompt_tokens=len(request.prompt), completion_tokens=text.completion_tokens)
-        events += [*deltas, Done(reason=reason, usage=usage, cache=CacheReport())]
+        detail = REPETITION if text.looped else ""
+        events += [*deltas, Done(reason=reason, usage=usage, cache=CacheReport(), detail=detail)]
     return events, reason

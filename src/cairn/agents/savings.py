@@ -1,4 +1,4 @@
-"""What caching saved, in tokens and seconds: of each agent, of each tenant, and of each of its days."""
+"""Savings of the prefix cache, in tokens and seconds: by agent, by tenant, and by tenant and day."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from cairn.agents.types import Savings
+from cairn.agents.log.records import Savings
 from cairn.types.outputs import Done
 
 
 def counted(savings: Savings, done: Done, speed: float) -> Savings:
-    """With one more answer. `speed`: seconds that the prefill of a token takes here, 0 where it is not known."""
+    """Return the savings with one more answer. `speed`: seconds to prefill one token, 0 if unknown."""
     cache, timing = done.cache, done.timing
     return msgspec.structs.replace(
         savings,
@@ -29,50 +29,55 @@ def counted(savings: Savings, done: Done, speed: float) -> Savings:
 
 
 def summed(one: Savings, other: Savings) -> Savings:
-    """The sum of two lines."""
+    """Return the sum of two lines."""
     pairs = zip(msgspec.structs.astuple(one), msgspec.structs.astuple(other), strict=True)
     return Savings(**dict(zip(Savings.__struct_fields__, (a + b for a, b in pairs), strict=True)))
 
 
 class SavingsTotals:
-    """The totals of tenants, and the measured speed of prefill. Agents keep their own lines."""
+    """Totals of tenants, and the measured speed of prefill. Agents keep their own lines."""
 
     def __init__(self) -> None:
         self.totals: dict[str, Savings] = {}
         self.dirty: set[str] = set()
         """Tenants whose total is not written yet."""
         self.days: dict[str, dict[int, Savings]] = {}
-        """What each tenant saved on a day, by the number of days since 1970 (UTC)."""
+        """Savings of each tenant by day, in days since 1970 (UTC)."""
         self.dirty_days: set[tuple[str, int]] = set()
         self._traffic: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._before = 0, 0
 
     def load_bytes(self, read: int, written: int) -> None:
-        """What the log held of the stores' bytes."""
+        """Set the bytes of the stores that the log recorded."""
         self._before = read, written
 
     def watch(self, traffic: Callable[[], tuple[int, int]]) -> None:
-        """`traffic` gives the bytes (read, written) of this process; what it says now was counted before."""
+        """Count the stores' bytes of this process: `traffic` returns (read, written).
+
+        What it returns now is counted already.
+        """
         (read, written), (now_read, now_written) = self._before, traffic()
         self._before, self._traffic = (read - now_read, written - now_written), traffic
 
     @property
     def bytes(self) -> tuple[int, int]:
-        """How many bytes of KV were (read from, written to) the disk for all tenants."""
+        """Bytes of KV (read from, written to) the disk for all tenants."""
         (read, written), (now_read, now_written) = self._before, self._traffic()
         return read + now_read, written + now_written
 
     def load(self, tenant: str, savings: Savings) -> None:
-        """A total that the log held."""
+        """Set a tenant's total that the log recorded."""
         self.totals[tenant] = savings
 
     def load_day(self, tenant: str, day: int, savings: Savings) -> None:
-        """A tenant's day that the log held."""
+        """Set a tenant's day that the log recorded."""
         self.days.setdefault(tenant, {})[day] = savings
 
     def count(self, tenant: str, done: Done, now: float) -> float:
-        """Add an answer, which ended `now`, to its tenant's total and day; the speed it was valued at, in seconds a
-        token."""
+        """Add an answer that ended `now` to its tenant's total and day.
+
+        Return the prefill speed at which it was valued, in seconds a token.
+        """
         speed, day = self.speed, int(now // DAY_SECONDS)
         self.totals[tenant] = counted(self.totals.get(tenant, Savings()), done, speed)
         days = self.days.setdefault(tenant, {})
@@ -82,7 +87,7 @@ class SavingsTotals:
         return speed
 
     def forget_days(self, now: float) -> list[int]:
-        """Forget the days that are too long ago; the keys of their lines."""
+        """Drop the days older than KEEP_DAYS; return the keys of their records."""
         oldest = int(now // DAY_SECONDS) - KEEP_DAYS
         gone = [(tenant, day) for tenant, days in self.days.items() for day in days if day < oldest]
         for tenant, day in gone:
@@ -91,42 +96,42 @@ class SavingsTotals:
         return [day_key(tenant, day) for tenant, day in gone]
 
     def mark_dirty(self) -> None:
-        """Every line is to be written again."""
+        """Mark every line to be written again."""
         self.dirty.update(self.totals)
         self.dirty_days.update((tenant, day) for tenant, days in self.days.items() for day in days)
 
     @property
     def total(self) -> Savings:
-        """The sum over all tenants."""
-        found = Savings()
+        """Sum over all tenants."""
+        total = Savings()
         for savings in self.totals.values():
-            found = summed(found, savings)
-        return found
+            total = summed(total, savings)
+        return total
 
     @property
     def speed(self) -> float:
-        """Seconds that the prefill of one token took, on average over everything; 0 before the first answer."""
+        """Mean seconds to prefill one token; 0 before the first answer."""
         total = self.total
         spent = max(0.0, total.prefill_seconds - total.load_seconds)
         return spent / total.computed if total.computed else 0.0
 
 
 LINES = 1 << 63
-"""Keys from here on are those of totals."""
+"""First key of totals."""
 BYTES_KEY = LINES | 1 << 62
-"""The key of the line of bytes, beside those of the totals."""
+"""Key of the record of the stores' bytes."""
 DAY_LINES = LINES | 1 << 61
-"""Keys of days have these bits; those of totals have none of them but the first."""
+"""Bits of the keys of days; keys of totals have only the first of them."""
 DAY_SECONDS = 86_400
 KEEP_DAYS = 400
 """Days whose lines are kept."""
 
 
 def total_key(tenant: str) -> int:
-    """The key of a tenant's total in the log: never that of an agent or a turn, which count from 1."""
+    """Return the key of a tenant's total in the log. It never is that of an agent or a turn: those count from 1."""
     return LINES | int.from_bytes(hashlib.sha256(tenant.encode()).digest()[:7], "little")
 
 
 def day_key(tenant: str, day: int) -> int:
-    """The key of a tenant's day in the log."""
+    """Return the key of a tenant's day in the log."""
     return DAY_LINES | int.from_bytes(hashlib.sha256(f"{day} {tenant}".encode()).digest()[:7], "little")

@@ -1,4 +1,4 @@
-"""How a turn begins, and how an interrupted one goes on."""
+"""The start of turns, and the continuation of interrupted ones."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from cairn.types.outputs import Done, Event, FinishReason
 from cairn.types.request import Request
 
 Gate = Callable[[], Awaitable[None]]
-"""What is waited for between a prompt and its answer, so that several begin in one step."""
+"""Awaited between a prompt and its answer, so that several turns begin in one step."""
 
 
 class Turns:
-    """Begins turns, and is told of their end."""
+    """Starter of turns, which also handles their end."""
 
     def __init__(self, services: Services, agents: AgentService, archive: Archive, clock: Clock) -> None:
         self._services, self.writer, self.clock = services, agents.writer, clock
@@ -56,10 +56,10 @@ class Turns:
         wanted: Wanted = ANYTHING,
         gate: Gate | None = None,
     ) -> RunningTurn:
-        """Begin a turn with new messages, which `service` answers; `number`: its request's id, `share`: whose share of
-        the server it takes. `gate` is waited for once its prompt is there.
+        """Begin a turn with new messages, answered by `service`.
 
-        Conflict where the head is not free.
+        `number`: id of its request. `share`: fairness key of the request. `gate` is awaited once the prompt is
+        complete. Raise Conflict if the head is not free.
         """
         forked = False
         if agent.busy or agent.head.state != "finished":
@@ -91,14 +91,14 @@ class Turns:
         gate: Gate | None,
     ) -> RunningTurn:
         check(messages, "messages")
-        prompt, prefix, told = await self._prompt(service, agent, messages, template_args, share, wanted)
+        prompt, prefix, origin = await self._prompt(service, agent, messages, template_args, share, wanted)
         request = self._request(service, agent, prompt, options, number, share)
         if gate is not None:
             await gate()
         began = self._record(service, agent, messages, prefix, request)
-        # What cannot be served is refused here, so nothing is written of it. The answer is computed while the message
-        # is being synced, and nobody sees any of it before.
-        stream = service.generate(request, told)
+        # A request that cannot be served is refused here, before anything is written. The answer is computed while the
+        # message is synced, and none of it is sent before.
+        stream = service.generate(request, origin)
         try:
             turn = await self._agents.begin(agent, began)
         except BaseException:
@@ -124,15 +124,14 @@ class Turns:
         wanted: Wanted,
         gate: Gate | None = None,
     ) -> RequestStream:
-        """The answer to messages after the agent's context, which stays as it is. Conflict where its head is not
-        free."""
+        """Answer messages after the agent's context, which stays as it is. Raise Conflict if the head is not free."""
         if agent.busy or agent.head.state != "finished":
             raise conflict(agent)
-        prompt, _, told = await self._prompt(service, agent, messages, template_args, share, wanted)
+        prompt, _, origin = await self._prompt(service, agent, messages, template_args, share, wanted)
         request = self._request(service, agent, prompt, options, number, share)
         if gate is not None:
             await gate()
-        return service.generate(msgspec.structs.replace(request, durable=False, stored=False), told)
+        return service.generate(msgspec.structs.replace(request, durable=False, stored=False), origin)
 
     def _request(
         self, service: Service, agent: Agent, prompt: Prompt, options: SamplingOptions, number: int, share: str
@@ -158,35 +157,36 @@ class Turns:
         share: str,
         wanted: Wanted,
     ) -> tuple[Prompt, int, PromptOrigin]:
-        """The prompt of the next turn, how many of its ids are the context of the head, and what helps to say why a
-        part of its KV is missing."""
+        """Return the next turn's prompt, how many of its ids are the head's context, and its origin.
+
+        The origin helps to explain missing KV.
+        """
         chat, head = service.chat, agent.head
         branch = await self._archive.branch(head)
         history, tools = branch.messages(), list(branch.beginning.tools) or None
         wanted = _with_strict(wanted, branch.beginning.strict)
         whole = [*history, *messages]
         changed = bool(head.number) and head.identity != service.spec.identity
-        told = told_of(whole, why="model changed" if changed else None)
+        origin = told_of(whole, why="model changed" if changed else None)
         before = branch.context() if head.number and not changed else None
         if before is not None:
-            # What came from elsewhere, or from other kernels, was not computed here: its KV cannot have been evicted.
+            # KV that was not computed by this server and its kernels cannot have been evicted here.
             if branch.last.began.engine == service.info.identity:
-                service.recent.note(agent.salt, before, len(before), told.messages[: len(history)])
+                service.recent.note(agent.salt, before, len(before), origin.messages[: len(history)])
             extended = await chat.extend(
                 before, history, messages, tools, share=share, template_args=template_args, wanted=wanted
             )
             if extended is not None:
-                return extended, len(before), told
+                return extended, len(before), origin
         elif not changed:
             await self._recall(service, agent, branch)
         prompt = await chat.prompt(
             whole, tools, tenant=agent.tenant, share=share, template_args=template_args, wanted=wanted
         )
-        return prompt, 0, told
+        return prompt, 0, origin
 
     async def _recall(self, service: Service, agent: Agent, branch: Branch) -> None:
-        """Let the answers of a branch be put back as they were sampled although the last cannot: the whole is rendered
-        again."""
+        """Register a branch's answers for exact replay: its context cannot be extended, so all is rendered anew."""
         for looked, (content, prompt) in enumerate(branch.prompts(), 1):
             if content.ended is not None and content.ended.keep >= 0 and content.answer is not None:
                 service.chat.remember(agent.tenant, prompt, content.tokens, content.answer)
@@ -196,7 +196,7 @@ class Turns:
     def _record(
         self, service: Service, agent: Agent, messages: Sequence[dict[str, Any]], prefix: int, request: Request
     ) -> TurnRecord:
-        """All that is needed to go on with the turn after a restart."""
+        """Return the record with all that the turn needs to be continued after a restart."""
         return TurnRecord(
             agent=agent.key,
             number=agent.next_number(),
@@ -217,17 +217,17 @@ class Turns:
         )
 
     async def resume(self, agent: Agent, number: int, share: str) -> RunningTurn:
-        """Go on with the interrupted turn at the head as the request `number`. Conflict where that cannot be done.
+        """Continue the interrupted turn at the head as the request `number`. Raise Conflict if that is impossible.
 
-        `share`: whose share of the server it takes.
+        `share`: fairness key of the request.
         """
         if agent.busy:
             raise conflict(agent)
         service = self._services.of(agent.head.identity) or self._services.first
         agent.starting = True
         try:
-            async with self._cut(agent) as branch:
-                request = self._again(service, agent, branch, number, share)
+            async with self._interrupted_branch(agent) as branch:
+                request = self._resumed_request(service, agent, branch, number, share)
                 began = branch.last.began
                 grammar = await service.chat.same_grammar(began.grammar, began.output, share=share)
                 request = msgspec.structs.replace(request, grammar=grammar)
@@ -242,11 +242,11 @@ class Turns:
         return self._run(service, agent, turn, request, stream, first)
 
     @contextlib.asynccontextmanager
-    async def _cut(self, agent: Agent) -> AsyncIterator[Branch]:
-        """The branch of the head; one whose answer the log lost is as one that was cut at its first token.
+    async def _interrupted_branch(self, agent: Agent) -> AsyncIterator[Branch]:
+        """Yield the branch of the head. If the log lost the last answer, the turn is treated as cut at its first token.
 
-        Then the log says so too, once the body has agreed: pieces of the lost answer may lie in it still, which a later
-        start would put before the new ones.
+        The log is corrected once the caller's block succeeds: it may still hold pieces of the lost answer, which a
+        later start would put before the new ones.
         """
         turn = agent.head
         try:
@@ -267,29 +267,29 @@ class Turns:
             turn.state, turn.content = "finished", None
             raise
 
-    def _again(self, service: Service, agent: Agent, branch: Branch, number: int, share: str) -> Request:
-        """What was asked at the head when it began, as much of it as this server has room for.
+    def _resumed_request(self, service: Service, agent: Agent, branch: Branch, number: int, share: str) -> Request:
+        """Return the request that the turn at the head began with, limited to what this server has room for.
 
-        No log-probabilities where something was said: the log has none, and a part of them would be read as
-        those of the first tokens.
+        Log-probabilities are off if some of the answer exists: the log has none for it, and those of the rest would be
+        read as those of the first tokens.
         """
         turn = agent.head
         began, named = branch.last.began, f"turn {turn.number} of agent {agent.id}"
-        back = f"roll back to turn {turn.before}"
+        back = f"roll back to turn {turn.parent_number}"
         if turn.state != "interrupted":
             raise Conflict(f"{named} is {turn.state}; only an interrupted one is resumed")
         if began.sampling is None:
-            raise Conflict(f"{named} came from a file, which does not say how to go on with it; {back}")
+            raise Conflict(f"{named} was imported, and files hold no sampling parameters to resume it with; {back}")
         prompt = branch.prompt()
         if began.identity != service.spec.identity:
             raise Conflict(f"{named} was begun with another model; {back}")
         if began.engine not in (b"", service.info.identity):
             raise Conflict(
-                f"{named} was begun with other kernels, weights, kv_dtype or kv_codec, which may answer otherwise; "
+                f"{named} was begun with other kernels, weights, kv_dtype or kv_codec, which may answer differently; "
                 f"{back}"
             )
         if digest(prompt) != began.digest:
-            raise Conflict(f"damage to the log cost what came before {named}; {back}")
+            raise Conflict(f"damage to the log has lost a turn before {named}; {back}")
         holds = min(service.info.context, service.info.pool_tokens)
         least = len(prompt) + max(1, len(branch.last.tokens))
         if least > holds:
@@ -328,7 +328,7 @@ class Turns:
     def ended(
         self, agent: Agent, done: Done | None, end: EndRecord, context: Callable[[], Sequence[int]]
     ) -> Sequence[Record]:
-        """A turn is over: count it. What is to be written with its end."""
+        """Handle the end of a turn: count it and return the records to write with it."""
         agent.used = end.ended
         if end.state == "finished":
             self._agents.kv.turn_ended(agent, context, in_call=end.reason == FinishReason.TOOL_CALLS.value)
@@ -338,6 +338,6 @@ class Turns:
 
 
 def _with_strict(wanted: Wanted, names: tuple[str, ...]) -> Wanted:
-    """What is wanted of a turn, with the agent's strict tools beside those that the turn itself names."""
+    """Return `wanted` with the agent's strict tools added to those of the turn."""
     strict = tuple(dict.fromkeys((*wanted.choice.strict, *names)))
     return msgspec.structs.replace(wanted, choice=msgspec.structs.replace(wanted.choice, strict=strict))

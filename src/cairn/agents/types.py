@@ -1,4 +1,4 @@
-"""What the room of agents tells its callers: frozen values, no behaviour."""
+"""Immutable descriptions of agents and turns, returned by the public API."""
 
 from __future__ import annotations
 
@@ -6,61 +6,43 @@ from typing import Any, Literal
 
 import msgspec
 
+from cairn.agents.log.records import Savings
 from cairn.types.stats import CacheReport
 
 TurnState = Literal["running", "finished", "interrupted"]
-"""`interrupted`: a crash, a shutdown or a cancel cut the answer, or it failed."""
-
-
-class Savings(msgspec.Struct, frozen=True, kw_only=True):
-    """What was computed and what was not computed again, summed over answers. Survives restarts."""
-
-    requests: int = 0
-    computed: int = 0
-    """Prompt tokens that were computed; `pool`, `ram` and `disk` are those that were found there."""
-    pool: int = 0
-    ram: int = 0
-    disk: int = 0
-    generated: int = 0
-    """How many tokens were sampled."""
-    prefill_seconds: float = 0.0
-    """Seconds that were spent on prompts."""
-    load_seconds: float = 0.0
-    """Seconds of these that went into bringing KV up from RAM and disk."""
-    seconds_avoided: float = 0.0
-    """Prefill that was not needed, at the speed measured for the tokens that were computed, less the loading."""
+"""State of a turn. `interrupted`: the answer failed, or was cut by a crash, a shutdown or a cancel."""
 
 
 class TurnInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn of an agent: what it was told and what was answered."""
+    """A turn of an agent: its messages and its answer."""
 
     number: int
-    """Counts from 1 along a branch; a fork keeps the numbers of what it shares."""
+    """Position on its branch, from 1; a fork keeps the numbers of shared turns."""
     parent: int
-    """The turn before it; 0 for the agent's beginning."""
+    """Number of the turn before it; 0 for the agent's beginning."""
     state: TurnState | Literal["damaged"]
-    """`damaged`: the log lost the answer, or all that the turn held."""
+    """`damaged`: the log lost the answer, or the whole turn."""
     current: bool
-    """Whether it lies on the path to the agent's head; others are abandoned branches."""
+    """Whether it lies on the path to the agent's head; other turns are on abandoned branches."""
     messages: tuple[dict[str, Any], ...]
-    """The messages that came in."""
+    """Messages that came in."""
     answer: dict[str, Any] | None
-    """The assistant's message, of an interrupted turn as far as it is known; None where nothing was said."""
+    """The assistant's message, incomplete for an interrupted turn; None if there is none."""
     finish_reason: str
     """Why a finished turn ended."""
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     cache: CacheReport
-    """Where the KV of the prompt came from; nothing of a turn that did not end well."""
+    """Source of the prompt's KV; all zero for a turn that did not end well."""
     began: float
     """Seconds since 1970."""
     request: str
-    """Id of the request that runs or ran for it."""
+    """Id of its request."""
 
 
 class AgentInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What callers are told of one agent."""
+    """Public description of an agent."""
 
     id: str
     created: float
@@ -69,27 +51,27 @@ class AgentInfo(msgspec.Struct, frozen=True, kw_only=True):
     head: int
     """Number of the turn that the next one follows; 0 at the beginning."""
     turns: int
-    """How many turns lie on the path to the head."""
+    """Number of turns on the path to the head."""
     tokens: int
-    """How long the context is that the next turn extends, as the last turn left it; 0 before the first."""
+    """Tokens of the context that the next turn extends; 0 before the first turn."""
     state: Literal["idle", "running", "interrupted"]
     pinned: bool
     ttl: float | None
     """Seconds without use after which it is deleted."""
     origin: str
-    """The agent that it was forked from, or empty."""
+    """Id of the agent that it was forked from; empty for none."""
     origin_turn: int
     metadata: dict[str, str]
     savings: Savings
     model: str = ""
-    """The name of the model that answers it, on a server with several."""
+    """Name of its model, on a server with several."""
 
 
 class AgentPage(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a list, most recently created first."""
+    """A page of a list of agents, most recently created first."""
 
     agents: tuple[AgentInfo, ...]
     more: bool
-    """Whether others follow the last of these."""
+    """Whether more agents follow."""
     next: str | None = None
-    """Where they begin, also when the last of these is deleted meanwhile."""
+    """Position of the next page; valid even if the last agent of this one is deleted."""

@@ -28,6 +28,7 @@ from cairn.frontend.launch import ENDING, KILL_SECONDS, First
 from cairn.frontend.requests import sampling_defaults, sentence
 from cairn.frontend.service import Service
 from cairn.frontend.supervisor import STORE_SECONDS
+from cairn.models.hub.hub import DEMO
 from cairn.router.models import Models
 from cairn.router.served_model import ServedModel
 from cairn.system.interfaces import Network
@@ -230,8 +231,9 @@ def elsewhere(config: Config, port: int, network: Network) -> list[str]:
     return [f"{scheme}://[{one}]:{port}" if ":" in one else f"{scheme}://{one}:{port}" for one in found]
 
 
+_CHAT = '"messages": [{"role": "user", "content": "%s"}], "stream": true, "repetition_stop": true'
 _TRY: Mapping[Kind, tuple[str, str]] = {
-    "chat": ("chat/completions", '"messages": [{"role": "user", "content": "What is Cairn?"}]'),
+    "chat": ("chat/completions", _CHAT % "Why is the sky blue?"),
     "embed": ("embeddings", '"input": "What is Cairn?"'),
     "rerank": ("rerank", '"query": "What is Cairn?", "documents": ["A heap of stones.", "A kind of bread."]'),
 }
@@ -251,6 +253,8 @@ def _announce(url: str, others: Sequence[str], service: Service, config: Config)
         return
     key = ' -H "Authorization: Bearer $CAIRN_API_KEY"' if has_keys(config) else ""
     route, given = _TRY[service.spec.kind]
+    if service.name == DEMO:  # which knows Cairn, and little else
+        given = given.replace("Why is the sky blue?", "What is Cairn?")
     body = f'{{"model": "{service.name}", {given}}}'
     _say(config, f"Cairn serves [bold]{escape(service.name)}[/bold] at [bold]{url}/v1[/bold]. Ctrl-C ends it.")
     _say(config, f"It is computed on {escape(service.info.device)} ({escape(service.info.device_text)}).")
@@ -262,7 +266,7 @@ def _announce(url: str, others: Sequence[str], service: Service, config: Config)
         _say(config, f"Sampling where a request says nothing: {sentence(sampling_defaults(service.spec))}. Try:")
     else:
         _say(config, "It answers no chats. Try:")
-    _say(config, f"  curl {url}/v1/{route} -H 'Content-Type: application/json'{key} -d '{escape(body)}'")
+    _say(config, f"  curl -N {url}/v1/{route} -H 'Content-Type: application/json'{key} -d '{escape(body)}'")
     if everyone:
         _say(config, f"[bold red]{_OPEN}[/bold red]")
 

@@ -25,6 +25,7 @@ from cairn.cli import (
     embed,
     generate,
     launch,
+    manual,
     models,
     options,
     quantize,
@@ -98,6 +99,7 @@ for _group in (
     backup,
     bench,
     options,
+    manual,
 ):
     _group.register(app)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from cairn.cli.models import facts
 from cairn.cli.options import server
 from cairn.cli.output import talk
 from cairn.cli.sampling import AnswerSource, source
@@ -32,36 +33,77 @@ class Reached(NamedTuple):
     """The server's address, or the model's name."""
     model: str
     """The model in this process; "" where a server answers."""
+    asked: str = ""
+    """The name under which the model can be asked for again."""
+    context: int | None = None
+    """Tokens of its context, where that is known."""
+    describe: Callable[[], list[tuple[str, str]]] = list
+    """Facts about the model, as names and values."""
 
 
 @contextmanager
 def answers(
-    resolved: Resolved, host: str | None, local: bool, fetch: Callable[[str], None] | None = None
+    resolved: Resolved,
+    host: str | None,
+    local: bool,
+    fetch: Callable[[str], None] | None = None,
+    keepalive: str | None = None,
 ) -> Iterator[Reached]:
     """The server at `host`; else the one at the configured port, if it has the model that was asked for; else a model
     in this process, which `fetch` may bring to this machine first.
 
-    `local`: only the latter. So it is where a flag is given that no running server could heed.
+    `local`: only the latter. So it is where a flag is given that no running server could heed. `keepalive`: how long a
+    server keeps the model, in Ollama's words; ConfigError where no server answers.
     """
     if local and host is not None:
         raise ConfigError("--local loads a model in this process; --host names a server")
     if host is not None:
         with source(resolved, host) as found:
-            _names(cast("Client", found))  # whether anybody is there is told now, not at the first question
-            yield Reached(found, host, "")
+            client = cast("Client", found)
+            _names(client)  # whether anybody is there is told now, not at the first question
+            yield _reached(client, host, keepalive)
         return
     running = None if local or _flags(resolved) else _running(resolved)
     if running is not None:
         with server(resolved, running.url, running.model) as client:
-            yield Reached(client, running.url, "")
+            yield _reached(client, running.url, keepalive)
         return
+    if keepalive is not None:
+        raise ConfigError("--keepalive is for a server, which keeps its model; here the model ends with the command")
     model = resolved.config.model
     if fetch is not None:
         fetch(model)
     with ExitStack() as opened:
         with talk().status("loading the model"):
             found = opened.enter_context(source(resolved, None))
-        yield Reached(found, model, model)
+        yield Reached(found, model, model, model, context_of(model, resolved.config.context), lambda: facts(model))
+
+
+def _reached(client: Client, name: str, keepalive: str | None) -> Reached:
+    """A server that answers, with what it says of its model."""
+    model = client.model()
+    if keepalive is not None:
+        client.post("/api/generate", {"model": model, "keep_alive": keepalive, "stream": False})
+    found: dict[str, Any] = next((one for one in client.get("/v1/models")["data"] if one["id"] == model), {})
+
+    def describe() -> list[tuple[str, str]]:
+        known = {"model": model, "server": client.url, "context": f"{found.get('max_model_len')} tokens"}
+        return list(known.items())
+
+    context = found.get("max_model_len")
+    return Reached(client, name, "", model, int(context) if context else None, describe)
+
+
+def context_of(model: str, option: int | None) -> int | None:
+    """Return how many tokens the context of a model here has; None where its files cannot be read."""
+    from cairn.models.hub import hub
+    from cairn.models.spec.config import load_spec
+
+    try:
+        made_for = load_spec(hub.locate(model), identify=False).context
+    except CairnError:
+        return None
+    return min(made_for, option or made_for)
 
 
 class _Server(NamedTuple):
@@ -83,13 +125,13 @@ def _running(resolved: Resolved) -> _Server | None:
     from cairn.cli.client import address
 
     url = address(resolved.config)
-    if not resolved.config.port or not (state := state_of(url)):
+    if not resolved.config.port or not (state := state_of(url, resolved.config.tls_cert)):
         return None
     if state == LOADING:
         with talk().status(f"waiting for the server at {url} to load its model"):
             while state == LOADING:
                 time.sleep(_AGAIN)
-                state = state_of(url)
+                state = state_of(url, resolved.config.tls_cert)
     try:
         with server(resolved, url) as client:
             names = _names(client)
@@ -104,12 +146,15 @@ def _running(resolved: Resolved) -> _Server | None:
     return _Server(url, name)
 
 
-def state_of(url: str) -> str:
-    """`ready`, `loading`, or "" where no Cairn server answers."""
+def state_of(url: str, certificate: str | None = None) -> str:
+    """`ready`, `loading`, or "" where no Cairn server answers. `certificate`: the file of the one it has over https."""
     import httpx
 
+    from cairn.cli.trust import tls_context
+
+    verify = tls_context(url, certificate)
     try:
-        found = httpx.get(f"{url}/health/ready", timeout=_LOOK, trust_env=False).json()
+        found = httpx.get(f"{url}/health/ready", timeout=_LOOK, trust_env=False, verify=verify).json()
         reasons = found["reasons"]
         return LOADING if any("being loaded" in str(one) for one in reasons) else "ready"
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, RecursionError):

@@ -187,7 +187,7 @@ def _checked(folder: Path) -> Manifest:
 
 
 def _put_back(files: FileSystem, manifest: Manifest, folder: Path, agents: Path, collections: Path) -> list[str]:
-    from cairn.agents.log.folder import Folder
+    from cairn.agents.log.recovery import Folder
 
     Folder(files, agents).check()  # makes it
     lock = _locked(files, agents)

@@ -72,7 +72,8 @@ def register(app: typer.Typer) -> None:
             Path | None, typer.Option(metavar="FILE", help="What the model reads; default: Cairn's own source.")
         ] = None,
     ) -> None:
-        """Compare KV stored as 8-bit integers with KV as it is, on this model: what --kv-codec q8 needs first.
+        """Compare KV as 8-bit integers with KV as it is, on this model: what --kv-codec q8 needs first, and with
+        --kv-dtype q8 what that does.
 
         Loads the model here. It reads 2,000 tokens both ways; stop a server that has the same --kv-dir open.
         """
@@ -143,13 +144,13 @@ def _checked(checked: Checked) -> Rows:
     found = checked.found
     return [
         ("model", checked.model),
-        ("codec", f"{found.codec}: {checked.bytes:,} bytes a token, raw {checked.raw_bytes:,}"),
+        ("codec", f"{found.codec}: {checked.bytes:,} bytes a token, {found.beside} {checked.raw_bytes:,}"),
         ("tokens", f"{found.positions:,}"),
         ("divergence", f"{found.divergence:.5f} nats in the mean (at most {MOST_DIVERGENCE})"),
         ("at a place", f"{found.at_a_place:.5f} nats or less at 99 of 100 (at most {MOST_AT_A_PLACE})"),
         (
             "perplexity",
-            f"{found.perplexity:.4f}, raw {found.raw_perplexity:.4f} ({found.difference:+.3%}, at most "
+            f"{found.perplexity:.4f}, {found.beside} {found.raw_perplexity:.4f} ({found.difference:+.3%}, at most "
             f"{MOST_DIFFERENCE:.0%})",
         ),
         ("greedy agreement", f"{found.agreed:,} of {found.positions:,} ({found.agreement:.2%}; not judged)"),

@@ -1,295 +1,188 @@
-"""`cairn chat`: a conversation in the terminal."""
+"""`cairn chat` and `cairn run`: a conversation in the terminal, or the answer to one prompt."""
 
 from __future__ import annotations
 
-import io
-import json
-import sys
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from cairn.cli.answer_source import Reached, answers
+from cairn.cli.generate import FORMAT, PROMPT, SYSTEM, formatted, one_answer, one_prompt
 from cairn.cli.options import LOCAL, configured, server
-from cairn.cli.output import printable, talk
-from cairn.cli.sampling import Answering, AnswerSource, refuse_local, sampling_parameters
-from cairn.config.option import closest
-from cairn.config.paths import expanded
+from cairn.cli.output import talk
+from cairn.cli.sampling import refuse_local, sampling_parameters
 from cairn.config.resolve import Resolved
 from cairn.models.hub.hub import DEMO
-from cairn.types.errors import CairnError, ConfigError
+from cairn.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cairn.entrypoints.answer import Answer
+    from cairn.cli.conversation.saved_chats import SavedChat
 
 BUNDLED = """\
 It is the small model that comes with Cairn: ask it what Cairn is, or tell it your name.
 For a larger one: cairn pull Qwen/Qwen3-0.6B, then cairn chat Qwen/Qwen3-0.6B"""
+
+NO_LOOPS = {"repetition_stop": True}
+"""A person who reads an answer is not to read the same words for minutes."""
 
 _Host = Annotated[
     str | None,
     typer.Option(metavar="URL", help="Talk to this server; default: the one on this machine, if one runs."),
 ]
 _Local = Annotated[bool, typer.Option("--local", help="Load a model here even where a server runs.")]
-
-HELP = """\
-/help          this list
-/system TEXT   what the model is told before everything; alone: show it
-/undo          take back the last question and its answer
-/clear         start over (the system text stays)
-/save FILE     write the conversation as JSON
-/exit          leave; Ctrl-D does too
-
-Ctrl-C stops an answer; what was said of it stays. A line that ends in \\ goes on in the next."""
+_Verbose = Annotated[bool, typer.Option("--verbose", help="Show the times and rates of each answer.")]
+_Plain = Annotated[bool, typer.Option("--plain", help="Write answers as they are, without rendering Markdown.")]
+_Keepalive = Annotated[
+    str | None,
+    typer.Option(metavar="TIME", help="How long a server of several models keeps this one: 10m, 0, or -1 for ever."),
+]
 
 
 def register(app: typer.Typer) -> None:
-    """Add `cairn chat`."""
+    """Add `cairn chat` and `cairn run`."""
 
     @app.command(rich_help_panel="Run a model")
     @configured((*LOCAL, "api_key"), more=sampling_parameters())
     def chat(
         resolved: Resolved,
-        system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told first.")] = None,
+        prompt: PROMPT = None,
+        system: SYSTEM = None,
         host: _Host = None,
         local: _Local = False,
         agent: Annotated[
             str | None,
             typer.Option(metavar="ID", help="Talk to this agent of a running server; it is made if there is none."),
         ] = None,
+        resume: Annotated[
+            bool, typer.Option("--resume", help="Go on with the last chat; /chats lists others.")
+        ] = False,
+        verbose: _Verbose = False,
+        plain: _Plain = False,
+        form: FORMAT = None,
+        keepalive: _Keepalive = None,
         *,
         sampling: dict[str, Any],
     ) -> None:
-        """Talk with the server that runs here, or a model that is loaded. Ctrl-C stops an answer; /help lists commands.
+        """Talk with the server that runs here, or a model that is loaded. Ctrl-C stops an answer; /? lists commands.
 
-        A model that is named is asked of that server if it has it.
+        A model that is named is asked of that server if it has it. From a pipe each line is a question. With PROMPT:
+        answer it and leave.
         """
+        sampling |= formatted(form) | NO_LOOPS
         if agent is not None:
-            if local:
-                raise ConfigError("--agent is for a server; --local loads a model in this process")
-            _talk_to_agent(resolved, host, agent, sampling, system)
+            if local or resume or prompt is not None:
+                other = "--local" if local else "--resume" if resume else "PROMPT"
+                raise ConfigError(f"--agent talks with an agent of a server; it cannot be given with {other}")
+            _talk_to_agent(resolved, host, agent, sampling, system, verbose, plain)
             return
-        with answers(resolved, host, local) as found:
-            talk_with(found, sampling, system)
+        kept = _last_chat() if resume else None
+        if kept is not None and resolved.source("model") == "default" and kept.model:
+            resolved = _with_model(resolved, kept.model)
+        with answers(resolved, host, local, keepalive=keepalive) as found:
+            if prompt is None:
+                talk_with(found, sampling, system, verbose=verbose, plain=plain, kept=kept)
+            else:
+                _answer(found, one_prompt(prompt) or prompt, system, sampling, verbose, plain)
 
     @app.command(rich_help_panel="Run a model")
     @configured((*LOCAL, "api_key"), more=sampling_parameters())
     def run(
         resolved: Resolved,
-        prompt: Annotated[
-            str | None, typer.Argument(metavar="PROMPT", help="Answer this and leave.", show_default=False)
-        ] = None,
-        system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told first.")] = None,
+        prompt: PROMPT = None,
+        system: SYSTEM = None,
         host: _Host = None,
         local: _Local = False,
+        verbose: _Verbose = False,
+        plain: _Plain = False,
+        form: FORMAT = None,
+        keepalive: _Keepalive = None,
         *,
         sampling: dict[str, Any],
     ) -> None:
-        """Talk with a model as `chat` does; one of the hub that is not on this machine is pulled first."""
-        from cairn.cli.generate import one_answer
+        """Answer PROMPT, or what comes from a pipe; without either talk as `chat` does.
+
+        A model of the hub that is not on this machine is pulled first. Text from a pipe comes behind PROMPT.
+        """
         from cairn.cli.models import pull_missing
 
-        with answers(resolved, host, local, pull_missing) as found:
-            if prompt is None:
-                talk_with(found, sampling, system)
+        sampling |= formatted(form) | NO_LOOPS
+        text = one_prompt(prompt)
+        with answers(resolved, host, local, pull_missing, keepalive) as found:
+            if text is None:
+                talk_with(found, sampling, system, verbose=verbose, plain=plain)
             else:
-                one_answer(found.source, prompt, system, sampling, stream=True)
+                _answer(found, text, system, sampling, verbose, plain)
 
 
-def talk_with(found: Reached, sampling: dict[str, Any], system: str | None) -> None:
+def talk_with(
+    found: Reached,
+    sampling: dict[str, Any],
+    system: str | None,
+    *,
+    verbose: bool = False,
+    plain: bool = False,
+    kept: SavedChat | None = None,
+) -> None:
     """The conversation, behind a line that says with whom."""
-    talk().print(f"{found.name} is ready. /help lists the commands, Ctrl-D leaves.", style="dim", markup=False)
+    from cairn.cli.conversation.conversation import Conversation, Setting, chats_of_terminal
+    from cairn.cli.conversation.saved_chats import chats_folder
+
+    talk().print(f"{found.name} is ready. /? lists the commands, Ctrl-D leaves.", style="dim", markup=False)
     if found.model == DEMO:
         talk().print(BUNDLED, style="dim", markup=False)
-    Conversation(found.source, sampling, system).run()
+    setting = Setting(
+        name=found.asked,
+        context=found.context,
+        describe=found.describe,
+        chats=chats_of_terminal(chats_folder()),
+        markdown=not plain,
+        verbose=verbose,
+    )
+    conversation = Conversation(found.source, sampling, system, setting)
+    if kept is not None:
+        conversation.resume(kept)
+    conversation.run()
+
+
+def _answer(
+    found: Reached, prompt: str, system: str | None, sampling: dict[str, Any], verbose: bool, plain: bool
+) -> None:
+    """The answer to one prompt, rendered where it goes to a terminal."""
+    from cairn.cli.conversation.markdown_view import view_of_terminal
+
+    view = view_of_terminal(not plain)
+    one_answer(found.source, prompt, system, sampling, stream=True, view=view, verbose=verbose)
+
+
+def _last_chat() -> SavedChat:
+    from cairn.cli.conversation.saved_chats import SavedChats, chats_folder
+
+    folder = chats_folder()
+    found = SavedChats(folder).newest(1)
+    if not found:
+        raise ConfigError(f"there is no chat to go on with in {folder}; chats of a terminal are kept there")
+    return found[0]
+
+
+def _with_model(resolved: Resolved, model: str) -> Resolved:
+    """The options as if the model had been named: that of the chat that goes on."""
+    config = msgspec.structs.replace(resolved.config, model=model)
+    return msgspec.structs.replace(resolved, config=config, sources={**resolved.sources, "model": "MODEL"})
 
 
 def _talk_to_agent(
-    resolved: Resolved, host: str | None, agent: str, sampling: dict[str, Any], system: str | None
+    resolved: Resolved,
+    host: str | None,
+    agent: str,
+    sampling: dict[str, Any],
+    system: str | None,
+    verbose: bool,
+    plain: bool,
 ) -> None:
-    from cairn.cli.agent_chat import AgentConversation
+    from cairn.cli.conversation.agent_conversation import AgentConversation
+    from cairn.cli.conversation.conversation import Setting
 
     refuse_local(resolved, "the server that has the agent")
     with server(resolved, host) as client:
-        AgentConversation(client, agent, sampling, system).run()
-
-
-class Conversation:
-    """The messages so far, and the loop that reads lines and answers them."""
-
-    def __init__(self, model: AnswerSource, sampling: dict[str, Any], system: str | None = None) -> None:
-        self.messages: list[dict[str, Any]] = []
-        self.system = system
-        self._model = model
-        self._sampling = sampling
-        self._talk = talk()
-        self._commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: self._say(HELP),
-            "/clear": self._clear,
-            "/system": self._system,
-            "/save": self._save,
-            "/undo": self._undo,
-        }
-
-    def run(self) -> None:
-        """Until /exit or the end of input."""
-        if isinstance(sys.stdin, io.TextIOWrapper):  # a line of other bytes is no reason to lose what was said
-            sys.stdin.reconfigure(errors="surrogateescape")
-        with suppress(ImportError):
-            import readline  # noqa: F401  (gives `input` line editing and history)
-        while True:
-            try:
-                line = self._read()
-            except KeyboardInterrupt:
-                self._say("\n(Ctrl-D or /exit leaves)")
-                continue
-            except EOFError:
-                return
-            word = line.split(maxsplit=1)[0] if line.strip() else ""
-            if word in ("/exit", "/quit"):
-                return
-            try:
-                if word.startswith("/"):
-                    self._command(word, line.strip()[len(word) :].strip())
-                elif word:
-                    self.ask(line)
-            except KeyboardInterrupt:  # not in the middle of an answer, or once more
-                self._say("(stopped)")
-
-    def ask(self, question: str) -> None:
-        """Answer one question on the terminal and remember both; a failed one is forgotten."""
-        asked = {"role": "user", "content": question.encode("utf-8", "replace").decode()}
-        first = [{"role": "system", "content": self.system}] if self.system else []
-        started = time.monotonic()
-        answering: Answering | None = None
-        try:
-            answering = self._model.chat([*first, *self.messages, asked], **self._sampling)
-            stopped = self._show(answering)
-        except KeyboardInterrupt:
-            stopped = True
-        except CairnError as error:
-            self._lost(error)
-            return
-        finally:
-            if answering is not None:
-                answering.close()
-        answer = answering.answer if answering is not None else None
-        if answer is None or not (answer.text or answer.reasoning or answer.tool_calls):
-            self._say("(nothing was said; your question was taken back)")
-            return
-        self.messages += [asked, answer.message]
-        self._say(_summary(answer, time.monotonic() - started, stopped))
-
-    def _lost(self, error: CairnError) -> None:
-        """No answer, or half of one: the question is not remembered."""
-        self._say(f"{error}\n(your question was taken back)")
-
-    def _show(self, answering: Answering) -> bool:
-        """Write the pieces as they come; whether Ctrl-C ended that."""
-        thought, last = False, ""
-        waiting = self._talk.status("thinking")
-        if self._talk.is_terminal:
-            waiting.start()
-        try:
-            for piece in answering:
-                waiting.stop()
-                if piece.reasoning:
-                    self._talk.print(printable(piece.reasoning), end="", style="dim italic", markup=False)
-                    thought = True
-                if piece.text:
-                    if thought:
-                        self._say("\n")
-                    sys.stdout.write(printable(piece.text))
-                    sys.stdout.flush()
-                    thought, last = False, piece.text
-        except KeyboardInterrupt:
-            return True
-        finally:
-            waiting.stop()
-            if last and not last.endswith("\n"):
-                print(flush=True)
-        for call in answering.answer.tool_calls:
-            print(printable(f"{call.name}({call.arguments})"))
-        return False
-
-    def _read(self) -> str:
-        """One line; a backslash at its end goes on in the next. EOFError at the end of input."""
-        lines: list[str] = []
-        prompt = "> " if sys.stdin.isatty() else ""
-        if prompt:
-            self._say("")
-        while True:
-            line = self._line(prompt)
-            if not line.endswith("\\"):
-                return "\n".join([*lines, line])
-            lines.append(line[:-1])
-            prompt = ". " if prompt else ""
-
-    @staticmethod
-    def _line(prompt: str) -> str:
-        if prompt and not sys.stdout.isatty():  # where `input` would write it among the answers
-            print(prompt, end="", file=sys.stderr, flush=True)
-            prompt = ""
-        return input(prompt)
-
-    def _command(self, word: str, text: str) -> None:
-        command = self._commands.get(word)
-        if command is None:
-            self._say(f"unknown command {word}{closest(word, [*self._commands, '/exit'])}")
-            return
-        try:
-            command(text)
-        except CairnError as error:
-            self._say(str(error))
-
-    def _clear(self, _: str) -> None:
-        self.messages.clear()
-        self._say("(a new conversation)")
-
-    def _system(self, text: str) -> None:
-        if text:
-            self.system = text
-        self._say(f"system: {self.system or '(none)'}")
-
-    def _undo(self, _: str) -> None:
-        if not self.messages:
-            self._say("(there is nothing to take back)")
-            return
-        taken = self.messages[-2]["content"]
-        del self.messages[-2:]
-        self._say(f"(took back: {taken})")
-
-    def _save(self, name: str) -> None:
-        if not name:
-            self._say("/save needs the name of a file")
-            return
-        first = [{"role": "system", "content": self.system}] if self.system else []
-        text = json.dumps([*first, *self.messages], ensure_ascii=False, indent=2) + "\n"
-        try:
-            with expanded(name).open("x", encoding="utf-8") as file:
-                file.write(text)
-        except FileExistsError:
-            self._say(f"{name} exists already; give another name")
-        except (OSError, ValueError) as error:
-            self._say(f"{name} cannot be written: {getattr(error, 'strerror', None) or error}")
-        else:
-            self._say(f"(saved {len(self.messages)} messages to {name})")
-
-    def _say(self, text: str) -> None:
-        self._talk.print(printable(text), style="dim", markup=False, soft_wrap=True)
-
-
-def _summary(answer: Answer, seconds: float, stopped: bool) -> str:
-    """What the last answer cost, in a line."""
-    parts = ["stopped"] if stopped else []
-    if answer.finish_reason == "length":
-        parts.append("cut at the token limit")
-    usage = answer.usage
-    if usage is not None:
-        parts.append(f"{usage.completion_tokens} tokens in {seconds:.1f} s")
-        read = f", {answer.cache.disk} read from disk" if answer.cache is not None and answer.cache.disk else ""
-        parts.append(f"prompt {usage.prompt_tokens} tokens, {usage.cached_tokens} of them already computed{read}")
-    return f"({'; '.join(parts)})" if parts else ""
+        AgentConversation(client, agent, sampling, system, Setting(markdown=not plain, verbose=verbose)).run()

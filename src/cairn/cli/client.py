@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from urllib.parse import quote
 import httpx
 
 from cairn.cli.http_stream import HttpStream, read_events, why
+from cairn.cli.trust import tls_context
 from cairn.config.config import Config
 from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError, InvalidRequest, Unavailable, by_code
@@ -27,11 +27,17 @@ def connect(resolved: Resolved, url: str | None = None, model: str = "") -> Clie
     """
     config = resolved.config
     own = address(config, admin=True) if url is None and config.admin_port is not None else ""
+    certificate = own_certificate(config, url)
     url = address(config) if url is None else url
     key = config.api_key[0].reveal() if config.api_key else ""
     model = model or (config.model if resolved.source("model") == "MODEL" else "")
     admin = config.admin_key.reveal() if config.admin_key else key
-    return Client(url, key, admin, model, admin_url=own)
+    return Client(url, key, admin, model, admin_url=own, certificate=certificate)
+
+
+def own_certificate(config: Config, url: str | None) -> str | None:
+    """The configured certificate, where an address is that of the configured server."""
+    return config.tls_cert if url is None or url == address(config) else None
 
 
 def address(config: Config, *, admin: bool = False) -> str:
@@ -39,7 +45,8 @@ def address(config: Config, *, admin: bool = False) -> str:
     bare = (config.admin_host if admin else config.host).strip("[]")
     bare = "127.0.0.1" if bare in ("0.0.0.0", "::") else bare
     host = f"[{bare}]" if ":" in bare else bare
-    return f"http://{host}:{config.admin_port if admin else config.port}"
+    scheme = "https" if config.tls_cert is not None else "http"
+    return f"{scheme}://{host}:{config.admin_port if admin else config.port}"
 
 
 def first_chat(models: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -51,8 +58,17 @@ def first_chat(models: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 class Client:
     """One server, best in a `with`. Raises what the server said as a CairnError, and Unavailable if nobody answers."""
 
-    def __init__(self, url: str, key: str = "", admin_key: str = "", model: str = "", admin_url: str = "") -> None:
-        """`admin_url`: where the server answers admin routes, if that is another address."""
+    def __init__(
+        self,
+        url: str,
+        key: str = "",
+        admin_key: str = "",
+        model: str = "",
+        admin_url: str = "",
+        certificate: str | None = None,
+    ) -> None:
+        """`admin_url`: where the server answers admin routes, if that is another address. `certificate`: the file of
+        the one that is trusted there."""
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         try:
             parsed = httpx.URL(self.url)
@@ -66,7 +82,7 @@ class Client:
         self._model = model
         self._admin_key, self._admin_url = admin_key, admin_url or self.url
         # Proxies are for the internet; a server of one's own is addressed directly.
-        self._http = httpx.Client(timeout=_TIMEOUT, trust_env=False, verify=_verify(parsed))
+        self._http = httpx.Client(timeout=_TIMEOUT, trust_env=False, verify=tls_context(self.url, certificate))
 
     def __enter__(self) -> Self:
         return self
@@ -239,7 +255,8 @@ class Client:
         except httpx.HTTPError as error:
             if _refused(error):
                 raise Unavailable(f"no server answers at {self.url}; start one with: cairn serve") from None
-            raise Unavailable(f"the server at {self.url} did not answer: {why(error)}") from None
+            hint = _tls_hint(self.url, error)
+            raise Unavailable(f"the server at {self.url} did not answer: {why(error)}{hint}") from None
         if not response.is_success and response.status_code != fine:
             with closing(response), self._reading():
                 response.read()
@@ -254,15 +271,15 @@ class Client:
             raise Unavailable(f"the connection to {self.url} was lost: {why(error)}") from None
 
 
-def _verify(url: httpx.URL) -> ssl.SSLContext:
-    """Whom to trust: those whom SSL_CERT_FILE or SSL_CERT_DIR names, as a server of one's own may need. Where nothing
-    is encrypted, nobody: to read all authorities takes longer than a short command."""
-    if url.scheme != "https":
-        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    try:
-        return httpx.create_ssl_context(trust_env=True)
-    except (ImportError, ValueError, OSError) as error:
-        raise ConfigError(f"the certificates that the environment names cannot be used: {error}") from error
+def _tls_hint(url: str, error: httpx.HTTPError) -> str:
+    """What to do where one side speaks https and the other does not, or a certificate is not trusted."""
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return "; name its certificate, or its authority's, with --cacert FILE, or trust whoever answers: --insecure"
+    if url.startswith("https:") and "WRONG_VERSION_NUMBER" in str(error):
+        return "; it seems to speak http: give --host http://..."
+    if url.startswith("http:") and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
+        return "; if it speaks https, give --host https://..."
+    return ""
 
 
 def _refused(error: BaseException | None) -> bool:

@@ -213,8 +213,7 @@ def _held(folder: Path) -> str:
 
 def _log(config: Config) -> str:
     """What the disk lost of the agents' token log."""
-    from cairn.agents.log.folder import Folder
-    from cairn.agents.log.recovery import look
+    from cairn.agents.log.recovery import Folder, look
     from cairn.api.native.folders import agents_folder
     from cairn.system.posix import SystemFiles
 

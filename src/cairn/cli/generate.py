@@ -1,19 +1,43 @@
-"""`cairn generate`: one answer, for scripts. Stdout is the answer's text and nothing else."""
+"""`cairn generate`: one answer, for scripts. Stdout is the answer's text and nothing else.
+
+What `generate`, `run` and `chat` have in common is here too: a prompt as an argument, text from a pipe behind it, and
+the form of the answer.
+"""
 
 from __future__ import annotations
 
-import json
+import io
+import os
+import select
+import stat
 import sys
+import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cairn.cli.options import LOCAL, configured
+from cairn.cli.output import talk
 from cairn.cli.sampling import Answering, AnswerSource, sampling_parameters, source
 from cairn.config.resolve import Resolved
-from cairn.types.errors import CairnError, InvalidRequest
-from cairn.types.outputs import FinishReason
+from cairn.types.errors import CairnError, ConfigError, InvalidRequest
+from cairn.types.outputs import REPETITION, FinishReason
+
+if TYPE_CHECKING:
+    from cairn.cli.conversation.markdown_view import TextView
+
+PROMPT = Annotated[
+    str | None,
+    typer.Argument(metavar="PROMPT", help="The question; text from a pipe comes behind it.", show_default=False),
+]
+SYSTEM = Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told first.")]
+FORMAT = Annotated[
+    str | None,
+    typer.Option("--format", metavar="json|FILE", help="Answer with JSON, or with what fits the JSON schema in FILE."),
+]
+_PATIENCE = 1.0
+"""Seconds after which it is said that a pipe is being read which nothing has come from."""
 
 
 def register(app: typer.Typer) -> None:
@@ -23,8 +47,11 @@ def register(app: typer.Typer) -> None:
     @configured((*LOCAL, "api_key"), more=sampling_parameters())
     def generate(
         resolved: Resolved,
-        prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="TEXT", help="The question; - reads stdin.")],
-        system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told before it.")] = None,
+        prompt: PROMPT = None,
+        text: Annotated[
+            str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The same as PROMPT; - reads stdin.")
+        ] = None,
+        system: SYSTEM = None,
         raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
         parse_special: Annotated[
             bool,
@@ -34,9 +61,8 @@ def register(app: typer.Typer) -> None:
             ),
         ] = True,
         stream: Annotated[bool, typer.Option("--stream", help="Write the answer while it is made.")] = False,
-        json_schema: Annotated[
-            Path | None, typer.Option(metavar="FILE", help="Answer with JSON that fits the JSON schema in this file.")
-        ] = None,
+        form: FORMAT = None,
+        json_schema: Annotated[Path | None, typer.Option(metavar="FILE", help="The same as --format FILE.")] = None,
         host: Annotated[
             str | None, typer.Option(metavar="URL", help="Ask this running server; otherwise the model runs here.")
         ] = None,
@@ -44,34 +70,96 @@ def register(app: typer.Typer) -> None:
         sampling: dict[str, Any],
     ) -> None:
         """Answer one prompt and leave. Ctrl-C writes what there is of the answer."""
-        text = _stdin() if prompt == "-" else prompt
+        if prompt is not None and text is not None:
+            raise ConfigError("the prompt is given twice: as PROMPT and with --prompt; give one of them")
+        asked = one_prompt(prompt if text is None else text)
+        if asked is None:
+            raise ConfigError("there is no prompt: cairn generate MODEL PROMPT, -p TEXT, or text from a pipe")
         if raw and system is not None:
             raise InvalidRequest("--system needs the chat template, which --raw leaves out", field="system")
         if not raw and not parse_special:
             raise InvalidRequest("--no-parse-special is for --raw; a chat never reads control tokens from its texts")
-        if json_schema is not None:
-            sampling["response_format"] = _schema(json_schema)
+        sampling |= formatted(form, json_schema)
         with source(resolved, host) as model:
             if raw:
                 more = {} if parse_special else {"parse_special": False}
-                write(model.generate(text, **sampling, **more), stream)
+                write(model.generate(asked, **sampling, **more), stream)
             else:
-                one_answer(model, text.removesuffix("\n"), system, sampling, stream)
+                one_answer(model, asked, system, sampling, stream)
 
 
-def _schema(path: Path) -> dict[str, Any]:
-    """The form of an answer from a file with a JSON schema. InvalidRequest names the option."""
+def one_prompt(prompt: str | None) -> str | None:
+    """Return the prompt with the text of a pipe behind it; of either what there is, None where nobody said anything.
+
+    `-` stands for the text of the pipe alone. InvalidRequest for text that is not UTF-8.
+    """
+    piped = _piped(wanted=prompt == "-")
+    if prompt is None or prompt == "-":
+        return piped if piped or prompt == "-" else None
+    return f"{prompt}\n\n{piped}" if piped and piped.strip() else prompt
+
+
+def _piped(wanted: bool) -> str | None:
+    """The text of stdin where that is a pipe or a file; `wanted` reads it whatever it is."""
+    if not wanted and not _is_piped():
+        return None
+    _tell_of_waiting()
     try:
-        schema = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"--json-schema {path}: cannot be read as JSON ({error})", field="json_schema") from None
-    return {"type": "json_schema", "json_schema": {"name": path.stem[:64] or "answer", "schema": schema}}
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"stdin is not UTF-8: {error}", field="prompt") from None
 
 
-def one_answer(model: AnswerSource, prompt: str, system: str | None, sampling: dict[str, Any], stream: bool) -> None:
-    """The answer to one question on stdout."""
+def _is_piped() -> bool:
+    """Whether stdin is a pipe, a socket or a file: not a terminal, and not /dev/null."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except io.UnsupportedOperation:  # a stream in memory
+        return True
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _tell_of_waiting() -> None:
+    """Say that stdin is read, where nothing comes from it: a program that was started with a pipe may never end it."""
+    try:
+        ready, _, _ = select.select([sys.stdin], [], [], _PATIENCE)
+    except (OSError, ValueError):
+        return
+    if not ready:
+        talk().print("(reading text from stdin; </dev/null says that there is none)", style="dim", markup=False)
+
+
+def formatted(form: str | None, schema: Path | None = None) -> dict[str, Any]:
+    """Return the form of the answer as a request has it. InvalidRequest for a file that is no JSON."""
+    from cairn.cli.conversation.settings import response_format, schema_in
+
+    if schema is not None:
+        return {"response_format": schema_in(schema, "--json-schema")}
+    return {} if form is None else {"response_format": response_format(form)}
+
+
+def one_answer(
+    model: AnswerSource,
+    prompt: str,
+    system: str | None,
+    sampling: dict[str, Any],
+    stream: bool,
+    *,
+    view: TextView | None = None,
+    verbose: bool = False,
+) -> None:
+    """The answer to one question on stdout. `view`: what shows it as it comes, in place of plain text."""
     messages = [{"role": "system", "content": system}] if system is not None else []
-    write(_chat(model, [*messages, {"role": "user", "content": prompt}], sampling), stream)
+    started = time.monotonic()
+    answering = _chat(model, [*messages, {"role": "user", "content": prompt.removesuffix("\n")}], sampling)
+    first_at = write(answering, stream, view)
+    if verbose:
+        from cairn.cli.conversation.conversation import figures
+
+        said = figures(answering.answer, started, first_at, time.monotonic())
+        talk().print(said, style="dim", markup=False, highlight=False)
 
 
 def _chat(model: AnswerSource, messages: list[dict[str, str]], sampling: dict[str, Any]) -> Answering:
@@ -83,36 +171,32 @@ def _chat(model: AnswerSource, messages: list[dict[str, str]], sampling: dict[st
         raise InvalidRequest(f"{error}; with --raw the text is continued as it is", field="messages") from None
 
 
-def write(answering: Answering, stream: bool) -> None:
-    """The text of an answer on stdout, at once or as it comes; one newline at the end, never two.
+def write(answering: Answering, stream: bool, view: TextView | None = None) -> float | None:
+    """Write the text of an answer on stdout, at once or as it comes; one newline at the end, never two.
 
-    Why it ended is said on stderr, unless the model came to its end. An interrupt or an error still writes what there
-    is, then goes on its way.
+    Return when its first piece came. Why it ended is said on stderr, unless the model came to its end. An interrupt or
+    an error still writes what there is, then goes on its way.
     """
-    last = ""
+    from cairn.cli.conversation.markdown_view import PlainView
+
+    view = view or PlainView(sys.stdout)
+    first_at: float | None = None
     try:
         for piece in answering:
+            first_at = first_at or time.monotonic()
             if stream and piece.text:
-                sys.stdout.write(piece.text)
-                sys.stdout.flush()
-                last = piece.text
+                view.push(piece.text)
     finally:
         if not stream:
-            last = answering.answer.text
-            sys.stdout.write(last)
-        if last and not last.endswith("\n"):
-            sys.stdout.write("\n")
+            view.push(answering.answer.text)
+        view.close()
         sys.stdout.flush()
         answering.close()
-    reason = answering.answer.finish_reason
-    if reason == FinishReason.LENGTH:
+    answer = answering.answer
+    if answer.finish_reason == FinishReason.LENGTH and answer.detail == REPETITION:
+        print("(the answer was ended, since it repeated itself: finish_reason length)", file=sys.stderr)
+    elif answer.finish_reason == FinishReason.LENGTH:
         print("(the answer was cut at the token limit: finish_reason length)", file=sys.stderr)
-    elif reason not in (None, FinishReason.STOP):
-        print(f"(the answer did not come to its end: finish_reason {reason})", file=sys.stderr)
-
-
-def _stdin() -> str:
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"stdin is not UTF-8: {error}", field="prompt") from None
+    elif answer.finish_reason not in (None, FinishReason.STOP):
+        print(f"(the answer did not come to its end: finish_reason {answer.finish_reason})", file=sys.stderr)
+    return first_at

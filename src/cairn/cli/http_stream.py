@@ -30,6 +30,7 @@ class HttpStream:
         self._reasoning: list[str] = []
         self._calls: dict[int, list[str]] = {}
         self._reason: FinishReason | None = None
+        self._detail = ""
         self._usage: Usage | None = None
         self._cache: CacheReport | None = None
 
@@ -42,6 +43,7 @@ class HttpStream:
             reasoning="".join(self._reasoning),
             tool_calls=tuple(ToolCall(id, name, said) for _, (id, name, said) in sorted(self._calls.items())),
             finish_reason=self._reason,
+            detail=self._detail,
             usage=usage,
             cache=self._cache,
         )
@@ -86,6 +88,7 @@ class HttpStream:
             self._cache = _report(given.get("cairn"), self._usage)
         for choice in chunk.get("choices") or ():
             self._reason = _REASONS.get(choice.get("finish_reason") or "", self._reason)
+            self._detail = str(choice.get("finish_detail") or self._detail)
             delta = choice.get("delta") or {"content": choice.get("text")}
             text, reasoning = delta.get("content") or "", delta.get("reasoning_content") or ""
             if not isinstance(text, str) or not isinstance(reasoning, str):

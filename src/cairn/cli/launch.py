@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -20,6 +21,7 @@ import typer
 from cairn.cli.launch_table import AGENTS, AgentProgram
 from cairn.cli.options import Host, configured, server
 from cairn.cli.output import talk
+from cairn.cli.trust import certificate_file
 from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError, Unavailable
 
@@ -37,6 +39,8 @@ class ServerAddress(NamedTuple):
     model: str
     key: str
     context: int
+    certificate: Path | None = None
+    """The file of what has to be trusted there, over https."""
 
 
 class Start(NamedTuple):
@@ -63,6 +67,9 @@ def register(app: typer.Typer) -> None:
             str | None, typer.Option("--model", metavar="MODEL", help="Where no server runs: the one to serve.")
         ] = None,
         show: Annotated[bool, typer.Option("--print", help="Print the environment and the command alone.")] = False,
+        anyway: Annotated[
+            bool, typer.Option("--anyway", help="Also where the agent's first prompt does not fit the context.")
+        ] = False,
         host: Host = None,
     ) -> None:
         """Start a coding agent with this machine's server as its model. Where none runs, one is started, and ended with
@@ -76,7 +83,8 @@ def register(app: typer.Typer) -> None:
         program = shutil.which(known.program)
         if program is None:
             raise CairnError(f"{known.title} is not installed; get it with: {known.install}")
-        with _place(resolved, host, model) as (place, started):
+        fits = partial(check_context, known, anyway)
+        with _place(resolved, host, model, fits) as (place, started):
             begun = start(known, place, folder(agent), arguments or ())
             _write(begun.files)
             environment = {**os.environ, **begun.env}
@@ -85,6 +93,24 @@ def register(app: typer.Typer) -> None:
                 os.execve(program, begun.command, environment)
             code = _run(program, begun.command, environment)
         raise typer.Exit(code)
+
+
+def check_context(agent: AgentProgram, anyway: bool, model: str, context: int) -> None:
+    """Say how what an agent sends first fits a context. ConfigError where it does not, unless it is wanted `anyway`."""
+    least, most = agent.first_prompt
+    wanted = most + most // _ANSWER
+    if context >= wanted or not most:
+        return
+    size = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    said = f"{agent.title}'s first prompt has about {size} tokens, and the context of {model} is {context:,} tokens"
+    if context >= least or anyway:
+        talk().print(f"{said}: it may soon be full.", style="dim", markup=False, soft_wrap=True)
+        return
+    raise ConfigError(
+        f"{said}: it would be refused. Serve a model with a longer one: cairn serve MODEL --context {wanted}, or name "
+        "one with --model; --anyway starts the agent all the same",
+        field="context",
+    )
 
 
 def start(
@@ -100,6 +126,8 @@ def start(
         "folder": str(folder),
     }
     env = {name: _text(filled(value, values)) for name, value in agent.env.items()}
+    if place.certificate is not None:
+        env[agent.authorities] = str(place.certificate)
     command = [agent.program, *(str(filled(one, values)) for one in agent.arguments), *arguments]
     files = {folder / name: _text(filled(value, values)) + "\n" for name, value in agent.files.items()}
     return Start(command, env, files)
@@ -151,47 +179,61 @@ def _print(begun: Start) -> None:
     print(shlex.join(begun.command))
 
 
+Fits = Callable[[str, int], None]
+"""Gets the model and its context before the agent is started, and may raise."""
+
+
 @contextmanager
-def _place(resolved: Resolved, host: str | None, model: str | None) -> Iterator[tuple[ServerAddress, bool]]:
+def _place(resolved: Resolved, host: str | None, model: str | None, fits: Fits) -> Iterator[tuple[ServerAddress, bool]]:
     """The server that runs, or one that is started and ended; which of both."""
     from cairn.cli.answer_source import LOADING, state_of
     from cairn.cli.client import address
 
     try:
-        yield _found(resolved, host), False
-        return
+        place = _found(resolved, host)
     except Unavailable:
         if host is not None:
             raise
-    url = address(resolved.config)
-    if state_of(url) == LOADING:
-        with talk().status(f"waiting for the server at {url} to load its model"):
-            while state_of(url) == LOADING:
-                time.sleep(_LOOK)
-        yield _found(resolved, None), False
+    else:
+        fits(place.model, place.context)
+        yield place, False
         return
-    with _served(resolved, model or resolved.config.model) as place:
+    url = address(resolved.config)
+    certificate = resolved.config.tls_cert
+    if state_of(url, certificate) == LOADING:
+        with talk().status(f"waiting for the server at {url} to load its model"):
+            while state_of(url, certificate) == LOADING:
+                time.sleep(_LOOK)
+        place = _found(resolved, None)
+        fits(place.model, place.context)
+        yield place, False
+        return
+    with _served(resolved, model or resolved.config.model, fits) as place:
         yield place, True
 
 
 def _found(resolved: Resolved, host: str | None) -> ServerAddress:
     """The server that runs. Unavailable where none does."""
-    from cairn.cli.client import first_chat
+    from cairn.cli.client import first_chat, own_certificate
 
     with server(resolved, host) as client:
         first = first_chat(client.get("/v1/models")["data"])
         config = resolved.config
         key = config.api_key[0].reveal() if config.api_key else ""
-        return ServerAddress(client.url, str(first["id"]), key, int(first["max_model_len"]))
+        known = certificate_file(own_certificate(config, host)) if client.url.startswith("https:") else None
+        return ServerAddress(client.url, str(first["id"]), key, int(first["max_model_len"]), known)
 
 
 @contextmanager
-def _served(resolved: Resolved, model: str) -> Iterator[ServerAddress]:
+def _served(resolved: Resolved, model: str, fits: Fits) -> Iterator[ServerAddress]:
     """A server of our own, which says what it has to say into a file."""
+    from cairn.cli.answer_source import context_of
     from cairn.cli.models import pull_missing
 
     pull_missing(model)
     config = resolved.config
+    if (context := context_of(model, config.context)) is not None:
+        fits(model, context)
     log = folder("server") / "serve.log"
     _write({log: ""})
     command = [sys.executable, "-m", "cairn", "serve", model, "--host", config.host, "--port", str(config.port)]

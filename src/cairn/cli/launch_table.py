@@ -22,9 +22,13 @@ class AgentProgram:
     program: str
     install: str
     """The command that installs it."""
+    first_prompt: tuple[int, int] = (0, 0)
+    """Tokens of what it sends first, at least and at most, as counted; (0, 0): little, or not known."""
     env: Mapping[str, str | Json] = field(default_factory=dict)
     """Variables; what is no text is JSON."""
     arguments: tuple[str, ...] = ()
+    authorities: str = "NODE_EXTRA_CA_CERTS"
+    """The variable that names a file of certificates to trust, for a server that speaks https."""
     files: Mapping[str, Json] = field(default_factory=dict)
     """Files in {folder}, by name, as JSON."""
 
@@ -35,6 +39,7 @@ AGENTS: Mapping[str, AgentProgram] = {
     "claude": AgentProgram(
         title="Claude Code",
         program="claude",
+        first_prompt=(17_000, 32_000),
         install="npm install -g @anthropic-ai/claude-code",
         env={
             "ANTHROPIC_BASE_URL": "{url}",
@@ -58,6 +63,8 @@ AGENTS: Mapping[str, AgentProgram] = {
     "codex": AgentProgram(
         title="codex",
         program="codex",
+        first_prompt=(13_000, 13_000),
+        authorities="SSL_CERT_FILE",
         install="npm install -g @openai/codex",
         env={"CODEX_CAIRN_KEY": "{key}"},
         arguments=(
@@ -70,6 +77,7 @@ AGENTS: Mapping[str, AgentProgram] = {
     "opencode": AgentProgram(
         title="opencode",
         program="opencode",
+        first_prompt=(11_000, 11_000),
         install="npm install -g opencode-ai",
         env={
             "OPENCODE_CONFIG_CONTENT": {
@@ -89,6 +97,7 @@ AGENTS: Mapping[str, AgentProgram] = {
     "qwen": AgentProgram(
         title="qwen-code",
         program="qwen",
+        first_prompt=(28_000, 28_000),
         install="npm install -g @qwen-code/qwen-code",
         env={
             "OPENAI_BASE_URL": "{url}/v1",
@@ -107,6 +116,7 @@ AGENTS: Mapping[str, AgentProgram] = {
     "aider": AgentProgram(
         title="aider",
         program="aider",
+        authorities="SSL_CERT_FILE",
         install="python -m pip install aider-install && aider-install",
         env={"OPENAI_API_BASE": "{url}/v1", "OPENAI_API_KEY": "{key}"},
         arguments=(

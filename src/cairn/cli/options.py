@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
+from typer.core import TyperOption
 
+from cairn.cli.trust import TRUST_PARAMETERS, TrustFlags
+from cairn.cli.trust import chosen as chosen_trust
+from cairn.config.config import Config
 from cairn.config.option import Option, local_options, options
 from cairn.config.resolve import Resolved, resolve
 from cairn.types.errors import CairnError
@@ -20,6 +25,20 @@ ALL = tuple(option.name for option in options() if option.name != "models")
 """Every option but those models that are arguments."""
 LOCAL = local_options()
 """Options of a run without a server."""
+
+COMMON = frozenset(
+    (
+        "context", "kv_gb", "threads", "weights", "chat_template",
+        "max_running", "kv_dir", "kv_disk_gb", "agents_dir", "models_dir", "served_name",
+        "host", "port", "api_key", "admin_key", "unsafe_no_auth", "cors_origins", "tls_cert", "tls_key", "log_level",
+        "max_tokens", "temperature", "top_p", "seed", "stop",
+    )
+)  # fmt: skip
+"""The options that `--help` shows; `--help-all` shows the others too."""
+_OF_SERVERS = frozenset(("max_running", "kv_dir", "kv_disk_gb", "chat_template"))
+"""Those of them that only the help of a server shows."""
+FEW = 12
+"""A command with at most so many generated flags shows all of them."""
 
 Host = Annotated[str | None, typer.Option(metavar="URL", help="The server; default: the configured address and port.")]
 """The flag of commands that need a running server."""
@@ -65,16 +84,25 @@ def configured(
         first = [_model_parameter(known["model"], several)] if model else []
         extra = [parameter.name for parameter in more]
         own = [parameter for parameter in own if parameter.name != "sampling"]
-        generated = first + own + list(more) + flags + [_config_parameter()]
         taken = [parameter.name for parameter in first + flags]
+        known_flags = [*more, *flags]
+        few = len(known_flags) <= FEW
+        shown = COMMON if "port" in names else COMMON - _OF_SERVERS
+        known_flags = [one if few or one.name in shown else _hidden(one) for one in known_flags]
+        trust = TRUST_PARAMETERS if any(one.name == "host" for one in own) else ()
+        all_help = [] if few else [_keyword("help_all", _HELP_ALL, False)]
+        generated = [*first, *own, *known_flags, *trust, _config_parameter(), *all_help]
 
         def run(**given: Any) -> None:
             chosen = {name: given.pop(name) for name in taken}
+            given.pop("help_all", None)
             if several and (models := chosen.pop("model")):
                 chosen |= {"models": models} if len(models) > 1 else {"model": models[0]}
             if more:
                 asked = {name: given.pop(name) for name in extra}
                 given["sampling"] = {name: value for name, value in asked.items() if value not in (None, [])}
+            if trust:
+                chosen_trust.set(TrustFlags(given.pop("cacert"), given.pop("insecure")))
             command(resolve(chosen, file=given.pop("config_file")), **given)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
@@ -85,6 +113,30 @@ def configured(
         return run
 
     return wrap
+
+
+def _show_all(context: typer.Context, wanted: bool) -> None:
+    """Show the help with every option, and leave."""
+    if not wanted:
+        return
+    for parameter in context.command.params:
+        if isinstance(parameter, TyperOption):
+            parameter.hidden = False
+    print(context.get_help(), end="")
+    raise typer.Exit
+
+
+_HELP_ALL = Annotated[
+    bool, typer.Option("--help-all", help="Show every option and leave.", is_eager=True, callback=_show_all)
+]
+
+
+def _hidden(parameter: inspect.Parameter) -> inspect.Parameter:
+    """The same flag, which `--help` leaves out."""
+    kind, info = get_args(parameter.annotation)
+    info = copy.copy(info)
+    info.hidden = True
+    return parameter.replace(annotation=Annotated[kind, info])
 
 
 def _parameter(option: Option) -> inspect.Parameter:
@@ -148,22 +200,25 @@ def register(app: typer.Typer) -> None:
             value: Any = getattr(resolved.config, option.name)
             shown = "not set" if value is None and option.kind == "secret" else _shown(value)
             rows.append((option.name, shown, resolved.source(option.name)))
-        table(("option", "value", "from"), [*rows, *_sampling(resolved.config.model)])
+        table(("option", "value", "from"), [*rows, *_sampling(resolved.config)])
 
 
-def _sampling(model: str) -> list[tuple[str, str, str]]:
+def _sampling(config: Config) -> list[tuple[str, str, str]]:
     """What applies where a request says nothing, as rows; one that says why where the model cannot be read."""
-    from cairn.frontend.requests import sampling_defaults
+    from cairn.frontend.requests import sampling_defaults, with_options
     from cairn.models.files import is_gguf
     from cairn.models.hub import hub
     from cairn.models.spec.config import load_spec
 
     try:
-        place = hub.locate(model)
-        spec = load_spec(place, identify=False)
+        place = hub.locate(config.model)
+        spec = with_options(load_spec(place, identify=False), config)
     except CairnError as error:
         return [("sampling", "not known", str(error))]
     sources = {"model": place.name if is_gguf(place) else "generation_config.json", "default": "default"}
+    sources["option"] = "options"
+    if spec.makers is not None:
+        sources["makers"] = f"{spec.makers.source}, read {spec.makers.read}"
     return [
         (f"sampling.{name}", _shown(value), sources[source])
         for name, (value, source) in sampling_defaults(spec).items()

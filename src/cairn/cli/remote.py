@@ -89,21 +89,23 @@ def register(app: typer.Typer) -> None:
             rows += [("unchanged", f"{one['option']}: {one['why']}") for one in found["unchanged"]]
         _print(rows)
 
-    @app.command(hidden=True)
+    @app.command(rich_help_panel="Running servers")
     @configured(_SERVER, model=False)
     def stop(
         resolved: Resolved,
-        model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Not unloaded: a server keeps it.")] = None,
+        model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A model of the server.")] = None,
+        grace: Grace = None,
         host: Host = None,
     ) -> None:
-        """Say how a running server is ended: it keeps its model for as long as it runs."""
+        """Unload a model of a running server, as `unload` does; without MODEL say how the server itself is ended."""
+        if model is not None:
+            _change(resolved, host, "unload", {"model": model, "grace": grace})
+            return
         with server(resolved, host) as client:
             client.get("/health/ready")
-            what = model or "its model"
             raise ConfigError(
-                f"the server at {client.url} keeps {what} for as long as it runs; end it with Ctrl-C in its terminal "
-                "or SIGTERM to its process. One request is ended by: cairn cancel ID; a model is unloaded by: "
-                "cairn unload MODEL"
+                f"the server at {client.url} is ended with Ctrl-C in its terminal or SIGTERM to its process. A model "
+                "is unloaded by: cairn stop MODEL; one request is ended by: cairn cancel ID"
             )
 
     @app.command(rich_help_panel="Running servers")

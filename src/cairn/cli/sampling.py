@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cairn.entrypoints.answer import Answer
 
 _PANEL = "Sampling (default: what the model's makers recommend, else what cairn config shows)"
-_FLAGS: dict[str, tuple[Any, str, str]] = {
+FLAGS: dict[str, tuple[Any, str, str]] = {
     "max_tokens": (int, "N", "Most tokens of an answer; default: what is left of the context."),
     "temperature": (float, "X", "0 always takes the likeliest token; higher is more varied."),
     "top_p": (float, "X", "Keep the likeliest tokens that together have this probability."),
@@ -36,7 +36,7 @@ _FLAGS: dict[str, tuple[Any, str, str]] = {
 def sampling_parameters() -> list[inspect.Parameter]:
     """The flags as parameters of a command."""
     found = []
-    for name, (kind, metavar, text) in _FLAGS.items():
+    for name, (kind, metavar, text) in FLAGS.items():
         flag = "--" + name.replace("_", "-")
         info = typer.Option(flag, metavar=metavar, help=text, rich_help_panel=_PANEL, show_default=False)
         wanted: Any = kind

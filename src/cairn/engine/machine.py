@@ -50,6 +50,16 @@ def cpu_count(root: Path = ROOT) -> int:
     return max(1, cores)
 
 
+def memory_total(root: Path = ROOT) -> int:
+    """Bytes of memory that this machine has, or that the control group allows in all."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for folder in _control_groups(root, "memory"):
+        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+        if limit.isdecimal():
+            total = min(total, int(limit))
+    return min(total, address_space(root))
+
+
 def memory_available(root: Path = ROOT) -> int:
     """Bytes that can be allocated without swapping: the machine's, or what the control group still allows."""
     available = 0

@@ -13,7 +13,9 @@ from cairn.engine.machine import memory_available
 from cairn.kernels import native
 from cairn.kernels.base import BLOCK, GROUP
 from cairn.kernels.choose import REFERENCE, chosen
+from cairn.kernels.codebooks import ROW_FORMATS
 from cairn.kernels.devices import TORCH, free_memory, kernel_set
+from cairn.kernels.kv_codes import row_bytes
 from cairn.kernels.storage import HostStorage
 from cairn.models.forward import encoder
 from cairn.models.forward.buffers import buffer_bytes
@@ -37,8 +39,10 @@ SNAPSHOT_TOKENS = 1024
 """Tokens of KV for which the pool has one state to come back to, where there is memory for it."""
 
 
-_KV_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
-_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
+_KV_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "q8": "int8"}
+_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+_Q8_STEP = 4
+"""Numbers of a head that the kernels take from q8 KV together."""
 
 
 def kernels_of(config: Config) -> str:
@@ -53,17 +57,36 @@ def device_memory(config: Config) -> int:
 
 
 def kv_dtype(spec: ModelSpec, config: Config) -> str:
-    """numpy's name of the type of this model's KV."""
+    """numpy's name of the type of this model's KV; int8 is q8. Raises `ModelError` for heads and devices without it."""
     if config.kv_dtype == "auto":
         return "float32" if small(spec) else "bfloat16"
+    if config.kv_dtype == "q8":
+        if kernels_of(config) == TORCH:
+            raise ModelError(f"{spec.name}: kv_dtype q8 is for device cpu; use kv_dtype auto on {config.device}")
+        kept = zip(spec.groups, spec.head_dims, strict=True)
+        odd = [size for group, size in kept if group.kind != "state" and not group.once and size % _Q8_STEP]
+        if odd:
+            raise ModelError(
+                f"{spec.name}: kv_dtype q8 holds heads of a multiple of {_Q8_STEP} numbers, and this model has heads "
+                f"of {odd[0]}; use kv_dtype auto"
+            )
     return _KV_DTYPES[config.kv_dtype]
+
+
+def kv_page(spec: ModelSpec, group: int, dtype: str) -> tuple[int, ...]:
+    """The shape of what one layer of a group keeps of a block, in numbers of the pool's type: `ModelSpec.page`, but for
+    the scales behind the rows of int8."""
+    page = spec.page(group)
+    if dtype != "int8" or spec.groups[group].kind == "state":
+        return page
+    return *page[:-1], row_bytes(page[-1], spec.groups[group].once)
 
 
 def block_bytes(spec: ModelSpec, dtype: str) -> tuple[int, ...]:
     """Bytes of one block of each group: keys and values of BLOCK_TOKENS tokens over the group's layers, or one state of
     them."""
     return tuple(
-        len(group.layers) * math.prod(spec.page(number)) * (4 if group.kind == "state" else _WIDTHS[dtype])
+        len(group.layers) * math.prod(kv_page(spec, number, dtype)) * (4 if group.kind == "state" else _WIDTHS[dtype])
         for number, group in enumerate(spec.groups)
     )
 
@@ -195,6 +218,10 @@ def _torch_bits(one: TensorMeta) -> float:
     if not one.scale:
         return one.bits
     codes = 4 if one.bits == 4 and not one.table else 8  # those of 5 and 6 bits, and of tables, take a byte each
+    if one.table in ROW_FORMATS:
+        return codes + 32 / ROW_FORMATS[one.table].group
+    if one.block and one.table:
+        return codes + 8 / GROUP + 16 / BLOCK
     if one.block:
         own = 8 / 16 if one.block == 6 else 2 * 8 / GROUP
         return codes + own + (16 if one.block == 6 else 32) / BLOCK

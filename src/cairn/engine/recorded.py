@@ -1,8 +1,9 @@
 """The engine of every device: a decoder recorded once over a kernel set, and replayed each step over the KV pools.
 
-KV of a group is one array [blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim] of float32, bfloat16 or float16, with 1
-in the place of 2 where layers keep latents, and that of a state group is [blocks, layers, numbers] of float32: a block
-is contiguous over its group's layers, so in host memory a page is a view. The engine holds weights, pools and step
+KV of a group is one array [blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim] of float32, bfloat16 or float16, or of
+int8 with the bytes of scales beside each head's numbers; with 1 in the place of 2 where layers keep latents. That of a
+state group is [blocks, layers, numbers] of float32. A block is contiguous over its group's layers, so in host memory a
+page is a view. The engine holds weights, pools and step
 buffers, and nothing about requests. Arrays are the kernels': it fills inputs through `StepInputs`, and reads tokens
 and hidden states through a sampler and `Pooled`. Everything that concerns the kernels runs on their stream.
 """
@@ -28,6 +29,7 @@ from cairn.engine.memory import (
     device_memory,
     kernels_of,
     kv_dtype,
+    kv_page,
     placed,
     pool_blocks,
     running_rows,
@@ -40,6 +42,7 @@ from cairn.kernels.base import Kernels
 from cairn.kernels.choose import REFERENCE, described
 from cairn.kernels.program import Interpreted, Program, Slot
 from cairn.kernels.vocabulary import NUMPY, Sampler
+from cairn.models.files import is_gguf
 from cairn.models.forward import decoder
 from cairn.models.forward.buffers import allocate
 from cairn.models.forward.projection import Pooled, ProjectionStep, open_projection, record_projection
@@ -48,6 +51,7 @@ from cairn.models.packing import packed_file, quantize
 from cairn.models.packing.weight_format import HeldWeights, error_line, form_of
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.families import FAMILIES
+from cairn.models.spec.generation_config import generation_fault
 from cairn.models.spec.value_range import fits_half, reach
 from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.layer_spec import CacheGroup
@@ -105,7 +109,7 @@ class RecordedEngine:
         self._buffers = allocate(self._kernels, spec, config.step_tokens, max_rows, context)
         dtype = kv_dtype(spec, config)
         self._kv: list[Any] = [
-            self._kernels.allocate((count, len(group.layers), *spec.page(number)), _number(group, dtype))
+            self._kernels.allocate((count, len(group.layers), *kv_page(spec, number, dtype)), _number(group, dtype))
             for number, (count, group) in enumerate(zip(blocks, spec.groups, strict=True))
         ]
         with self._kernels.touching(self._kv, expected):
@@ -154,6 +158,8 @@ class RecordedEngine:
         source, notes = open_weights(folder, spec), list[str]()
         if spec.architecture in FAMILIES and FAMILIES[spec.architecture].nested:
             notes.append(f"{spec.name}: only its text part is loaded; it is served without images")
+        if fault := "" if is_gguf(folder) else generation_fault(folder, spec.vocab):
+            notes.append(f"{fault}; the file is passed over")
         if kv_dtype(spec, config) == "float16" and not fits_half(reached := reach(spec, source)):
             config = msgspec.structs.replace(config, kv_dtype="bf16")
             notes.append(

@@ -65,6 +65,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: tuple[ToolCall, ...] = ()
     tokens: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
+    detail: str = ""
+    """"repetition" where `finish_reason` is LENGTH because the answer only repeated itself."""
     usage: Usage | None = None
     cache: CacheReport | None = None
     """Where the KV of the prompt came from."""
@@ -127,6 +129,7 @@ class AsyncStream:
             tool_calls=tuple(ToolCall(*one, self._functions.get(one[1])) for one in said.calls),
             tokens=tuple(token for part in parts for token in part.tokens),
             finish_reason=end.reason if end else None,
+            detail=end.detail if end else "",
             usage=end.usage if end else None,
             cache=end.cache if end else None,
             logprobs=tuple(entry for part in parts for entry in part.logprobs),

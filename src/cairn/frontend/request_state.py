@@ -1,8 +1,8 @@
 """The front's record of a request: what its worker said, and what its consumer has not read yet.
 
 The tokens so far are all that is needed to go on in another worker. They are turned into text when the consumer reads,
-so a consumer that lags gets what it missed as one event; only a request with stop strings, or of one tool call, is read
-at once, because a stop must reach the worker whether anybody reads or not.
+so a consumer that lags gets what it missed as one event; only a request with stop strings, of one tool call, or whose
+loops end it, is read at once, because a stop must reach the worker whether anybody reads or not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ from cairn.frontend.miss_explainer import PromptOrigin
 from cairn.system.spans import Spans
 from cairn.text.output.stream import TextStream
 from cairn.types.errors import CairnError
-from cairn.types.outputs import Delta, Done, Event, FinishReason, Output, Timing, TokenLogprob, Usage, joined_calls
+from cairn.types.outputs import (
+    REPETITION,
+    Delta,
+    Done,
+    Event,
+    FinishReason,
+    Output,
+    Timing,
+    TokenLogprob,
+    Usage,
+    joined_calls,
+)
 from cairn.types.request import Request
 from cairn.types.stats import CacheReport
 
@@ -148,7 +159,8 @@ class RequestState:
         self.request = request
         self.told = told
         self.text = text
-        self.eager = bool(request.stop) or request.output.one_call or request.output.calls_only
+        output = request.output
+        self.eager = bool(request.stop) or output.one_call or output.calls_only or request.repetition_stop
         self.tokens = list(request.generated)
         """Every token of the answer so far, also what was generated before."""
         self.mu = request.mu
@@ -242,7 +254,7 @@ class RequestState:
         self.read()
         short = error is not None and reason is FinishReason.LENGTH
         if self.text.stopped and (error is None or short):
-            reason, error, short = FinishReason.STOP, None, False
+            reason, error, short = FinishReason.LENGTH if self.text.looped else FinishReason.STOP, None, False
         deltas, self.reason = self.text.finish(reason)
         self._add(deltas)
         if short:
@@ -259,6 +271,7 @@ class RequestState:
                 vector=self.vector,
                 unread_call=self.text.unread_call,
                 moved=self.moved,
+                detail=REPETITION if self.text.looped and self.reason is FinishReason.LENGTH else "",
             )
             self._events.append(end)
 

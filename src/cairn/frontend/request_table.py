@@ -234,7 +234,8 @@ class RequestTable:
                 self.release(flight.request.id, FinishReason.ERROR, error=_broken(error), tell=True)
                 return
             if flight.text.stopped:
-                self.release(flight.request.id, FinishReason.STOP, tell=True)
+                reason = FinishReason.LENGTH if flight.text.looped else FinishReason.STOP
+                self.release(flight.request.id, reason, tell=True)
                 return
         if flight.waker is not None:
             flight.waker.wake()

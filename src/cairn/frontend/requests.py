@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from cairn.config.config import Config
 from cairn.frontend.sampler_order import NEUTRAL, SamplerOrder, arrange
 from cairn.frontend.sampling_extras import MAX_BIAS, NUMBERS, Encode, bias_of, extras_of, numbers
 from cairn.scheduler.sequence import MAX_PRIORITY
@@ -23,12 +24,17 @@ from cairn.types.model_spec import ModelSpec
 from cairn.types.request import Grammar, OutputFormat, Request
 from cairn.types.sampling_params import SAMPLING_RANGES, SamplingParams
 
-Source = Literal["model", "default"]
+Source = Literal["option", "model", "makers", "default"]
 
 DRAW = {"temperature": 0.8, "top_k": 40.0, "top_p": 0.95, "min_p": 0.05}
 """Cairn's own, in the order in which people name them."""
 CUTS = ("top_k", "top_p", "min_p")
-_OWNERS: dict[Source, str] = {"model": "the model's own", "default": "Cairn's defaults"}
+_OWNERS: dict[Source, str] = {
+    "option": "the server's options",
+    "model": "the model's own",
+    "makers": "its makers' card",
+    "default": "Cairn's defaults",
+}
 
 
 class Applied(NamedTuple):
@@ -36,26 +42,42 @@ class Applied(NamedTuple):
 
     value: float
     source: Source
-    """`model`: its own files say so, or leave it out of their recipe; `default`: Cairn's."""
+    """`option`: whoever serves it says so; `model`: its own files do, or leave it out of their recipe; `makers`: their
+    card does; `default`: Cairn's."""
+
+
+def with_options(spec: ModelSpec, config: Config) -> ModelSpec:
+    """Return the spec with the sampling defaults that options name."""
+    named = {name: getattr(config, f"default_{name}") for name in DRAW}
+    asked = {name: float(value) for name, value in named.items() if value is not None}
+    return msgspec.structs.replace(spec, asked=asked)
 
 
 def sampling_defaults(spec: ModelSpec) -> dict[str, Applied]:
     """How a model is sampled where a request says nothing: every sampling parameter by name, in a fixed order.
 
-    Cairn's own defaults are those that small models talk sense with. What a model's files (generation_config.json,
-    `general.sampling.*` of GGUF) say comes before them:
+    Cairn's own defaults are those that small models talk sense with. What options say (`with_options`) comes before
+    all, each by itself. Next is what a model's files (generation_config.json, `general.sampling.*` of GGUF) say:
 
         a cut is named (top_k, top_p, min_p)    the makers' whole recipe: the other cuts are off, a temperature that is
                                                 not named is 1, as in the libraries in which they found their values
         only a temperature, or greedy           it applies, with Cairn's cuts, as where a request names it alone
-        neither                                 Cairn's defaults; a penalty alone says nothing of the draw
+        neither                                 what the makers' card says (`MakersSampling`), or else Cairn's defaults;
+                                                a penalty alone says nothing of the draw
     """
     said = spec.defaults
+    card: Mapping[str, float] = {}
+    if spec.makers is not None and not any(name in said for name in DRAW):
+        card = {name: neutral for name, neutral in NEUTRAL.items() if name in DRAW} | spec.makers.values
     recipe = any(name in said for name in CUTS)
     found = {}
     for name, neutral in NEUTRAL.items():
-        if name in said:
+        if name in spec.asked:
+            found[name] = Applied(spec.asked[name], "option")
+        elif name in said:
             found[name] = Applied(said[name], "model")
+        elif name in card:
+            found[name] = Applied(card[name], "makers")
         elif recipe and name in DRAW:
             found[name] = Applied(neutral, "model")
         else:
@@ -145,6 +167,9 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Token ids that end the generation beside the model's EOS."""
     min_tokens: int | None = None
     ignore_eos: bool = False
+    repetition_stop: bool = False
+    """End an answer that only repeats itself (`text.output.repetition`), with LENGTH. One that is held to a form, or in
+    the middle of a tool call, goes on."""
     n: int | None = None
     """Choices, at most `max_choices`."""
     priority: int | None = None
@@ -177,7 +202,7 @@ def sampling_params(
 ) -> SamplingParams:
     """Checked and complete sampling parameters.
 
-    Order of precedence: the option, what the model's files say, Cairn's default (`sampling_defaults`). `context` is the
+    Order of precedence: the request's option, then `sampling_defaults`. `context` is the
     engine's limit in tokens (`EngineInfo.context`), default the model's. `allow_empty` admits `max_tokens=0` (only the
     prompt is scored). `sampler_order` applies where the options list no samplers. Raises InvalidRequest (with `field`
     and the limit) or ContextTooLong (with the figures).
@@ -295,6 +320,7 @@ def requests(
             sampling=sampling,
             choice=choice,
             stop=stop,
+            repetition_stop=options.repetition_stop,
             output=output,
             grammar=grammar,
             reasoning_budget=budget,
@@ -399,7 +425,14 @@ def _max_tokens(asked: int | None, prompt_tokens: int, context: int, allow_empty
 
 
 def _flags(options: SamplingOptions) -> None:
-    for name in ("logprobs", "prompt_logprobs", "ignore_eos", "parallel_tool_calls", "progress"):
+    for name in (
+        "logprobs",
+        "prompt_logprobs",
+        "ignore_eos",
+        "repetition_stop",
+        "parallel_tool_calls",
+        "progress",
+    ):
         if not isinstance(getattr(options, name), bool):
             raise InvalidRequest(f"{name} must be true or false", field=name)
 

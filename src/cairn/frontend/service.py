@@ -21,7 +21,7 @@ from cairn.frontend.launch import First, launch_first
 from cairn.frontend.miss_explainer import PromptOrigin
 from cairn.frontend.request_state import PLAIN, InFlight, RequestState, RequestStatus
 from cairn.frontend.request_table import RequestTable, Used
-from cairn.frontend.requests import SamplingOptions, requests
+from cairn.frontend.requests import SamplingOptions, requests, with_options
 from cairn.frontend.sent_marks import Mark, SentMarks
 from cairn.frontend.stream import RequestStream
 from cairn.frontend.supervisor import Supervisor
@@ -191,7 +191,7 @@ class Service:
         self.controls = hidden_controls(self.tokenizer)
         """Text -> id of the control tokens that are never shown."""
         self.chat.knows_engine(self.info.context, self.info.vocab, self.spec.eos_ids)
-        self.spec = self._with_ends(self.spec)
+        self.spec = with_options(self._with_ends(self.spec), self._config)
         if self._config.tokenizer is not None:
             check_fits(self.spec, self._config.tokenizer, self.tokenizer.largest_id)
         if self.tokenizer.vocab_size > self.spec.vocab:
@@ -201,7 +201,7 @@ class Service:
                 self.spec.vocab,
             )
         if lacking := self.tokenizer.unspelt_bytes:
-            log.warning(
+            log.debug(  # said where the model is pulled, and by `cairn show`; not at every start
                 "the vocabulary lacks the bytes %s: they are left out of prompts",
                 " ".join(f"{byte:02x}" for byte in sorted(lacking)),
             )

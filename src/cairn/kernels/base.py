@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.kernels.codebooks import RowBlocks
 from cairn.kernels.effects import effect, effects_of, parameters_of
 from cairn.kernels.program import KernelCall, Program
 from cairn.kernels.storage import Array as Array
@@ -43,15 +44,16 @@ class Quantized:
     Where these weights are multiplied, activations are rounded to 8 bits in groups of 32: see `kernels.quantized`.
 
     With a `block_scale`, `in` is a multiple of 256 and the scales and minima are whole numbers, as GGUF's K types have
-    them: a weight is (block_scale * scale) * code + block_minimum * minimum with 4 or 5 bits, and
-    (block_scale * scale) * (code - 32) with 6 bits, where a group is 16.
+    them: a weight is (block_scale * scale) * code + block_minimum * minimum with 4 or 5 bits,
+    (block_scale * scale) * (code - 32) with 6 bits, where a group is 16, and (block_scale * scale) * code with a table.
     """
 
     bits: Literal[4, 5, 6, 8]
     codes: NDArray[np.uint8] | NDArray[np.int8]
     """[out, in]: from 0 on as uint8 with 4 to 6 bits, int8 with 8 bits."""
     scale: NDArray[Any]
-    """float16 or float32 [out, in / 32]; with a block_scale uint8 below 64, with 6 bits int8 [out, in / 16]"""
+    """float16 or float32 [out, in / 32]; with a block_scale uint8 below 64, with 6 bits int8 [out, in / 16], with a
+    table int8 from -32 to 31"""
     minimum: NDArray[Any] | None = None
     """float16 or float32 [out, in / 32]; with a block_minimum uint8 below 64"""
     block_scale: NDArray[np.float16] | None = None
@@ -82,11 +84,17 @@ class Quantized:
 
     def _check_blocks(self, block_scale: NDArray[np.float16]) -> None:
         out, inner = self.codes.shape
-        if self.bits == 8 or inner % BLOCK:
-            raise ValueError(f"super-blocks have codes of 4 to 6 bits and `in` a multiple of {BLOCK}, not {inner}")
-        if (self.minimum is None) != (self.bits == 6) or (self.block_minimum is None) != (self.bits == 6):
-            raise ValueError("super-blocks have minima with 4 and 5 bits, and none with 6")
-        group, whole = (GROUP // 2, np.int8) if self.bits == 6 else (GROUP, np.uint8)
+        tabled = self.bits == 8 and self.table == "iq4"
+        if (self.bits == 8 and not tabled) or inner % BLOCK:
+            raise ValueError(
+                f"super-blocks have codes of 4 to 6 bits, or of iq4, and `in` a multiple of {BLOCK}, not {inner}"
+            )
+        signed = self.bits == 6 or tabled
+        if (self.minimum is None) != signed or (self.block_minimum is None) != signed:
+            raise ValueError("super-blocks have minima with 4 and 5 bits, and none with 6 or a table")
+        group, whole = GROUP // 2 if self.bits == 6 else GROUP, np.int8 if signed else np.uint8
+        if tabled and (self.scale.min(initial=0) < -32 or self.scale.max(initial=0) > 31):
+            raise ValueError("scales of super-blocks of iq4 are from -32 to 31")
         for name, one, share, dtype in (
             ("scale", self.scale, group, whole),
             ("minimum", self.minimum, group, whole),
@@ -125,9 +133,13 @@ class Quantized:
         return sum(one.nbytes for one in self.arrays)
 
 
+Packed = Quantized | RowBlocks
+"""A weight matrix in codes."""
+
+
 class Kernels(Storage, Protocol):
     """Storage first, then the operations that a model is a list of, and then what some of them are together: see
-    `kernels.fusion`. Weights are in float32, float16 or bfloat16, shaped [out, in], or `Quantized`."""
+    `kernels.fusion`. Weights are in float32, float16 or bfloat16, shaped [out, in], or `Packed`."""
 
     @property
     def numerics(self) -> tuple[object, ...]:
@@ -138,11 +150,11 @@ class Kernels(Storage, Protocol):
         """A norm's weight, as the kernels want it."""
         ...
 
-    def table(self, source: Array | Quantized) -> Array:
+    def table(self, source: Array | Packed) -> Array:
         """An embedding [V, H], as `embed` wants it. A matrix [V, H] serves as one too."""
         ...
 
-    def matrix(self, weights: Sequence[Array | Quantized], biases: Sequence[Array | None]) -> Matrix:
+    def matrix(self, weights: Sequence[Array | Packed], biases: Sequence[Array | None]) -> Matrix:
         """Matrices [out, in] with one input, packed into one; outputs are concatenated in order. The parts may be of
         different types."""
         ...
@@ -223,8 +235,9 @@ class Kernels(Storage, Protocol):
         """Split qkv[M, (Q + 2K) D], or [M, (2Q + 2K) D] with a gate behind each query head (`gate_heads`), norm heads
         of q and k where there is a weight [D], rotate them, write q to
         query[M, Q, D] and k, v into the KV pool kv[blocks, layers, 2, K, block_tokens, D] at slots[M]
-        (block * block_tokens + offset), rounded to the pool's type: float32, bfloat16 or float16. Q is a multiple of
-        K. The order within a block and head is the kernels' own.
+        (block * block_tokens + offset), rounded to the pool's type: float32, bfloat16, float16, or int8, whose rows
+        have D + 4 bytes (`kernels.kv_codes`) and D a multiple of 4. Q is a multiple of K. The order within a block and
+        head is the kernels' own.
 
         angles[M, 2, r / 2] turn the first r numbers of a head, in pairs (i, i + r / 2); None turns nothing. A weight
         [Q D] or [K D] norms all heads of a token together. `late`: heads are turned first and normed then."""
@@ -257,7 +270,8 @@ class Kernels(Storage, Protocol):
         (p - window, p], with window < 0 what is in its piece of -window positions, [p - p % -window, p], else [0, p];
         in both directions (p - window, p + window), else all of its row, of which the
         step has every token. Arithmetic is in float32, whatever the pool's type; native kernels may round
-        queries and weights of a bfloat16 pool to bfloat16 where that is what the instruction set multiplies.
+        queries and weights of a bfloat16 pool to bfloat16 where that is what the instruction set multiplies, and round
+        those of an int8 pool to 15 bits.
         """
         ...
 
@@ -439,7 +453,8 @@ class Kernels(Storage, Protocol):
         slots: Array,
     ) -> None:
         """Norm the first numbers of x[M, L + r], as many as norm[L] has, turn the others by angles[M, 2, r / 2], and
-        write both into the pool kv[blocks, layers, 1, 1, block_tokens, L + r] at slots[M], rounded to the pool's type.
+        write both into the pool kv[blocks, layers, 1, 1, block_tokens, L + r] at slots[M], rounded to the pool's type;
+        int8 has L + r + 8 bytes a row.
 
         Turned are the pairs (2i, 2i + 1) of `neighbours`, or else (i, i + r / 2).
         """

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.kernels import kv_codes
 from cairn.kernels.paged import attend
 
 Floats = NDArray[np.float32]
@@ -40,8 +41,10 @@ def write(
     turns = 2 * angles.shape[-1]
     rank = x.shape[1] - turns
     block, offset = np.divmod(slots, kv.shape[4])
-    kv[block, layer, 0, 0, offset, :rank] = norm(np.ascontiguousarray(x[:, :rank]))
-    kv[block, layer, 0, 0, offset, rank:] = turned(x[:, rank:], angles, neighbours)
+    made = np.empty(x.shape, np.float32)
+    made[:, :rank] = norm(np.ascontiguousarray(x[:, :rank]))
+    made[:, rank:] = turned(x[:, rank:], angles, neighbours)
+    kv[block, layer, 0, 0, offset] = kv_codes.stored(made, kv.dtype, rank)
 
 
 def queries(
@@ -64,7 +67,7 @@ def attention(query: Floats, kv: NDArray[Any], layer: int, rows: Ints, tables: I
     """`kernels.base.Kernels.latent_attention`."""
     count, heads, size = query.shape
     whole = np.zeros((count, heads * size), np.float32)
-    attend(query, kv, layer, rows, tables, 0, scale, whole)
+    attend(query, kv, layer, rows, tables, 0, scale, whole, rank=out.shape[2])
     out[:] = whole.reshape(query.shape)[:, :, : out.shape[2]]
 
 

@@ -20,7 +20,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.kernels.base import BLOCK, GROUP, MEMBERS, Quantized
+from cairn.kernels.base import BLOCK, GROUP, MEMBERS, Packed, Quantized
+from cairn.kernels.codebooks import ROW_FORMATS, RowBlocks
 from cairn.kernels.fusion import fuse
 from cairn.kernels.program import KernelCall, Size, Slot, slots
 from cairn.kernels.rope import Rope, frequencies
@@ -29,18 +30,20 @@ from cairn.kernels.storage import HostStorage
 from cairn.types.errors import ModelError
 from cairn.types.layer_spec import RopeScaling
 
-VERSION = "native-6"
+VERSION = "native-7"
 """Version of the order of operations, of the KV layout and of packed matrices; a change that can move a bit gets a new
 one, here and in `csrc/module.cpp`."""
 
-INTERFACE = 8
+INTERFACE = 9
 """Version of what is called in the module; a change that moves no bit gets a new one, in both places too."""
 
 _MODULE = "cairn.kernels._native"
 _ALIGN = 64
 _LANES = 16
-_BLOCK_BYTES = {"q4_k": 192 + 8 * 256, "q5_k": 192 + 8 * 320, "q6_k": 256 + 8 * 384}
-"""Of 16 outputs' super-blocks in a panel, but for their floats, which stand in front of all."""
+_BLOCK_BYTES = {"q4_k": 192 + 8 * 256, "q5_k": 192 + 8 * 320, "q6_k": 256 + 8 * 384, "iq4_xs": 8 * 256}
+"""Of 16 outputs' super-blocks in a panel, but for what stands in front of all."""
+_FRONT_BYTES = {"q4_k": 64, "q5_k": 64, "q6_k": 32, "iq4_xs": 128}
+"""Of them, what stands there: their floats, and of iq4_xs the whole numbers too."""
 
 
 def _module() -> Any:
@@ -71,14 +74,17 @@ def variants() -> dict[str, bool]:
     return dict(module.variants()) if module is not None else {}
 
 
-def form_of(weight: NDArray[Any] | Quantized) -> str:
+def form_of(weight: NDArray[Any] | Packed) -> str:
     """How a part of a matrix is stored: numpy's name of its type, or for a quantised one the words `int4` or `int8`,
     `half` or `float` (its scales and minima, which share a type), and `minimum` where it has minima; `fp4` or `iq4` in
-    the place of `int8` where its codes are of such a table; `q4_k`, `q5_k` or `q6_k` for super-blocks."""
+    the place of `int8` where its codes are of such a table; `q4_k`, `q5_k`, `q6_k` or `iq4_xs` for super-blocks, and
+    one of `ROW_FORMATS` for rows of a codebook."""
+    if isinstance(weight, RowBlocks):
+        return weight.kind
     if not isinstance(weight, Quantized):
         return str(weight.dtype)
     if weight.block_scale is not None:
-        return f"q{weight.bits}_k"
+        return "iq4_xs" if weight.table else f"q{weight.bits}_k"
     numbers = [one for one in (weight.scale, weight.minimum) if one is not None]
     half = all(one.dtype == np.float16 for one in numbers)
     return f"{weight.table or f'int{weight.bits}'} {'half' if half else 'float'}{' minimum' * (len(numbers) > 1)}"
@@ -96,8 +102,10 @@ def packed_bytes(parts: Sequence[tuple[int, int, str]]) -> int:
 
 
 def _panel_bytes(inner: int, form: str) -> int:
+    if form in ROW_FORMATS:
+        return inner // BLOCK * _LANES * ROW_FORMATS[form].bytes
     if form in _BLOCK_BYTES:
-        front = inner // BLOCK * _LANES * (2 if form == "q6_k" else 4)
+        front = inner // BLOCK * _FRONT_BYTES[form]
         return -(-front // _ALIGN) * _ALIGN + inner // BLOCK * _BLOCK_BYTES[form]
     kind, *beside = form.split()
     if beside:
@@ -147,6 +155,8 @@ class NativeKernels(HostStorage):
         self._native = _module()
         self._variant = variant
         self._team = self._native.Team(threads)
+        for name, form in ROW_FORMATS.items():
+            self._native.set_codebook(name, form.rows.view(np.uint8).reshape(-1))
 
     @property
     def numerics(self) -> tuple[str, ...]:
@@ -161,13 +171,13 @@ class NativeKernels(HostStorage):
     def vector(self, source: NDArray[Any]) -> NDArray[np.float32]:
         return np.array(source, np.float32)
 
-    def table(self, source: NDArray[Any] | Quantized) -> Any:
-        if isinstance(source, Quantized):
+    def table(self, source: NDArray[Any] | Packed) -> Any:
+        if isinstance(source, Packed):
             return self.matrix([source], [None])
         # Copied: a mapped file that shrinks while the engine runs would kill the process.
         return Table(_carried(np.array(source)), str(source.dtype))
 
-    def matrix(self, weights: Sequence[NDArray[Any] | Quantized], biases: Sequence[NDArray[Any] | None]) -> Any:
+    def matrix(self, weights: Sequence[NDArray[Any] | Packed], biases: Sequence[NDArray[Any] | None]) -> Any:
         bias = _bias([len(one) for one in weights], biases)
         return self._native.Matrix([_matrix_part(one) for one in weights], bias)
 
@@ -498,18 +508,23 @@ def _bias(sizes: Sequence[int], biases: Sequence[NDArray[Any] | None]) -> NDArra
 def _numbers(form: str) -> tuple[bool, bool]:
     """Whether a quantised part's scales are halves, and whether it has minima."""
     if form in _BLOCK_BYTES:
-        return True, form != "q6_k"
+        return True, form in ("q4_k", "q5_k")
+    if form in ROW_FORMATS:
+        return True, False
     return "half" in form, "minimum" in form
 
 
-def _matrix_part(weight: NDArray[Any] | Quantized) -> tuple[Any, ...]:
+def _matrix_part(weight: NDArray[Any] | Packed) -> tuple[Any, ...]:
     """A part of a matrix as the module takes it: type, numbers or codes, scales, minima, those of super-blocks."""
+    if isinstance(weight, RowBlocks):
+        return weight.kind, _carried(weight.blocks), None, None, None, None
     if not isinstance(weight, Quantized):
         return str(weight.dtype), _carried(weight), None, None, None, None
     scale, minimum = weight.scale, weight.minimum
     if weight.block_scale is not None:
         beside = (scale, minimum, weight.block_scale, weight.block_minimum)
-        return form_of(weight), _carried(weight.codes), *(None if one is None else _carried(one) for one in beside)
+        codes = _carried(weight.codes).view(np.uint8)
+        return form_of(weight), codes, *(None if one is None else _carried(one) for one in beside)
     if minimum is not None and minimum.dtype != scale.dtype:
         scale, minimum = scale.astype(np.float32), minimum.astype(np.float32)
     codes = _carried(weight.codes).view(np.uint8)

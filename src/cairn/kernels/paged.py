@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.kernels import kv_codes
 from cairn.kernels.blas import TILE, tile_rows
 from cairn.kernels.elementary import exp, tanh
 from cairn.types.model_spec import MAX_CONTEXT
@@ -42,8 +43,9 @@ def attend(
     cap: float = 0.0,
     both: bool = False,
     sinks: Floats | None = None,
+    rank: int = 0,
 ) -> None:
-    """`kernels.base.Kernels.attention`."""
+    """`kernels.base.Kernels.attention`. `rank`: of latents, the numbers that are normed."""
     heads, size = query.shape[1:]
     kv_heads = kv.shape[3]
     fan = heads // kv_heads
@@ -61,7 +63,7 @@ def attend(
         sink = None
         if sinks is not None:
             sink = sinks.reshape(kv_heads, fan)[:, np.arange(tiles * tile) % fan].reshape(kv_heads, tiles, tile)
-        got = _attend(q, _Pages(kv, layer, tables, piece, window, both), seen, scale, cap, sink)
+        got = _attend(q, _Pages(kv, layer, tables, piece, window, both, rank), seen, scale, cap, sink)
         got = got.reshape(len(tokens), kv_heads, -1, size)[:, :, : piece.count * fan]
         got = got.reshape(len(tokens), kv_heads, piece.count, fan, size).transpose(0, 2, 1, 3, 4)
         out[tokens] = got.reshape(len(tokens), piece.count, heads * size)
@@ -123,16 +125,19 @@ def _pieces(rows: list[list[int]], heads: int, window: int, both: bool) -> Itera
 class _Pages:
     """Keys and values of a piece's positions, gathered from the blocks of its rows' tables."""
 
-    def __init__(self, kv: NDArray[Any], layer: int, tables: Ints, piece: _Piece, window: int, both: bool) -> None:
-        self._kv_heads, self._block_tokens, self._size = kv.shape[3:]
+    def __init__(
+        self, kv: NDArray[Any], layer: int, tables: Ints, piece: _Piece, window: int, both: bool, rank: int
+    ) -> None:
+        self._kv_heads, self._block_tokens, self._width = kv.shape[3:]
+        self._rank = rank
         wanted = piece.base[:, None] // self._block_tokens + np.arange(piece.spans * SPAN // self._block_tokens)
         inside = wanted < tables.shape[1]
         ids = tables[np.array(piece.rows)[:, None], np.where(inside, wanted, 0)]
         # Missing blocks lie before the window or behind the last token, where everything is hidden below.
         ids = np.where(inside & (ids >= 0), ids, 0)
-        # The pool as one run of [block_tokens * D] parts in the order (block, layer, key or value, head): a plain
+        # The pool as one run of [block_tokens * width] parts in the order (block, layer, key or value, head): a plain
         # `take` copies them twenty times faster than indexing by (block, layer, which, head) does.
-        self._parts = kv.reshape(-1, self._block_tokens * self._size)
+        self._parts = kv.reshape(-1, self._block_tokens * self._width)
         first = (ids[:, None, :] * kv.shape[1] + layer) * kv.shape[2] * self._kv_heads
         self._keys_at = first + np.arange(self._kv_heads)[:, None]
         # What is kept once is both.
@@ -159,8 +164,8 @@ class _Pages:
     def _take(self, parts: NDArray[np.intp], spans: slice) -> Floats:
         blocks = SPAN // self._block_tokens
         at = parts[..., spans.start * blocks : spans.stop * blocks]
-        found: Floats = self._parts.take(at, axis=0).astype(np.float32, copy=False)
-        return found.reshape(*at.shape[:2], -1, SPAN, self._size)
+        found = self._parts.take(at, axis=0).reshape(*at.shape[:2], -1, SPAN, self._width)
+        return kv_codes.numbers(found, self._rank)
 
 
 def _ends(piece: _Piece, window: int) -> NDArray[np.intp]:

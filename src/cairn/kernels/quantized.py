@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels import blas
-from cairn.kernels.base import GROUP, Quantized
+from cairn.kernels.base import GROUP, Packed, Quantized
+from cairn.kernels.codebooks import RowBlocks
 
 Floats = NDArray[np.float32]
 
@@ -28,7 +29,12 @@ LEAST_MAGNITUDE = np.float32(2.0**-100)
 
 def activation_codes(x: Floats) -> tuple[NDArray[np.int8], Floats]:
     """Codes [M, in] and scales [M, in / 32] of activations x[M, in]."""
-    groups = x.reshape(len(x), -1, GROUP)
+    codes, scale = group_codes(x.reshape(len(x), -1, GROUP))
+    return codes.reshape(x.shape), scale
+
+
+def group_codes(groups: Floats) -> tuple[NDArray[np.int8], Floats]:
+    """Codes [..., n] and scales [...] of groups [..., n] of any size."""
     most = np.abs(groups).max(axis=-1)
     usable = np.isfinite(most) & (most >= LEAST_MAGNITUDE)
     with np.errstate(all="ignore"):
@@ -36,7 +42,7 @@ def activation_codes(x: Floats) -> tuple[NDArray[np.int8], Floats]:
         scale = np.where(usable, most / np.float32(LARGEST_CODE), np.float32(0))
     scale = np.where(np.isfinite(most), scale, np.float32(np.nan))
     codes = np.rint(np.where(usable[..., None], groups, np.float32(0)) * factor[..., None])
-    return codes.astype(np.int8).reshape(x.shape), scale.astype(np.float32)
+    return codes.astype(np.int8), scale.astype(np.float32)
 
 
 def rounded(x: Floats) -> Floats:
@@ -45,8 +51,10 @@ def rounded(x: Floats) -> Floats:
     return codes.astype(np.float32) * np.repeat(scale, GROUP, axis=1)
 
 
-def dequantized(weight: Quantized) -> Floats:
+def dequantized(weight: Packed) -> Floats:
     """The weights [out, in] in float32."""
+    if isinstance(weight, RowBlocks):
+        return weight.values()
     if weight.block_scale is not None:
         return _of_blocks(weight, weight.block_scale)
     codes = weight.codes.astype(np.float32).reshape(len(weight), -1, GROUP)
@@ -106,12 +114,12 @@ class Segments:
         return found
 
 
-def segments(weights: Sequence[NDArray[Any] | Quantized], biases: Sequence[NDArray[Any] | None]) -> Segments:
+def segments(weights: Sequence[NDArray[Any] | Packed], biases: Sequence[NDArray[Any] | None]) -> Segments:
     """Matrices [out, in] with one input as one packed matrix; outputs are concatenated in order."""
     parts = []
     pairs = list(zip(weights, biases, strict=True))
-    for quantised, run in groupby(pairs, key=lambda pair: isinstance(pair[0], Quantized)):
+    for quantised, run in groupby(pairs, key=lambda pair: isinstance(pair[0], Packed)):
         found = list(run)
-        arrays = [dequantized(one) if isinstance(one, Quantized) else one for one, _ in found]
+        arrays = [dequantized(one) if isinstance(one, Packed) else one for one, _ in found]
         parts.append((quantised, blas.pack(arrays, [bias for _, bias in found])))
     return Segments(tuple(parts), sum(part.out for _, part in parts))

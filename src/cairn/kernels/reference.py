@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_info
 
-from cairn.kernels import latent, recurrent, streams
-from cairn.kernels.base import Quantized
+from cairn.kernels import kv_codes, latent, recurrent, streams
+from cairn.kernels.base import Packed
 from cairn.kernels.blas import TILE, one_blas_thread, project
 from cairn.kernels.elementary import cos_sin, exp, expm1, log, log1p, tanh
 from cairn.kernels.fusion import fuse
@@ -128,13 +128,13 @@ class ReferenceKernels(HostStorage):
     def vector(self, source: NDArray[Any]) -> Floats:
         return np.array(source, np.float32)
 
-    def table(self, source: NDArray[Any] | Quantized) -> NDArray[Any] | Segments:
-        if isinstance(source, Quantized):
+    def table(self, source: NDArray[Any] | Packed) -> NDArray[Any] | Segments:
+        if isinstance(source, Packed):
             return self.matrix([source], [None])
         # Copied: a mapped file that shrinks while the engine runs would kill the process.
         return np.array(source)
 
-    def matrix(self, weights: Sequence[NDArray[Any] | Quantized], biases: Sequence[NDArray[Any] | None]) -> Segments:
+    def matrix(self, weights: Sequence[NDArray[Any] | Packed], biases: Sequence[NDArray[Any] | None]) -> Segments:
         return segments(weights, biases)
 
     def rope(self, head_dim: int, theta: float, scaling: RopeScaling) -> Rope:
@@ -198,8 +198,8 @@ class ReferenceKernels(HostStorage):
             else:
                 _rotate(x if norm is None else _norm_heads(x, norm, eps), angles, turned)
         block, offset = np.divmod(slots, block_tokens)
-        kv[block, layer, 0, :, offset] = keys
-        kv[block, layer, 1, :, offset] = v
+        kv[block, layer, 0, :, offset] = kv_codes.stored(keys, kv.dtype)
+        kv[block, layer, 1, :, offset] = kv_codes.stored(v, kv.dtype)
 
     def attention(
         self,

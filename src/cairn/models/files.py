@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import stat
@@ -126,7 +127,7 @@ def parse_object(text: bytes, path: Path, unique: bool = False) -> dict[str, Any
     if most_values(text) > MAX_JSON_VALUES:
         raise ModelFileError(f"{path}: holds more than {MAX_JSON_VALUES} values, which no model's JSON does")
     try:
-        value = json.loads(text, object_pairs_hook=_unique if unique else None)
+        value = json.loads(text, object_pairs_hook=_unique) if unique else json.loads(text, object_hook=_with_floats)
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path}: not valid JSON ({type(error).__name__}: {str(error)[:120]})") from None
     if not isinstance(value, dict):
@@ -137,6 +138,15 @@ def parse_object(text: bytes, path: Path, unique: bool = False) -> dict[str, Any
 def most_values(text: bytes) -> int:
     """How many values a JSON text may hold at most, told without building one of them."""
     return sum(map(text.count, (b",", b"[", b"{")))
+
+
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def _with_floats(found: dict[str, Any]) -> Any:
+    """Return the number that `{"__float__": "Infinity"}` stands for, as transformers writes it; else `found`."""
+    named = found.get("__float__") if len(found) == 1 else None
+    return _FLOATS.get(named, found) if isinstance(named, str) else found
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

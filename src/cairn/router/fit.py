@@ -1,5 +1,8 @@
-"""How much memory a model would take, asked of a process of its own: a front stays small, and a broken file harms
-nobody. `python -m cairn.router.fit` reads one frame, a `wire.LoadModel`, and writes the answer."""
+"""Memory needs of a model, measured in a process of its own.
+
+So the front stays small, and a broken model file harms nobody. `python -m cairn.router.fit` reads one MessagePack tuple
+- configuration, place, free bytes, blocks - and writes a `FitAnswer`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from pathlib import Path
 import msgspec
 
 from cairn.config.config import Config
-from cairn.engine.machine import memory_available
 from cairn.frontend.launch import plain
 from cairn.system.posix import without_secrets
 from cairn.types.errors import CairnError, ModelError, by_code
@@ -18,22 +20,22 @@ from cairn.worker import wire
 
 COMMAND = (sys.executable, "-P", "-m", "cairn.router.fit")
 SECONDS = 60.0
-"""How long it may take to read the headers of a model's files."""
+"""Time limit for reading the headers of a model's files."""
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """Bytes that a model takes: for as long as it is loaded, and at the worst moment of loading."""
+    """Bytes of memory that a model takes: `held` while it is loaded, `most` at the peak of loading."""
 
     held: int
     most: int
     blocks: tuple[int, ...]
-    """What the pool of each group was given."""
+    """Blocks in the pool of each KV group."""
     mapped: bool = False
-    """Whether its experts stay in a mapped file, and are none of these bytes."""
+    """Whether its experts stay in a mapped file; they are not counted in these bytes."""
 
 
 class FitAnswer(msgspec.Struct, frozen=True):
-    """What the process says: how it fits, or why it cannot be served."""
+    """Answer of the process: the fit, or the code and message of the error."""
 
     fit: Fit | None = None
     code: str = ""
@@ -41,21 +43,26 @@ class FitAnswer(msgspec.Struct, frozen=True):
 
 
 def fit(config: Config, place: Path, free: int, blocks: tuple[int, ...] = ()) -> Fit:
-    """Read the headers of the model at `place`. `blocks`: of its pools, where they are given. Raises ModelError where
-    it cannot be served."""
+    """Return what the model at `place` takes, by the headers of its files.
+
+    `blocks`: blocks of its KV pools, where they are fixed already. Raise ModelError if it cannot be served.
+    """
     from cairn.engine.needs import needs
 
-    found = needs(config, place, free, blocks)
-    return Fit(found.held, found.most, found.blocks, found.mapped > 0)
+    memory = needs(config, place, free, blocks)
+    return Fit(memory.held, memory.most, memory.blocks, memory.mapped > 0)
 
 
 async def measure(
     config: Config, place: Path, free: int, *, blocks: tuple[int, ...] = (), in_process: bool = False
 ) -> Fit:
-    """The same in another process; `in_process`: on a thread. Raises ModelError, also where the process ends."""
+    """Return what `fit` does, from another process; with `in_process` from a thread.
+
+    Raise ModelError if the model cannot be served, or if the process ends without an answer.
+    """
     if in_process:
         return await asyncio.to_thread(fit, config, place, free, blocks)
-    asked = msgspec.msgpack.encode((plain(config), str(place), free, blocks))
+    request = msgspec.msgpack.encode((plain(config), str(place), free, blocks))
     process = await asyncio.create_subprocess_exec(
         *COMMAND,
         stdin=asyncio.subprocess.PIPE,
@@ -63,7 +70,7 @@ async def measure(
         env=without_secrets(),
     )
     try:
-        said, _ = await asyncio.wait_for(process.communicate(asked), SECONDS)
+        output, _ = await asyncio.wait_for(process.communicate(request), SECONDS)
     except TimeoutError:
         raise ModelError(f"{config.model}: its files could not be read in {SECONDS:g} s") from None
     finally:
@@ -71,7 +78,7 @@ async def measure(
             process.kill()
             await process.wait()
     try:
-        answer = msgspec.msgpack.decode(said, type=FitAnswer)
+        answer = msgspec.msgpack.decode(output, type=FitAnswer)
     except msgspec.MsgspecError:
         raise ModelError(f"{config.model}: the process that reads its files ended ({process.returncode})") from None
     if answer.fit is None:
@@ -79,15 +86,10 @@ async def measure(
     return answer.fit
 
 
-def free_now() -> int:
-    """Bytes of memory that are free."""
-    return memory_available()
-
-
 def main() -> int:
-    """The process."""
-    asked = tuple[Config, str, int, tuple[int, ...]]
-    config, place, free, blocks = msgspec.msgpack.decode(sys.stdin.buffer.read(wire.MAX_FRAME), type=asked)
+    """Answer one request from standard input; return the exit status."""
+    arguments = tuple[Config, str, int, tuple[int, ...]]
+    config, place, free, blocks = msgspec.msgpack.decode(sys.stdin.buffer.read(wire.MAX_FRAME), type=arguments)
     try:
         answer = FitAnswer(fit=fit(config, Path(place), free, blocks))
     except CairnError as error:

@@ -1,6 +1,7 @@
-"""Loads and unloads the models of a server, and makes room in memory for one at the cost of others.
+"""Loading and unloading of a server's models, and eviction of models to free memory for others.
 
-One is loaded or unloaded at a time: whoever does either holds `turn`, and all that changes anything here wants it held.
+One model is loaded or unloaded at a time: whoever does it holds `ModelLoader.turn`, and every method that changes
+anything needs it held unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import Any
 import msgspec
 
 from cairn.config.config import Config, TenantTurns
+from cairn.engine.machine import memory_available
 from cairn.frontend.launch import First, launch_first
 from cairn.frontend.request_table import Used
 from cairn.frontend.service import Service
 from cairn.frontend.watchdog import Patience
-from cairn.router.fit import Fit, free_now, measure
+from cairn.router.fit import Fit, measure
 from cairn.router.registry import ModelLeases, ModelRegistry
 from cairn.router.served_model import LoadedModel, ServedModel, locate
 from cairn.router.services import RequestIds, Services
@@ -31,16 +33,16 @@ from cairn.worker.stores import GB
 log = logging.getLogger(__name__)
 
 FAILED_SECONDS = 10.0
-"""After a model could not be loaded, how long a call for it is told why, before another attempt."""
+"""Pause after a failed load. Calls in that time get the error, then another load is tried."""
 FLUSH_SECONDS = 10.0
-"""How long KV may be stored before a model is unloaded."""
+"""Time limit for storing KV before a model is unloaded."""
 CLOSE_SECONDS = 15.0
 LOOK_SECONDS = 0.02
-"""How often to look whether a model's requests are over."""
+"""Interval of the checks whether a model's requests have ended."""
 
 
 class ModelLoader:
-    """What is loaded of a registry's models, and the memory that is left for others."""
+    """Loader of a registry's models, with the memory that is left for others."""
 
     def __init__(
         self,
@@ -50,28 +52,31 @@ class ModelLoader:
         in_process: bool = False,
         clock: Clock | None = None,
         patience: Patience | None = None,
-        free: Callable[[], int] = free_now,
+        free: Callable[[], int] = memory_available,
         turns: TenantTurns | None = None,
     ) -> None:
-        """`free` tells the bytes of memory that are free; `turns`: of tenants that are not like all others."""
+        """Create a loader.
+
+        `free` returns the bytes of free memory; `turns`: settings of tenants that differ from the default.
+        """
         self.services: Services | None = None
-        """Those that are loaded; None before the first one is."""
+        """Loaded services; None before the first model is loaded."""
         self.turn = asyncio.Lock()
-        """Held while a model is loaded or unloaded."""
-        self.want: Callable[[str], bool] | None = None
-        """See `Services.want`."""
+        """Lock that is held while a model is loaded or unloaded."""
+        self.start_loading: Callable[[str], bool] | None = None
+        """See `Services.start_loading`."""
         self._registry, self._leases = registry, leases
         self._in_process, self.clock, self._patience = in_process, clock or SystemClock(), patience
         self._free, self._turns = free, turns
         self._ids = RequestIds(self.clock)
         self.closed = False
-        """Nothing more is to be loaded: the server ends."""
+        """Whether the server is shutting down, so that nothing more is loaded."""
         self._used: Used | None = None
         self._retiring: set[LoadedModel] = set()
-        """Models whose names are another's now, while their last requests go on."""
+        """Replaced models that still finish their last requests."""
 
     def tell(self, used: Used) -> None:
-        """Let somebody know what the requests of all models use, also of those that are loaded later."""
+        """Report to `used` what the requests of all models use, including models that are loaded later."""
         self._used = used
         for _, loaded in self._registry.loaded():
             loaded.service.used = used
@@ -87,20 +92,23 @@ class ModelLoader:
         fit: Fit | None = None,
         place: Path | None = None,
     ) -> Service:
-        """A service of a model that answers in no name yet; `first`: its worker, where that was started before."""
+        """Return a service of a model that is not reachable by any name yet.
+
+        `first`: its worker, if that has been started already.
+        """
         config = _mapped(config, fit)
         if first is None:
             first = await self._launch(config, part, fit, place, wait=False)
         return await Service.start(config, first, patience=self._patience, clock=self.clock, ids=self._ids)
 
     async def prepare(self, config: Config, part: float, *, fit: Fit | None, place: Path) -> Service:
-        """The same of a model whose files are checked, and which takes its memory only at `Service.load`."""
+        """Return a service whose files are checked and which takes its memory only at `Service.load`."""
         config = _mapped(config, fit)
         first = await self._launch(config, part, fit, place, wait=True)
         return await Service.prepare(config, first, patience=self._patience, clock=self.clock, ids=self._ids)
 
     async def _launch(self, config: Config, part: float, fit: Fit | None, place: Path | None, *, wait: bool) -> First:
-        """A worker. One that is there when nobody waits for it any more is ended."""
+        """Start a worker. If the caller is cancelled meanwhile, the worker is ended once it is there."""
         blocks = fit.blocks if fit is not None else ()
         launching = asyncio.ensure_future(
             asyncio.to_thread(launch_first, config, self._in_process, place, blocks, part, self._turns, wait)
@@ -112,13 +120,13 @@ class ModelLoader:
             raise
 
     def loaded(self, model: ServedModel, service: Service, fit: Fit | None) -> None:
-        """A model was loaded."""
+        """Record a successful load of `model` and serve it."""
         model.failure = model.delay = ""
         model.loads += 1
         self.take(model, service, fit)
 
     def take(self, model: ServedModel, service: Service, fit: Fit | None) -> None:
-        """From now on this service answers in the model's names."""
+        """Let `service` answer under the model's names from now on."""
         before = model.loaded.service if model.loaded is not None else None
         if self._used is not None:
             service.used = self._used
@@ -129,14 +137,14 @@ class ModelLoader:
         self._registry.name(model, (model.name, *sorted(service.names)))
         if self.services is None:
             self.services = Services(service)
-            self.services.want = self.want
+            self.services.start_loading = self.start_loading
             return
         self.services.add(service)
         if before is self.services.first:
             self.services.lead(service)
 
     def failed(self, model: ServedModel, error: Exception) -> None:
-        """A model could not be loaded, or had no room."""
+        """Record that a model could not be loaded, or that there was no memory for it."""
         if isinstance(error, Unavailable):  # no room now: nothing is wrong with the model
             model.delay = str(error)
             return
@@ -144,17 +152,18 @@ class ModelLoader:
 
     # ---------------------------------------------------------------------------------------------------- to unload
 
-    async def unload(self, model: ServedModel, grace: float, *, surely: bool, why: str = "") -> bool:
-        """Unload it; whether it was. Without `surely` one stays that is still used after `grace`, or that is of a call
-        which waits for another model. Requests that are ended with it are told `why`.
+    async def unload(self, model: ServedModel, grace: float, *, force: bool, why: str = "") -> bool:
+        """Unload a model; return whether it was unloaded.
 
-        Who is cancelled while requests are waited for leaves the model loaded; later it is unloaded first.
+        Without `force` it stays if it is still in use after `grace` seconds, or if a call that has it waits for
+        another model. `why` is the message for requests that are ended. If the caller is cancelled while requests are
+        waited for, the model stays loaded. If it is cancelled later, the model is unloaded first.
         """
         loaded = model.loaded
         assert loaded is not None
         loaded.closing = True
         try:
-            if not await self._ended(loaded, grace, None if surely else model) and not surely:
+            if not await self._ended(loaded, grace, None if force else model) and not force:
                 return False
             await to_end(self._unload(model, loaded, why or f"{model.name} is being unloaded; ask again shortly"))
             return True
@@ -168,8 +177,10 @@ class ModelLoader:
             model.loaded = None
 
     async def retire(self, old: LoadedModel, grace: float) -> None:
-        """A model whose names are another's now: it ends once what it has is over, or after `grace` seconds. Without
-        the turn."""
+        """End a model that was replaced, once its requests are over or after `grace` seconds.
+
+        Called without the turn.
+        """
         old.closing = True
         self._retiring.add(old)
         try:
@@ -179,13 +190,16 @@ class ModelLoader:
             self._retiring.discard(old)
 
     async def _ended(self, loaded: LoadedModel, grace: float, model: ServedModel | None = None) -> bool:
-        """Wait until nobody has it any more, but not longer, nor for a call that has `model` and waits itself."""
+        """Wait until nothing uses the model; return False if that takes longer than `grace` seconds.
+
+        With `model`, also return False as soon as a call that has the model waits for another one.
+        """
         end, storing = self.clock.now() + grace, None
         try:
             while not loaded.idle:
                 if self.clock.now() >= end or (model is not None and self._leases.waits(model)):
                     return False
-                if storing is None:  # beside the last requests, so that little is left for the end
+                if storing is None:  # while the last requests run, so that little is left to store at the end
                     storing = asyncio.create_task(_flush(loaded.service, max(FLUSH_SECONDS, grace)))
                 await asyncio.sleep(LOOK_SECONDS)
             return True
@@ -194,7 +208,7 @@ class ModelLoader:
                 storing.cancel()
 
     async def _end(self, service: Service, why: str) -> None:
-        """End the requests that it still has, store its KV and close it."""
+        """End the remaining requests of a service, store its KV and close it."""
         await service.drain(0, why)
         await _flush(service, FLUSH_SECONDS)
         assert self.services is not None
@@ -206,31 +220,31 @@ class ModelLoader:
 
     @property
     def budget(self) -> int | None:
-        """Bytes for all loaded models; None: what is free."""
+        """Bytes of memory for all loaded models; None if only free memory limits them."""
         config = self._registry.config
         return None if config.memory_gb is None else int(config.memory_gb * GB)
 
     @property
     def bounded(self) -> bool:
-        """Whether models are measured before they are loaded; else the worker itself looks before it loads."""
+        """Whether models are measured before a load; if not, the worker itself checks for memory."""
         return self._registry.several or self.budget is not None
 
     def left(self) -> int:
-        """Bytes that another model may take."""
+        """Return the bytes that another model may take."""
         held = sum(model.held for model, _ in self._registry.loaded())
         held += sum(old.fit.held for old in self._retiring if old.fit is not None)
         if self.budget is not None:
             return self.budget - held
-        return self._free() - sum(_untouched(model) for model, _ in self._registry.loaded())
+        return self._free() - sum(_unused_bytes(model) for model, _ in self._registry.loaded())
 
     async def measure(self, config: Config, place: Path, left: int) -> Fit:
-        """What a model takes of `left` bytes."""
+        """Return what a model takes if it has `left` bytes."""
         return await measure(config, place, max(0, left), in_process=self._in_process)
 
     async def make_room(self, model: ServedModel, config: Config, place: Path, *, evict: bool) -> Fit | None:
-        """Unload what was not used for longest until there is room; what the model takes.
+        """Unload the least recently used models until `model` fits; return what it takes.
 
-        Unavailable where the others do not give way, ModelError where all room would be too little.
+        Raise Unavailable if the other models cannot be unloaded, ModelError if the model would not fit even alone.
         """
         if not self.bounded:
             return None
@@ -246,24 +260,24 @@ class ModelLoader:
             if victim is None:
                 if not count:
                     raise ModelError(
-                        f"{model.name} needs {shown_gb(fit.most)} of memory, and {shown_gb(left)} are there for models"
+                        f"{model.name} needs {shown_gb(fit.most)} of memory, and models may take {shown_gb(left)}"
                     )
                 raise Unavailable(
-                    f"there is no room for {model.name} ({shown_gb(fit.most)}; {shown_gb(left)} are left, and {count} "
-                    f"of {most} models are loaded) and no other that may be unloaded",
+                    f"there is no room for {model.name}: it needs {shown_gb(fit.most)}, {shown_gb(left)} are left, "
+                    f"{count} of {most} models are loaded, and none of these may be unloaded now",
                     retry_after=FAILED_SECONDS,
                 )
-            if not await self.unload(victim, max(0.0, end - self.clock.now()), surely=False):
+            if not await self.unload(victim, max(0.0, end - self.clock.now()), force=False):
                 if self._leases.waits(victim) and self.clock.now() < end:
                     continue
                 raise Unavailable(
-                    f"{victim.name} would have to make room for {model.name}, and is in use",
+                    f"{victim.name} must be unloaded before {model.name} can be loaded, and is in use; ask again later",
                     retry_after=victim.loaded.service.metrics.mean_seconds if victim.loaded is not None else 1.0,
                 )
             log.info("%s was unloaded to make room for %s", victim.name, model.name)
 
     async def measure_first(self) -> None:
-        """Measure the model that was loaded before anybody asked what it takes."""
+        """Measure the model that was loaded at the start without a measurement."""
         for model, loaded in self._registry.loaded():
             if loaded.fit is None and model.place is None:
                 with contextlib.suppress(CairnError):
@@ -276,31 +290,34 @@ class ModelLoader:
                     )
 
     def _victim(self) -> ServedModel | None:
-        """The loaded model that makes room for another: an idle one before others, then the one that was not used for
-        longest; never a pinned one, nor one of a call that waits for another model."""
-        found = [
+        """Return the model to unload next: idle before busy, then least recently used.
+
+        Never a pinned model, nor one that is held by a call which waits for another model.
+        """
+        candidates = [
             (loaded.idle, -loaded.used, model)
             for model, loaded in self._registry.loaded()
             if not model.pinned and not self._leases.waits(model)
         ]
-        return max(found, key=lambda one: one[:2])[2] if found else None
+        return max(candidates, key=lambda candidate: candidate[:2])[2] if candidates else None
 
 
 def _mapped(config: Config, fit: Fit | None) -> Config:
-    """The options of a model that is measured: whether its experts stay in their file is known then."""
+    """Return the options of a measured model, with `experts` set if they stay in their file."""
     if fit is None or not fit.mapped:
         return config
-    return msgspec.structs.replace(config, experts="mapped")  # whatever memory there is beyond what models may take
+    # As measured, even if the machine has more memory than models may take.
+    return msgspec.structs.replace(config, experts="mapped")
 
 
 async def _flush(service: Service, seconds: float) -> None:
-    """Store its KV, as far as that can be done in time."""
+    """Store the service's KV, as far as that can be done in time."""
     with contextlib.suppress(CairnError, TimeoutError):
         await asyncio.wait_for(service.flush(), seconds)
 
 
 async def to_end(work: Coroutine[Any, Any, None]) -> None:
-    """Do the work to its end, even where the caller is cancelled meanwhile; that is raised afterwards."""
+    """Run `work` to its end even if the caller is cancelled; raise the cancellation afterwards."""
     task, cancelled = asyncio.ensure_future(work), False
     while not task.done():
         try:
@@ -313,18 +330,18 @@ async def to_end(work: Coroutine[Any, Any, None]) -> None:
 
 
 def shown_gb(size: int) -> str:
-    """Bytes as a person reads them."""
+    """Format bytes in GB for a message."""
     return f"{size / GB:.2f} GB"
 
 
 def _end_first(launching: asyncio.Future[First]) -> None:
-    """A worker that nobody waits for any more."""
+    """End a worker that nobody waits for any more."""
     if not launching.cancelled() and launching.exception() is None:
         launching.result().end()
 
 
-def _untouched(model: ServedModel) -> int:
-    """Bytes that a loaded model may take still: its pool holds no memory before it is used."""
+def _unused_bytes(model: ServedModel) -> int:
+    """Return the bytes that a loaded model may still take: its KV pool takes memory only when it is used."""
     loaded = model.loaded
     if loaded is None or (pid := loaded.service.stats().worker_pid) is None:
         return 0

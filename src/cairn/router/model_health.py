@@ -1,4 +1,4 @@
-"""How the models of a server are: what keeps them from serving, what is wrong although they do, and their figures."""
+"""Health of a server's models: reasons for not serving, other problems, and metrics."""
 
 from __future__ import annotations
 
@@ -9,34 +9,43 @@ from cairn.router.models import Models
 
 
 def unready(models: Models) -> list[str]:
-    """Why new requests would not be served well now; of several models only where that is true of all that are
-    loaded, else it is a trouble."""
+    """Return the reasons why new requests would not be served well now.
+
+    On a server with several models a model's reasons count only if every loaded model has one; else they are troubles.
+    """
     if models.several:
-        reasons = _reasons(models)
-        found = [reason for one in reasons.values() for reason in one] if reasons and all(reasons.values()) else []
+        by_model = _reasons(models)
+        reasons = (
+            [reason for of_model in by_model.values() for reason in of_model]
+            if by_model and all(by_model.values())
+            else []
+        )
     else:
         (model,) = models.models
-        found = _of_service(model.loaded.service) if model.loaded is not None else []
+        reasons = _of_service(model.loaded.service) if model.loaded is not None else []
         if model.swapping is not None and (model.loaded is None or model.loaded.closing):
-            found = [f"{model.name} is being swapped for another model"]
-    return [*found, models.leaving] if models.leaving else found
+            reasons = [f"{model.name} is being swapped for another model"]
+    return [*reasons, models.leaving] if models.leaving else reasons
 
 
 def stalled(models: Models) -> bool:
-    """Whether no worker gets on; of several models one that does not is a trouble."""
+    """Return whether no worker makes progress. On a server with several models one stalled worker is a trouble."""
     workers = [bool(loaded.service.stalled) for _, loaded in models.loaded()]
     return bool(workers) and all(workers)
 
 
 def troubles(models: Models) -> list[str]:
-    """What does not work although requests are served. Nothing here names a place; the log and the admin's list do."""
-    found = []
+    """Return what does not work although requests are served.
+
+    No message names a file or folder: those are in the log and in the administrator's list.
+    """
+    messages = []
     for model, loaded in models.loaded():
         name = f"{model.name}: " if models.several else ""
-        found += [name + trouble for trouble in loaded.service.troubles()]
+        messages += [name + trouble for trouble in loaded.service.troubles()]
     if models.several and not all(reasons := _reasons(models).values()):
-        found += [reason for one in reasons for reason in one]
-    return found + [f"{one.name} cannot be loaded" for one in models.models if one.state == "failed"]
+        messages += [reason for of_model in reasons for reason in of_model]
+    return messages + [f"{model.name} cannot be loaded" for model in models.models if model.state == "failed"]
 
 
 def devices(models: Models) -> list[str]:
@@ -45,28 +54,33 @@ def devices(models: Models) -> list[str]:
 
 
 def metrics(models: Models) -> Iterator[tuple[str, str, str, list[tuple[str, float]]]]:
-    """What is measured of the models themselves: kind, name, help, and a value for each that was ever loaded."""
-    ever = [one for one in models.models if one.loads or one.failures]
-    up = [(one.name, float(one.state == "loaded")) for one in ever]
+    """Yield the metrics of the models: type, name, help text, and a value for each model that was ever loaded."""
+    ever = [model for model in models.models if model.loads or model.failures]
+    up = [(model.name, float(model.state == "loaded")) for model in ever]
     yield "gauge", "model_loaded", "1 where the model is loaded.", up
-    held = [(one.name, float(one.held)) for one in ever]
+    held = [(model.name, float(model.held)) for model in ever]
     yield "gauge", "model_memory_bytes", "Memory that the loaded model takes: weights, KV pool, buffers.", held
-    last = [(one.name, one.load_seconds) for one in ever]
+    last = [(model.name, model.load_seconds) for model in ever]
     yield "gauge", "model_load_seconds", "How long its last load took.", last
-    yield "counter", "model_loads", "Times the model was loaded.", [(one.name, float(one.loads)) for one in ever]
-    failed = [(one.name, float(one.failures)) for one in ever]
+    yield "counter", "model_loads", "Times the model was loaded.", [(model.name, float(model.loads)) for model in ever]
+    failed = [(model.name, float(model.failures)) for model in ever]
     yield "counter", "model_load_failures", "Times that failed.", failed
-    yield "counter", "model_swaps", "Times another took its place.", [(one.name, float(one.swaps)) for one in ever]
+    yield (
+        "counter",
+        "model_swaps",
+        "Times another took its place.",
+        [(model.name, float(model.swaps)) for model in ever],
+    )
 
 
 def _reasons(models: Models) -> dict[str, list[str]]:
-    """Why each loaded model is not ready, by its name."""
-    found = {}
+    """Return the reasons why each loaded model is not ready, by the model's name."""
+    reasons = {}
     for model, loaded in models.loaded():
-        found[model.name] = [f"{model.name}: {reason}" for reason in _of_service(loaded.service)]
-    return found
+        reasons[model.name] = [f"{model.name}: {reason}" for reason in _of_service(loaded.service)]
+    return reasons
 
 
 def _of_service(service: Service) -> list[str]:
-    """Why one model does not serve well, beside that all of them take no more requests."""
+    """Return why one model does not serve well, without the reason that is common to all: a shutdown."""
     return [reason for reason in service.unready() if reason != service.leaving]

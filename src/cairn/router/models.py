@@ -1,4 +1,4 @@
-"""The models of one server, of which some are loaded: calls get the one they want, which is loaded where it is not.
+"""The models of one server, of which some are loaded: calls get the one they name, which is loaded if needed.
 
 Each loaded model is a `Service` with a worker process of its own. One is loaded or unloaded at a time (`ModelLoader`);
 calls go on meanwhile, and those for a model that is not there yet wait until it is. Everything runs on one event loop.
@@ -17,10 +17,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from cairn.config.config import Config, ModelOptions, TenantTurns
+from cairn.engine.machine import memory_available
 from cairn.frontend.launch import First
 from cairn.frontend.service import SHUTTING_DOWN, Service
 from cairn.frontend.watchdog import Patience
-from cairn.router.fit import free_now
 from cairn.router.loader import FAILED_SECONDS, ModelLoader
 from cairn.router.registry import ModelLeases, ModelRegistry
 from cairn.router.served_model import LoadedModel, ServedModel, locate, served_models
@@ -35,13 +35,13 @@ from cairn.types.errors import CairnError, Conflict, DeadlineExceeded, ModelErro
 log = logging.getLogger(__name__)
 
 TTL_SECONDS = 1.0
-"""How often to look for models that nobody has asked for."""
+"""Interval of the checks for models whose time to live is over."""
 LOAD_GUESS = 10.0
-"""Seconds that a load takes before any was measured."""
+"""Assumed seconds of a load before any was measured."""
 
 
 class Models(ModelRegistry):
-    """All models of a server. Make it, `start` it; end it with `close`."""
+    """All models of a server. Make it, `start` it, and end it with `close`."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class Models(ModelRegistry):
         in_process: bool = False,
         clock: Clock | None = None,
         patience: Patience | None = None,
-        free: Callable[[], int] = free_now,
+        free: Callable[[], int] = memory_available,
         turns: TenantTurns | None = None,
     ) -> None:
         """See `ModelLoader`."""
         super().__init__(config, served_models(config) if models is None else models)
         self.leaving = ""
-        """Why no model takes requests any more; empty where they do."""
+        """Reason why no model takes requests any more; empty while they do."""
         self._clock = clock or SystemClock()
         self._leases = ModelLeases()
         self.loader = ModelLoader(
@@ -70,7 +70,7 @@ class Models(ModelRegistry):
             turns=turns,
         )
         if self.several:
-            self.loader.want = self._want
+            self.loader.start_loading = self._start_loading
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -81,7 +81,7 @@ class Models(ModelRegistry):
 
     @classmethod
     def of(cls, service: Service, config: Config) -> Models:
-        """The models of a server whose only one is loaded."""
+        """Return the models of a server whose only model is loaded already."""
         model = ServedModel(config, ModelOptions(model=config.model, name=config.served_name, aliases=config.alias))
         models = cls(config, [model])
         models.loader.loaded(model, service, None)
@@ -89,19 +89,22 @@ class Models(ModelRegistry):
 
     @property
     def services(self) -> Services:
-        """Those that are loaded, once the first one is."""
+        """Loaded services. There must have been one."""
         assert self.loader.services is not None, "no model was loaded yet"
         return self.loader.services
 
     def with_request(self, id: int) -> Service | None:
-        """The service that has, or had, a request."""
+        """Return the service that has, or had, the request of that id; None if there is none."""
         return next((one for one in self.services if one.status(id) is not None), None)
 
     # ---------------------------------------------------------------------------------------------------- the start
 
     async def start(self, first: First | None = None) -> Service:
-        """Load the first model; `first`: its worker, where that was started before. Of several, one that cannot be
-        loaded is `failed`, and the next is loaded in its place. Raises what was wrong with the first where none can."""
+        """Load the first model and return its service.
+
+        `first`: its worker, if that has been started already. On a server with several models a model that cannot be
+        loaded becomes `failed` and the next one is loaded. Raise the error of the first one if none can be loaded.
+        """
         model = self.first
         began = self._clock.now()
         try:
@@ -114,23 +117,22 @@ class Models(ModelRegistry):
         else:
             self.loader.loaded(model, service, None)
             model.load_seconds = self._clock.now() - began
-        self._later(self._tend())
+        self._spawn(self._tend())
         if self.several:
-            self._later(self._prepare())
+            self._spawn(self._prepare())
         return service
 
     async def _start_another(self, refused: CairnError) -> Service:
-        """Load the first model that can be. Raises `refused` where none can."""
+        """Load the first model that can be loaded. Raise `refused` if there is none."""
         while (model := self.first).state == "on disk" and not model.delay:
-            with contextlib.suppress(CairnError):  # `failure`, or `delay` where there is no room
+            with contextlib.suppress(CairnError):  # recorded in `failure`, or in `delay` if memory is short
                 await self._load(model, evict=False)
             if model.loaded is not None:
                 return model.loaded.service
         raise refused
 
     async def _prepare(self) -> None:
-        """Read what the files of models say, then load those that are to be loaded at the start, as far as there is
-        room."""
+        """Read the files of all models, then load those that belong to the start, as far as memory allows."""
         for model in self.models:
             if model.spec is None and not model.failure:
                 try:
@@ -144,7 +146,7 @@ class Models(ModelRegistry):
                 await self._load(model, evict=False)
 
     async def _describe(self, model: ServedModel) -> None:
-        """Read what its files say. Raises ModelError where they cannot be served."""
+        """Read the model's files. Raise ModelError if they cannot be served."""
         await asyncio.to_thread(model.describe)
         assert model.spec is not None
         self.name_own(model, model.spec.name)
@@ -153,11 +155,11 @@ class Models(ModelRegistry):
 
     @contextlib.asynccontextmanager
     async def using(self, model: ServedModel) -> AsyncIterator[Service]:
-        """While a call is answered by this model, which is loaded first where it is not: it stays loaded.
+        """Keep `model` loaded while a call uses it, loading it first if needed; yield its service.
 
-        Raises Unavailable where that takes longer than `load_timeout`, or cannot be done; at once where there is no
-        room for it beside what the same call has. A swap that is under way is waited for beside that time, and
-        DeadlineExceeded is raised where the call's own time ends first.
+        Raise Unavailable if it cannot be loaded, or not within `load_timeout`; at once if it does not fit in memory
+        beside the models that the same call has. Time that a swap takes is not counted. Raise DeadlineExceeded if the
+        deadline of the call comes first.
         """
         loaded, mine = model.loaded, any(lease.model is model for lease in self._leases.held())
         if loaded is None or (loaded.closing and not mine):
@@ -174,14 +176,14 @@ class Models(ModelRegistry):
             loaded.used = self._clock.now()
 
     async def _wait(self, model: ServedModel) -> LoadedModel:
-        """Until the model is loaded."""
+        """Wait until the model is loaded."""
         end, tried = self._clock.now() + self.config.load_timeout, False
         with self._leases.waiting(model) as held:
             while True:
                 if self.leaving:
                     raise Unavailable(self.leaving, retry_after=self.config.shutdown_grace)
                 if model.swapping is not None:
-                    await self._until(model.swapping, model, self.config.request_timeout)
+                    await self._wait_for(model.swapping, model, self.config.request_timeout)
                     end = self._clock.now() + self.config.load_timeout
                     continue
                 if model.loaded is not None and not model.loaded.closing:
@@ -197,13 +199,15 @@ class Models(ModelRegistry):
                         retry_after=FAILED_SECONDS,
                     )
                 task, tried = self._loading(model), True
-                if not await self._until(task, model, end - self._clock.now()):
+                if not await self._wait_for(task, model, end - self._clock.now()):
                     why = model.delay or f"{model.name} is being loaded; ask again shortly"
                     raise Unavailable(why, retry_after=self._load_left(model))
 
-    async def _until(self, change: asyncio.Future[None], model: ServedModel, most: float) -> bool:
-        """Wait for a change of a model, for at most so many seconds; whether it came. DeadlineExceeded where the time
-        that the call gives itself ends first."""
+    async def _wait_for(self, change: asyncio.Future[None], model: ServedModel, most: float) -> bool:
+        """Wait for a change of a model for up to `most` seconds; return whether it came.
+
+        Raise DeadlineExceeded if the deadline of the call comes first.
+        """
         began = self._clock.now()
         done, _ = await asyncio.wait({change}, timeout=deadline.left(began, max(0.0, most)))
         now = self._clock.now()
@@ -215,13 +219,13 @@ class Models(ModelRegistry):
         return bool(done)
 
     def _load_left(self, model: ServedModel) -> float:
-        """Seconds until a model that is being loaded will be there: as its last load took, else as others' did."""
+        """Estimate the seconds until a loading model is ready, by its last load, else by the loads of other models."""
         others = [one.load_seconds for one in self.models if one.load_seconds]
         usual = model.load_seconds or (sum(others) / len(others) if others else LOAD_GUESS)
         return max(1.0, usual - (self._clock.now() - model.asked_at))
 
-    def _want(self, name: str) -> bool:
-        """Begin to load a model for work that no call waits for; whether there is one of this name."""
+    def _start_loading(self, name: str) -> bool:
+        """Start loading a model that no call waits for; return whether there is a model of this name."""
         model = self.get(name)
         if model is not None and not (model.failure and self._clock.now() - model.failed_at < FAILED_SECONDS):
             self._loading(model)
@@ -230,23 +234,26 @@ class Models(ModelRegistry):
     def _loading(self, model: ServedModel) -> asyncio.Task[None]:
         if model.loading is None:
             model.asked_at = self._clock.now()
-            model.loading = self._later(self._load_quietly(model))
+            model.loading = self._spawn(self._load_quietly(model))
         return model.loading
 
     async def _load_quietly(self, model: ServedModel) -> None:
         try:
-            with contextlib.suppress(CairnError):  # `failure` says it
+            with contextlib.suppress(CairnError):  # recorded in `failure`
                 await self._load(model)
         finally:
             model.loading = None
 
     def keep(self, model: ServedModel, seconds: float) -> None:
-        """Unload the model once nobody has asked for it for so long; a pinned one stays, and the only one."""
+        """Set the seconds without calls after which the model is unloaded.
+
+        Pinned models stay loaded, and so does the only model of a server.
+        """
         if model.loaded is not None and self.several:
             model.loaded.ttl = seconds
 
     def expires_in(self, model: ServedModel) -> float:
-        """Seconds until a loaded model is unloaded if nobody asks for it; infinite for never."""
+        """Return the seconds until a loaded model is unloaded if no call comes; infinity for never."""
         loaded = model.loaded
         if loaded is None or model.pinned:
             return math.inf
@@ -255,27 +262,27 @@ class Models(ModelRegistry):
     # ---------------------------------------------------------------------------------------------------- to change
 
     async def load(self, model: ServedModel) -> None:
-        """Load a model where it is not, however long that takes. Raises ModelError or Unavailable."""
+        """Load a model if it is not loaded, without a time limit. Raise ModelError or Unavailable."""
         await self._load(model)
 
     async def unload(self, model: ServedModel, grace: float) -> None:
-        """Unload a model: it takes no more calls, and ends once those it has are over, or after `grace` seconds.
+        """Unload a model: it takes no more calls, and ends once its calls are over, or after `grace` seconds.
 
-        A call for it loads it again. Conflict for one that is not loaded.
+        A later call loads it again. Raise Conflict if it is not loaded.
         """
         async with self.loader.turn:
             if model.loaded is None:
                 raise Conflict(f"{model.name} is not loaded ({model.state})", field="model")
-            await self.loader.unload(model, grace, surely=True)
+            await self.loader.unload(model, grace, force=True)
 
     async def swap(self, model: ServedModel, to: str, grace: float) -> None:
-        """Load another model in the place of this one: its names move at once, requests that it has go on to their end.
+        """Replace a model: its names move to the new one at once, and its running requests are finished.
 
-        See `ModelSwap`. On any failure the old one answers as before, also where the caller is cancelled. Raises
+        See `ModelSwap`. On any failure the old model answers as before, also if the caller is cancelled. Raise
         UnknownModel, InvalidRequest, Conflict, ModelError or Unavailable.
         """
-        task = self._later(self._swap(model, to, grace))
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # who left hears nothing of it
+        task = self._spawn(self._swap(model, to, grace))
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # read it: the caller may have left
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -288,7 +295,7 @@ class Models(ModelRegistry):
             swap = ModelSwap(self, self.loader, model, to, grace)
             model.swapping = asyncio.get_running_loop().create_future()
             try:
-                await swap.run(self._later)
+                await swap.run(self._spawn)
             finally:
                 model.swapping.set_result(None)
                 model.swapping = None
@@ -319,18 +326,20 @@ class Models(ModelRegistry):
 
     @property
     def requests(self) -> int:
-        """How many requests run and wait."""
+        """Number of requests that run or wait."""
         stats = [loaded.service.stats() for _, loaded in self.loaded()]
         return sum(one.running + one.waiting for one in stats)
 
     async def drain(self, grace: float, why: str = SHUTTING_DOWN) -> None:
-        """Take no more requests, wait up to `grace` seconds for those that run, and end the rest, which are told
-        `why`."""
+        """Take no more requests, wait up to `grace` seconds for the running ones, and end the rest.
+
+        `why` is the message for refused and ended requests.
+        """
         self.leaving = why
         await asyncio.gather(*(loaded.service.drain(grace, why) for _, loaded in self.loaded()))
 
     async def close(self) -> None:
-        """End everything. Nothing is left. May be called again."""
+        """End all models and tasks. May be called again."""
         self._closed = self.loader.closed = True
         self.leaving = self.leaving or SHUTTING_DOWN
         for task in self._tasks:
@@ -347,7 +356,7 @@ class Models(ModelRegistry):
                 log.error("looking for idle models failed: %s", trace(error))
 
     async def _unload_idle(self) -> None:
-        """Unload what nobody has asked for."""
+        """Unload the models whose time to live is over."""
         now = self._clock.now()
         for model, loaded in tuple(self.loaded()):
             over = not model.pinned and loaded.idle and now - loaded.used >= loaded.ttl
@@ -355,10 +364,10 @@ class Models(ModelRegistry):
                 continue
             async with self.loader.turn:
                 if model.loaded is loaded and loaded.idle:
-                    await self.loader.unload(model, 0.0, surely=False)
+                    await self.loader.unload(model, 0.0, force=False)
                     log.info("%s was unloaded: nobody asked for it for %g s", model.name, loaded.ttl)
 
-    def _later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,4 +1,4 @@
-"""Which name means which of a server's models."""
+"""Names of a server's models, and leases that keep models loaded while calls use them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cairn.types.errors import InvalidRequest, UnknownModel
 
 
 class Lease:
-    """One call has a model. Tasks that the call has begun see when it is over, too."""
+    """Use of a model by one call. Tasks started by the call share it, and see when it is over."""
 
     __slots__ = ("model", "over")
 
@@ -23,24 +23,24 @@ class Lease:
 
 
 _HELD: ContextVar[tuple[Lease, ...]] = ContextVar("held", default=())
-"""What the call of this task has."""
+"""Leases of the current task's call."""
 
 
 class ModelLeases:
-    """The leases of one server's models. One event loop."""
+    """Leases on one server's models. For use on one event loop."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Lease, ...]] = []
-        """What calls have that wait for another model: it does not get free before they have that."""
+        """Leases of calls that wait for another model: these models are not released before it is loaded."""
 
     @staticmethod
     def held() -> tuple[Lease, ...]:
-        """What the call of this task has now."""
+        """Return the valid leases of the current task's call."""
         return tuple(lease for lease in _HELD.get() if not lease.over)
 
     @contextlib.contextmanager
     def lease(self, model: ServedModel, loaded: LoadedModel) -> Iterator[None]:
-        """The call of this task has a loaded model meanwhile."""
+        """Hold a loaded model for the current task's call within this context."""
         loaded.users += 1
         before, lease = _HELD.get(), Lease(model)
         _HELD.set((*before, lease))
@@ -53,7 +53,7 @@ class ModelLeases:
 
     @contextlib.contextmanager
     def waiting(self, model: ServedModel) -> Iterator[tuple[Lease, ...]]:
-        """The call of this task waits for a model meanwhile; what it has."""
+        """Mark the current task's call as waiting for a model within this context; yield its leases."""
         held = self.held()
         model.waiting += 1
         self._waiting.append(held)
@@ -64,22 +64,22 @@ class ModelLeases:
             self._waiting.remove(held)
 
     def waits(self, model: ServedModel) -> bool:
-        """Whether a call that has this model waits for another one."""
+        """Return whether a call that holds this model waits for another one."""
         return any(lease.model is model and not lease.over for held in self._waiting for lease in held)
 
 
 SHOWN_NAMES = 20
-"""How many names a refusal lists."""
+"""Names listed in an error message."""
 
 
 class ModelRegistry:
-    """All models of a server by their names, loaded or not."""
+    """All models of a server by name, loaded or not."""
 
     def __init__(self, config: Config, models: list[ServedModel]) -> None:
         self.config = config
         self.models = models
         self.several = len(models) > 1
-        """Whether a name has to be one of a model's: with one model the rule is `strict_model`."""
+        """Whether requests must name an existing model; with only one model that depends on `strict_model`."""
         self._by_name = dict(check_names(models))
 
     def __iter__(self) -> Iterator[ServedModel]:
@@ -87,48 +87,48 @@ class ModelRegistry:
 
     @property
     def first(self) -> ServedModel:
-        """The one that is loaded first."""
+        """Model that is loaded first."""
         return first_of(self.models)
 
     def find(self, name: str | None, kind: str = "chat") -> ServedModel:
-        """The model that a request names; where it names none, the first of that kind.
+        """Return the model that a request names; if it names none, the first of that kind, loaded ones first.
 
-        With one model it is always that: whether another name is refused is `strict_model`. UnknownModel with the names
-        there are.
+        With one model always return that: refusing other names is up to `strict_model`. Raise UnknownModel, with the
+        existing names.
         """
         if not self.several:
             return self.models[0]
         if name is None:
-            alike = [one for one in self.models if one.kind == kind]
-            ready = [one for one in alike if one.state == "loaded"]
+            alike = [model for model in self.models if model.kind == kind]
+            ready = [model for model in alike if model.state == "loaded"]
             return next(iter((*ready, *alike)), self.models[0])
-        found = self.get(name) or self.get(name.removesuffix(":latest"))
-        if found is None:
+        model = self.get(name) or self.get(name.removesuffix(":latest"))
+        if model is None:
             raise self.unknown(name)
-        return found
+        return model
 
     def get(self, name: str) -> ServedModel | None:
-        """The model with exactly this name."""
+        """Return the model with exactly this name, or None."""
         return self._by_name.get(name)
 
     def has(self, name: str) -> bool:
-        """Whether a model has this name."""
+        """Return whether a model has this name, with or without `:latest`."""
         return name in self._by_name or name.removesuffix(":latest") in self._by_name
 
-    def spelt(self, name: str) -> str:
-        """Return the name of a model that this one differs from in case and in a `:latest` alone; else the name."""
+    def canonical(self, name: str) -> str:
+        """Return the known name that differs from `name` only in case or in `:latest`; else `name`."""
         if name in self._by_name:
             return name
         wanted = {name.casefold(), name.casefold().removesuffix(":latest")}
         return next((known for known in self._by_name if known.casefold() in wanted), name)
 
     def by_identity(self, identity: bytes) -> ServedModel | None:
-        """The model that was loaded with this identity, if any still is in its place."""
-        return next((one for one in self.models if identity and one.identity == identity), None)
+        """Return the model that was last loaded with this identity, or None."""
+        return next((model for model in self.models if identity and model.identity == identity), None)
 
     def unknown(self, name: str) -> UnknownModel:
-        """The refusal of a name, with those there are."""
-        names = [one.name for one in self.models]
+        """Return the error for an unknown name; it lists the existing ones."""
+        names = [model.name for model in self.models]
         more = f", and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
         shown = "".join(char if char.isprintable() else "?" for char in name[:100])
         return UnknownModel(
@@ -136,16 +136,19 @@ class ModelRegistry:
         )
 
     def loaded(self) -> Iterator[tuple[ServedModel, LoadedModel]]:
-        """Those that are loaded now."""
-        return ((one, one.loaded) for one in self.models if one.loaded is not None)
+        """Return the models that are loaded now."""
+        return ((model, model.loaded) for model in self.models if model.loaded is not None)
 
     def name(self, model: ServedModel, names: Iterable[str]) -> None:
-        """A model is called so too, where no other is."""
+        """Add names of a model. Names that another model has stay with that."""
         for name in names:
             self._by_name.setdefault(name, model)
 
     def name_own(self, model: ServedModel, own: str) -> None:
-        """A model's own name is known: it is called so where no option says otherwise and no other is."""
+        """Record the name that a model's files give it.
+
+        It becomes the main name unless an option sets one or another model has it.
+        """
         if model.config.served_name is None:
             if self._by_name.get(own) in (None, model):
                 model.name = own
@@ -154,11 +157,13 @@ class ModelRegistry:
         self.name(model, (model.name, *sorted(model.names)))
 
     def configure(self, config: Config) -> dict[str, str]:
-        """These options hold from now on: aliases, pins, times to live, and bounds of what is loaded. Those that are
-        others and cannot change here, with what they need. InvalidRequest for names that two models would have; then
-        nothing has changed."""
-        listed = {one.model: one for one in config.models}
-        mine = {one.options.model: one for one in self.models if not one.found}
+        """Apply new options: aliases, pins, times to live, and limits on loaded models.
+
+        Return the changed options that cannot change at run time, with what they need. Raise InvalidRequest, and change
+        nothing, if two models would have one name.
+        """
+        listed = {options.model: options for options in config.models}
+        mine = {model.options.model: model for model in self.models if not model.found}
         if not listed and mine:
             listed = {config.model: ModelOptions(model=config.model, name=config.served_name, aliases=config.alias)}
         _check_aliases(self.models, listed)
@@ -171,9 +176,9 @@ class ModelRegistry:
 
 
 def _check_aliases(models: Iterable[ServedModel], listed: Mapping[str, ModelOptions]) -> None:
-    """InvalidRequest where an alias is two models' or another's name."""
-    whose = {model.name: model.options.model for model in models}
+    """Raise InvalidRequest if an alias belongs to two models or is the name of another one."""
+    owner = {model.name: model.options.model for model in models}
     for place, options in listed.items():
         for alias in options.aliases:
-            if whose.setdefault(alias, place) != place:
+            if owner.setdefault(alias, place) != place:
                 raise InvalidRequest(f"two models would be called {alias}", field="models")

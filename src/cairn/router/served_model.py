@@ -1,4 +1,4 @@
-"""One of the models that a server has: what it is called, where it lies, and whether it is loaded."""
+"""A model of the server: its names, its files, its options, and whether it is loaded."""
 
 from __future__ import annotations
 
@@ -28,79 +28,84 @@ log = logging.getLogger("cairn.api")
 
 State = Literal["loaded", "loading", "unloading", "on disk", "failed"]
 MOST_FOUND = 1000
-"""How many models of a folder can be asked for."""
+"""Limit on the models in a folder."""
 _DEMO = "demo"
 
 
 class LoadedModel:
-    """A model that is loaded now."""
+    """State of a model while it is loaded."""
 
     __slots__ = ("closing", "fit", "service", "since", "ttl", "used", "users")
 
     def __init__(self, service: Service, fit: Fit | None, now: float, ttl: float) -> None:
         self.service = service
         self.fit = fit
-        """What memory it takes; None where nobody asked before it was loaded."""
+        """Memory that it takes; None if it was not measured before the load."""
         self.since = self.used = now
         self.ttl = ttl
-        """Seconds without calls after which it is unloaded; infinite for never."""
+        """Seconds without calls after which it is unloaded; infinity for never."""
         self.users = 0
-        """Calls that have it now."""
+        """Calls that use it now."""
         self.closing = False
-        """It takes no new calls, and goes once those it has are over."""
+        """Whether it takes no new calls and is unloaded once its calls are over."""
 
     @property
     def idle(self) -> bool:
-        """Whether nobody has it and nothing of it runs."""
+        """Whether no call uses it and nothing runs on it."""
         return self.users == 0 and not self.service.busy
 
 
 class ServedModel:
-    """A model by its names. `loaded` is what answers in them now, if anything does."""
+    """A model by its names. `loaded` holds what answers under them now, if anything."""
 
     def __init__(self, config: Config, options: ModelOptions, *, found: bool = False) -> None:
-        """`config`: of the server. `found`: in the folder of models, not named by an option."""
+        """Create it from the server's `config` and its own `options`.
+
+        `found`: whether it was found in the models' folder and is not named by an option.
+        """
         self.config = config_of(config, options)
-        """What it is loaded with."""
+        """Configuration that it is loaded with."""
         self.own = frozenset(options.options)
-        """The options that are of this model alone."""
+        """Names of the options that were set for this model alone."""
         self.options = options
-        """As the server's options have it; a swap changes nothing of them."""
+        """Options as the server was given them; a swap does not change them."""
         self.reference = options.model
         self.pinned, self.at_start, self.found = options.pin, options.load and not found, found
         self.ttl = (config.model_ttl if options.ttl is None else options.ttl) or math.inf
         self.share = options.kv_share
         self.part = 0.0
-        """Its part of the bytes of stored KV, where several models share them."""
+        """Its share of the stored KV's bytes, on a server with several models."""
         last = options.model.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
         self.name = self.config.served_name or last or options.model
-        """What clients call it: its own name, once that is known, unless an option gives another."""
+        """Main name: set by an option, else the name in its files once they were read."""
         self.names: frozenset[str] = frozenset({self.name, *self.config.alias, *ends_of(options.model)})
         self.place: Path | None = None
         self.spec: ModelSpec | None = None
-        """What its files say, once they were read."""
+        """Contents of its configuration files, once they were read."""
         self.identity = b""
-        """Of what was loaded last."""
+        """Identity of the weights that were loaded last."""
         self.loaded: LoadedModel | None = None
         self.loading: asyncio.Task[None] | None = None
         self.swapping: asyncio.Future[None] | None = None
-        """Done when the swap that is under way has ended, well or not."""
+        """Future that is done when the current swap has ended, successfully or not."""
         self.waiting = 0
         """Calls that wait until it is loaded."""
         self.failure = ""
-        """Why it could not be loaded the last time."""
+        """Error of the last load; empty if it succeeded."""
         self.failed_at = 0.0
         self.asked_at = 0.0
-        """When the load that is under way was asked for."""
+        """When the current load was requested."""
         self.delay = ""
-        """Why there was no room for it the last time."""
+        """Why there was no memory for it the last time."""
         self.loads = self.failures = self.swaps = 0
         self.load_seconds = 0.0
-        """How long the last load took."""
+        """Duration of the last load."""
 
     def configure(self, config: Config, options: ModelOptions) -> dict[str, str]:
-        """Take the aliases, pin and time to live that the options have now; those that are others and cannot change
-        here, with what they need."""
+        """Apply the aliases, pin and time to live of new options.
+
+        Return the changed options that cannot change at run time, with what they need.
+        """
         before, self.options = (
             self.options,
             msgspec.structs.replace(self.options, aliases=options.aliases, pin=options.pin, ttl=options.ttl),
@@ -119,7 +124,7 @@ class ServedModel:
 
     @property
     def state(self) -> State:
-        """What is true of it now."""
+        """Current state, as clients see it."""
         if self.loaded is not None:
             return "unloading" if self.loaded.closing else "loaded"
         if self.loading is not None or self.swapping is not None:
@@ -127,7 +132,7 @@ class ServedModel:
         return "failed" if self.failure else "on disk"
 
     def note_failure(self, error: Exception, now: float) -> None:
-        """Note why it could not be loaded, at that time."""
+        """Record the error of a failed load and its time."""
         self.failures += 1
         self.failure = str(error) if isinstance(error, CairnError) else type(error).__name__
         self.failed_at = now
@@ -135,34 +140,38 @@ class ServedModel:
 
     @property
     def kind(self) -> str:
-        """What it is for; empty where that is not known yet."""
+        """What it is for (`chat`, `embedding`, ...); empty while that is unknown."""
         spec = self.loaded.service.spec if self.loaded is not None else self.spec
         return spec.kind if spec is not None else ""
 
     @property
     def held(self) -> int:
-        """Bytes of memory that it takes while it is loaded; 0 where it is not, or nobody knows."""
+        """Bytes of memory that it takes while it is loaded; 0 if it is not loaded or was not measured."""
         return self.loaded.fit.held if self.loaded is not None and self.loaded.fit is not None else 0
 
     def describe(self) -> None:
-        """Read what its files say. Raises ModelError where they cannot be served. Any thread."""
+        """Read the model's configuration files. Any thread.
+
+        Raise ModelError if they cannot be served.
+        """
         from cairn.models.spec.config import load_spec
         from cairn.models.spec.judge import with_judge
 
         self.place = place = hub.locate(self.config.model)
         self.spec = with_judge(load_spec(place, identify=False), place, self.config.kind)
         if "context" not in self.own and (self.config.context or 0) > self.spec.context:
-            self.config = msgspec.structs.replace(self.config, context=None)  # of all models the longest
+            # The server's `context` is meant for the model with the longest one.
+            self.config = msgspec.structs.replace(self.config, context=None)
 
 
 def ends_of(reference: str) -> set[str]:
-    """What a model may be called by where it lies."""
+    """Return the names that follow from a model's place: the reference, its last part, that without `.gguf`."""
     last = reference.rstrip("/").rpartition("/")[2]
     return {reference, last, last.removesuffix(".gguf")} - {""}
 
 
 def config_of(config: Config, options: ModelOptions) -> Config:
-    """The configuration of one model of the server's."""
+    """Return the configuration of one model: the server's, with the model's own options."""
     own = {"model": options.model, "models": (), **options.options}
     if options.name is not None:
         own["served_name"] = options.name
@@ -172,9 +181,9 @@ def config_of(config: Config, options: ModelOptions) -> Config:
 
 
 def served_models(config: Config) -> list[ServedModel]:
-    """The models of a configuration: those of its options first, then those of its folder. There is at least one.
+    """Return the models of a configuration: those of its options, then those of its folder. At least one.
 
-    Raises ConfigError for a folder that cannot be read.
+    Raise ConfigError for a folder that cannot be read or has no models, and for options that contradict each other.
     """
     named = list(config.models)
     if not named and (config.model != _DEMO or config.models_dir is None):
@@ -201,30 +210,37 @@ def served_models(config: Config) -> list[ServedModel]:
 
 
 def _part(models: list[ServedModel]) -> None:
-    """Part the bytes of stored KV among models: as their options say, the rest in equal parts. ConfigError where they
-    say more than there is. Models of a folder have one part together for each."""
-    given = sum(model.share for model in models if model.share is not None)
+    """Divide the bytes of stored KV among models: as their options say, the rest in equal parts.
+
+    Raise ConfigError if the options exceed the total.
+    """
+    total = sum(model.share for model in models if model.share is not None)
     rest = [model for model in models if model.share is None]
-    if given > 1 + 1e-9 or (rest and given > 1 - 1e-6):
-        raise ConfigError(f"kv_share: models have {given:g} of the bytes together; there is 1 for all", field="models")
+    if total > 1 + 1e-9 or (rest and total > 1 - 1e-6):
+        raise ConfigError(
+            f"kv_share: the models' shares add up to {total:g}; the limit is 1, and below 1 if a model has no share",
+            field="models",
+        )
     for model in models:
-        model.part = model.share if model.share is not None else (1 - given) / len(rest)
+        model.part = model.share if model.share is not None else (1 - total) / len(rest)
 
 
 def _in_folder(config: Config) -> Iterable[ModelOptions]:
-    """The models in `models_dir`, by name: .gguf files, folders with a config.json, and those a folder further down."""
+    """Return the models in `models_dir` by name: .gguf files and folders with config.json, two levels deep."""
     assert config.models_dir is not None
     folder = expanded(config.models_dir)
     try:
-        found = sorted(_places(folder, 2))
+        places = sorted(_places(folder, 2))
     except OSError as error:
         raise ConfigError(
             f"models_dir {folder} cannot be read: {error.strerror or error}", field="models_dir"
         ) from None
-    if len(found) > MOST_FOUND:
-        raise ConfigError(f"models_dir {folder} has {len(found)} models; the limit is {MOST_FOUND}", field="models_dir")
+    if len(places) > MOST_FOUND:
+        raise ConfigError(
+            f"models_dir {folder} has {len(places)} models; the limit is {MOST_FOUND}", field="models_dir"
+        )
     names: dict[str, Path] = {}
-    for place in found:
+    for place in places:
         name = stem(place) if is_gguf(place) else str(place.relative_to(folder))
         names.setdefault(name, place)  # a split file is named by its first part
     return [ModelOptions(model=str(place), name=name) for name, place in names.items()]
@@ -238,13 +254,13 @@ def _places(folder: Path, depth: int) -> Iterable[Path]:
             entry.name.encode()
             yield from _models_at(entry, depth)
         except UnicodeEncodeError:
-            log.warning("%s is passed over: its name is not UTF-8", ascii(str(entry)))
+            log.warning("%s is skipped: its name is not UTF-8", ascii(str(entry)))
         except OSError as error:
-            log.warning("%s is passed over: it cannot be read (%s)", entry, error.strerror or error)
+            log.warning("%s is skipped: it cannot be read (%s)", entry, error.strerror or error)
 
 
 def _models_at(entry: Path, depth: int) -> Iterable[Path]:
-    """Yield the model that an entry of a folder is, or those in it."""
+    """Yield the model at a folder's entry, or those inside it."""
     if is_gguf(entry):
         yield entry
     elif entry.is_dir():
@@ -255,8 +271,10 @@ def _models_at(entry: Path, depth: int) -> Iterable[Path]:
 
 
 def check_names(models: Iterable[ServedModel]) -> Mapping[str, ServedModel]:
-    """Every name that a model has, the first that has it where several do. Of names that options give there is one
-    model each (`resolve`)."""
+    """Return the models by every name they have. A shared name belongs to the first model.
+
+    Names set by options come before names that follow from files; `resolve` has checked that the former are unique.
+    """
     by_name: dict[str, ServedModel] = {}
     for model in models:
         by_name.setdefault(model.name, model)
@@ -269,7 +287,7 @@ def check_names(models: Iterable[ServedModel]) -> Mapping[str, ServedModel]:
 
 
 def locate(model: ServedModel) -> Path:
-    """Where it lies. Raises ModelError."""
+    """Find the model's files and return their place. Raise ModelError."""
     try:
         model.place = hub.locate(model.config.model)
     except ConfigError as error:
@@ -278,17 +296,16 @@ def locate(model: ServedModel) -> Path:
 
 
 def first_of(models: Sequence[ServedModel]) -> ServedModel:
-    """Return the one that is loaded first: a pinned one before others, and after all others one that could not be."""
+    """Return the model to load first: a pinned one before others, one that failed after all others."""
     left = [one for one in models if not one.failure] or models
     starting = [one for one in left if one.at_start] or left
     return next((one for one in starting if one.pinned), starting[0])
 
 
 def first_worker(config: Config, models: list[ServedModel]) -> First:
-    """Start the worker of the model that is loaded first. Of several, one that cannot be loaded is passed over.
+    """Start the worker of the model to load first. If it cannot be loaded, try the next one.
 
-    Raises what was wrong with the first of them where there is no other: ModelError, also where it takes more memory
-    than there is, or ConfigError.
+    If none can be loaded, raise the error of the first: ModelError, also for too little memory, or ConfigError.
     """
     refused: CairnError | None = None
     while True:
@@ -306,10 +323,10 @@ def _worker_of(config: Config, model: ServedModel) -> First:
     blocks: tuple[int, ...] = ()
     place = locate(model)
     if config.memory_gb is not None:
-        found = fit(model.config, place, int(config.memory_gb * 10**9))
-        if found.most > config.memory_gb * 10**9:
+        memory = fit(model.config, place, int(config.memory_gb * 10**9))
+        if memory.most > config.memory_gb * 10**9:
             raise ModelError(
-                f"{model.name} needs {found.most / 10**9:.2f} GB of memory, and memory_gb is {config.memory_gb:g}"
+                f"{model.name} needs {memory.most / 10**9:.2f} GB of memory, and memory_gb is {config.memory_gb:g}"
             )
-        blocks = found.blocks
+        blocks = memory.blocks
     return launch_first(model.config, False, place, blocks, model.part, turns_of(config))

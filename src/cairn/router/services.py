@@ -1,4 +1,4 @@
-"""The services of one server that are loaded now, for whoever keeps something of several models."""
+"""Loaded services of a server, for parts that keep something for several models."""
 
 from __future__ import annotations
 
@@ -13,87 +13,92 @@ if TYPE_CHECKING:
     from cairn.text.chat.replay import ReplayTable
 
 MOST_REPLAYS = 4
-"""How many models that are away keep what they sampled in memory: up to 16 MiB each. Others read it at a restart."""
+"""Limit on unloaded models whose sampled answers stay in memory, up to 16 MiB each.
+
+Those of other models are read again at a restart.
+"""
 
 
 class RequestIds:
-    """Draws request ids: strictly increasing, below 2**63, and beyond those of earlier runs, since they follow the
-    clock. All services of a server draw from one."""
+    """Source of request ids for all services of a server.
+
+    Ids increase strictly, stay below 2**63, and exceed those of earlier runs because they follow the clock.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._last = 0
 
     def draw(self) -> int:
-        """The next one."""
+        """Return the next id."""
         self._last = max(self._last + 1, self._clock.time_ns())
         return self._last
 
 
 class Services:
-    """The loaded services. There is always a first one, or was. Two may have the same model, with other options."""
+    """Loaded services. Two may serve the same model with different options."""
 
     def __init__(self, first: Service) -> None:
         self._first = first
         self._loaded = [first]
         self._gone: dict[bytes, int] = {}
-        """The longest context of each model that was unloaded, by its identity."""
+        """Longest context of each model that was unloaded, by its identity."""
         self._replays: dict[bytes, ReplayTable] = {}
-        """What such a model sampled, by its identity, so that it knows its answers again when it returns."""
+        """Sampled answers of each unloaded model, by its identity, for when it is loaded again."""
         self._ended = (0, 0)
-        """Bytes read from and written to the disk by services that are gone."""
+        """Bytes (read from, written to) the disk by services that were closed."""
         self._watchers: list[Callable[[Service], None]] = []
-        self.want: Callable[[str], bool] | None = None
-        """Has a model of this name loaded, where there are several; False where there is none."""
+        self.start_loading: Callable[[str], bool] | None = None
+        """Starts loading the model of this name, on a server with several; False if there is no such model."""
 
     def __iter__(self) -> Iterator[Service]:
         return iter(tuple(self._loaded))
 
     @property
     def first(self) -> Service:
-        """What serves where nothing says which model; one that was unloaded gives way to any that is there."""
+        """Default service. If it is unloaded, another loaded service takes its place."""
         return self._first
 
     def of(self, identity: bytes) -> Service | None:
-        """A service of this model, where it is loaded."""
+        """Return a service of the model with this identity, or None."""
         return next((one for one in self._loaded if one.spec.identity == identity), None)
 
     @property
     def several(self) -> bool:
         """Whether the server has several models."""
-        return self.want is not None
+        return self.start_loading is not None
 
     def named(self, name: str) -> Service | None:
-        """The service of the model with this name; None where the server has no such model, or one for all.
+        """Return the service of the model with this name; None on a server with one model or for an unknown name.
 
-        NotLoaded where it is not loaded now: from here on it is being loaded.
+        If the model is not loaded, start loading it and raise NotLoaded.
         """
-        if self.want is None or not name:
+        if self.start_loading is None or not name:
             return None
-        found = next((one for one in self._loaded if one.name == name), None)
-        if found is None and self.want(name):
+        service = next((one for one in self._loaded if one.name == name), None)
+        if service is None and self.start_loading(name):
             raise NotLoaded(f"{name} is being loaded; ask again shortly", retry_after=1.0)
-        return found
+        return service
 
     def known(self, identity: bytes) -> bool:
-        """Whether this server has, or has had, the model loaded: its KV may be on the disk, and it may come back."""
+        """Return whether the model is, or was, loaded in this run: its KV may be on the disk, and it may come back."""
         return self.of(identity) is not None or identity in self._gone
 
     def away(self, but: Collection[bytes] = ()) -> set[bytes]:
-        """The models that were loaded and are not now, without these."""
+        """Return the identities of models that were loaded and are not now, except `but`."""
         return {one for one in self._gone if one not in but and self.of(one) is None}
 
     def context(self, identity: bytes) -> int:
-        """The longest context of a model that is `known`."""
+        """Return the longest context of a model that is `known`."""
         service = self.of(identity)
         return self._gone[identity] if service is None else service.spec.context
 
     def watch(self, watcher: Callable[[Service], None]) -> None:
-        """Call this with every service that is added from now on."""
+        """Call `watcher` with every service that is added from now on."""
         self._watchers.append(watcher)
 
     def add(self, service: Service) -> None:
-        """A model was loaded."""
+        """Add the service of a newly loaded model."""
         if (replays := self._replays.pop(service.spec.identity, None)) is not None:
             service.chat.replays = replays
         if not self._loaded:
@@ -103,11 +108,11 @@ class Services:
             watcher(service)
 
     def lead(self, service: Service) -> None:
-        """This one serves where nothing says which."""
+        """Make this service the default."""
         self._first = service
 
     def remove(self, service: Service) -> None:
-        """A model is being unloaded."""
+        """Remove the service of a model that is being unloaded."""
         if service not in self._loaded:
             return
         self._loaded.remove(service)

@@ -1,4 +1,4 @@
-"""Puts another model in the place of one that is served."""
+"""Replacement of a served model by another one."""
 
 from __future__ import annotations
 
@@ -32,19 +32,24 @@ log = logging.getLogger(__name__)
 
 
 class ModelSwap:
-    """One swap. `to` is a place, a hub id, or the name of another model of the server that is not loaded."""
+    """One swap. `to` is a path, a hub id, or the name of another model of the server that is not loaded."""
 
     def __init__(self, registry: ModelRegistry, loader: ModelLoader, model: ServedModel, to: str, grace: float) -> None:
-        """Raises Conflict or InvalidRequest for what cannot take the model's place. With the turn."""
+        """Check the swap. Called with the loader's turn held.
+
+        Raise Conflict or InvalidRequest if `to` cannot take the model's place.
+        """
         self._registry, self._loader = registry, loader
         self._model, self._to, self._grace = model, to, grace
         self._seconds = 0.0
-        """How long the new model took to load so far."""
+        """Seconds that the new model's load has taken so far."""
         self._config = self._new_config()
 
     async def run(self, later: Callable[[Coroutine[Any, Any, None]], object]) -> None:
-        """Load the new model beside the old one where there is room for both, else after it; on any failure the old one
-        answers as before. `later` does what need not be waited for."""
+        """Load the new model beside the old one if both fit in memory, else after it.
+
+        On any failure the old one answers as before. `later` runs work that is not waited for.
+        """
         model, config = self._model, self._config
         place = await self._locate()
         old = model.loaded
@@ -62,22 +67,27 @@ class ModelSwap:
             later(self._loader.retire(old, self._grace))
 
     def _new_config(self) -> Config:
-        """What the new model is loaded with: as an option of the server has it, else as the old one; with the names of
-        the old one."""
+        """Return the new model's configuration: its own options if the server has some, else the old model's.
+
+        The names are the old model's.
+        """
         model, to = self._model, self._to
         named = {"served_name": model.name, "alias": model.config.alias, "models": ()}
         other = self._registry.get(to)
         if other is model and not model.swaps:
             raise InvalidRequest(f"{to} is what {model.name} is already", field="to")
-        if other is not None and other is not model:  # what it was before a swap is another place again
+        if other is not None and other is not model:  # after a swap, its own reference is another model again
             if other.loaded is not None:
                 raise Conflict(f"{to} is loaded already, under its own name; unload it first", field="to")
             return msgspec.structs.replace(other.config, **named)
         return msgspec.structs.replace(model.config, model=to, tokenizer=None, **named)
 
     async def _fit_beside(self, place: Path) -> Fit | None:
-        """What the other takes, if there is room for both. Two of the same files want one folder of KV, and of a server
-        with one model nobody has measured what that takes."""
+        """Return what the new model takes if there is memory for both, else None.
+
+        Two models of the same files need one KV folder, so they cannot be loaded together. A server with one model has
+        not measured it, so nothing is known of the room beside it.
+        """
         registry, loader = self._registry, self._loader
         if not registry.several or place == self._model.place:
             return None
@@ -85,34 +95,37 @@ class ModelSwap:
             return None
         await loader.measure_first()
         left = loader.left()
-        with _checking():
+        with _bad_files_as_invalid_request():
             fit = await loader.measure(self._config, place, left)
         return fit if fit.most <= left else None
 
     async def _locate(self) -> Path:
-        """Where the new model lies. UnknownModel where there is none."""
+        """Return the place of the new model's files. Raise UnknownModel if there are none."""
         try:
             return await asyncio.to_thread(_located, self._config)
         except ModelError as error:
             raise UnknownModel(f"to: {error}", field="to") from None
 
     async def _swap_after(self, old: LoadedModel, place: Path) -> None:
-        """Unload the old one before the new one takes memory. A process for the new one is there already, and has
-        checked its files: what cannot be served, or would not fit even alone, is refused while the old one answers."""
+        """Unload the old model, then load the new one.
+
+        The new model's process is started first and checks its files: a model that cannot be served, or would not fit
+        even alone, is refused while the old one still answers.
+        """
         model, loader = self._model, self._loader
         room = loader.left() + (old.fit.held if old.fit is not None else 0)
-        with _checking():
+        with _bad_files_as_invalid_request():
             fit = await loader.measure(self._config, place, room) if loader.bounded else None
         if fit is not None and fit.most > room:
             raise InvalidRequest(
-                f"to: {self._to} needs {shown_gb(fit.most)} of memory, and {shown_gb(room)} are there without "
+                f"to: {self._to} needs {shown_gb(fit.most)} of memory, and {shown_gb(room)} are available without "
                 f"{model.name}",
                 field="to",
             )
         service = await self._prepare(place, fit)
         try:
             await loader.unload(
-                model, self._grace, surely=True, why=f"{model.name} is being swapped for another model; ask again"
+                model, self._grace, force=True, why=f"{model.name} is being swapped for another model; ask again"
             )
             await self._load(service, place, fit)
         except BaseException:
@@ -120,7 +133,7 @@ class ModelSwap:
             raise
 
     async def _roll_back(self, service: Service, old: LoadedModel) -> None:
-        """End what was to be the new model's, and load the old one again if it is gone."""
+        """Close the new service, and load the old model again if it is gone."""
         model, loader, fit = self._model, self._loader, old.fit
         await service.close()
         if model.loaded is old or loader.closed:
@@ -132,18 +145,20 @@ class ModelSwap:
             loader.failed(model, error)
 
     async def _prepare(self, place: Path, fit: Fit | None) -> Service:
-        """A service of the new model, under the old one's name, that has checked its files and is yet to load them.
-        InvalidRequest for files that cannot be served."""
+        """Return a service of the new model under the old one's name, with checked files that are not loaded yet.
+
+        Raise InvalidRequest for files that cannot be served.
+        """
         began = self._loader.clock.now()
-        with _foreseen(self._to), _checking():
+        with _unexpected_as_model_error(self._to), _bad_files_as_invalid_request():
             service = await self._loader.prepare(self._config, self._model.part, fit=fit, place=place)
         self._seconds = self._loader.clock.now() - began
         return service
 
     async def _load(self, service: Service, place: Path, fit: Fit | None) -> None:
-        """Load the new model; from then on it answers."""
+        """Load the new model and let it answer."""
         model, began = self._model, self._loader.clock.now()
-        with _foreseen(self._to), _checking(in_load=True):
+        with _unexpected_as_model_error(self._to), _bad_files_as_invalid_request(in_load=True):
             await service.load()
         model.config, model.reference, model.place = self._config, self._to, place
         model.load_seconds = self._seconds + self._loader.clock.now() - began
@@ -153,8 +168,8 @@ class ModelSwap:
 
 
 @contextlib.contextmanager
-def _foreseen(to: str) -> Iterator[None]:
-    """What nobody foresaw becomes a ModelError."""
+def _unexpected_as_model_error(to: str) -> Iterator[None]:
+    """Raise unexpected errors as ModelError."""
     try:
         yield
     except CairnError:
@@ -164,9 +179,11 @@ def _foreseen(to: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _checking(*, in_load: bool = False) -> Iterator[None]:
-    """While files are read: those that cannot be served are the mistake of the caller who named them. In a load only a
-    ModelFileError tells that: other failures are the machine's."""
+def _bad_files_as_invalid_request(*, in_load: bool = False) -> Iterator[None]:
+    """Raise errors of model files as InvalidRequest: the caller named those files.
+
+    In a load only ModelFileError means the files; other failures are the machine's.
+    """
     try:
         yield
     except NoWorker:
@@ -182,6 +199,6 @@ def _located(config: Config) -> Path:
 
 
 def _alike(one: Config, other: Config) -> bool:
-    """Whether a model is loaded in the same way, wherever it lies and whatever it is called."""
+    """Return whether two configurations load a model in the same way, wherever its files are and whatever its name."""
     same: dict[str, Any] = {"model": "", "served_name": None, "alias": (), "models": ()}
     return msgspec.structs.replace(one, **same) == msgspec.structs.replace(other, **same)

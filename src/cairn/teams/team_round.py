@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from cairn.agents.at_once import Runner, in_step
+from cairn.agents.concurrency import Runner, in_step
 from cairn.agents.journals import Journal, JournalEntry, Journals
 from cairn.frontend.requests import SamplingOptions
 from cairn.teams import prompts
@@ -345,7 +345,7 @@ class TeamRound:
         for one in self._known(StepOpened):
             if one.step == step:
                 return step, one.told
-        told = self._journal.told
+        told = self._journal.complete_to
         self._journals.note(self._journal, StepOpened(round=self.number, step=step, told=told))
         return step, told
 

@@ -17,6 +17,17 @@ MAX_HEAD_DIM = 1 << 10
 Kind = Literal["chat", "embed", "rerank"]
 
 
+class MakersSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model's makers say that it is to be sampled, and where."""
+
+    values: dict[str, float]
+    """Sampling parameter -> value. Those that are not named are off."""
+    source: str
+    """The address of what says it."""
+    read: str
+    """The day on which it said so."""
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A transformer as data: everything the forward pass and the KV cache depend on."""
 
@@ -81,6 +92,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     bos_id: int | None = None
     defaults: dict[str, float] = {}
     """Sampling defaults of generation_config.json: temperature, top_k, top_p, min_p, repetition_penalty."""
+    makers: MakersSampling | None = None
+    """What its makers say of sampling outside its files."""
+    asked: dict[str, float] = {}
+    """Sampling defaults that the options of whoever serves it name."""
     identity: bytes = b""
     """SHA-256 over everything above that could change a number, the weights and the tokenizer."""
     kind: Kind = "chat"

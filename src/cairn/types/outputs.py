@@ -21,6 +21,10 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+REPETITION = "repetition"
+"""What `Done.detail` says of an answer that was ended because it only repeated itself."""
+
+
 class TokenLogprob(msgspec.Struct, frozen=True):
     """Log-probability of one token under the raw distribution (before bias, penalties and temperature)."""
 
@@ -149,6 +153,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     timing: Timing = Timing()
     vector: bytes = b""
     """float32, of a request that wants a hidden state."""
+    detail: str = ""
+    """More than the reason says: REPETITION where LENGTH ended an answer that only repeated itself."""
     unread_call: bool = False
     """Something in the text began as a call of a tool does and could not be read as one, or as a whole one."""
     moved: str = ""

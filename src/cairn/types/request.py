@@ -81,6 +81,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     choice: int = 0
     """Index among the `n` choices of one call; part of the randomness."""
     stop: tuple[str, ...] = ()
+    repetition_stop: bool = False
+    """The answer ends where it only repeats itself. The front alone looks at it."""
     output: OutputFormat = OutputFormat()
     grammar: Grammar | None = None
     """What the answer has to be; None for anything."""

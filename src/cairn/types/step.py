@@ -170,7 +170,7 @@ class EngineInfo:
     note: str = ""
     """What loading did to the model's numbers, if anything: a sentence for the log."""
     kv_dtype: str = "float32"
-    """Type of a page's numbers: float32, bfloat16 or float16 (numpy's names)."""
+    """Type of a page's numbers: float32, bfloat16, float16, or int8 with scales beside them (numpy's names)."""
     overlaps: bool = False
     """Whether a step runs beside its caller, so that the next one may be planned and submitted meanwhile."""
     generates: bool = True

@@ -180,12 +180,13 @@ export class Answer {
   }
 
   /** What is known once it is over. */
-  finish({ cairn, timings, tokens, reason, tail = [] }) {
+  finish({ cairn, timings, tokens, reason, detail, tail = [] }) {
     const facts = [];
     if (tokens) facts.push(`${count(tokens)} tokens`);
     if (timings?.predicted_per_second) facts.push(`${timings.predicted_per_second.toFixed(1)} tokens/s`);
     if (timings?.prompt_ms !== undefined) facts.push(`first token after ${seconds(timings.prompt_ms / 1000)}`);
-    if (reason === "length") facts.push("cut at the token limit");
+    if (detail === "repetition") facts.push("ended, since it repeated itself");
+    else if (reason === "length") facts.push("cut at the token limit");
     put(
       this.foot,
       h(

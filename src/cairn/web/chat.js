@@ -400,6 +400,7 @@ class Chat {
         timings_per_token: true,
         return_progress: true,
         ...(this.model.value ? { model: this.model.value } : {}),
+        repetition_stop: true,
         ...samplingOptions(),
       };
       const response = await ask("POST", agentPath(this.id, "turns"), body, { signal: this.busy.control.signal });

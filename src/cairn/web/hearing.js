@@ -60,12 +60,13 @@ export class Hearing {
     let usage = null;
     let timings = null;
     let reason = "";
+    let detail = "";
     let shown = 0;
     for await (const { id, data } of events(response)) {
       if (id) this.seen = id;
       this.begun = true;
       if (data === "[DONE]") {
-        this.facts = { cairn: usage?.cairn, timings, tokens: usage?.completion_tokens, reason };
+        this.facts = { cairn: usage?.cairn, timings, tokens: usage?.completion_tokens, reason, detail };
         return true;
       }
       const chunk = JSON.parse(data);
@@ -79,6 +80,7 @@ export class Hearing {
       const choice = chunk.choices?.[0];
       if (!choice) continue;
       reason = choice.finish_reason ?? reason;
+      detail = choice.finish_detail ?? detail;
       const delta = choice.delta;
       if (delta?.content || delta?.reasoning_content || delta?.tool_calls) {
         if (!shown) this.stopTimer();

@@ -1,4 +1,7 @@
-"""`cairn cache check-codec`: load a model, compare a codec with `raw` on it, and remember that where the KV lies."""
+"""`cairn cache check-codec`: load a model, compare KV in 8 bits with KV as it is, and remember that where the KV lies.
+
+What is compared is the codec `q8` of stored KV, or with `--kv-dtype q8` a pool of that type with one of the usual type.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import cairn
 from cairn.config.config import Config
 from cairn.config.paths import expanded, with_folder
 from cairn.kv.disk.codec import Q8, state_groups
-from cairn.kv.disk.codec_check import POSITIONS, Comparison, compare, remember
+from cairn.kv.disk.codec_check import POOL_Q8, POSITIONS, Comparison, compare, foretell, judged, remember
 from cairn.kv.disk.folder import open_folder
 from cairn.models.hub.hub import locate
 from cairn.models.spec.config import check_decodes, load_spec
@@ -23,7 +26,7 @@ from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.block_size import CHUNK_BLOCKS
 from cairn.types.errors import ConfigError
 from cairn.types.model_spec import ModelSpec
-from cairn.types.step import Engine
+from cairn.types.step import Engine, EngineInfo
 from cairn.worker.stores import keyed
 
 _CONTEXT = 2048
@@ -39,40 +42,66 @@ class Checked:
     """The store that remembers it."""
     found: Comparison
     raw_bytes: int
-    """What one token's KV takes as it is, all groups together."""
+    """What one token's KV takes as it is, all groups together: states do not count."""
     bytes: int
 
 
 def check_codec(config: Config, files: FileSystem, clock: Clock, env: Mapping[str, str], text: Path | None) -> Checked:
-    """Compare `q8` with `raw` over the first 2,000 tokens of a text; by default, of Cairn's own source.
+    """Compare 8 bits with KV as it is over the first 2,000 tokens of a text; by default, of Cairn's own source.
 
     Raises `ConfigError` for a text that is too short and a folder that is no store, `Conflict` where a server has the
     store open, `ModelError`, and `OSError` where what was found cannot be written.
     """
+    compared = _compare_pools if config.kv_dtype == "q8" else _compare_codec
     folder = locate(config.model, dict(env))
     tokens = _tokens(load_text(folder, config.tokenizer)[0], text)
     store = _store(config, env)
     lock = open_folder(files, store, clock, fresh=config.kv_fresh, patience=5.0, sleep=time.sleep)
     try:
-        spec, engine = _load(config, folder)
-        try:
-            codec = _codec(spec, engine)
-            found = compare(engine, codec, tokens)
-            info = keyed(engine.info, codec.name)
-        finally:
-            engine.close()
-        remember(files, store, info.identity, found)
+        spec, identity, found, raw_bytes, coded_bytes = compared(config, folder, tokens)
+        remember(files, store, identity, found)
     finally:
         lock.release()
-    chunk = CHUNK_BLOCKS * info.block_tokens
-    kept = [group for group in range(len(info.groups)) if group not in state_groups(info.groups)]
-    return Checked(
-        model=config.served_name or spec.name,
-        folder=store,
-        found=found,
-        raw_bytes=sum(info.block_bytes[group] for group in kept) // info.block_tokens,
-        bytes=sum(codec.size(group) for group in kept) // chunk,
-    )
+    return Checked(config.served_name or spec.name, store, found, raw_bytes, coded_bytes)
+
+
+def _compare_codec(config: Config, folder: Path, tokens: list[int]) -> tuple[ModelSpec, bytes, Comparison, int, int]:
+    """The model, the identity of KV that the codec q8 stores, what was found, and a token's bytes as in `Checked`."""
+    spec, engine = _load(config, folder)
+    try:
+        codec = _codec(spec, engine)
+        found = compare(engine, codec, tokens)
+        info = keyed(engine.info, codec.name)
+    finally:
+        engine.close()
+    stored = sum(codec.size(group) for group in _kept(info)) // (CHUNK_BLOCKS * info.block_tokens)
+    return spec, info.identity, found, _token_bytes(info), stored
+
+
+def _compare_pools(config: Config, folder: Path, tokens: list[int]) -> tuple[ModelSpec, bytes, Comparison, int, int]:
+    """The same of a pool of q8; one model is loaded after the other."""
+    said, infos = [], []
+    for dtype in ("auto", "q8"):
+        spec, engine = _load(msgspec.structs.replace(config, kv_dtype=dtype), folder)
+        try:
+            if dtype == "q8" and engine.info.kv_dtype != "int8":
+                raise ConfigError(f"kv_dtype: the engine {config.engine} has no pool of q8", field="kv_dtype")
+            said.append(foretell(engine, tokens))
+            infos.append(engine.info)
+        finally:
+            engine.close()
+    plain, coded = infos
+    found = judged(POOL_Q8, plain.kv_dtype, *said)
+    return spec, coded.identity, found, _token_bytes(plain), _token_bytes(coded)
+
+
+def _kept(info: EngineInfo) -> list[int]:
+    """Numbers of the groups that keep KV."""
+    return [group for group in range(len(info.groups)) if group not in state_groups(info.groups)]
+
+
+def _token_bytes(info: EngineInfo) -> int:
+    return sum(info.block_bytes[group] for group in _kept(info)) // info.block_tokens
 
 
 def _store(config: Config, env: Mapping[str, str]) -> Path:

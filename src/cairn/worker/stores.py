@@ -12,7 +12,7 @@ from pathlib import Path
 from cairn.config.config import Config
 from cairn.config.paths import expanded, users_folder
 from cairn.kv.disk.codec import Codec, open_codec, state_groups
-from cairn.kv.disk.codec_check import recall
+from cairn.kv.disk.codec_check import POOL_Q8, Comparison, recall
 from cairn.kv.disk.folder import OF_MODELS, held
 from cairn.kv.disk.layout import Layout
 from cairn.kv.disk.model_folders import places
@@ -124,7 +124,29 @@ def _codec(config: Config, spec: ModelSpec, info: EngineInfo, files: FileSystem,
         raise ConfigError(f"kv_codec: q8 cannot hold the KV of {spec.name}: {error}", field="kv_codec") from error
     if codec.lossless:
         return codec
-    found = recall(files, folder, info.identity, codec.name)
+    _checked(config, recall(files, folder, info.identity, codec.name), folder, "kv_codec", "q8", "raw")
+    return codec
+
+
+def check_pool(config: Config, info: EngineInfo, files: FileSystem, env: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for a pool of q8 where no check showed that this model stays as it is with it.
+
+    `info` as the engine tells it: what is stored of the pool changes nothing here.
+    """
+    if info.kv_dtype != "int8":
+        return
+    folder = expanded(config.kv_dir).absolute() if config.kv_dir is not None else users_folder(env).absolute()
+    try:
+        found = recall(files, folder, info.identity, POOL_Q8)
+    except OSError as error:
+        raise ConfigError(
+            f"kv_dtype: what check-codec found of q8 cannot be read: {error}", field="kv_dtype"
+        ) from error
+    _checked(config, found, folder, "kv_dtype", "q8", "the usual type")
+
+
+def _checked(config: Config, found: Comparison | None, folder: Path, option: str, value: str, beside: str) -> None:
+    """Raise `ConfigError` for a value that was not compared on this model, or agrees too little."""
     if found is None:
         # What else is part of the keys: without it another model's numbers would be compared.
         named = {
@@ -135,10 +157,9 @@ def _codec(config: Config, spec: ModelSpec, info: EngineInfo, files: FileSystem,
         }
         flags = "".join(f" --{name} {value}" for name, value in named.items() if value != "auto")
         raise ConfigError(
-            f"kv_codec: {codec.name} was not compared with raw on this model; run: cairn cache check-codec "
+            f"{option}: {value} was not compared with {beside} on this model; run: cairn cache check-codec "
             f"{shlex.quote(config.model)} --kv-dir {shlex.quote(str(folder))}{flags}",
-            field="kv_codec",
+            field=option,
         )
     if found.refusal:
-        raise ConfigError(f"kv_codec: {found.refusal}", field="kv_codec")
-    return codec
+        raise ConfigError(f"{option}: {found.refusal}", field=option)

@@ -42,7 +42,7 @@ from cairn.worker import wire
 from cairn.worker.grammars import Grammars
 from cairn.worker.kv_queries import KVQueries
 from cairn.worker.progress import Shown
-from cairn.worker.stores import GB, keyed, open_stores, stored_bytes
+from cairn.worker.stores import GB, check_pool, keyed, open_stores, stored_bytes
 
 BEAT_SECONDS = 1.0
 ORPHAN_SECONDS = 2.0
@@ -342,6 +342,7 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
         told = with_tokenizer(spec, config.tokenizer)
         known = keyed(engine.info, config.kv_codec)
         generates = engine.info.generates
+        check_pool(config, engine.info, files, os.environ)
         part = load.kv_part
         stores, trouble = open_stores(config, spec, known, clock, files, os.environ, part) if generates else ({}, "")
     except EOFError:  # the front is gone, or wants this model no more

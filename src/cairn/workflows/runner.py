@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from cairn.agents.at_once import as_places_free, together
+from cairn.agents.concurrency import as_places_free, together
 from cairn.agents.journals import Journal, Journals
 from cairn.frontend.requests import SamplingOptions
 from cairn.text.chat.messages import length

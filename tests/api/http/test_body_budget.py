@@ -126,7 +126,7 @@ async def test_an_import_that_a_full_disk_refuses_is_told_so(
         assert answer.status_code == 503, answer.text
         assert "the body cannot be kept in" in answer.text and "No space left on device" in answer.text
         again = await http.post("/v1/agents/import", content=b"x", headers=OCTETS)
-        assert again.status_code == 400 and "no exported agent" in again.text, "and gives its place back"
+        assert again.status_code == 400 and "not an exported agent" in again.text, "and gives its place back"
 
 
 async def test_imports_go_to_the_disk_and_are_bounded_by_number(tmp_path: Path) -> None:
@@ -146,4 +146,4 @@ async def test_imports_go_to_the_disk_and_are_bounded_by_number(tmp_path: Path) 
             if answer.status_code != 429:
                 break
             await asyncio.sleep(0.01)
-        assert answer.status_code == 400 and "no exported agent" in answer.text
+        assert answer.status_code == 400 and "not an exported agent" in answer.text

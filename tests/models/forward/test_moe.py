@@ -38,7 +38,7 @@ OSS = MODELS["gpt-oss"]
         (QWEN | {"num_experts": None}, "num_local_experts must be a whole number"),
         (QWEN | {"num_experts_per_tok": 7}, "num_experts_per_tok must be a whole number from 1 to 6"),
         (QWEN | {"mlp_only_layers": ["1"]}, "mlp_only_layers must be a list of whole numbers"),
-        (QWEN | {"use_sliding_window": True}, "use_sliding_window is true, which is not supported"),
+        (QWEN | {"use_sliding_window": True}, "use_sliding_window other than False is not supported"),
         (QWEN | {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
         (GLM | {"n_group": 3}, "8 experts cannot be 3 groups"),
         (GLM | {"topk_group": 5}, "cannot be 4 groups to choose from"),

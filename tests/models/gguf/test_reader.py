@@ -189,12 +189,14 @@ def test_every_cut_of_a_file_is_seen(tiny: Path) -> None:
             read_gguf(tiny)
 
 
+YARN = (("type", "yarn"), ("factor", 4.0))
+
 KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "no architecture": ({}, ("general.architecture",), r"general\.architecture must be the name of an architecture"),
     "architecture": (
         {"general.architecture": "mamba"},
         (),
-        "the architecture 'mamba' is not supported; supported are apertus, bert, deepseek2, gemma-embedding, gemma2",
+        "the architecture 'mamba' is not supported; supported are apertus, bert, deepseek2, exaone4, gemma",
     ),
     "architectures": (
         {"general.architecture": [1.5, 2.5]},
@@ -215,6 +217,21 @@ KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "hidden": ({"llama.embedding_length": 49}, (), r"token_embd\.weight must be \[tokens, 49\], found the shape"),
     "partial rotation": ({"llama.rope.dimension_count": 6}, (), "rope.dimension_count other than the head size 12"),
     "scaling": ({"llama.rope.scaling.type": "longrope"}, (), "rope scaling 'longrope' is not supported"),
+    "yarn that extends nothing": (
+        {f"llama.rope.scaling.{name}": one for name, one in (*YARN, ("yarn_ext_factor", 0.0))},
+        (),
+        r"yarn_ext_factor is set, which is not supported",
+    ),
+    "positions that are extended without yarn": (
+        {"llama.rope.scaling.yarn_ext_factor": 1.0},
+        (),
+        r"yarn_ext_factor is set, which is not supported",
+    ),
+    "scores without a scale": (
+        {f"llama.rope.scaling.{name}": one for name, one in (*YARN, ("yarn_attn_factor", 0.0))},
+        (),
+        r"yarn_attn_factor is set, which is not supported",
+    ),
     "not causal": ({"llama.attention.causal": False}, (), "such a model does not generate text"),
     "tokens": ({"tokenizer.ggml.tokens": ["x"] * 161}, (), "161 tokens, but the embedding has 160 rows"),
     "tokens in tokens": (
@@ -351,6 +368,15 @@ def test_a_factor_on_attention_of_yarn_is_used(tmp_path: Path) -> None:
     assert load_spec(path).rope_scaling.attention_factor == pytest.approx(1.5 * 1.13863, rel=1e-5)
 
 
+def test_yarn_that_extends_all_is_yarn(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "LlamaForCausalLM")
+    yarn = {f"llama.rope.scaling.{name}": one for name, one in YARN}
+    plain = load_spec(write_gguf(folder, tmp_path / "m.gguf", extra=yarn))
+    said = load_spec(write_gguf(folder, tmp_path / "m.gguf", extra=yarn | {"llama.rope.scaling.yarn_ext_factor": 1.0}))
+    assert plain.rope_scaling == said.rope_scaling
+    assert plain.rope_scaling.kind == "yarn"
+
+
 HARMLESS: dict[str, dict[str, Any]] = {
     "top_p that was rounded": {"general.sampling.top_p": np.float64(1.0000001)},
     "no penalty": {"general.sampling.penalty_repeat": 0.0},
@@ -360,6 +386,8 @@ HARMLESS: dict[str, dict[str, Any]] = {
     "unknown": {"tokenizer.ggml.unknown_token_id": (1 << 32) - 1},
     "attention scale": {"llama.attention.scale": 12**-0.5},
     "logit scale": {"llama.logit_scale": 1.0},
+    "yarn without a word of its extent": {"llama.rope.scaling.yarn_ext_factor": -1.0},
+    "nothing extended without yarn": {"llama.rope.scaling.yarn_ext_factor": 0.0},
     "residual scale": {"llama.residual_scale": 1.0, "llama.embedding_scale": 1.0},
 }
 

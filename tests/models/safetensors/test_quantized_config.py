@@ -31,6 +31,7 @@ def group(**weights: Any) -> dict[str, Any]:
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "the method 'bitsandbytes' is not supported for saf"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "the quant_algo 'W4A8_AWQ' of modelopt"),
+        ({"group_size": 64, "bits": 4, "mode": "affine"}, "weights as MLX packs them are not supported"),
         ({"quant_method": "mxfp4"}, "the method 'mxfp4'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 in 'e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two whole numbers"),
@@ -127,6 +128,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, np.ndarray | None], str]] 
 }
 
 
+def test_weights_as_mlx_packed_them_are_named(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, architecture="LlamaForCausalLM", quantization={"group_size": 64, "bits": 4})
+    with pytest.raises(ModelError, match="quantization: weights as MLX packs them are not supported; take the model's"):
+        load_spec(folder)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_modules_whose_tensors_do_not_fit_are_named(name: str, tmp_path: Path) -> None:
     pack, config, changed, sentence = CASES[name]
@@ -158,6 +165,20 @@ def test_parts_may_lie_in_two_files_and_biases_of_zeros_and_scales_of_activation
     assert sorted(split) == sorted(whole)
     for name in whole:
         np.testing.assert_array_equal(split[name], whole[name])
+
+
+def test_groups_that_are_said_to_be_none_are_in_order(tmp_path: Path) -> None:
+    """compressed-tensors writes -1 for every input whose group was never put in another order."""
+    _, folder = write_quantized(tmp_path, compressed(4, 32), PACKED | group(type="int", num_bits=4))
+    whole = open_weights(folder, load_spec(folder))
+    tensors = open_tensors(folder / "model.safetensors")
+    for name in [one for one in tensors if one.endswith(".weight_shape")]:
+        inputs = int(tensors[name][1])
+        tensors[name.replace("weight_shape", "weight_g_idx")] = np.full(inputs, -1, np.int32)
+    save_file(tensors, folder / "model.safetensors")
+    found = open_weights(folder, load_spec(folder))
+    for name in whole:
+        np.testing.assert_array_equal(found[name], whole[name])
 
 
 def test_bytes_are_told_by_the_formats_of_the_file(tmp_path: Path) -> None:

@@ -207,6 +207,20 @@ def test_an_index_that_lies(edit: Any, words: list[str], tmp_path: Path) -> None
         assert word in str(caught.value)
 
 
+def test_stray_files_beside_an_index_are_passed_over(tmp_path: Path) -> None:
+    """Files that no index names are not opened, whatever they hold."""
+    tensors = random_tensors(write_config(tmp_path))
+    folder = write_shards(write_config(tmp_path), tensors)
+    for name in ("consolidated.safetensors", "model-00004-of-00004.safetensors", "adapter_model.safetensors"):
+        (folder / name).write_bytes(b"no safetensors")
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    found = open_folder(folder)
+    assert all(found[name].tobytes() == array.tobytes() for name, array in tensors.items())
+    assert [path.name for path in weight_files(folder)] == [
+        f"model-0000{one}-of-00003.safetensors" for one in (1, 2, 3)
+    ]
+
+
 def test_a_tensor_that_its_shard_lacks(tmp_path: Path) -> None:
     folder = write_shards(write_config(tmp_path), random_tensors(write_config(tmp_path)))
     index = json.loads((folder / INDEX).read_text())["weight_map"]

@@ -72,6 +72,9 @@ def test_old_names_of_norms_and_places_that_are_listed(folder: Path) -> None:
     [
         ("config.json", {"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
         ("config.json", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported; supported are gelu"),
+        ("config.json", {"is_decoder": True}, "is_decoder other than False is not supported for BertModel"),
+        ("config.json", {"add_cross_attention": True}, "add_cross_attention other than False"),
+        ("config.json", {"is_encoder_decoder": True}, "is_encoder_decoder other than False"),
         ("config.json", {"hidden_size": 50}, "num_attention_heads must be such that"),
         (
             "config.json",

@@ -16,7 +16,7 @@ from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
 from cairn.models.spec.value_range import HALF, ROUNDING, fits_half, reach
 from tests.service.tiny import make_model
-from tests.tiny_models import KERNELS, MODELS, Driver, load, prompt, random_tensors, write_config, write_model
+from tests.tiny_models import KERNELS, MODELS, Driver, load, prompt, random_tensors, stored, write_config, write_model
 
 
 def written(folder: Path, factors: dict[str, float], **fields: Any) -> Path:
@@ -24,7 +24,7 @@ def written(folder: Path, factors: dict[str, float], **fields: Any) -> Path:
     tensors = random_tensors(write_config(folder, **fields))
     for name in tensors:
         tensors[name] *= np.float32(next((factor for end, factor in factors.items() if name.endswith(end)), 1.0))
-    save_file(tensors, folder / "model.safetensors")
+    save_file(stored(load_spec(folder), tensors), folder / "model.safetensors")
     return folder
 
 

@@ -476,7 +476,10 @@ def test_where_templates_come_from(tmp_path: Path) -> None:
     [
         ("tokenizer_config.json", b'{"chat_template": 5}'),
         ("tokenizer_config.json", b'{"chat_template": [{"name": "x"}]}'),
-        ("tokenizer_config.json", b'{"chat_template": [{"name": "x", "template": "y"}]}'),
+        (
+            "tokenizer_config.json",
+            b'{"chat_template": [{"name": "x", "template": "y"}, {"name": "z", "template": "y"}]}',
+        ),
         ("chat_template.jinja", b"\xff"),
         ("chat_template.json", b"nope"),
     ],

@@ -342,3 +342,15 @@ def test_a_tag_in_content_is_shown_whatever_its_token_is(tokenizer: Tokenizer) -
     for output in (BOTH, OutputFormat(reasoning=True)):
         deltas, _ = run(TextStream(tokenizer, request(output=output)), tokenizer.encode(text, special=True))
         assert (text_of(deltas), reasoning_of(deltas)) == (text, "")
+
+
+def test_rows_of_a_call_are_no_loop(tokenizer: Tokenizer) -> None:
+    rows = ", ".join(["0"] * 400)
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"rows": [' + rows + "]}}\n</tool_call>"
+    stream = TextStream(tokenizer, request(output=BOTH, repetition_stop=True))
+    deltas, reason = run(stream, tokenizer.encode(call, special=True))
+    assert not stream.looped and reason is FinishReason.TOOL_CALLS
+    stream = TextStream(tokenizer, request(output=BOTH, repetition_stop=True))
+    deltas, reason = run(stream, tokenizer.encode("0, " * 400), reason=FinishReason.LENGTH)
+    assert stream.looped and reason is FinishReason.LENGTH
+    assert "".join(delta.text for delta in deltas) == ("0, " * 400)[: len("".join(delta.text for delta in deltas))]

@@ -44,6 +44,46 @@ def test_a_missing_tokenizer_is_an_error_and_never_a_fallback(tmp_path: Path) ->
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tekken.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"])
+def test_a_vocabulary_that_is_not_read_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ModelFileError, match=rf"must hold a tokenizer\.json, and {name} \(.*--tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_text_is_always_the_same_tokens(tmp_path: Path) -> None:
+    """Some files say that merges are left out by chance, as in training."""
+    text = "abab" * 16
+    vocab = {"a": 0, "b": 1, "ab": 2, "abab": 3}
+    model = {"type": "BPE", "vocab": vocab, "merges": ["a b", "ab ab"], "dropout": 0.5}
+    said = json.loads(Library(models.BPE()).to_str()) | {"model": model}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(said))
+    theirs = Library.from_file(str(tmp_path / "tokenizer.json"))
+    assert len({tuple(theirs.encode(text).ids) for _ in range(20)}) > 1, "the file leaves out nothing"
+    ours = Tokenizer.load(tmp_path)
+    assert {tuple(ours.encode(text)) for _ in range(50)} == {(3,) * 16}
+    assert {tuple(ours.encode(text, special=True)) for _ in range(50)} == {(3,) * 16}
+
+
+def test_added_tokens_of_a_file_of_their_own(tmp_path: Path) -> None:
+    """As transformers reads added_tokens.json: special is what the configuration names."""
+    config = {"eos_token": "<|stop|>", "additional_special_tokens": ["<|also|>"]}
+    folder = text_models.write_model(tmp_path, text_models.byte_level(), config)
+    known = Tokenizer.load(folder).vocab_size
+    added = {"<|stop|>": known, "<|also|>": known + 1, "<|word|>": known + 2}
+    (folder / "added_tokens.json").write_text(json.dumps(added))
+    ours = Tokenizer.load(folder)
+    assert [ours.token_id(text) for text in added] == [known, known + 1, known + 2]
+    assert ours.special_ids >= {known, known + 1}
+    assert known + 2 not in ours.special_ids
+    assert ours.eos_id == known
+    assert ours.encode("x<|word|>", special=True)[-1] == known + 2
+    for value in ("x", True, -1):
+        (folder / "added_tokens.json").write_text(json.dumps({"<|a|>": value}))
+        with pytest.raises(ModelFileError, match=r"added_tokens\.json: must give each token a whole number"):
+            Tokenizer.load(folder)
+
+
 @pytest.mark.parametrize(
     "content",
     [

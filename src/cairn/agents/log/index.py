@@ -1,7 +1,7 @@
-"""Where each record of a token log lies, and which of them still count. No bytes, no files.
+"""Index of a token log: where each record lies, and which records still count. It reads no files.
 
-A log holds a few records of every turn that was ever said, so what is kept of one is packed: some 25 bytes in its
-segment, and for those that are looked up a slot of an `OffsetTable`.
+A log holds a few records of every turn that ever ran, so the index is packed: some 25 bytes a record in its segment,
+and a slot of an `OffsetTable` for those that are looked up.
 """
 
 from __future__ import annotations
@@ -16,35 +16,34 @@ from typing import NamedTuple
 from cairn.agents.log.segment import HEADER_BYTES, Record, SegmentHeader
 
 _SPREAD = 0x9E3779B97F4A7C15
-"""2**64 over the golden ratio: keys that follow each other come to lie far apart."""
+"""2**64 over the golden ratio: it spreads consecutive keys over the table."""
 _OFFSET_BITS = 34
 _FEWEST = 8
 
 
 class OffsetTable:
-    """A packed table from keys to (file's number, offset): a history of a million turns has two million of them.
+    """A packed hash table from keys to (segment number, offset).
 
-    It takes 16 bytes a slot, of which at least a third are not used (open addressing).
-
-    Keys are 1 to 2**64 - 1, numbers 1 to 2**30 - 1, offsets below 2**34. Not safe to use from several threads at once.
+    A history of a million turns has two million keys. Each slot takes 16 bytes, and at least a third of the slots are
+    free (open addressing). Keys are 1 to 2**64 - 1, numbers 1 to 2**30 - 1, offsets below 2**34. Not thread-safe.
     """
 
     __slots__ = ("_keys", "_places", "_used")
 
     def __init__(self) -> None:
         self._keys = array("Q", bytes(8 * _FEWEST))
-        """0 where a slot was never used."""
+        """0 for a slot that was never used."""
         self._places = array("Q", bytes(8 * _FEWEST))
         """0 for a key that was dropped."""
         self._used = 0
 
     def get(self, key: int) -> tuple[int, int]:
-        """(number, offset); (0, 0) for a key that is not there."""
+        """Return (number, offset); (0, 0) for an unknown key."""
         place = self._places[self._slot(key)]
         return place >> _OFFSET_BITS, place & ((1 << _OFFSET_BITS) - 1)
 
     def put(self, key: int, number: int, offset: int) -> None:
-        """The key is there now. OverflowError for a number beyond the limit."""
+        """Set the place of a key. Raise OverflowError if the number is too large."""
         slot = self._slot(key)
         self._places[slot] = number << _OFFSET_BITS | offset
         if not self._keys[slot]:
@@ -54,14 +53,14 @@ class OffsetTable:
                 self._rehash()
 
     def drop(self, key: int) -> None:
-        """The key is nowhere. Its slot is used again when the table grows."""
+        """Remove a key. Its slot is free again once the table grows."""
         self._places[self._slot(key)] = 0
 
     def _slot(self, key: int) -> int:
-        """The key's, or the one that it would get."""
+        """Return the slot of the key, or the free one that it would get."""
         last = len(self._keys) - 1
         slot = (key * _SPREAD >> 20) & last
-        while (found := self._keys[slot]) and found != key:
+        while (stored := self._keys[slot]) and stored != key:
             slot = (slot + 1) & last
         return slot
 
@@ -77,34 +76,34 @@ class OffsetTable:
 
 
 class RecordKind(enum.IntEnum):
-    """What a record says. Of AGENT, END, SAVINGS and JOURNAL only the newest with its key counts."""
+    """Kinds of records. Of AGENT, END, SAVINGS and JOURNAL only the newest with its key counts."""
 
     AGENT = 1
     TURN = 2
     TOKENS = 3
-    """Tokens of an answer that is not complete; END holds them all."""
+    """Tokens of an incomplete answer; END holds all of them."""
     END = 4
     ERASE = 5
-    """Keys whose records are to be gone."""
+    """Keys whose records must be erased."""
     REPLAY = 6
     SAVINGS = 7
     UNPIN = 8
-    """Pins in the stores that are to be given up: the agent that had them is erased."""
+    """Pins that the stores still have to give up: their agent is deleted."""
     JOURNAL = 9
-    """What several agents or requests work on together, as it is now."""
+    """The head of a journal, in its current state."""
     ENTRY = 10
-    """One entry of a journal; its key is its own."""
+    """An entry of a journal, with a key of its own."""
 
 
 NEWEST = frozenset({RecordKind.AGENT, RecordKind.END, RecordKind.SAVINGS, RecordKind.JOURNAL})
 FOUND = NEWEST | {RecordKind.TURN}
-"""What is looked up by kind and key."""
+"""Kinds that are looked up by kind and key."""
 TIDY = 64
-"""Rows that do not count any more which a segment may gather, beside as many as do."""
+"""A segment drops its dead rows when there are this many, and as many as live ones."""
 
 
 class RecordLocation(NamedTuple):
-    """Where a record lies."""
+    """Place of a record."""
 
     header: SegmentHeader
     offset: int
@@ -112,32 +111,32 @@ class RecordLocation(NamedTuple):
 
 
 class Segment:
-    """A file of the log. A row for each record that counts, in the order of their offsets."""
+    """A file of the log, with a row for each record that counts, by offset."""
 
     def __init__(self, header: SegmentHeader) -> None:
         self.header = header
         self._lsns, self._keys, self._sizes = array("Q"), array("Q"), array("I")
         self._offsets = array("Q")
         self._kinds = bytearray()
-        """0 where the record does not count any more."""
+        """0 for a record that no longer counts."""
         self._dead = 0
-        """How many those are."""
+        """Rows of records that no longer count."""
         self._superseded = array("Q")
-        """Keys of records that it holds and that have no row any more."""
+        """Keys of records in the file that have no row any more."""
         self.live = 0
-        """Bytes of what counts."""
+        """Bytes of the records that count."""
         self.size = HEADER_BYTES
         self.dirty = False
-        """It may hold bytes that no row names."""
+        """Whether the file may hold bytes without a row."""
         self.stuck = False
-        """A record in it that counts cannot be read any more, so compaction leaves it alone."""
+        """Whether a record that counts cannot be read any more, so that compaction leaves the file alone."""
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Return the number of rows."""
         return len(self._lsns)
 
     def add(self, record: Record, offset: int) -> None:
-        """A record lies there, behind all others. Now and then rows that do not count any more are forgotten."""
+        """Add the row of a record at that offset, which is beyond all others. Dead rows are dropped now and then."""
         if self._dead >= TIDY and 2 * self._dead >= len(self):
             self.tidy()
         self._lsns.append(record.lsn)
@@ -148,13 +147,13 @@ class Segment:
         self.live += record.size
 
     def drop(self, offset: int) -> None:
-        """The record there does not count any more."""
+        """Mark the record at that offset as no longer counting."""
         row = self._row(offset)
         if row is not None:
             self._drop(row)
 
     def drop_all(self, *, lsns: Collection[int] = (), kind: int = 0) -> None:
-        """Nor do those with these numbers, or of this kind."""
+        """Mark the records with these sequence numbers, or of this kind, as no longer counting."""
         for row, lsn in enumerate(self._lsns):
             if lsn in lsns or (kind and self._kinds[row] == kind):
                 self._drop(row)
@@ -170,7 +169,7 @@ class Segment:
         return row if row < len(self) and self._offsets[row] == offset else None
 
     def tidy(self) -> None:
-        """Keep only the keys of rows that do not count any more: they are a third to a half of all."""
+        """Drop dead rows, a third to a half of all, and keep only their keys."""
         if not self._dead:
             return
         gone = {key for key, kind in zip(self._keys, self._kinds, strict=True) if not kind}
@@ -183,31 +182,34 @@ class Segment:
         self._dead = 0
 
     def holds(self, keys: Set[int]) -> bool:
-        """Whether it has bytes of records with these keys."""
+        """Return whether the file has bytes of records with these keys."""
         return bool(keys) and not (keys.isdisjoint(self._superseded) and keys.isdisjoint(self._keys))
 
     def counting(self) -> Iterator[tuple[int, int]]:
-        """(lsn, key) of what counts."""
+        """Return (lsn, key) of the records that count."""
         return ((lsn, key) for lsn, key, kind in zip(self._lsns, self._keys, self._kinds, strict=True) if kind)
 
     def bytes_of(self, keys: Set[int]) -> int:
-        """Bytes of what counts and has these keys. Another thread may change it meanwhile: then it is about so many."""
+        """Return the bytes of the records that count and have these keys.
+
+        An estimate if another thread changes the segment meanwhile.
+        """
         rows = zip(self._keys[:], self._sizes[:], bytes(self._kinds), strict=False)
         return sum(size for key, size, kind in rows if kind and key in keys)
 
     def lsn(self, offset: int) -> int:
-        """The lsn of the record that lies there; 0 where no row tells."""
+        """Return the lsn of the record at that offset; 0 without a row."""
         row = self._row(offset)
         return 0 if row is None else self._lsns[row]
 
     def place(self, offset: int) -> RecordLocation | None:
-        """The place of the record that lies there, if a row tells."""
+        """Return the place of the record at that offset; None without a row."""
         row = self._row(offset)
         return None if row is None else RecordLocation(self.header, offset, self._sizes[row])
 
     @property
     def wasteful(self) -> bool:
-        """Whether less than half of it counts."""
+        """Whether less than half of the file counts."""
         return self.dirty or not self.live or self.live < (self.size - HEADER_BYTES) // 2
 
 
@@ -215,21 +217,21 @@ class Index:
     """All segments, and which record supersedes which. One thread changes it; any may call `locate`."""
 
     def __init__(self, segments: dict[int, Segment]) -> None:
-        """`segments`: by number. Whoever owns them adds and removes them."""
+        """Create an index of `segments`, by number. Their owner adds and removes them."""
         self.segments = segments
         self._places = {int(kind): OffsetTable() for kind in FOUND}
         self._pieces: dict[int, list[tuple[int, int]]] = {}
-        """Where TOKENS of turns without an end lie."""
+        """Places of the TOKENS of turns without an end."""
         self._lock = threading.Lock()
 
     def add(self, record: Record, segment: Segment, offset: int) -> None:
-        """A record was written there, perhaps after it lay in a segment that was given up."""
+        """Add a record that was written at that offset. It may have been in a segment before that was abandoned."""
         with self._lock:
             segment.add(record, offset)
             self._enter(record, segment, offset)
 
     def enter(self, record: Record, segment: Segment, offset: int) -> None:
-        """A record was found there: it has its row."""
+        """Add a record that was found at that offset and has its row."""
         with self._lock:
             self._enter(record, segment, offset)
 
@@ -249,11 +251,14 @@ class Index:
             self._pieces.setdefault(record.key, []).append((number, offset))
         elif record.kind == RecordKind.END:
             for piece_number, piece_offset in self._pieces.pop(record.key, ()):
-                if (one := self.segments.get(piece_number)) is not None:
-                    one.drop(piece_offset)
+                if (piece_segment := self.segments.get(piece_number)) is not None:
+                    piece_segment.drop(piece_offset)
 
     def move(self, record: Record, number: int, offset: int, left: Collection[int]) -> None:
-        """A record that counts has a row there now; `left`: the numbers of the segments where it was."""
+        """Set the new place of a record that counts.
+
+        `left`: numbers of the segments where it was.
+        """
         with self._lock:
             if record.kind in FOUND:
                 self._places[record.kind].put(record.key, number, offset)
@@ -262,7 +267,7 @@ class Index:
                 self._pieces[record.key] = [*others, (number, offset)]
 
     def forget(self, keys: Collection[int]) -> None:
-        """These keys are gone."""
+        """Remove these keys."""
         with self._lock:
             for key in keys:
                 self._pieces.pop(key, None)
@@ -270,7 +275,7 @@ class Index:
                     table.drop(key)
 
     def locate(self, kind: int, key: int) -> RecordLocation | None:
-        """Where the record lies that counts; None where there is none."""
+        """Return the place of the record that counts, or None."""
         with self._lock:
             number, offset = self._places[kind].get(key)
             segment = self.segments.get(number)
@@ -278,10 +283,10 @@ class Index:
 
 
 def encode_keys(keys: Iterable[int]) -> bytes:
-    """Keys as an ERASE record holds them."""
+    """Encode keys for an ERASE record."""
     return b"".join(key.to_bytes(8, "little") for key in keys)
 
 
 def decode_keys(payload: bytes) -> list[int]:
-    """The keys of an ERASE record."""
+    """Decode the keys of an ERASE record."""
     return [int.from_bytes(payload[at : at + 8], "little") for at in range(0, len(payload) - 7, 8)]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cairn.agents.log.folder import LOG, Folder
-from cairn.agents.log.recovery import look
+from cairn.agents.log.recovery import LOG, Folder, look
 from cairn.agents.log.segment import VERSION, decode_header
 from cairn.system.interfaces import FileSystem
 from cairn.types.errors import ConfigError, Unavailable

@@ -1,12 +1,21 @@
-"""What a token log's folder holds: at the start its segments with every record once, and later single records."""
+"""The folder of a token log, and the reading of its segments at a start and of single records later.
+
+    .lock                       held by the process that uses the folder
+    0000000000000003.log        segments, numbered in the order of their creation
+    0000000000000004.new        unfinished; removed at the next start
+    0000000000000002.damaged    a segment without a readable header, kept until the next erasure
+
+Names of files are numbers; nothing that a client chose is in them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from cairn.agents.log.folder import DAMAGED, LOG, NEW, Folder
 from cairn.agents.log.index import Index, RecordLocation, Segment
 from cairn.agents.log.segment import (
     HEADER_BYTES,
@@ -16,36 +25,124 @@ from cairn.agents.log.segment import (
     SegmentHeader,
     decode_header,
     decode_record,
+    encode_header,
     walk,
 )
+from cairn.system.interfaces import LOCK_FILE, File, FileSystem
 from cairn.types.errors import ConfigError
+
+LOG, NEW, DAMAGED = "log", "new", "damaged"
+
+
+class Folder:
+    """The folder of one log. Raises OSError if the disk refuses."""
+
+    def __init__(self, files: FileSystem, path: Path) -> None:
+        self._files = files
+        self.path = path
+
+    def check(self) -> None:
+        """Create the folder if needed. Raise ConfigError unless it is private and holds only a log."""
+        files, path = self._files, self.path
+        files.make_folder(path)
+        try:
+            held = files.list(path)
+        except NotADirectoryError:
+            raise ConfigError(f"{path}: is a file; the token log needs a folder of its own") from None
+        if not files.owned(path):
+            raise ConfigError(f"{path}: belongs to another user; the token log needs a folder of its own")
+        if files.mode(path) & 0o077:
+            raise ConfigError(f"{path}: others may read it; make it private with chmod 700 {path}")
+        for entry in held:
+            if entry.name != LOCK_FILE and (entry.folder or _parse(entry.name) is None):
+                raise ConfigError(
+                    f"{path}: holds {entry.name!r}, which is not part of a token log; name another folder"
+                )
+
+    def numbers(self, ending: str) -> list[int]:
+        """Return the numbers of the files with this ending, in order."""
+        parsed = [_parse(entry.name) for entry in self._files.list(self.path)]
+        return sorted(name[0] for name in parsed if name is not None and name[1] == ending)
+
+    def name(self, number: int, ending: str = LOG) -> Path:
+        """Return the path of the file with this number and ending."""
+        return self.path / f"{number:016x}.{ending}"
+
+    def create(self, header: SegmentHeader, body: bytes | bytearray) -> File:
+        """Create a durable segment and return it, open for appending."""
+        temporary = self.name(header.number, NEW)
+        file = self._files.open(temporary, "create")
+        try:
+            file.append(encode_header(header) + body)
+            file.sync()
+            self._files.replace(temporary, self.name(header.number))
+            self.sync()
+        except BaseException:
+            file.close()
+            for path in (temporary, self.name(header.number)):
+                with contextlib.suppress(OSError):
+                    self._files.remove(path)
+            raise
+        return file
+
+    def open(self, number: int) -> File:
+        """Open a segment for reading."""
+        return self._files.open(self.name(number), "read")
+
+    def read(self, number: int) -> bytes:
+        """Return the bytes of a segment."""
+        file = self.open(number)
+        try:
+            return file.read(0, file.size())
+        finally:
+            file.close()
+
+    def remove(self, number: int, ending: str = LOG) -> None:
+        """Remove a file; durable after `sync`."""
+        self._files.remove(self.name(number, ending))
+
+    def set_aside(self, number: int) -> None:
+        """Rename a segment that cannot be read, and keep it."""
+        self._files.replace(self.name(number), self.name(number, DAMAGED))
+
+    def sync(self) -> None:
+        """Make the names durable."""
+        self._files.sync_folder(self.path)
+
+
+def _parse(name: str) -> tuple[int, str] | None:
+    stem, _, ending = name.partition(".")
+    if len(stem) != 16 or stem.strip("0123456789abcdef") or ending not in (LOG, NEW, DAMAGED):
+        return None
+    return int(stem, 16), ending
+
 
 log = logging.getLogger(__name__)
 
 TRIES = 8
-"""How often a record is looked for where it is said to lie: compaction may move it at the same time."""
+"""How often a record is looked up: compaction may move it at the same time."""
 
 
 class RecoveredLog(NamedTuple):
-    """What was read. Segments that have to be written anew are `dirty`."""
+    """What a start has read. Segments that must be rewritten are `dirty`."""
 
     segments: dict[int, Segment]
     records: dict[int, Record]
-    """Records by lsn, those that are erased or superseded too; no seals."""
+    """Records by lsn, erased and superseded ones included, without seals."""
     places: dict[int, tuple[int, int]]
-    """The number of a segment and an offset by lsn. Each has a row there."""
+    """(Segment number, offset) by lsn. Each has a row in its segment."""
     damaged: int
-    """Bytes that are no record."""
+    """Bytes that are not records."""
     loss: str
-    """What of that no write that was cut off can have left, as the end of a sentence; empty where nothing is."""
+    """Damage that no cut-off write explains, as the end of a sentence; empty for none."""
     next_number: int
-    """Beyond those of all files."""
+    """A number above those of all files."""
 
 
 def read_segments(folder: Folder) -> RecoveredLog:
-    """Read all, remove what was being made, and set aside what has no header.
+    """Read all segments, remove unfinished files, and set aside segments without a header.
 
-    Raises ConfigError for a newer format, and changes nothing then.
+    Raise ConfigError, and change nothing, for a newer format.
     """
     read = [(number, folder.read(number)) for number in folder.numbers(LOG)]
     headers = {number: decode_header(data) for number, data in read}
@@ -62,7 +159,7 @@ def read_segments(folder: Folder) -> RecoveredLog:
     records: dict[int, Record] = {}
     places: dict[int, tuple[int, int]] = {}
     lost = inside = 0
-    for number, data in reversed(read):  # of a record that is there twice the later one is known to be durable
+    for number, data in reversed(read):  # of a duplicate record, the later copy is known to be durable
         header = headers[number]
         if header is None or header.number != number:
             log.warning("%s: no readable header; set aside", folder.name(number))
@@ -76,14 +173,20 @@ def read_segments(folder: Folder) -> RecoveredLog:
 
 
 def loss(aside: int, inside: int) -> str:
-    """What a log lost that no write which was cut off explains: segments without a header, bytes between records."""
-    found = [f"{aside} of its files had no readable header and were set aside as *.{DAMAGED}"] if aside else []
-    found += [f"{inside} bytes in the midst of it are no records"] if inside else []
-    return " and ".join(found)
+    """Describe damage that no cut-off write explains.
+
+    `aside`: files without a header. `inside`: bytes between records.
+    """
+    parts = [f"{aside} of its files had no readable header and were set aside as *.{DAMAGED}"] if aside else []
+    parts += [f"{inside} bytes between records are damaged"] if inside else []
+    return " and ".join(parts)
 
 
 def look(folder: Folder) -> str:
-    """What the log in a folder has lost, as a sentence; empty for nothing. Changes nothing; a server may hold it."""
+    """Return what the log in a folder has lost, as a sentence; empty for nothing.
+
+    Changes nothing; a server may hold the folder.
+    """
     aside, inside = len(folder.numbers(DAMAGED)), 0
     for number in folder.numbers(LOG):
         try:
@@ -96,19 +199,21 @@ def look(folder: Folder) -> str:
         elif header.version <= VERSION:
             _, damaged, torn = _enter(header, data, {}, {})
             inside += damaged - torn
-    return told(folder, loss(aside, inside))
+    return loss_sentence(folder, loss(aside, inside))
 
 
-def told(folder: Folder, lost: str) -> str:
-    """A loss as a sentence; empty for none."""
+def loss_sentence(folder: Folder, lost: str) -> str:
+    """Return a loss as a sentence; empty for none."""
     return f"the token log in {folder.path} was damaged: {lost}; agents and turns in them are lost" if lost else ""
 
 
 def _enter(
     header: SegmentHeader, data: bytes, records: dict[int, Record], places: dict[int, tuple[int, int]]
 ) -> tuple[Segment, int, int]:
-    """A segment with those of its records that are not there yet, its damaged bytes, and how many of them end it, as
-    those of a write that was cut off do."""
+    """Return a segment with its new records, its damaged bytes, and how many of them are at its end.
+
+    A cut-off write leaves damaged bytes at the end.
+    """
     segment, last = Segment(header), None
     sound, end = 0, HEADER_BYTES
     for offset, record in walk(header, data):
@@ -128,11 +233,11 @@ def _enter(
 
 
 def fetch(folder: Folder, index: Index, wanted: Sequence[tuple[int, int]]) -> list[Record | None]:
-    """The records with these kinds and keys that count; None for one that is not there, or is damaged.
+    """Return the records with these (kind, key) that count; None for one that does not exist or is damaged.
 
-    Any thread may call, while another writes and compacts: a record that was moved is looked for again. Raises OSError.
+    Any thread may call while another writes and compacts: a record that was moved is looked up again. Raise OSError.
     """
-    found: list[Record | None] = [None] * len(wanted)
+    records: list[Record | None] = [None] * len(wanted)
     missing: Iterable[int] = range(len(wanted))
     before: dict[int, RecordLocation] = {}
     for _ in range(TRIES):
@@ -147,14 +252,14 @@ def fetch(folder: Folder, index: Index, wanted: Sequence[tuple[int, int]]) -> li
             for at, data in zip(some, _read(folder, number, [new[at] for at in some]), strict=False):
                 record = decode_record(new[at].header, new[at].offset, data)
                 if record is not None and (record.kind, record.key) == wanted[at]:
-                    found[at] = record
+                    records[at] = record
         before = places
-        missing = [at for at in places if found[at] is None]
-    return found
+        missing = [at for at in places if records[at] is None]
+    return records
 
 
 def _read(folder: Folder, number: int, places: Iterable[RecordLocation]) -> list[bytes]:
-    """The bytes at these places of a segment; nothing where it was removed meanwhile."""
+    """Return the bytes at these places of a segment; empty if it was removed meanwhile."""
     try:
         file = folder.open(number)
     except FileNotFoundError:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import xxhash
 
 VERSION = 1
-"""The version of the format. A reader for every earlier version stays; a newer one is refused."""
+"""Version of the format. Readers of every earlier version stay; a newer one is refused."""
 
 _MAGIC = b"CAIRNLOG"
 _HEADER = struct.Struct("<8sHxxxxxxQQ16x")  # then the checksum
@@ -28,12 +28,12 @@ HEADER_BYTES = _COPY + 64
 _RECORD = struct.Struct("<QBxxxIQQ")  # then the checksum
 _SUM = 16
 RECORD_BYTES = _RECORD.size + _SUM
-"""What a record takes beside its payload."""
+"""Bytes of a record without its payload."""
 MAX_PAYLOAD = 1 << 28
 
 
 class SegmentHeader(NamedTuple):
-    """What a segment says of itself."""
+    """Header of a segment."""
 
     number: int
     seed: int
@@ -41,7 +41,7 @@ class SegmentHeader(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One entry of a log."""
+    """A record of the log."""
 
     lsn: int
     kind: int
@@ -56,26 +56,29 @@ class Record(NamedTuple):
 
 
 SEAL = Record(0, 255, 0, b"")
-"""The last record of a segment all of which is durable. It has no place in the order of records."""
+"""Last record of a segment that is durable as a whole. It has no place in the order of records."""
 
 
 class Scan(NamedTuple):
-    """What a segment holds."""
+    """Contents of a segment."""
 
     records: list[Record]
     damaged: int
-    """Bytes that are no record: a torn end, or damage."""
+    """Bytes that are not records: a torn end, or damage."""
 
 
 def encode_header(header: SegmentHeader) -> bytes:
-    """The bytes in front of the first record."""
+    """Encode the bytes before the first record."""
     body = _HEADER.pack(_MAGIC, header.version, header.number, header.seed)
     copy = body + _sum(body)
     return copy + bytes(_COPY - len(copy)) + copy
 
 
 def decode_header(data: bytes) -> SegmentHeader | None:
-    """The header, from either copy; None if both are damaged. A newer version's is decoded too: look at it first."""
+    """Decode the header, from either copy; return None if both are damaged.
+
+    Headers of newer versions are decoded too: check the version first.
+    """
     for start in (0, _COPY):
         body = data[start : start + _HEADER.size]
         if len(body) < _HEADER.size or data[start + len(body) : start + len(body) + _SUM] != _sum(body):
@@ -87,7 +90,7 @@ def decode_header(data: bytes) -> SegmentHeader | None:
 
 
 def encode_record(header: SegmentHeader, offset: int, record: Record) -> bytes:
-    """The bytes of a record that begins at `offset` of its segment."""
+    """Encode a record that begins at `offset` of its segment."""
     if len(record.payload) > MAX_PAYLOAD:
         raise ValueError(f"a record holds at most {MAX_PAYLOAD} bytes")
     head = _RECORD.pack(header.seed, record.kind, len(record.payload), record.lsn, record.key)
@@ -95,13 +98,13 @@ def encode_record(header: SegmentHeader, offset: int, record: Record) -> bytes:
 
 
 def scan(header: SegmentHeader, data: bytes) -> Scan:
-    """Every whole record of a segment's bytes, in order, whatever lies between them."""
+    """Return every whole record of a segment's bytes, in order, whatever lies between them."""
     records = [record for _, record in walk(header, data)]
     return Scan(records, max(len(data) - HEADER_BYTES, 0) - sum(record.size for record in records))
 
 
 def walk(header: SegmentHeader, data: bytes) -> Iterator[tuple[int, Record]]:
-    """The records of a segment, each with its offset."""
+    """Yield the records of a segment, each with its offset."""
     mark = header.seed.to_bytes(8, "little")
     at = HEADER_BYTES
     while at < len(data):
@@ -116,13 +119,13 @@ def walk(header: SegmentHeader, data: bytes) -> Iterator[tuple[int, Record]]:
 
 
 def decode_record(header: SegmentHeader, offset: int, data: bytes) -> Record | None:
-    """The record whose bytes `data` are, which lay at `offset` of its segment; None if they are none."""
+    """Decode a record that lay at `offset` of its segment; return None if `data` is not exactly one."""
     record = _decode(header, data, 0, offset)
     return record if record is not None and record.size == len(data) else None
 
 
 def _decode(header: SegmentHeader, data: bytes, at: int, offset: int) -> Record | None:
-    """The record that begins at `at` of the data and at `offset` of its segment, if it is one."""
+    """Decode the record at `at` of the data and `offset` of its segment; return None if there is none."""
     head = data[at : at + _RECORD.size]
     if len(head) < _RECORD.size:
         return None

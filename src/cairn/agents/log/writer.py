@@ -1,14 +1,16 @@
-"""The one thread that writes a token log: the ends of all turns that wait are one write and one sync."""
+"""The thread that writes a token log: the ends of all turns that wait are one write and one sync."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import queue
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence, Set
+from concurrent.futures import Future
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 
@@ -17,45 +19,106 @@ from cairn.agents.log.log import Log
 from cairn.agents.log.segment import Record
 from cairn.types.errors import Unavailable, trace
 
+MOST = 8
+"""Limit on threads: a disk that hangs occupies no more, and further work waits in a queue."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class DiskThreads:
+    """A pool of at most `most` daemon threads for work that waits for a disk.
+
+    At its end the interpreter waits for the threads of every `concurrent.futures` pool, `asyncio.to_thread` included,
+    so one read from a disk that hangs would block the exit for ever. It does not wait for these. A thread is started
+    when there is work and no idle one.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._started = most, 0
+        self._idle = 0
+        """Idle threads; below zero, jobs that wait for one."""
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+
+    def submit(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run `work` on one of the threads."""
+        done: Future[T] = Future()
+        with self._lock:
+            if self._idle <= 0 and self._started < self._most:
+                threading.Thread(target=self._run, name="cairn-agents-disk", daemon=True).start()
+                self._started += 1
+            else:
+                self._idle -= 1
+        self._jobs.put((done, lambda: work(*args, **kwargs)))
+        return done
+
+    def _run(self) -> None:
+        while True:
+            done, work = self._jobs.get()
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(work())
+                except BaseException as error:
+                    done.set_exception(error)
+            del done, work  # release them while waiting for the next job
+            with self._lock:
+                self._idle += 1
+
+
+_threads = DiskThreads(MOST)
+
+
+async def on_disk_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run `work` on a disk thread and return its result.
+
+    If the caller is cancelled, work that has begun goes on, and nobody waits for it.
+    """
+    return await asyncio.wrap_future(_threads.submit(work, *args, **kwargs))
+
+
 log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 1.0
 """How long a record that nobody waits for may stay unsynced while nothing else is written."""
 BACKLOG_BYTES = 64 << 20
-"""Records that nobody waits for are dropped while more than this waits for a slow disk."""
+"""Limit on bytes that wait for a slow disk. Beyond it, records that nobody waits for are dropped."""
 PAUSE_SECONDS = 5.0
-"""Between attempts at compaction that the disk refused."""
+"""Pause between attempts at compaction that the disk refused."""
 
 
 class _Job(NamedTuple):
     records: Sequence[Record]
     keys: Sequence[int]
-    """To be erased after the records are written."""
+    """Keys to erase after the records are written."""
     done: asyncio.Future[None] | None
-    """None: nobody waits, and no sync is needed."""
+    """Set when the job is done. None: nobody waits, and no sync is needed."""
     sync: bool = True
-    """Whether who waits wants more than that the operating system has the records."""
+    """Whether the records must be synced, not only be known to the operating system."""
 
 
 class Writer:
-    """Writes and erases for one event loop; jobs are done in the order in which they were given."""
+    """Writer for one event loop. Jobs are done in the order in which they were submitted."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
         self._loop = asyncio.get_running_loop()
         self._jobs: deque[_Job] = deque()
-        self.given = 0
-        """Jobs so far: while this stays as it is, nothing that the log knows has changed."""
+        self.submitted = 0
+        """Jobs submitted so far: while this is unchanged, so is the log."""
         self._waiting = 0
-        """How many bytes wait in `_jobs`."""
+        """Bytes of the records in `_jobs`."""
         self._closing = False
         self._lost: set[int] = set()
         self._change = threading.Condition()
         self._over = asyncio.Event()
-        """Set by the thread at its end. To join it would take another thread, for which the interpreter waits at the
-        end of the program, however long the disk hangs."""
+        """Set by the thread at its end.
+
+        Joining it would take another thread, which the interpreter waits for at the end of the program, however long
+        the disk hangs.
+        """
         self.dropped = 0
-        """Records dropped because the disk was too slow, or refused them."""
+        """Records dropped because the disk was too slow or refused them."""
         self._thread = threading.Thread(target=self._run, name="cairn-token-log", daemon=True)
         self._thread.start()
 
@@ -66,29 +129,29 @@ class Writer:
 
     @property
     def trouble(self) -> str:
-        """Why the log does not work now; empty when it does."""
+        """Why the log cannot be written, as a sentence; empty while it can."""
         return self._log.trouble
 
     def bytes_of(self, keys: Set[int]) -> int:
-        """What the records with these keys take. Any thread."""
+        """Return the bytes of the records with these keys that count. Any thread."""
         return self._log.bytes_of(keys)
 
     @property
     def bytes(self) -> int:
-        """What the log takes on the disk."""
+        """Bytes that the log takes on the disk."""
         return self._log.bytes
 
     def record(self, kind: RecordKind, value: msgspec.Struct, key: int = 0) -> Record:
-        """A record to be written; without a key it is about itself."""
+        """Return a new record; without a key its own number is its key."""
         lsn = self._log.next_lsn()
         return Record(lsn, kind, key or lsn, msgspec.msgpack.encode(value))
 
     def key(self) -> int:
-        """A key that no record has yet."""
+        """Return a new key."""
         return self._log.next_lsn()
 
     def append(self, *records: Record) -> None:
-        """Write records when there is time; a crash may lose them. They are synced within seconds."""
+        """Write records without waiting; a crash may lose them. They are synced within seconds."""
         job = _Job(records, (), None)
         if self._waiting > BACKLOG_BYTES:
             self._lose([job])
@@ -96,7 +159,7 @@ class Writer:
             self._give(job)
 
     def lost(self) -> set[int]:
-        """Keys of records that were dropped and that nobody waited for, since this was last asked."""
+        """Return the keys of dropped records that nobody waited for, since the last call."""
         with self._change:
             lost, self._lost = self._lost, set()
         return lost
@@ -107,12 +170,15 @@ class Writer:
             self._lost.update(record.key for job in jobs if job.done is None for record in job.records)
 
     async def sync(self, *records: Record) -> None:
-        """Return when these, and all before them, are durable. Raises Unavailable: then they do not count."""
+        """Write records; on return they and all before them are durable. Raise Unavailable: then they do not count."""
         await self._wait(records, ())
 
     async def written(self, seconds: float) -> None:
-        """Return when the operating system has all that was given so far: what a killed process does not lose, a power
-        cut may. After so many `seconds` in any case, and at once where the disk refuses."""
+        """Wait until the operating system has everything submitted so far.
+
+        That survives a killed process, but maybe not a power cut. Return after `seconds` in any case, and at once if
+        the disk refuses.
+        """
         done: asyncio.Future[None] = self._loop.create_future()
         with contextlib.suppress(OSError, Unavailable, TimeoutError):
             self._give(_Job((), (), done, sync=False))
@@ -121,7 +187,7 @@ class Writer:
     async def erase(self, keys: Iterable[int], *records: Record) -> None:
         """Write the records, then return when every byte under these keys is gone from the disk.
 
-        Raises Unavailable; if the erasure itself was logged, it is finished as soon as the disk works.
+        Raise Unavailable. If the erasure itself was logged, it is finished as soon as the disk works.
         """
         await self._wait(records, tuple(keys))
 
@@ -140,12 +206,12 @@ class Writer:
             if self._closing:
                 raise Unavailable("the token log is closed")
             self._jobs.append(job)
-            self.given += 1
+            self.submitted += 1
             self._waiting += sum(record.size for record in job.records)
             self._change.notify()
 
     async def close(self) -> None:
-        """Write what waits, close the log and end the thread. Who gives up waiting holds nobody up."""
+        """Write what waits, close the log and end the thread. Cancelling the caller delays nobody."""
         with self._change:
             self._closing = True
             self._change.notify()
@@ -157,7 +223,7 @@ class Writer:
         try:
             self._work()
         finally:
-            with contextlib.suppress(RuntimeError):  # the loop is gone, and so is whoever waited
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
                 self._loop.call_soon_threadsafe(self._over.set)
 
     def _work(self) -> None:
@@ -171,7 +237,7 @@ class Writer:
                     break
             try:
                 busy = self._group(jobs) if jobs else self._tidy()
-            except Exception as error:  # a bug of ours; whoever waits must not wait for ever
+            except Exception as error:  # a bug; those who wait must not wait for ever
                 log.error("the token log failed: %s", trace(error))
                 self._tell(jobs, OSError(str(type(error).__name__)))
                 busy = False
@@ -200,7 +266,7 @@ class Writer:
         return True
 
     def _tidy(self) -> bool:
-        """Nobody waits: save space, then make sure that nothing stays unsynced."""
+        """Compact while nobody waits, then sync what is unsynced."""
         try:
             if self._log.compact():
                 return True
@@ -218,7 +284,7 @@ class Writer:
     def _tell(self, jobs: Iterable[_Job], error: OSError | None) -> None:
         done = [job.done for job in jobs if job.done is not None]
         if done:
-            with contextlib.suppress(RuntimeError):  # the loop is gone, and so is whoever waited
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
                 self._loop.call_soon_threadsafe(_settle, done, error)
 
 

@@ -139,7 +139,10 @@ class ChatAnswer:
                 message.pop("reasoning_content", None)
             if self._free and "tool_calls" in message:
                 message["tool_calls"] = [self._shape(call) for call in message["tool_calls"]]
-            found.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.reason})
+            found.append(
+                {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.reason}
+                | choice.detail
+            )
         whole = self._head | {"choices": found, "usage": usage_of(self._choices)}
         if self._scored is not None:
             entries = _cut(self._choices[0].prompt_logprobs, self._scored)
@@ -245,7 +248,9 @@ class TextAnswer:
                     self._logprobs[index].add(entry.token, entry)
                 logprobs = self._logprobs[index].take()
             text = (self._echoes[index] if self._echoes is not None else "") + choice.said.text
-            found.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.reason})
+            found.append(
+                {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.reason} | choice.detail
+            )
             if self._scored is not None:
                 scores = prompt_scores(_cut(choice.prompt_logprobs, self._scored), self._tokenizer)
                 found[-1]["prompt_logprobs"] = scores

@@ -146,6 +146,11 @@ class ChoiceStream:
         assert self.done is not None
         return self.done.reason.value
 
+    @property
+    def detail(self) -> dict[str, str]:
+        """`finish_detail` of a choice, where there is more to say than its finish_reason does."""
+        return {"finish_detail": self.done.detail} if self.done is not None and self.done.detail else {}
+
     def scores(self, kind: TokenKind) -> Sequence[TokenLogprob]:
         """The log-probabilities of its content, or of its reasoning."""
         return logprobs_of(kind, self.kinds, self.logprobs)

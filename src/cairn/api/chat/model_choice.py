@@ -49,7 +49,7 @@ WITHOUT_MODEL = re.compile(
 )
 """Routes for POST that use no model, or, as those of collections do, find theirs themselves."""
 AGENTS = re.compile(r"/v1/agents/([^/]+)(?:/[a-z]+)?")
-REQUESTS = re.compile(r"/v1/(?:requests|responses)/(?!(?:input_tokens|compact)$)([^/]+)(?:/[a-z_]+)?")
+REQUESTS = re.compile(r"/v1/(?:requests|responses)/(?!(?:input_tokens|compact)\Z)([^/]+)(?:/[a-z_]+)?")
 """A request or a stored response, by its id."""
 READ_OF_MODEL = ("/props", "/slots")
 """Routes for GET that describe a model. All others for GET use none: some, as /v1/events, are followed for hours."""
@@ -121,7 +121,7 @@ class ModelRouter:
             return self._of_work(call, work[1], work[2], named), None
         name = _text(named.model)
         if name is not None and path.startswith(OLLAMA):
-            name = self._models.spelt(name)
+            name = self._models.canonical(name)
         model = self._models.find(name, KINDS.get(path, "chat"))
         keep = seconds_of(named.keep_alive) if path.startswith(OLLAMA) and named.keep_alive is not None else None
         return model, keep

@@ -98,6 +98,8 @@ class Generation(Body):
     stop_token_ids: Several[int] | None = None
     min_tokens: Count = None
     ignore_eos: bool | None = None
+    repetition_stop: bool | None = None
+    """True: an answer ends where it only repeats itself, with the finish_reason `length` and `finish_detail`."""
     n: Count = None
     reasoning_budget: Count = None
     """Tokens of reasoning after which it is ended; -1: none. Others call it `thinking_budget` and the like."""
@@ -160,6 +162,7 @@ class Generation(Body):
             "stop_token_ids": self.stop_token_ids,
             "min_tokens": self.min_tokens,
             "ignore_eos": bool(self.ignore_eos),
+            "repetition_stop": bool(self.repetition_stop),
             "n": self.n,
             "reasoning_budget": self.reasoning_budget,
             "priority": self.priority,

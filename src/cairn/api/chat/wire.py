@@ -285,7 +285,7 @@ class ChatChunks:
     def finish(self, index: int, done: Done, reason: str, warnings: Sequence[str] = ()) -> bytes:
         """The last chunk of a choice. Where no usage follows, it says where the prompt's KV came from."""
         more = _told(warnings) + (b"" if self._usage_null else _cairn(done))
-        return self._chunk(index, b"{}", b"null", encode(reason), more)
+        return self._chunk(index, b"{}", b"null", encode(reason) + _detail(done), more)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The chunk without choices that carries the usage."""
@@ -325,12 +325,17 @@ class TextChunks:
         """The last chunk of a choice, perhaps with its last text. Where no usage follows, it says where the prompt's KV
         came from."""
         more = _told(warnings) + (self._usage_null or _cairn(done))
-        tail = b',"logprobs":' + encode(logprobs) + b',"finish_reason":' + encode(reason) + b"}]" + more + b"}\n\n"
+        ended = b',"finish_reason":' + encode(reason) + _detail(done)
+        tail = b',"logprobs":' + encode(logprobs) + ended + b"}]" + more + b"}\n\n"
         return self._heads[index] + encode(text) + tail
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The chunk without choices that carries the usage."""
         return self._open + b'],"usage":' + encode(usage) + b"}\n\n"
+
+
+def _detail(done: Done) -> bytes:
+    return b',"finish_detail":' + encode(done.detail) if done.detail else b""
 
 
 def _told(warnings: Sequence[str]) -> bytes:

@@ -23,8 +23,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from cairn.agents.agents import Agents
-from cairn.agents.export_kv import kv_bytes
-from cairn.agents.portable import MEDIA_TYPE
+from cairn.agents.portable import MEDIA_TYPE, kv_bytes
 from cairn.agents.types import AgentInfo
 from cairn.api.chat.exchange import Exchanges
 from cairn.api.chat.generation import check_length, check_model, warn_of_tools

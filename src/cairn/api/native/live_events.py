@@ -25,9 +25,9 @@ import msgspec
 
 from cairn import __version__
 from cairn.agents.agents import Agents
+from cairn.agents.log.records import Savings
 from cairn.agents.overview import Overview
 from cairn.agents.savings import DAY_SECONDS
-from cairn.agents.types import Savings
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.chat.wire import EVENT_STREAM, HEARTBEAT
 from cairn.api.http.auth import Access

@@ -27,7 +27,7 @@ from cairn.frontend.requests import sampling_defaults
 from cairn.frontend.service import Service
 from cairn.models.files import is_gguf
 from cairn.models.hub import hub
-from cairn.models.hub.addresses import KNOWN
+from cairn.models.hub.addresses import known
 from cairn.models.hub.removal import plan, remove
 from cairn.models.safetensors.weights import parameters
 from cairn.models.spec.facts import bytes_by_format
@@ -123,7 +123,7 @@ class OllamaModels:
     async def show(self, call: HTTPCall, service: Service) -> None:
         """POST /api/show. The context length is the served one, since clients fill what they are told of."""
         body = parse(NameBody, await read_plain(call, self._config), self._config, call)
-        name = self.registry.spelt(body.model)
+        name = self.registry.canonical(body.model)
         if not self._is_served(name) and (self.registry.several or service.strict):
             raise self._unknown(body.model)
         model = self.registry.find(name)
@@ -132,7 +132,9 @@ class OllamaModels:
             await call.json(_show_of_files(model, facts))
             return
         service = model.loaded.service
-        said = {name: applied for name, applied in sampling_defaults(service.spec).items() if applied.source == "model"}
+        said = {
+            name: applied for name, applied in sampling_defaults(service.spec).items() if applied.source != "default"
+        }
         await call.json(
             {
                 "license": "",
@@ -153,7 +155,7 @@ class OllamaModels:
         self._check_owner()
         model = body.model.removesuffix(LATEST)
         served = self._is_served(model)
-        if not served and model != hub.DEMO and model not in KNOWN:
+        if not served and model != hub.DEMO and known(model) is None:
             _is_name(model)
         lines = _Lines(call, stream=body.stream is not False)
         if not served:
@@ -221,7 +223,7 @@ class OllamaModels:
             raise Forbidden("downloads are changed over HTTP only by the admin key, or on this machine alone")
 
     def _is_served(self, name: str) -> bool:
-        return self.registry.has(self.registry.spelt(name))
+        return self.registry.has(self.registry.canonical(name))
 
     def _unknown(self, name: str) -> UnknownModel:
         error = self.registry.unknown(name)

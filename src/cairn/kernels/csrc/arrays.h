@@ -39,12 +39,13 @@ inline Activation activation_of(const std::string& name) {
     return Activation::gelu_tanh;
 }
 
-// Of KV as numpy holds it: float32, float16, or bfloat16 as 16-bit integers.
+// Of KV as numpy holds it: float32, float16, bfloat16 as 16-bit integers, or bytes that hold codes and scales.
 inline Dtype pool_dtype(const Pool& kv) {
+    if (kv.dtype() == nanobind::dtype<std::int8_t>()) return Dtype::q8;
     if (kv.dtype() == nanobind::dtype<std::uint16_t>()) return Dtype::bf16;
     if (kv.dtype().code == static_cast<std::uint8_t>(nanobind::dlpack::dtype_code::Float) && kv.dtype().bits == 16)
         return Dtype::f16;
-    check(kv.dtype() == nanobind::dtype<float>(), "KV is float32, float16 or bfloat16");
+    check(kv.dtype() == nanobind::dtype<float>(), "KV is float32, float16, bfloat16 or int8");
     return Dtype::f32;
 }
 

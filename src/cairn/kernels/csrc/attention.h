@@ -80,8 +80,8 @@ void attend_span(const Attend& job, const Queries<Form>& q, Index start, Range a
         else
             score_rows<Form, R, false>(q, row, span, blocks);
         if (job.softcap) soften_rows<Form, R>(q, row, job, blocks);
-        weigh<Form, R>(q, row, job, start, blocks);
-        if (job.count > 1 && !silent<Form, R>(job, q, row, start, span))
+        weigh<Form, R>(q, row, job, start, blocks, span.value_scales);
+        if (!Form::CODES && job.count > 1 && !silent<Form, R>(job, q, row, start, span))
             apart |= ((std::uint64_t{1} << R) - 1) << row;
         else if (row == 0)
             mix_rows<Form, R, true>(q, row, span, steps);

@@ -20,6 +20,8 @@ struct Span {
 
     const std::byte *keys[SPAN / LANES], *values[STEPS];
     const std::byte *after_keys[SPAN / LANES], *after_values[STEPS];
+    // Of forms with CODES: the scales of 16 positions' keys and values.
+    const float *key_scales[SPAN / LANES], *value_scales[SPAN / LANES];
     Range inside;  // positions that any query of the task sees, counted from the span's first
 
     // `all`: positions that are seen, of which the span holds some.
@@ -36,7 +38,14 @@ struct Span {
             else if (start + SPAN >= all.high && block - blocks.low < job.next_count)
                 next = job.next[block - blocks.low], head = job.next_head;
             const std::byte *from = job.kv.values(id, job.kv_head), *then = job.kv.values(next, head);
-            keys[block] = job.kv.keys(id, job.kv_head), after_keys[block] = job.kv.keys(next, head);
+            const std::byte *key = job.kv.keys(id, job.kv_head), *later_key = job.kv.keys(next, head);
+            if constexpr (Form::CODES) {
+                key_scales[block] = reinterpret_cast<const float*>(key);
+                value_scales[block] = reinterpret_cast<const float*>(from);
+                __builtin_prefetch(later_key, 0, 2), __builtin_prefetch(then, 0, 2);
+            }
+            from += Form::FRONT, then += Form::FRONT;
+            keys[block] = key + Form::FRONT, after_keys[block] = later_key + Form::FRONT;
             constexpr Index EACH = LANES / Form::STEP;
             for (Index i = 0; i < EACH; i++)
                 values[block * EACH + i] = from + i * row, after_values[block * EACH + i] = then + i * row;
@@ -61,13 +70,24 @@ struct Span {
     }
 };
 
+// Integer products of R rows begin with what takes 128 from each code.
+template <int R, int P>
+inline void start(IntVec (&acc)[R][P], const CodeRow* rows) {
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int p = 0; p < P; p++)
+            for (int i = 0; i < PARTS; i++) acc[r][p].part[i] = IntPart{} + rows[r].start;
+}
+
 // score[R][P blocks of 16] = query @ keys, for P neighbouring blocks.
 // Here and below the loops that fill and store `acc` are unrolled as well: an index that is known at run time only would
 // send all sums through memory.
 template <class Form, int R, int P, bool AHEAD>
 void score_blocks(const Queries<Form>& q, Index row, const Span<Form>& span, Index block) {
     constexpr Index BYTES = LANES * Form::STEP * Form::ELEMENT;
-    Vec acc[R][P] = {};
+    typename Form::Sum acc[R][P] = {};
+    if constexpr (Form::CODES) start<R, P>(acc, q.query_codes + row);
     const auto* query = q.query + row * q.size;
     for (Index k = 0; k < q.size / Form::STEP; k++) {
         typename Form::Raw raw[P];
@@ -82,7 +102,13 @@ void score_blocks(const Queries<Form>& q, Index row, const Span<Form>& span, Ind
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int p = 0; p < P; p++) store(score + r * SPAN + p * LANES, acc[r][p]);
+        for (int p = 0; p < P; p++) {
+            float* at = score + r * SPAN + p * LANES;
+            if constexpr (Form::CODES)
+                store(at, to_float(acc[r][p]) * (set(q.query_codes[row + r].scale) * load(span.key_scales[block + p])));
+            else
+                store(at, acc[r][p]);
+        }
 }
 
 // result[R][P vectors] = result * factor + weights @ values, position by position.
@@ -90,12 +116,16 @@ template <class Form, int R, int P, bool AHEAD, bool WHOLE>
 void mix_values(const Queries<Form>& q, Index row, const Span<Form>& span, Range steps, Index column) {
     constexpr Index BYTES = LANES * Form::STEP * Form::ELEMENT;
     const Index from = column * Form::STEP * Form::ELEMENT;
-    Vec acc[R][P];
+    typename Form::Sum acc[R][P];
     float* result = q.result + row * q.wide + column;
+    if constexpr (Form::CODES) {
+        start<R, P>(acc, q.weight_codes + row);
+    } else {
 #pragma GCC unroll 6
-    for (int r = 0; r < R; r++)
+        for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int p = 0; p < P; p++) acc[r][p] = load(result + r * q.wide + p * LANES) * set(q.factor[row + r]);
+            for (int p = 0; p < P; p++) acc[r][p] = load(result + r * q.wide + p * LANES) * set(q.factor[row + r]);
+    }
     const auto* weights = q.weights(row);
     for (Index at = steps.low; at < steps.high; at++) {
         typename Form::Raw raw[P];
@@ -111,7 +141,13 @@ void mix_values(const Queries<Form>& q, Index row, const Span<Form>& span, Range
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int p = 0; p < P; p++) store(result + r * q.wide + p * LANES, acc[r][p]);
+        for (int p = 0; p < P; p++) {
+            float* at = result + r * q.wide + p * LANES;
+            if constexpr (Form::CODES)
+                store(at, fma(to_float(acc[r][p]), set(q.weight_codes[row + r].scale), load(at) * set(q.factor[row + r])));
+            else
+                store(at, acc[r][p]);
+        }
 }
 
 template <class Form, int R, bool AHEAD>
@@ -146,9 +182,10 @@ void soften_rows(const Queries<Form>& q, Index row, const Attend& job, Range blo
 }
 
 // Scores of R rows in one span -> weights; the rows' largest scores, sums and factors move on. WHOLE: every row sees all
-// of the span; otherwise what a row does not see gets a weight of zero.
+// of the span; otherwise what a row does not see gets a weight of zero. `scales`: of values, of forms with CODES.
 template <class Form, int R, bool WHOLE>
-void weigh_rows(const Queries<Form>& q, Index row, const Attend& job, Index start, Range blocks) {
+void weigh_rows(const Queries<Form>& q, Index row, const Attend& job, Index start, Range blocks,
+                const float* const* scales) {
     constexpr float COUNT[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     if (WHOLE) blocks = {0, SPAN / LANES};
     const auto bounded = [&](Index r, Index block, const Vec& yes, float no) {
@@ -175,28 +212,37 @@ void weigh_rows(const Queries<Form>& q, Index row, const Attend& job, Index star
     }
     store(factor, Form::exp(load(factor)));
     for (int r = 0; r < R; r++) {
-        const float* score = q.score + (row + r) * SPAN;
+        float* score = q.score + (row + r) * SPAN;
         float* total = q.total + (row + r) * LANES;
         Vec sum = load(total) * set(factor[r]);
+        IntVec most = {};
 #pragma GCC unroll 4
         for (Index block = blocks.low; block < blocks.high; block++) {
             // Weights take the place of scores that were read: they are no wider.
             const Vec weight = bounded(r, block, Form::exp(load(score + block * LANES) - set(now[r])), 0.0f);
-            sum = sum + Form::put(q.weights(row + r) + block * LANES, weight);
+            if constexpr (Form::CODES) {
+                const Vec scaled = bounded(r, block, weight * load(scales[block]), 0.0f);
+                store(score + block * LANES, scaled);
+                most = larger(most, magnitude(scaled));
+                sum = sum + weight;
+            } else
+                sum = sum + Form::put(q.weights(row + r) + block * LANES, weight);
         }
+        if constexpr (Form::CODES) q.weight_codes[row + r] = Form::put_weights(score, blocks, most);
         store(total, sum);
         q.factor[row + r] = factor[r];
     }
 }
 
 template <class Form, int R>
-void weigh(const Queries<Form>& q, Index row, const Attend& job, Index start, Range blocks) {
+void weigh(const Queries<Form>& q, Index row, const Attend& job, Index start, Range blocks,
+           const float* const* scales = nullptr) {
     const Range first = seen_by(job, job.position + row / q.fan);
     const Range last = seen_by(job, job.position + (row + R - 1) / q.fan);
     if (last.low <= start && first.high >= start + SPAN)
-        weigh_rows<Form, R, true>(q, row, job, start, blocks);
+        weigh_rows<Form, R, true>(q, row, job, start, blocks, scales);
     else
-        weigh_rows<Form, R, false>(q, row, job, start, blocks);
+        weigh_rows<Form, R, false>(q, row, job, start, blocks, scales);
 }
 
 }  // namespace cairn::CAIRN_VARIANT

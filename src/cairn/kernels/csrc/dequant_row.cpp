@@ -86,6 +86,39 @@ void block_codes(const Segment& part, const std::byte* panel, Index lane, const 
     }
 }
 
+void row_blocks(const Segment& part, const std::byte* panel, Index lane, const Variant& kernels, float* out) {
+    const Index bytes = row_block_bytes(part.form);
+    RowBlock found;
+    for (Index block = 0; block < part.inner / SUPER; block++) {
+        kernels.decode_block(part.form, panel + block * bytes * LANES, part.rows, found);
+        float scale;
+        kernels.embed(found.scale + lane, Dtype::f16, 1, &scale);
+        for (Index k = 0; k < SUPER; k++) {
+            const Index half = k / (GROUP / 2), at = k / 4 * 64 + lane * 4 + k % 4;
+            const Index own = in_halves(part.form) ? half : half / 2 * 2;
+            const float share = scale * static_cast<float>(found.whole[own * LANES + lane]) * row_step(part.form);
+            *out++ = share * static_cast<float>(static_cast<int>(found.codes[at]) - 128);
+        }
+    }
+}
+
+void table_blocks(const Segment& part, const std::byte* panel, Index lane, const Variant& kernels, float* out) {
+    const std::byte* codes = panel + part.front_bytes();
+    for (Index block = 0; block < part.inner / SUPER; block++) {
+        const std::byte* front = panel + block * 128;
+        std::uint8_t whole[8 * LANES];
+        whole_numbers<8 * LANES>(front + 2 * LANES, whole);
+        std::uint16_t half;
+        std::memcpy(&half, front + 2 * lane, 2);
+        float scale;
+        kernels.embed(&half, Dtype::f16, 1, &scale);
+        for (Index group = 0; group < SUPER / GROUP; group++, codes += part.code_bytes()) {
+            const float share = scale * static_cast<float>(whole[group * LANES + lane] - 32);
+            for (Index k = 0; k < GROUP; k++) *out++ = share * static_cast<float>(code_of(codes, lane, k, part.form));
+        }
+    }
+}
+
 }  // namespace
 
 void look_up(const MatrixView& matrix, Index row, const Variant& kernels, float* scratch, float* out) {
@@ -93,6 +126,8 @@ void look_up(const MatrixView& matrix, Index row, const Variant& kernels, float*
     while (row >= part->column + part->out) part++;
     const std::byte* panel = part->panels + (row - part->column) / LANES * part->panel_bytes();
     const Index lane = (row - part->column) % LANES, inner = part->inner;
+    if (part->in_rows()) return row_blocks(*part, panel, lane, kernels, out);
+    if (part->form == Form::iq4_xs) return table_blocks(*part, panel, lane, kernels, out);
     if (part->in_blocks()) return block_codes(*part, panel, lane, kernels, scratch, out);
     if (part->quantised()) return codes(*part, panel, lane, kernels, scratch, out);
     if (part->form == Form::f32) {

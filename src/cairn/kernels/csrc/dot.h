@@ -103,7 +103,7 @@ struct Codes {
         add_fours<R, H, FROM, TO>(x, sum);
 #else
         if constexpr (BITS == 8)
-            add_bytes<R, H>(x, sum);
+            add_bytes<R, H, FROM, TO>(x, sum);
         else if constexpr (BITS == 6)  // two halves' sums would not fit into registers
             add_narrow<R, H, FROM, TO, 1>(0, x, sum), add_narrow<R, H, FROM, TO, 1>(1, x, sum);
         else
@@ -193,11 +193,11 @@ struct Codes {
     }
 
     // |code| <= 128 and |x| <= 127, so two products stay within 16 bits; the sign goes to x.
-    template <int R, int H>
+    template <int R, int H, int FROM, int TO>
     void add_bytes(const std::int8_t* x, IntVec (&sum)[R]) const {
         const __m256i flip = _mm256_set1_epi8(-128), one = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
-        for (int q = 0; q < 8; q++) {
+        for (int q = FROM; q < TO; q++) {
             __m256i code[2], size[2];
             for (int half = 0; half < 2; half++) {
                 code[half] = _mm256_xor_si256(codes(q, half), flip);

@@ -20,21 +20,41 @@ constexpr Index MAX_HEAD = 1024;    // numbers of a head at most
 constexpr Index SPAN = 64;          // positions of one softmax step, aligned at multiples of SPAN
 constexpr Index SEGMENT = 1024;     // positions whose softmax is computed by itself, aligned likewise
 
-enum class Dtype : int { f32, f16, bf16 };
+enum class Dtype : int { f32, f16, bf16, q8 };  // q8: KV alone
 enum class Activation : int { silu, gelu_tanh, gelu, tanh, clamped_silu, relu2 };
 
 // How a part of a matrix is stored; see Segment.
-enum class Form : int { f32, f16, bf16, int4, int8, q4_k, q5_k, q6_k, fp4, iq4 };
+enum class Form : int {
+    f32, f16, bf16, int4, int8, q4_k, q5_k, q6_k, fp4, iq4, iq4_xs, iq2_xxs, iq2_xs, iq2_s, iq3_xxs, iq3_s
+};
 
-// What the codes of fp4 and iq4 stand for, 128 higher: those of MXFP4, doubled, and those of IQ4_NL and IQ4_XS.
+// What the codes of fp4, and of iq4 and iq4_xs, stand for, 128 higher: those of MXFP4, doubled, and those of IQ4_NL and IQ4_XS.
 constexpr Index CODEBOOK = 16;
 alignas(16) constexpr std::uint8_t FP4_VALUES[CODEBOOK] = {128, 129, 130, 131, 132, 134, 136, 140,
                                                            128, 127, 126, 125, 124, 122, 120, 116};
 alignas(16) constexpr std::uint8_t IQ4_VALUES[CODEBOOK] = {1,   24,  45,  63,  79,  93,  106, 118,
                                                            129, 141, 153, 166, 181, 197, 217, 241};
 constexpr const std::uint8_t* values_of(Form form) {
-    return form == Form::fp4 ? FP4_VALUES : form == Form::iq4 ? IQ4_VALUES : nullptr;
+    return form == Form::fp4 ? FP4_VALUES : form == Form::iq4 || form == Form::iq4_xs ? IQ4_VALUES : nullptr;
 }
+
+// Bytes of 256 weights that are named by rows of a codebook, as GGUF has them; 0 for other forms.
+constexpr Index row_block_bytes(Form form) {
+    switch (form) {
+        case Form::iq2_xxs: return 66;
+        case Form::iq2_xs: return 74;
+        case Form::iq2_s: return 82;
+        case Form::iq3_xxs: return 98;
+        case Form::iq3_s: return 110;
+        default: return 0;
+    }
+}
+
+// Rows of its codebook, and whether they have eight numbers, or four.
+constexpr std::size_t row_count(Form form) {
+    return form == Form::iq2_s ? 1024 : form == Form::iq2_xs || form == Form::iq3_s ? 512 : 256;
+}
+constexpr bool in_eights(Form form) { return form != Form::iq3_xxs && form != Form::iq3_s; }
 
 // Outputs of a packed matrix that are stored alike, in panels of 16, each streamed along the inner index k.
 //   f32   [inner][16] floats
@@ -45,6 +65,9 @@ constexpr const std::uint8_t* values_of(Form form) {
 //         codes of int4: [4][16][4], k = 8 p + j in the low half of a byte, k = 8 p + 4 + j in the high half
 //         codes of int8: [8][16][4], k = 4 q + j, each 128 higher than the code is
 //   fp4, iq4  like int4; what a code of int8 is stands in a table: see values_of
+//   iq4_xs  first each super-block's [16] scales in halves and its 128 whole numbers: [8][16] scales, each 32 higher than it
+//         is, the first 96 in the low six bits of 96 bytes, the other 32 in what these leave; then the codes, those of iq4
+//   iq2_xxs, iq2_xs, iq2_s, iq3_xxs, iq3_s  [inner / 256][bytes of a block][16]: the bytes are those of GGUF's blocks
 //   q4_k, q5_k, q6_k  first each super-block's [16] scales and, but for q6_k, [16] minima in halves, padded to a line;
 //         then each super-block's whole numbers, and the codes of its 8 groups
 //         whole numbers of q4_k and q5_k: [8][16] scales and [8][16] minima from 0 to 63, the first 192 in the low six
@@ -60,26 +83,34 @@ struct Segment {
     bool half, minimum;  // of quantised forms: scales are halves; there are minima
     Index inner, out;
     Index column;  // its first output in the matrix
+    const std::byte* rows = nullptr;  // the codebook of forms that have one
 
     Index panel_count() const { return (out + LANES - 1) / LANES; }
-    bool quantised() const { return in_nibbles() || form == Form::int8 || in_blocks(); }
+    bool quantised() const { return in_nibbles() || form == Form::int8 || in_blocks() || in_rows(); }
     bool in_nibbles() const { return form == Form::int4 || form == Form::fp4 || form == Form::iq4; }
-    bool in_blocks() const { return form == Form::q4_k || form == Form::q5_k || form == Form::q6_k; }
+    bool in_blocks() const {
+        return form == Form::q4_k || form == Form::q5_k || form == Form::q6_k || form == Form::iq4_xs;
+    }
+    bool in_rows() const { return row_block_bytes(form) > 0; }
     // Bytes of two groups, and of one output's codes of a group.
     Index unit_bytes() const {
         return 2 * (group_codes() + (half ? 2 : 4) * (minimum ? 2 : 1)) * LANES;
     }
     Index group_codes() const { return in_nibbles() ? 16 : 32; }
     // Of super-blocks: bits of a code, bytes of a group's codes, of the whole numbers of one, and of what stands first.
-    Index bits() const { return form == Form::q4_k ? 4 : form == Form::q5_k ? 5 : 6; }
+    Index bits() const { return form == Form::q6_k ? 6 : form == Form::q5_k ? 5 : 4; }
     Index code_bytes() const { return bits() * GROUP * LANES / 8; }
-    Index whole_bytes() const { return form == Form::q6_k ? 256 : 192; }
+    Index whole_bytes() const { return form == Form::q6_k ? 256 : form == Form::iq4_xs ? 0 : 192; }
     Index block_bytes() const { return whole_bytes() + SUPER / GROUP * code_bytes(); }
-    Index front_bytes() const { return (inner / SUPER * (minimum ? 2 : 1) * LANES * 2 + 63) / 64 * 64; }
+    Index front_bytes() const {
+        const Index each = form == Form::iq4_xs ? 128 : (minimum ? 2 : 1) * LANES * 2;
+        return (inner / SUPER * each + 63) / 64 * 64;
+    }
     Index panel_bytes() const {
         return form == Form::f32    ? inner * LANES * 4
                : form == Form::f16  ? inner * LANES * 2
                : form == Form::bf16 ? (inner + 1) / 2 * LANES * 4
+               : in_rows()          ? inner / SUPER * LANES * row_block_bytes(form)
                : in_blocks()        ? front_bytes() + inner / SUPER * block_bytes()
                                     : (inner / GROUP + 1) / 2 * unit_bytes();
     }
@@ -98,12 +129,27 @@ inline int block_code(const std::byte* group, Index bits, Index lane, Index k) {
     return bits == 4 ? low : low | (byte(256) >> q & 1) << 4;
 }
 
-// The whole numbers of a super-block of q4_k or q5_k: [8][16] scales, then [8][16] minima.
-inline void whole_numbers(const std::byte* from, std::uint8_t* to) {
+// COUNT whole numbers below 64 of a super-block: of q4_k and q5_k [8][16] scales, then [8][16] minima; of iq4_xs scales.
+template <Index COUNT = 256>
+[[gnu::always_inline]] inline void whole_numbers(const std::byte* from, std::uint8_t* to) {
+    constexpr Index LOW = COUNT / 4 * 3, PART = COUNT / 4;
     const auto* at = reinterpret_cast<const std::uint8_t*>(from);
-    for (Index i = 0; i < 192; i++) to[i] = at[i] & 63;
-    for (Index i = 0; i < 64; i++)
-        to[192 + i] = static_cast<std::uint8_t>(at[i] >> 6 | at[64 + i] >> 6 << 2 | at[128 + i] >> 6 << 4);
+    for (Index i = 0; i < LOW; i++) to[i] = at[i] & 63;
+    for (Index i = 0; i < PART; i++)
+        to[LOW + i] = static_cast<std::uint8_t>(at[i] >> 6 | at[PART + i] >> 6 << 2 | at[2 * PART + i] >> 6 << 4);
+}
+
+// What blocks of 16 outputs stand for that name rows of a codebook: codes [8 groups][8][16][4] as of int8, whole numbers
+// [8 groups][2 halves][16], the second only where `in_halves`, and [16] floats in 16 bits. A scale is `row_step` times that
+// float times the whole number.
+struct alignas(64) RowBlock {
+    std::byte codes[SUPER * LANES];
+    std::uint8_t whole[SUPER / GROUP * 2 * LANES];
+    std::uint16_t scale[LANES];
+};
+constexpr bool in_halves(Form form) { return form == Form::iq2_xs || form == Form::iq2_s; }
+constexpr float row_step(Form form) {
+    return form == Form::iq3_s ? 1.0f : form == Form::iq3_xxs ? 0.25f : 0.125f;
 }
 
 // A packed matrix: its parts, whose outputs are concatenated in order.
@@ -187,12 +233,16 @@ struct Product {
 // panels of 16:
 //   f32, f16  keys of a block and head [size][16], values [16][size]
 //   bf16      keys [size / 2][16][2], values [8][size][2]: pairs along the inner index, as in MatrixView
+//   q8        first [16] floats, the scales of the positions; then keys [size / 4][16][4], values [4][size][4], as kv_q8.h
+//             has the codes of a lane
 struct Pages {
     std::byte* base;
     Dtype dtype;
     Index layers, layer, heads, size;
 
-    Index page_bytes() const { return BLOCK_TOKENS * size * (dtype == Dtype::f32 ? 4 : 2); }
+    Index page_bytes() const {
+        return BLOCK_TOKENS * (dtype == Dtype::q8 ? size + 4 : size * (dtype == Dtype::f32 ? 4 : 2));
+    }
     std::byte* keys(Index block, Index head) const {
         return base + (((block * layers + layer) * 2) * heads + head) * page_bytes();
     }
@@ -299,6 +349,8 @@ struct Variant {
     void (*gate)(const float* gate, const float* up, Index size, Activation activation, float* out);
     void (*softcap)(float* x, Index size, float cap);
     void (*embed)(const void* row, Dtype dtype, Index size, float* out);
+    // Sixteen outputs' blocks that name rows of a codebook.
+    void (*decode_block)(Form form, const std::byte* block, const std::byte* rows, RowBlock& to);
     void (*rope_write)(const RopeWrite&, Index token, Index kv_head);
     void (*attend)(const Attend&);
     void (*convolve)(const Convolve&);
@@ -325,7 +377,7 @@ constexpr Index padded(Index count) { return (count + LANES - 1) / LANES * LANES
 // Query rows that one attention task takes at most: about 48, in whole tokens.
 constexpr Index attend_tokens(Index fan) { return fan >= 48 ? 1 : 48 / fan; }
 constexpr Index attend_scratch(Index fan, Index size) {
-    return attend_tokens(fan) * fan * (size + 2 * padded(size) + SPAN + LANES + 4) + 2 * size;
+    return attend_tokens(fan) * fan * (size + 2 * padded(size) + SPAN + LANES + 8) + 2 * size;
 }
 
 }  // namespace cairn

@@ -1,7 +1,8 @@
 // How numbers of KV are stored, read and multiplied: one form an element type. `Pages` says how blocks are laid out.
 //
 // A step is what one vector load reads: 16 lanes at STEP neighbouring indices of the sum that is being built (along the
-// head for keys, along positions for values). `add` multiplies them with STEP numbers of each of R rows.
+// head for keys, along positions for values). `add` multiplies them with STEP numbers of each of R rows. A block's keys, and
+// its values, begin with FRONT bytes of something else. Of a form with CODES both factors are integers: see kv_q8.h.
 #pragma once
 
 #include "outer.h"
@@ -19,6 +20,12 @@ inline void rounded(const float* x, Index size, void (*store)(std::uint16_t*, co
     }
 }
 
+struct Range {
+    Index low, high;  // low <= i < high
+
+    bool empty() const { return low >= high; }
+};
+
 // Whether none of `count` numbers, `step` apart, is infinite or NaN: those have all of their exponent's bits.
 template <class Bits>
 inline bool all_finite(const std::byte* at, Index count, Index step, Bits exponent) {
@@ -31,13 +38,34 @@ inline bool all_finite(const std::byte* at, Index count, Index step, Bits expone
     return !full;
 }
 
-struct KvF32 {
-    using Number = float;  // of a query or weight
-    using Raw = Vec;
-    static constexpr Index STEP = 1, ELEMENT = 4;
-    // Scores are multiplied by LOG, and weights are `exp` of that.
+// What makes weights of scores: these are multiplied by LOG, and weights are `exp` of that.
+struct PlainExp {
     static constexpr float LOG = 1.0f;
     static Vec exp(const Vec& x) { return CAIRN_VARIANT::exp(x); }
+};
+#if defined(__AVX512F__)
+// For weights that are rounded.
+struct NearExp {
+    static constexpr float LOG = 1.44269504089f;
+    // 2^x for x <= 0, to a relative 3e-6: a 500th of what rounding a weight to bfloat16 moves it. 1 for 0.
+    static Vec exp(const Vec& x) {
+        const __m512 turns = _mm512_maskz_roundscale_ps(0xffff, x.part[0], 0), rest = x.part[0] - turns;
+        constexpr float TERMS[] = {5.5906434597e-2f, 2.4024098874e-1f, 6.9312419164e-1f, 1.0f};
+        __m512 poly = _mm512_set1_ps(9.5828437987e-3f);
+        for (const float term : TERMS) poly = _mm512_fmadd_ps(poly, rest, _mm512_set1_ps(term));
+        return Vec{{(Part)_mm512_maskz_scalef_ps(0xffff, poly, turns)}};
+    }
+};
+#else
+using NearExp = PlainExp;
+#endif
+
+struct KvF32 : PlainExp {
+    using Number = float;  // of a query or weight
+    using Raw = Vec;
+    using Sum = Vec;
+    static constexpr bool CODES = false;
+    static constexpr Index STEP = 1, ELEMENT = 4, FRONT = 0;
 
     static Raw read(const std::byte* at) { return load(reinterpret_cast<const float*>(at)); }
     static Raw read_first(const std::byte* at, Index count) {
@@ -93,28 +121,17 @@ struct KvF16 : KvF32 {
 
 // Pairs of bfloat16 in one 32-bit lane. Where the instruction set multiplies such pairs, queries and weights are
 // rounded to bfloat16 too; elsewhere pairs are widened and everything is float32.
-struct KvBf16 {
 #if defined(__AVX512BF16__)
+struct KvBf16 : NearExp {
     using Number = std::uint16_t;
 #else
+struct KvBf16 : PlainExp {
     using Number = float;
 #endif
     using Raw = IntVec;
-    static constexpr Index STEP = 2, ELEMENT = 2;
-#if defined(__AVX512BF16__)
-    static constexpr float LOG = 1.44269504089f;
-    // 2^x for x <= 0, to a relative 3e-6: a 500th of what rounding a weight to bfloat16 moves it. 1 for 0.
-    static Vec exp(const Vec& x) {
-        const __m512 turns = _mm512_maskz_roundscale_ps(0xffff, x.part[0], 0), rest = x.part[0] - turns;
-        constexpr float TERMS[] = {5.5906434597e-2f, 2.4024098874e-1f, 6.9312419164e-1f, 1.0f};
-        __m512 poly = _mm512_set1_ps(9.5828437987e-3f);
-        for (const float term : TERMS) poly = _mm512_fmadd_ps(poly, rest, _mm512_set1_ps(term));
-        return Vec{{(Part)_mm512_maskz_scalef_ps(0xffff, poly, turns)}};
-    }
-#else
-    static constexpr float LOG = 1.0f;
-    static Vec exp(const Vec& x) { return CAIRN_VARIANT::exp(x); }
-#endif
+    using Sum = Vec;
+    static constexpr bool CODES = false;
+    static constexpr Index STEP = 2, ELEMENT = 2, FRONT = 0;
 
     static Raw read(const std::byte* at) { return load_int(at); }
     static Raw read_first(const std::byte* at, Index count) {
@@ -173,15 +190,5 @@ struct KvBf16 {
         return all_finite<std::uint16_t>(step + 2 * place, size, 2, 0x7f80);
     }
 };
-
-// f(form) for the form of an element type.
-template <class F>
-inline void with_form(Dtype dtype, F&& f) {
-    switch (dtype) {
-        case Dtype::f32: return f(KvF32{});
-        case Dtype::f16: return f(KvF16{});
-        case Dtype::bf16: return f(KvBf16{});
-    }
-}
 
 }  // namespace cairn::CAIRN_VARIANT

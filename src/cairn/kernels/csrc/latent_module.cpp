@@ -14,9 +14,10 @@ Pages rows_of(const Pool& kv, int layer) {
     check(kv.ndim() == 6 && kv.shape(2) == 1 && kv.shape(3) == 1 && kv.shape(4) == BLOCK_TOKENS,
           "latents are [blocks, layers, 1, 1, 16, L + r]");
     check(layer >= 0 && layer < static_cast<int>(kv.shape(1)), "the layer is in the KV");
-    check(kv.shape(5) <= MAX_HEAD, "a latent and what is turned have at most 1024 numbers");
-    return {static_cast<std::byte*>(kv.data()), pool_dtype(kv), static_cast<Index>(kv.shape(1)), layer, 1,
-            static_cast<Index>(kv.shape(5))};
+    const Dtype dtype = pool_dtype(kv);
+    const Index size = static_cast<Index>(kv.shape(5)) - (dtype == Dtype::q8 ? 8 : 0);
+    check(size > 0 && size <= MAX_HEAD, "a latent and what is turned have at most 1024 numbers");
+    return {static_cast<std::byte*>(kv.data()), dtype, static_cast<Index>(kv.shape(1)), layer, 1, size};
 }
 
 Index turned_of(const ConstFloats& angles, Index size) {

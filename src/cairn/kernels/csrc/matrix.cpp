@@ -1,6 +1,8 @@
 #include "matrix.h"
 
+#include <array>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 
 namespace cairn {
@@ -17,6 +19,16 @@ void put_nibbles(std::byte* to, Index lane, const std::uint8_t* code) {
     for (Index k = 0; k < GROUP; k++)
         to[k / 8 * 64 + lane * 4 + k % 4] |= static_cast<std::byte>((code[k] & 15) << (k % 8 < 4 ? 0 : 4));
 }
+
+// Where each value of a form's table stands in it, by the byte that is stored of int8.
+struct Places {
+    std::uint8_t of[256] = {};
+
+    explicit Places(Form form) {
+        const std::uint8_t* values = values_of(form);
+        for (Index i = CODEBOOK; values && i-- > 0;) of[values[i]] = static_cast<std::uint8_t>(i);
+    }
+};
 
 // Codes as their places in a table of values; `place` has them by the bytes that are stored of int8.
 void put_places(std::byte* to, Index lane, const std::uint8_t* code, const std::uint8_t* place) {
@@ -38,15 +50,14 @@ void put_groups(const Segment& part, std::byte* panel, Index lane, const Source&
     const auto number = [&](const void* numbers, Index group) {
         return static_cast<const std::byte*>(numbers) + (row * groups + group) * width;
     };
-    const std::uint8_t* values = values_of(part.form);
-    std::uint8_t place[256] = {};
-    for (Index i = CODEBOOK; values && i-- > 0;) place[values[i]] = static_cast<std::uint8_t>(i);
+    const bool places = values_of(part.form);
+    const Places place(part.form);
     for (Index group = 0; group < groups; group++, code += GROUP) {
         std::byte* unit = panel + group / 2 * part.unit_bytes();
         if (part.form == Form::int4)
             put_nibbles(unit + group % 2 * codes, lane, code);
-        else if (values)
-            put_places(unit + group % 2 * codes, lane, code, place);
+        else if (places)
+            put_places(unit + group % 2 * codes, lane, code, place.of);
         else
             put_bytes(unit + group % 2 * codes, lane, code);
         std::byte* beside = unit + 2 * codes + group % 2 * scales + lane * width;
@@ -55,13 +66,15 @@ void put_groups(const Segment& part, std::byte* panel, Index lane, const Source&
     }
 }
 
-// Whole number i of a super-block of q4_k or q5_k: the inverse of `whole_numbers`.
-void put_whole(std::byte* to, Index i, unsigned number) {
-    if (i < 192) {
+// Whole number i of `count` of a super-block: the inverse of `whole_numbers`.
+void put_whole(std::byte* to, Index i, unsigned number, Index count = 256) {
+    const Index share = count / 4;
+    if (i < 3 * share) {
         to[i] |= static_cast<std::byte>(number & 63);
         return;
     }
-    for (Index part = 0; part < 3; part++) to[part * 64 + i - 192] |= static_cast<std::byte>((number >> (2 * part) & 3) << 6);
+    for (Index part = 0; part < 3; part++)
+        to[part * share + i - 3 * share] |= static_cast<std::byte>((number >> (2 * part) & 3) << 6);
 }
 
 void put_block_code(std::byte* group, Index bits, Index lane, Index k, unsigned code) {
@@ -100,6 +113,31 @@ void put_blocks(const Segment& part, std::byte* panel, Index lane, const Source&
     }
 }
 
+// One output of a part in iq4_xs; see Segment for the order.
+void put_table_blocks(const Segment& part, std::byte* panel, Index lane, const Source& from, Index row) {
+    const Index blocks = part.inner / SUPER, groups = SUPER / GROUP;
+    const auto* code = static_cast<const std::uint8_t*>(from.data) + row * part.inner;
+    const auto* scale = static_cast<const std::int8_t*>(from.scales) + row * blocks * groups;
+    const Places place(part.form);
+    std::byte* codes = panel + part.front_bytes();
+    for (Index block = 0; block < blocks; block++) {
+        std::byte* front = panel + block * 128;
+        std::memcpy(front + 2 * lane, static_cast<const std::byte*>(from.block_scales) + (row * blocks + block) * 2, 2);
+        for (Index n = 0; n < groups; n++, code += GROUP, codes += part.code_bytes()) {
+            put_whole(front + 2 * LANES, n * LANES + lane, static_cast<unsigned>(*scale++ + 32), groups * LANES);
+            put_places(codes, lane, code, place.of);
+        }
+    }
+}
+
+// One output of a part that names rows of a codebook; see Segment for the order.
+void put_row_blocks(const Segment& part, std::byte* panel, Index lane, const Source& from, Index row) {
+    const Index blocks = part.inner / SUPER, bytes = row_block_bytes(part.form);
+    const auto* at = static_cast<const std::byte*>(from.data) + row * blocks * bytes;
+    for (Index block = 0; block < blocks; block++, at += bytes)
+        for (Index i = 0; i < bytes; i++) panel[(block * bytes + i) * LANES + lane] = at[i];
+}
+
 void put(const Segment& part, std::byte* panels, Index to_row, const Source& from, Index row) {
     std::byte* panel = panels + to_row / LANES * part.panel_bytes();
     const Index lane = to_row % LANES, at = row * part.inner;
@@ -110,11 +148,20 @@ void put(const Segment& part, std::byte* panels, Index to_row, const Source& fro
         put_row<std::uint16_t, 1>(panel, lane, halves(), part.inner);
     else if (part.form == Form::bf16)
         put_row<std::uint16_t, 2>(panel, lane, halves(), part.inner);
+    else if (part.in_rows())
+        put_row_blocks(part, panel, lane, from, row);
+    else if (part.form == Form::iq4_xs)
+        put_table_blocks(part, panel, lane, from, row);
     else if (part.in_blocks())
         put_blocks(part, panel, lane, from, row);
     else
         put_groups(part, panel, lane, from, row);
 }
+
+// By form; each is set once and then stays.
+std::array<std::unique_ptr<std::byte[]>, static_cast<int>(Form::iq3_s) + 1> codebooks;
+
+const std::byte* codebook_of(Form form) { return codebooks[static_cast<int>(form)].get(); }
 
 bool alike(const Segment& part, const Source& from) {
     return part.form == from.form && part.half == from.half && part.minimum == from.minimum;
@@ -122,13 +169,23 @@ bool alike(const Segment& part, const Source& from) {
 
 }  // namespace
 
+void set_codebook(Form form, const std::byte* rows, std::size_t size) {
+    std::unique_ptr<std::byte[]>& to = codebooks[static_cast<int>(form)];
+    if (to) return;
+    to = std::make_unique<std::byte[]>(size);
+    std::memcpy(to.get(), rows, size);
+}
+
 Matrix::Matrix(const std::vector<Source>& sources, const std::vector<float>& bias, const std::byte* mapped)
     : mapped_(mapped) {
     if (sources.empty()) throw std::invalid_argument("a matrix needs at least one part");
     for (const Source& one : sources) {
         if (one.inner != sources[0].inner) throw std::invalid_argument("parts of a matrix need one input size");
+        if (row_block_bytes(one.form) && !codebook_of(one.form))
+            throw std::invalid_argument("a matrix of rows of a codebook needs that codebook first");
         if (parts_.empty() || !alike(parts_.back(), one))
-            parts_.push_back({nullptr, nullptr, one.form, one.half, one.minimum, one.inner, 0, out_});
+            parts_.push_back(
+                {nullptr, nullptr, one.form, one.half, one.minimum, one.inner, 0, out_, codebook_of(one.form)});
         parts_.back().out += one.out;
         ends_.push_back(out_ += one.out);
     }

@@ -10,7 +10,9 @@ namespace cairn {
 
 // One [out, in] matrix in row-major order. With a quantised form `data` holds a byte a code (int4: 0 to 15, others: signed),
 // scales and minima are [out, in / 32], halves or floats. In super-blocks `data` holds a byte a code from 0 on, scales and
-// minima are bytes ([out, in / 32], of q6_k [out, in / 16]), and block_ ones are halves [out, in / 256]. Without `data` the rows stay zero until memory() is filled.
+// minima are bytes ([out, in / 32], of q6_k [out, in / 16]), and block_ ones are halves [out, in / 256]; codes of iq4_xs are
+// signed. With rows of a codebook `data` holds blocks [out, in / 256, row_block_bytes], and nothing is beside them. Without
+// `data` the rows stay zero until memory() is filled.
 struct Source {
     Form form;
     bool half, minimum;
@@ -18,6 +20,10 @@ struct Source {
     Index out, inner;
     const void *block_scales, *block_minima;
 };
+
+// Keep what the blocks of a form name: rows of whole numbers in bytes, four of iq3 and eight of iq2, by their number. Every
+// process does so before it makes a matrix of them; a second time nothing happens.
+void set_codebook(Form form, const std::byte* rows, std::size_t size);
 
 // Matrices of one input, packed into one; outputs are concatenated in order, neighbours that are stored alike in the same
 // panels. `bias` has the sum of outputs, or none.

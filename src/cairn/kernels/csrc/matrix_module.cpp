@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <tuple>
+#include <utility>
 
 #include "arrays.h"
 #include "matrix.h"
@@ -20,6 +21,12 @@ namespace {
 using Part = std::tuple<std::string, Weights, std::optional<Weights>, std::optional<Weights>, std::optional<Weights>,
                         std::optional<Weights>>;
 
+constexpr std::pair<const char*, Form> ROWS[] = {{"iq2_xxs", Form::iq2_xxs},
+                                                 {"iq2_xs", Form::iq2_xs},
+                                                 {"iq2_s", Form::iq2_s},
+                                                 {"iq3_xxs", Form::iq3_xxs},
+                                                 {"iq3_s", Form::iq3_s}};
+
 Form form_of(const std::string& name) {
     if (name == "int4") return Form::int4;
     if (name == "int8") return Form::int8;
@@ -28,26 +35,33 @@ Form form_of(const std::string& name) {
     if (name == "q4_k") return Form::q4_k;
     if (name == "q5_k") return Form::q5_k;
     if (name == "q6_k") return Form::q6_k;
+    if (name == "iq4_xs") return Form::iq4_xs;
+    for (const auto& [named, form] : ROWS)
+        if (name == named) return form;
     const Dtype kind = dtype_of(name);
     return kind == Dtype::f32 ? Form::f32 : kind == Dtype::f16 ? Form::f16 : Form::bf16;
 }
 
-bool in_groups(Form form) { return form == Form::int4 || form == Form::int8 || values_of(form); }
-bool in_blocks(Form form) { return form == Form::q4_k || form == Form::q5_k || form == Form::q6_k; }
+bool in_blocks(Form form) {
+    return form == Form::q4_k || form == Form::q5_k || form == Form::q6_k || form == Form::iq4_xs;
+}
+bool in_groups(Form form) {
+    return form == Form::int4 || form == Form::int8 || (values_of(form) && form != Form::iq4_xs);
+}
 
 // The codes of `found` are in super-blocks.
 void take_blocks(Source& found, const Part& part) {
     const auto& [name, data, scale, minimum, block_scale, block_minimum] = part;
     check(data.itemsize() == 1 && found.inner % SUPER == 0, "codes are bytes in super-blocks of 256");
-    found.half = true, found.minimum = found.form != Form::q6_k;
+    found.half = true, found.minimum = found.form == Form::q4_k || found.form == Form::q5_k;
     const auto fits = [&](const std::optional<Weights>& numbers, Index share, std::size_t size) {
         check(numbers && numbers->ndim() == 2 && numbers->shape(0) == data.shape(0) && numbers->itemsize() == size &&
                   static_cast<Index>(numbers->shape(1)) * share == found.inner,
               "a super-block has scales and minima in bytes, and a half for all of them");
         return numbers->data();
     };
-    found.scales = fits(scale, found.minimum ? GROUP : GROUP / 2, 1), found.block_scales = fits(block_scale, SUPER, 2);
-    check(found.minimum == minimum.has_value() && found.minimum == block_minimum.has_value(), "q6_k alone has no minima");
+    found.scales = fits(scale, found.form == Form::q6_k ? GROUP / 2 : GROUP, 1), found.block_scales = fits(block_scale, SUPER, 2);
+    check(found.minimum == minimum.has_value() && found.minimum == block_minimum.has_value(), "q4_k and q5_k alone have minima");
     if (found.minimum) found.minima = fits(minimum, GROUP, 1), found.block_minima = fits(block_minimum, SUPER, 2);
 }
 
@@ -57,6 +71,11 @@ Source source_of(const Part& part) {
     Source found = {};
     found.data = data.data(), found.out = static_cast<Index>(data.shape(0)), found.inner = static_cast<Index>(data.shape(1));
     found.form = form_of(name);
+    if (const Index bytes = row_block_bytes(found.form)) {
+        check(data.itemsize() == 1 && found.inner % bytes == 0, "rows of a codebook are named by whole blocks");
+        found.half = true, found.inner = found.inner / bytes * SUPER;
+        return found;
+    }
     if (in_blocks(found.form)) {
         take_blocks(found, part);
         return found;
@@ -87,7 +106,7 @@ Source source_of(const Shape& shape) {
     found.half = half, found.minimum = minimum, found.out = out, found.inner = inner;
     found.form = form_of(name);
     check(!in_groups(found.form) || inner % GROUP == 0, "codes are in groups of 32");
-    check(!in_blocks(found.form) || inner % SUPER == 0, "codes are in super-blocks of 256");
+    check(!(in_blocks(found.form) || row_block_bytes(found.form)) || inner % SUPER == 0, "codes are in super-blocks of 256");
     return found;
 }
 
@@ -127,6 +146,14 @@ void bind_matrix(nb::module_& module) {
              nb::rv_policy::reference_internal, "Its panels as bytes, to be kept and to be filled.")
         .def_prop_ro("nbytes", &Matrix::bytes)
         .def_prop_ro("out", [](const Matrix& one) { return one.view().out; });
+    module.def("set_codebook",
+               [](const std::string& name, const Bytes& rows) {
+                   const Form form = form_of(name);
+                   check(row_block_bytes(form) > 0 && rows.size() == row_count(form) * (in_eights(form) ? 8 : 4),
+                         "a codebook has all of its rows");
+                   set_codebook(form, reinterpret_cast<const std::byte*>(rows.data()), rows.size());
+               },
+               nb::arg("form"), nb::arg("rows"), "Keep the rows that the blocks of a form name.");
     module.def("blank",
                [](const std::vector<Shape>& shapes, const std::optional<ConstFloats>& bias) {
                    return make_matrix(shapes, bias);

@@ -40,10 +40,10 @@ extern const Variant variant;
 namespace {
 
 // Of all that is compiled here: what `native.VERSION` says.
-constexpr const char* VERSION = "native-6";
+constexpr const char* VERSION = "native-7";
 
 // Of what Python calls: what `native.INTERFACE` says.
-constexpr int INTERFACE = 8;
+constexpr int INTERFACE = 9;
 
 bool runs(const std::string& name) {
 #if defined(__x86_64__)

@@ -2,81 +2,15 @@
 #pragma once
 
 #include "quant_gemm.h"
+#include "rounding.h"
 
 namespace cairn::CAIRN_VARIANT {
-
-constexpr float LEAST_MAGNITUDE = 0x1p-100f;  // below it a group counts as zero: 127 / it could overflow
-constexpr std::int32_t INFINITE = 0x7f800000;
-
-typedef std::int8_t BytePart __attribute__((vector_size(WIDTH)));
-
-inline IntVec magnitude(const Vec& x) {
-    IntVec out;
-    for (int i = 0; i < PARTS; i++) out.part[i] = (IntPart)x.part[i] & 0x7fffffff;
-    return out;
-}
-// Lanes are folded in halves.
-template <class F>
-inline std::int32_t fold(const IntPart& x, F&& pair) {
-#if defined(__AVX2__)
-    typedef std::int32_t Eight __attribute__((vector_size(32)));
-    typedef std::int32_t Four __attribute__((vector_size(16)));
-#if defined(__AVX512F__)
-    const Eight eight = pair(__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7),
-                             __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15));
-#else
-    const Eight eight = x;
-#endif
-    const Four four = pair(__builtin_shufflevector(eight, eight, 0, 1, 2, 3),
-                           __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
-    const Four two = pair(four, __builtin_shufflevector(four, four, 2, 3, 0, 1));
-    return pair(two, __builtin_shufflevector(two, two, 1, 0, 3, 2))[0];
-#else
-    std::int32_t out = x[0];
-    for (int i = 1; i < WIDTH; i++) out = pair(out, x[i]);
-    return out;
-#endif
-}
-// Magnitudes are ordered as their bits are, and a NaN is the largest.
-inline std::int32_t largest(const IntVec& a, const IntVec& b) {
-    IntPart most{};
-    for (int i = 0; i < PARTS; i++) {
-        most = a.part[i] > most ? a.part[i] : most;
-        most = b.part[i] > most ? b.part[i] : most;
-    }
-    return fold(most, [](auto one, auto other) { return one > other ? one : other; });
-}
-inline std::int32_t sum(const IntPart& x) {
-    return fold(x, [](auto one, auto other) { return one + other; });
-}
-
-// The 16 products x * factor, to the nearest integer with ties to even, as bytes; returns their sums by lane.
-inline IntPart round_codes(const Vec& x, float factor, std::int8_t* out) {
-    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    IntPart total{};
-    for (int i = 0; i < PARTS; i++) {
-        const Part shifted = x.part[i] * factor + ROUND;
-        const IntPart code = (IntPart)shifted - 0x4b400000;
-        const BytePart bytes = __builtin_convertvector(code, BytePart);
-        __builtin_memcpy(out + i * WIDTH, &bytes, sizeof bytes);
-        total += code;
-    }
-    return total;
-}
 
 // One group into lane `lane` of a tile of `height` rows.
 inline void put_group(const float* x, std::byte* to, Index lane, Index height) {
     Vec low = load(x), high = load(x + LANES);
-    const std::int32_t bits = largest(magnitude(low), magnitude(high));
-    float most, factor = 0.0f, scale = 0.0f;
-    __builtin_memcpy(&most, &bits, 4);
-    if (most >= LEAST_MAGNITUDE && bits < INFINITE) {
-        factor = 127.0f / most;
-        scale = most / 127.0f;
-    } else {
-        low = high = Vec{};
-        if (bits >= INFINITE) scale = __builtin_nanf("");
-    }
+    const auto [factor, scale] = rounding_to(127.0f, largest(larger(magnitude(low), magnitude(high))));
+    if (factor == 0.0f) low = high = Vec{};
     std::int8_t codes[GROUP];
     const std::int32_t first = sum(round_codes(low, factor, codes));
     const std::int32_t second = sum(round_codes(high, factor, codes + LANES)), all = first + second;

@@ -32,9 +32,12 @@ void fits(const ConstFloats& x, const Matrix& matrix, const Floats& out) {
 Pages pages_of(const Pool& kv, int layer) {
     check(kv.ndim() == 6 && kv.shape(2) == 2 && kv.shape(4) == BLOCK_TOKENS, "KV is [blocks, layers, 2, K, 16, D]");
     check(layer >= 0 && layer < static_cast<int>(kv.shape(1)), "the layer is in the KV");
-    check(kv.shape(5) % 2 == 0 && kv.shape(5) <= MAX_HEAD, "a head has an even size of at most 1024");
-    return {static_cast<std::byte*>(kv.data()), pool_dtype(kv), static_cast<Index>(kv.shape(1)), layer,
-            static_cast<Index>(kv.shape(3)), static_cast<Index>(kv.shape(5))};
+    const Dtype dtype = pool_dtype(kv);
+    const Index size = static_cast<Index>(kv.shape(5)) - (dtype == Dtype::q8 ? 4 : 0);
+    check(size > 0 && size % 2 == 0 && size <= MAX_HEAD, "a head has an even size of at most 1024");
+    check(dtype != Dtype::q8 || size % 4 == 0, "a head of int8 KV has a size that is a multiple of 4");
+    return {static_cast<std::byte*>(kv.data()), dtype, static_cast<Index>(kv.shape(1)), layer,
+            static_cast<Index>(kv.shape(3)), size};
 }
 
 // Of a query [M, Q, D].

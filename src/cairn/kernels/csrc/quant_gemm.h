@@ -11,10 +11,6 @@ namespace cairn::CAIRN_VARIANT {
 constexpr int GROUP_ROWS = WIDTH == 16 ? 16 : WIDTH == 8 || REGISTERS == 32 ? 4 : 2;
 constexpr int at_once(int rows) { return rows <= 8 ? rows : rows <= 12 ? (rows + 1) / 2 : (rows + 2) / 3; }
 
-inline Vec to_float(const IntVec& x) {
-    return each([&](int i) { return __builtin_convertvector(x.part[i], Part); });
-}
-
 // With a TABLE, codes of 8 bits are stored as places in it.
 template <int BITS_, bool HALF, bool MINIMUM_, Form TABLE_ = Form::int8>
 struct Quantised {

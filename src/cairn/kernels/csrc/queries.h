@@ -1,17 +1,11 @@
 // The queries of one attention task, and what is known of their softmax so far.
 #pragma once
 
-#include "kv.h"
+#include "kv_q8.h"
 
 namespace cairn::CAIRN_VARIANT {
 
 constexpr float UNSEEN = -3.0e38f;
-
-struct Range {
-    Index low, high;  // positions low <= p < high
-
-    bool empty() const { return low >= high; }
-};
 
 inline Range common(Range a, Range b) {
     return {a.low > b.low ? a.low : b.low, a.high < b.high ? a.high : b.high};
@@ -22,7 +16,7 @@ inline Range units(Range a, Index size) { return {a.low / size, (a.high + size -
 // The queries of one task, in `Attend::scratch`: for each of them [size] query, [padded size] result of this segment
 // and of those before, [SPAN] scores or weights; the largest score and the factor on the result so far, the largest
 // score and the sum of weights of the segments before, and [LANES] sums of weights of this one. Last, two pairs of
-// values that are seen by half.
+// values that are seen by half. Of forms with CODES each row has also what belongs to its query's codes and its weights'.
 template <class Form>
 struct Queries {
     using Number = typename Form::Number;
@@ -31,6 +25,7 @@ struct Queries {
     Index rows, fan, size, wide;
     Number* query;
     float *result, *merged, *score, *most, *total, *factor, *merged_most, *merged_total;
+    CodeRow *query_codes, *weight_codes;
     std::byte* halves;
 
     explicit Queries(const Attend& job) {
@@ -42,16 +37,14 @@ struct Queries {
         most = score + rows * SPAN;
         factor = most + rows, merged_most = factor + rows, merged_total = merged_most + rows;
         total = merged_total + rows;
-        halves = reinterpret_cast<std::byte*>(total + rows * LANES);
+        query_codes = reinterpret_cast<CodeRow*>(total + rows * LANES), weight_codes = query_codes + rows;
+        halves = reinterpret_cast<std::byte*>(weight_codes + rows);
         for (Index row = 0; row < rows; row++) {
             const float* from = job.query + ((job.first + row / fan) * job.heads + job.kv_head * fan + row % fan) * size;
-            Index at = 0;
-            for (; at + LANES <= size; at += LANES) Form::put(query + row * size + at, load(from + at));
-            if (at < size) {
-                Number rest[LANES];
-                Form::put(rest, load_first(from + at, size - at));
-                __builtin_memcpy(query + row * size + at, rest, (size - at) * sizeof(Number));
-            }
+            if constexpr (Form::CODES)
+                query_codes[row] = Form::put_query(from, size, query + row * size);
+            else
+                put_query(from, query + row * size);
         }
         for (Index i = 0; i < rows * wide; i++) merged[i] = 0.0f;
         for (Index row = 0; row < rows; row++) {
@@ -85,6 +78,16 @@ struct Queries {
     }
 
     static float first(const Vec& x) { return x.part[0][0]; }
+
+    void put_query(const float* from, Number* to) const {
+        Index at = 0;
+        for (; at + LANES <= size; at += LANES) Form::put(to + at, load(from + at));
+        if (at < size) {
+            Number rest[LANES];
+            Form::put(rest, load_first(from + at, size - at));
+            __builtin_memcpy(to + at, rest, (size - at) * sizeof(Number));
+        }
+    }
 };
 
 inline Range seen_by(const Attend& job, Index position) {

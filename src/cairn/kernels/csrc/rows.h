@@ -1,7 +1,7 @@
 // Kernels of one token at a time: norm, gate, embedding, rotation and the KV write.
 #pragma once
 
-#include "kv.h"
+#include "kv_q8.h"
 
 namespace cairn::CAIRN_VARIANT {
 

@@ -2,12 +2,16 @@
 // lives in the variant's own namespace, so that no function of one can be linked into another.
 #pragma once
 
+#include <type_traits>
+
 #include "kernel.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 namespace cairn::CAIRN_VARIANT {
@@ -133,6 +137,9 @@ inline Vec as_float(const IntVec& x) {
     Vec out;
     __builtin_memcpy(&out, &x, sizeof out);
     return out;
+}
+inline Vec to_float(const IntVec& x) {
+    return each([&](int i) { return __builtin_convertvector(x.part[i], Part); });
 }
 // The even (low) and odd (high) bfloat16 of sixteen pairs.
 inline Vec low_bf16(const IntVec& pairs) {
@@ -304,6 +311,29 @@ inline Vec exp(const Vec& x) {
         const Part bounded = x.part[i] > (Part{} + HIGH) ? Part{} + __builtin_inff() : value;
         return x.part[i] < (Part{} + LOW) ? Part{} : bounded;
     });
+#endif
+}
+
+// 16 bytes as whole numbers, signed or not as their type is.
+template <class Byte>
+inline IntVec load_bytes(const Byte* p) {
+#if defined(__AVX512F__)
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    if constexpr (std::is_signed_v<Byte>)
+        return IntVec{{(IntPart)_mm512_maskz_cvtepi8_epi32(0xffff, bytes)}};
+    else
+        return IntVec{{(IntPart)_mm512_maskz_cvtepu8_epi32(0xffff, bytes)}};
+#elif defined(__AVX2__)
+    const auto eight = [&](int i) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + i * WIDTH)); };
+    if constexpr (std::is_signed_v<Byte>)
+        return IntVec{{(IntPart)_mm256_cvtepi8_epi32(eight(0)), (IntPart)_mm256_cvtepi8_epi32(eight(1))}};
+    else
+        return IntVec{{(IntPart)_mm256_cvtepu8_epi32(eight(0)), (IntPart)_mm256_cvtepu8_epi32(eight(1))}};
+#else
+    IntVec out = {};
+    for (int i = 0; i < PARTS; i++)
+        for (int lane = 0; lane < WIDTH; lane++) out.part[i][lane] = p[i * WIDTH + lane];
+    return out;
 #endif
 }
 

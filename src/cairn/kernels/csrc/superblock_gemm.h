@@ -1,9 +1,7 @@
 // Products with weights in super-blocks of 256, whose groups have whole numbers for scales: the float that a whole number
-// stands for is made once a tile, and is exact. Codes of 4 and 5 bits are then groups like any other. Those of 6 bits have
+// stands for is made once a tile, and is exact. Codes of 4 and 5 bits, and places in a table, are then groups like any other. Those of 6 bits have
 // a scale every 16: both halves' integer sums times their scales stay below 2^24, so their sum is an exact float too.
 #pragma once
-
-#include <type_traits>
 
 #include "quant_gemm.h"
 
@@ -15,33 +13,11 @@ constexpr int HALVES = 3;
 template <int BITS_>
 struct InBlocks {
     static constexpr int BITS = BITS_;
-    static constexpr bool MINIMUM = BITS != 6, STARTS = false;
+    // SCALED: sums of a super-block are multiplied with its scale at the end.
+    static constexpr bool MINIMUM = BITS != 6, STARTS = false, SCALED = BITS == 6;
     static constexpr Index WHOLE = BITS == 6 ? 256 : 192, CODES = BITS * GROUP * LANES / 8;
     static constexpr Index FRONT = LANES * 2 * (MINIMUM ? 2 : 1);
 };
-
-// 16 bytes as whole numbers, signed or not as their type is.
-template <class Byte>
-IntVec load_bytes(const Byte* p) {
-#if defined(__AVX512F__)
-    const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
-    if constexpr (std::is_signed_v<Byte>)
-        return IntVec{{(IntPart)_mm512_maskz_cvtepi8_epi32(0xffff, bytes)}};
-    else
-        return IntVec{{(IntPart)_mm512_maskz_cvtepu8_epi32(0xffff, bytes)}};
-#elif defined(__AVX2__)
-    const auto eight = [&](int i) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + i * WIDTH)); };
-    if constexpr (std::is_signed_v<Byte>)
-        return IntVec{{(IntPart)_mm256_cvtepi8_epi32(eight(0)), (IntPart)_mm256_cvtepi8_epi32(eight(1))}};
-    else
-        return IntVec{{(IntPart)_mm256_cvtepu8_epi32(eight(0)), (IntPart)_mm256_cvtepu8_epi32(eight(1))}};
-#else
-    IntVec out = {};
-    for (int i = 0; i < PARTS; i++)
-        for (int lane = 0; lane < WIDTH; lane++) out.part[i][lane] = p[i * WIDTH + lane];
-    return out;
-#endif
-}
 
 // One group of 16 outputs whose scale and minimum are made.
 template <class Form>
@@ -114,6 +90,35 @@ struct Block<InBlocks<6>> {
     }
 };
 
+// Codes of 4 bits that name values of a table, with whole numbers from -32 to 31.
+struct InTableBlocks {
+    static constexpr int BITS = 8;
+    static constexpr bool MINIMUM = false, STARTS = !SIGNED_BYTES, SCALED = false;
+    static constexpr Index WHOLE = 0, CODES = GROUP * LANES / 2, FRONT = 128;
+};
+
+template <>
+struct Block<InTableBlocks> {
+    struct Group {
+        Codes<8, Form::iq4> codes;
+        Vec scale;
+    };
+    const std::byte* codes;
+    Vec scale;
+    alignas(64) std::uint8_t whole[SUPER / GROUP * LANES];
+
+    Block(const std::byte* front, const std::byte* unit)
+        : codes(unit), scale(load_half(reinterpret_cast<const std::uint16_t*>(front))) {
+        whole_numbers<SUPER / GROUP * LANES>(front + 2 * LANES, whole);
+    }
+    template <int R>
+    void add(Vec (&acc)[R], const std::byte* in, Index group) const {
+        const Group one = {Codes<8, Form::iq4>(codes + group * InTableBlocks::CODES),
+                           scale * (to_float(load_bytes(whole + group * LANES)) - set(32.0f))};
+        add_group<InTableBlocks, R>(acc, in, one);
+    }
+};
+
 template <Index BYTES>
 inline void ask_for(const std::byte* from) {
 #pragma GCC unroll 8
@@ -129,16 +134,16 @@ void block_tile(const Product& job, const Segment& part, Index row, Index panel)
     for (Index left = part.inner; left > 0; left -= SUPER) {
         Vec sums[R];
 #pragma GCC unroll 16
-        for (int r = 0; r < R; r++) sums[r] = Form::MINIMUM ? acc[r] : Vec{};
+        for (int r = 0; r < R; r++) sums[r] = Form::SCALED ? Vec{} : acc[r];
         const Block<Form> block(front, unit);
         ask_for<Form::FRONT>(front);
-        ask_for<Form::WHOLE>(unit);
+        if constexpr (Form::WHOLE) ask_for<Form::WHOLE>(unit);
         for (Index group = 0; group < SUPER / GROUP; group++, in += R * ROW_GROUP_BYTES) {
             ask_for<Form::CODES>(unit + Form::WHOLE + group * Form::CODES);
             block.template add<R>(sums, in, group);
         }
 #pragma GCC unroll 16
-        for (int r = 0; r < R; r++) acc[r] = Form::MINIMUM ? sums[r] : fma(block.scale, sums[r], acc[r]);
+        for (int r = 0; r < R; r++) acc[r] = Form::SCALED ? fma(block.scale, sums[r], acc[r]) : sums[r];
         front += Form::FRONT, unit += Form::WHOLE + SUPER / GROUP * Form::CODES;
     }
     finish<R, 1>(job, part, row, panel, [&](int r, int) { return acc[r]; });
@@ -154,6 +159,10 @@ Tile block_tile_of(Index rows) {
 template <int BITS>
 void block_product(const Product& job, const Segment& part, Index first, Index last) {
     hot_panels(job, part, first, last, block_tile_of<InBlocks<BITS>>);
+}
+
+inline void table_block_product(const Product& job, const Segment& part, Index first, Index last) {
+    hot_panels(job, part, first, last, block_tile_of<InTableBlocks>);
 }
 
 }  // namespace cairn::CAIRN_VARIANT

@@ -1,5 +1,6 @@
 // One translation unit a variant: the same kernels for the instruction set that the compiler's flags name.
 #include "attention.h"
+#include "codebook_gemm.h"
 #include "superblock_gemm.h"
 #include "latent.h"
 #include "prepare.h"
@@ -33,6 +34,8 @@ void one_part(const Product& job, const Segment& part, Index first, Index last) 
         case Form::q4_k: return block_product<4>(job, part, first, last);
         case Form::q5_k: return block_product<5>(job, part, first, last);
         case Form::q6_k: return block_product<6>(job, part, first, last);
+        case Form::iq4_xs: return table_block_product(job, part, first, last);
+        default: return with_rows(part.form, [&](auto form) { row_product<decltype(form)>(job, part, first, last); });
     }
 }
 
@@ -49,7 +52,7 @@ void all_parts(const Product& job, Index first, Index last) {
 
 extern const Variant variant;
 const Variant variant = {CAIRN_NAME(CAIRN_VARIANT), all_parts, SixteenBits::PREPARED ? pair_rows : nullptr, GROUP_ROWS,
-                         prepare, norm, layer_norm, activate_row, gate, softcap, embed, rope_write, attend, convolve, scan,
+                         prepare, norm, layer_norm, activate_row, gate, softcap, embed, decode_block, rope_write, attend, convolve, scan,
                          gated_norm, gate_row, latent_write, turn_pairs, latent_attend, read_all, multiply_add, CHAINS,
                          multiply_bytes, BYTE_PRODUCTS, multiply_pairs, PAIR_PRODUCTS,
                          &PASSES};

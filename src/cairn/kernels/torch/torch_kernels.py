@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cairn.kernels.base import Quantized
+from cairn.kernels.base import Packed
 from cairn.kernels.program import Interpreted, KernelCall
 from cairn.kernels.rope import Rope, frequencies
 from cairn.kernels.torch import attention, recurrent
@@ -56,10 +56,10 @@ class TorchKernels(TorchStorage):
     def vector(self, source: NDArray[Any]) -> Tensor:
         return self.tensor(np.array(source, np.float32))
 
-    def table(self, source: NDArray[Any] | Quantized) -> Tensor | TorchMatrix:
-        return self.matrix([source], [None]) if isinstance(source, Quantized) else self.tensor(source)
+    def table(self, source: NDArray[Any] | Packed) -> Tensor | TorchMatrix:
+        return self.matrix([source], [None]) if isinstance(source, Packed) else self.tensor(source)
 
-    def matrix(self, weights: Sequence[NDArray[Any] | Quantized], biases: Sequence[NDArray[Any] | None]) -> TorchMatrix:
+    def matrix(self, weights: Sequence[NDArray[Any] | Packed], biases: Sequence[NDArray[Any] | None]) -> TorchMatrix:
         return pack(weights, biases, self.tensor)
 
     def rope(self, head_dim: int, theta: float, scaling: RopeScaling) -> tuple[Tensor, float]:

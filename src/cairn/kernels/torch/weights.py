@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from cairn.kernels.base import GROUP, Quantized
+from cairn.kernels.base import GROUP, Packed
+from cairn.kernels.codebooks import RowBlocks
 from cairn.kernels.quantized import LARGEST_CODE, LEAST_MAGNITUDE
 
 Tensor = Any
@@ -16,7 +17,7 @@ Tensor = Any
 
 @dataclass(frozen=True, slots=True)
 class PackedCodes:
-    """A `Quantized` matrix on a device: codes of 4 bits lie two in a byte, the others one."""
+    """A `Packed` matrix on a device: codes of 4 bits lie two in a byte, the others one, also those of a codebook."""
 
     bits: int
     codes: Tensor
@@ -89,12 +90,15 @@ class TorchMatrix:
 
 def pack(weights: Sequence[Any], biases: Sequence[Any], tensor: Callable[[Any], Tensor]) -> TorchMatrix:
     """Pack matrices with one input as one; `tensor` puts a numpy array on the device."""
-    parts = tuple(_codes(one, tensor) if isinstance(one, Quantized) else tensor(one) for one in weights)
+    parts = tuple(_codes(one, tensor) if isinstance(one, Packed) else tensor(one) for one in weights)
     added = tuple(None if bias is None else tensor(bias).float() for bias in biases)
     return TorchMatrix(parts, added, int(weights[0].shape[1]))
 
 
-def _codes(one: Quantized, tensor: Callable[[Any], Tensor]) -> PackedCodes:
+def _codes(one: Packed, tensor: Callable[[Any], Tensor]) -> PackedCodes:
+    if isinstance(one, RowBlocks):
+        found, shares = one.codes()
+        return PackedCodes(8, tensor(found), tensor(shares), None, None, None)
     codes = tensor(one.codes)
     if one.bits == 4:
         codes = codes[:, 0::2] | (codes[:, 1::2] << 4)

@@ -112,7 +112,9 @@ class Q8:
         states: Collection[int] = (),
     ) -> None:
         """`block_bytes` and `states` as for `Raw`; the pages of all other groups are rows of `head_dim` numbers, of
-        each group or of all: float32, bfloat16 or float16."""
+        each group or of all: float32, bfloat16 or float16. Any other type is a `ValueError`."""
+        if dtype not in _DTYPES:
+            raise ValueError(f"pages of {dtype} hold codes already, and are stored as they are by the codec raw")
         self._dtype = _DTYPES[dtype]
         self._states, self._raw = frozenset(states), Raw(block_bytes, states)
         self.state_sizes = self._raw.state_sizes

@@ -43,6 +43,8 @@ MOST_DIVERGENCE = 0.01
 """Nats, the mean of all places: about a hundred tokens are needed to tell one from the other by what they say."""
 MOST_AT_A_PLACE = 0.1
 """Nats, at all places but one in a hundred: no mean hides places at which a model says something else."""
+POOL_Q8 = "q8 in the pool"
+"""The name of a comparison of a pool of q8 with one of the usual type."""
 TOP = 64
 """Tokens whose probabilities are compared at each place, the likeliest of each side; all others count as one."""
 _MAGIC = b"cairn kv check 2"
@@ -67,6 +69,8 @@ class Comparison(msgspec.Struct, frozen=True):
     """Kullback-Leibler, of the codec's distribution from that of `raw`, in nats: the mean."""
     at_a_place: float
     """What 99 of 100 places do not exceed."""
+    beside: str = "raw"
+    """What it was compared with: the codec `raw`, or the type of another pool. Figures called raw are its own."""
 
     @property
     def agreement(self) -> float:
@@ -85,10 +89,10 @@ class Comparison(msgspec.Struct, frozen=True):
         if within and self.divergence <= MOST_DIVERGENCE and self.at_a_place <= MOST_AT_A_PLACE:
             return ""
         return (
-            f"over {self.positions:,} tokens of this model {self.codec} diverges from raw by {self.divergence:.4f} "
-            f"nats in the mean and {self.at_a_place:.4f} at the worst place in a hundred, and the perplexity differs "
-            f"by {self.difference:+.3%}; at most {MOST_DIVERGENCE}, {MOST_AT_A_PLACE} and {MOST_DIFFERENCE:.0%} are "
-            "allowed"
+            f"over {self.positions:,} tokens of this model {self.codec} diverges from {self.beside} by "
+            f"{self.divergence:.4f} nats in the mean and {self.at_a_place:.4f} at the worst place in a hundred, and "
+            f"the perplexity differs by {self.difference:+.3%}; at most {MOST_DIVERGENCE}, {MOST_AT_A_PLACE} and "
+            f"{MOST_DIFFERENCE:.0%} are allowed"
         )
 
 
@@ -102,20 +106,22 @@ def compare(engine: Engine, codec: Codec, tokens: Sequence[int]) -> Comparison:
 
     A text longer than the context is read in pieces. Raises `ModelError` for a model whose KV the codec cannot hold.
     """
-    if len(tokens) < 2:
-        raise ValueError("a text of one token foretells nothing")
-    plain = _read(engine, Raw(engine.info.block_bytes, state_groups(engine.info.groups)), tokens)
-    coded = _read(engine, codec, tokens)
+    return judged(codec.name, "raw", foretell(engine, tokens), foretell(engine, tokens, codec))
+
+
+def judged(name: str, beside: str, plain: Sequence[TokenLogprob], coded: Sequence[TokenLogprob]) -> Comparison:
+    """Compare what `foretell` gave of one text: `coded` with `name`, and `plain` with what that is compared with."""
     agreed = sum(one.top[0][0] == other.top[0][0] for one, other in zip(plain, coded, strict=True))
     apart = sorted(_divergence(one, other) for one, other in zip(plain, coded, strict=True))
     return Comparison(
-        codec.name,
+        name,
         len(plain),
         agreed,
         _perplexity(plain),
         _perplexity(coded),
         math.fsum(apart) / len(apart),
         apart[-1 - len(apart) // 100],
+        beside,
     )
 
 
@@ -179,8 +185,14 @@ def _perplexity(scores: Sequence[TokenLogprob]) -> float:
     return math.exp(mean) if mean < 700 else math.inf
 
 
-def _read(engine: Engine, codec: Codec, tokens: Sequence[int]) -> list[TokenLogprob]:
-    """What the model says of each token but the first, in pieces that fit its context and its pools."""
+def foretell(engine: Engine, tokens: Sequence[int], codec: Codec | None = None) -> list[TokenLogprob]:
+    """What the model says of each of `tokens[1:]`; the engine's KV is overwritten, and goes through the codec.
+
+    A text longer than the context is read in pieces. Raises `ModelError` for a model whose KV the codec cannot hold.
+    """
+    if len(tokens) < 2:
+        raise ValueError("a text of one token foretells nothing")
+    codec = codec or Raw(engine.info.block_bytes, state_groups(engine.info.groups))
     span = _span(engine.info)
     scores: list[TokenLogprob] = []
     for at in range(0, len(tokens) - 1, span):

@@ -73,7 +73,8 @@ class Architecture:
     period: int = 0
     """Every so many-th layer has no window; 0: a window is for all."""
     window_period: int = 0
-    """The same of an architecture that may have no window; layers with one turn their heads without scaling."""
+    """The same of an architecture that may have no window; layers with one turn their heads without scaling, if the
+    others turn theirs."""
     local_rope: bool = False
     """Whether layers with a window have rotary positions of their own."""
     by_width: int = 0
@@ -89,8 +90,8 @@ class Architecture:
     """Whether norms stand before attention and MLP, and behind them."""
     multipliers: bool = False
     """Whether the file may scale embeddings, scores, what layers add, and logits."""
-    unturned: int = 0
-    """Every so many-th layer has no positions; 0: none."""
+    unturned: int | Literal["by window"] = 0
+    """Every so many-th layer has no positions; 0: none. "by window": those without one, where others have one."""
     sinks: bool = False
     activation: Literal["silu", "gelu_tanh", "clamped_silu", "relu2", "xielu"] = "silu"
     mixture: RouterDefaults | None = None
@@ -228,6 +229,24 @@ ARCHITECTURES = {
         post_norms=True,
         names=_POST_NORMS,
         window_period=4,
+    ),
+    "exaone4": Architecture(
+        "Exaone4ForCausalLM",
+        qk_norm=True,
+        pre_norms=False,
+        post_norms=True,
+        names=_POST_NORMS,
+        window_period=4,
+        unturned="by window",
+        keys=("attention.sliding_window_pattern",),
+    ),
+    "glm4": Architecture(
+        "Glm4ForCausalLM",
+        interleaved=True,
+        rotary=True,
+        post_norms=True,
+        names=_GEMMA_NORMS,
+        fused={"ffn_up": ("mlp.gate_proj", "mlp.up_proj")},
     ),
     "qwen35": _QWEN_3_5,
     "qwen35moe": replace(

@@ -58,7 +58,10 @@ _GEMMA_KEYS = frozenset(
 _NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "rope.scaling.yarn_attn_factor"), 1.0)
 }
-"""What is not understood, with the values that say nothing; 0, false and an empty text say nothing anywhere."""
+"""What is not understood, with the values that say nothing; but for `_ZERO_COUNTS`, 0, false and "" say nothing too."""
+_EXTENDED = "rope.scaling.yarn_ext_factor"
+_ZERO_COUNTS = frozenset({"rope.scaling.yarn_attn_factor", _EXTENDED})
+"""Keys of which 0 is a setting of its own: scores without a scale, yarn that extends nothing."""
 
 SAMPLING = {
     "temperature": "temp",
@@ -180,6 +183,10 @@ def _unturned(keys: Fields, family: Architecture, layers: int) -> tuple[int, ...
     """The layers that know no positions."""
     if family.recurrence == "mamba2" and not keys.flag("rope.scaling.finetuned", True):
         return tuple(range(layers))
+    if family.unturned == "by window":
+        windows = keys.integer("attention.sliding_window", 0, MAX_CONTEXT, 0) > 0
+        limited = _limited(keys, family, layers) if windows else range(layers)
+        return tuple(layer for layer in range(layers) if layer not in limited)
     return tuple(layer for layer in range(layers) if family.unturned and not (layer + 1) % family.unturned)
 
 
@@ -226,8 +233,12 @@ def _keys(gguf: Gguf, family: Architecture) -> Fields:
         done["attention.scale"] = 1 / math.sqrt(size)
         if family.by_width and keys.values.get("block_count") == family.by_width:
             done["attention.scale"] = 1 / math.sqrt(keys.integer("embedding_length", 1, 1 << 20) / heads)
+    yarn = found.get("rope.scaling.type") == "yarn"
+    done[_EXTENDED] = 1.0 if yarn else 0.0
+    if others.get(_EXTENDED, ("", 0.0))[1] == -1:  # llama.cpp's word for no word
+        del others[_EXTENDED]
     for name, (key, plain) in others.items():
-        if isinstance(plain, np.ndarray) or (plain and not _same(plain, done.get(name))):
+        if _says_more(name, plain, done.get(name)):
             raise ModelError(f"{gguf.paths[0]}: {key[:120]} is set, which is not supported")
     if not family.both and not keys.flag("attention.causal", True):
         raise ModelError(f"{gguf.paths[0]}: {prefix}attention.causal is false; such a model does not generate text")
@@ -247,6 +258,13 @@ def _understood(family: Architecture) -> frozenset[str]:
     """The keys of an architecture that mean something here."""
     own = (*(_GEMMA_KEYS if family.gemma else ()), *(UNEVEN if family.uneven else ()))
     return frozenset((*_KEYS, *EXPERT_KEYS, *family.keys, *RECURRENT[family.recurrence], *own))
+
+
+def _says_more(name: str, value: Any, neutral: Any) -> bool:
+    """Whether a key that is not understood changes a number."""
+    if isinstance(value, np.ndarray):
+        return True
+    return (bool(value) or name in _ZERO_COUNTS) and not _same(value, neutral)
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -367,8 +385,8 @@ def _groups(
         return cache_groups(layers, limited, min(family.pieces, context), context, pieces=True)
     if family.window_period and window:
         own = RotaryPositions(theta=keys.number("rope.freq_base", 1.0, 1e15, 10000.0))
-        limited = [layer for layer in range(layers) if (layer + 1) % family.window_period]
-        return cache_groups(layers, limited, window, context, own if scaling.kind != "none" else None)
+        alike = scaling.kind == "none" or family.unturned == "by window"
+        return cache_groups(layers, _limited(keys, family, layers), window, context, None if alike else own)
     if not family.period:
         return cache_groups(layers, range(layers) if window else (), window, context)
     if not window:
@@ -388,7 +406,8 @@ def _limited(keys: Fields, family: Architecture, layers: int) -> list[int]:
         if len(listed) != layers:
             raise keys.error("attention.sliding_window_pattern", f"a whole number, or a list of {layers}")
         return [layer for layer, limited in enumerate(listed.tolist()) if limited]
-    period = keys.integer("attention.sliding_window_pattern", 1, 1 << 12, family.period)
+    usual = family.period or family.window_period
+    period = keys.integer("attention.sliding_window_pattern", 1, 1 << 12, usual)
     return [layer for layer in range(layers) if (layer + 1) % period]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.kernels.base import Quantized
+from cairn.kernels.base import Packed
 from cairn.models.gguf.architectures import PER_LAYER, Architecture, layers
 from cairn.models.gguf.encoder import encoder_name, is_encoder
 from cairn.models.gguf.gguf_positions import FACTORS, LONG, SHORT
@@ -27,7 +27,7 @@ from cairn.models.gguf.uneven import NAMES as UNEVEN_NAMES
 from cairn.models.gguf.uneven import WHOLE as UNEVEN_WHOLE
 from cairn.models.packing.dequant import BlockFormat, dequantize
 from cairn.models.packing.quantize import unpack
-from cairn.models.safetensors.tensor_meta import TensorMeta, codes
+from cairn.models.safetensors.tensor_meta import TensorMeta, codes, row_blocks
 from cairn.models.safetensors.tensor_meta import blocks as super_blocks
 from cairn.models.safetensors.tensor_names import XIELU, turn_back
 from cairn.models.spec.moe_spec import CORRECTION, MAX_EXPERTS
@@ -151,7 +151,7 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
 
     def __init__(self, gguf: Gguf, expected: Mapping[str, tuple[int, ...]], spec: ModelSpec) -> None:
         """Check that the file holds exactly the `expected` tensors with their shapes; `ModelFileError` otherwise."""
-        self._gguf, self._spec, self._head_dim = gguf, spec, spec.head_dim
+        self._gguf, self._spec, self._head_dim, self._turned_part = gguf, spec, spec.head_dim, spec.turned
         own = None if is_encoder(gguf) else architecture(gguf)
         self._interleaved = own is not None and own.interleaved
         behind = layers(gguf.own_fields, own) if own is not None and own.ahead else 0
@@ -226,7 +226,7 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
             flat.reshape(tensor.shape) if tensor.change is None else tensor.change(flat.reshape(tensor.tensor.shape))
         )
         if self._turned(name):
-            array = turn_back(array, self._head_dim)
+            array = turn_back(array, self._head_dim, self._turned_part)
         array.flags.writeable = False
         return array
 
@@ -248,18 +248,20 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         kind = tensor.kind
         if kind.dtype is not None or len(tensor.shape) != 2 or tensor.change is not None:
             return None
-        if kind.blocks and kind.bits != 8:
-            found = super_blocks(tensor.shape, kind.bits)
+        if kind.rows:
+            found = row_blocks(tensor.shape, kind.rows)
+        elif kind.blocks:
+            found = super_blocks(tensor.shape, 4 if kind.bits == 8 else kind.bits, kind.table)
         else:
             found = codes(tensor.shape, kind.bits, *kind.scaled, table=kind.table)
         return replace(found, made=2 * found.made) if self._turned(name) else found
 
-    def packed(self, name: str) -> tuple[Quantized, float]:
+    def packed(self, name: str) -> tuple[Packed, float]:
         """A tensor that has a `packed_outline` as codes, and its relative error, which is 0 for most kinds."""
         tensor = self._found[name]
         held, error = unpack(tensor.kind, tensor.blocks(self._gguf), (tensor.shape[0], tensor.shape[1]))
         if self._turned(name):
-            held = held.rows(lambda rows: turn_back(rows, self._head_dim))
+            held = held.rows(lambda rows: turn_back(rows, self._head_dim, self._turned_part))
         return held, error
 
     def kind(self, name: str) -> tuple[str, bool]:
@@ -267,7 +269,7 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         if name in self._constants:
             return "F32", False
         kind = self._found[name].kind
-        return kind.name, kind.dtype is None and kind.split is None
+        return kind.name, kind.dtype is None and not kind.exact
 
     def _turned(self, name: str) -> bool:
         """Whether rows of q and k are put back into their heads' order."""

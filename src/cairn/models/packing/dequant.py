@@ -2,9 +2,10 @@
 
 A row is cut into blocks of 32 or 256 values that share scales. Every function takes blocks as uint8 [n, bytes]. Most
 formats are groups of 32 codes that share a scale, and at times a minimum: `split` gives them as they are, and
-`dequantize` multiplies them out. Q4_K, Q5_K and Q6_K are split as super-blocks, with whole numbers for scales. Those of
-groups of 16 (Q2_K, IQ2_XS, IQ2_S, IQ1_M) fit no codes of 8 bits; `turn` gives their values. Products are rounded in
-float32 in the order written here, which is that of the format's own reference. `dequantize` works in slices, so beside
+`dequantize` multiplies them out. Q4_K, Q5_K, Q6_K and IQ4_XS are split as super-blocks, with whole numbers for scales.
+IQ2 and IQ3 are held as blocks of their file (`kernels.codebooks.RowBlocks`). Those of groups of 16 (Q2_K, IQ1_M) fit no
+codes of 8 bits; `turn` gives their values. Products are rounded in float32 in the order written here, which is that of
+the format's own reference. `dequantize` works in slices, so beside
 its result it needs a few MB.
 
 Layouts, in bytes (d, m: float16 scale and minimum; low half bytes hold the first half of the values); `codebooks` has
@@ -26,7 +27,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.models.packing import codebooks
+from cairn.kernels import codebooks
 
 Blocks = NDArray[np.uint8]
 Codes = NDArray[np.uint8] | NDArray[np.int8]
@@ -76,8 +77,15 @@ class BlockFormat:
     """Whether `split` gives super-blocks."""
     table: Literal["", "fp4", "iq4"] = ""
     """As `Quantized.table`, of what `split` gives."""
+    rows: str = ""
+    """Which of `codebooks.ROW_FORMATS` it is, if any: its blocks are held as they are."""
     turn: Callable[[Blocks], Floats] | None = None
     """Blocks as values, where that is not what `split` says."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether blocks of codes are held without being rounded."""
+        return self.split is not None or bool(self.rows)
 
 
 def dequantize(kind: BlockFormat, blocks: Blocks) -> Floats:
@@ -248,13 +256,8 @@ def _iq4_xs(b: Blocks) -> Split:
     low = np.stack([b[:, 4:8] & 15, b[:, 4:8] >> 4], axis=-1).reshape(-1, 8)
     shifts = np.arange(0, 16, 2, dtype=np.uint16)
     high = (np.ascontiguousarray(b[:, 2:4]).view("<u2") >> shifts & 3).astype(np.uint8)
-    scale = _wide(b, 0) * ((low | high << 4).astype(np.float32) - 32)
-    return Split(IQ4[_nibbles(b[:, 8:].reshape(-1, 8, 16))].reshape(-1, 256), scale)
-
-
-def _grouped(make: Callable[[Blocks], codebooks.Grouped]) -> Callable[[Blocks], Split]:
-    """Groups of 32, as they are."""
-    return lambda blocks: Split(*make(blocks))
+    scale = (low | high << 4).view(np.int8) - np.int8(32)
+    return Split(IQ4[_nibbles(b[:, 8:].reshape(-1, 8, 16))].reshape(-1, 256), scale, None, _half(b, 0))
 
 
 def _values(make: Callable[[Blocks], codebooks.Grouped]) -> Callable[[Blocks], Floats]:
@@ -265,12 +268,6 @@ def _values(make: Callable[[Blocks], codebooks.Grouped]) -> Callable[[Blocks], F
         return (codes.reshape(*scale.shape, -1) * scale[:, :, None]).reshape(len(blocks), -1)
 
     return turn
-
-
-def _iq3_s(b: Blocks) -> Split:
-    """Odd numbers from -15 to 15: codes of 4 bits with a minimum."""
-    codes, scale = codebooks.iq3_s(b)
-    return Split(((codes + np.int8(15)) >> 1).view(np.uint8), 2 * scale, -15 * scale)
 
 
 def _iq1_s(b: Blocks) -> Split:
@@ -309,14 +306,14 @@ KINDS: dict[int, BlockFormat] = {
     12: BlockFormat("Q4_K", 256, 144, bits=4, split=_q4_k, scaled=_BOTH, blocks=True),
     13: BlockFormat("Q5_K", 256, 176, bits=5, split=_q5_k, scaled=_BOTH, blocks=True),
     14: BlockFormat("Q6_K", 256, 210, bits=6, split=_q6_k, scaled=("int8", ""), blocks=True),
-    16: BlockFormat("IQ2_XXS", 256, 66, split=_grouped(codebooks.iq2_xxs), scaled=_WIDE),
-    17: BlockFormat("IQ2_XS", 256, 74, turn=_values(codebooks.iq2_xs)),
-    18: BlockFormat("IQ3_XXS", 256, 98, split=_grouped(codebooks.iq3_xxs), scaled=_WIDE),
+    16: BlockFormat("IQ2_XXS", 256, 66, turn=_values(codebooks.iq2_xxs), rows="iq2_xxs"),
+    17: BlockFormat("IQ2_XS", 256, 74, turn=_values(codebooks.iq2_xs), rows="iq2_xs"),
+    18: BlockFormat("IQ3_XXS", 256, 98, turn=_values(codebooks.iq3_xxs), rows="iq3_xxs"),
     19: BlockFormat("IQ1_S", 256, 50, bits=4, split=_iq1_s, scaled=_WIDE_BOTH, turn=_values(codebooks.iq1_s)),
     20: BlockFormat("IQ4_NL", 32, 18, split=_iq4_nl, table="iq4"),
-    21: BlockFormat("IQ3_S", 256, 110, bits=4, split=_iq3_s, scaled=_WIDE_BOTH, turn=_values(codebooks.iq3_s)),
-    22: BlockFormat("IQ2_S", 256, 82, turn=_values(codebooks.iq2_s)),
-    23: BlockFormat("IQ4_XS", 256, 136, split=_iq4_xs, scaled=_WIDE, table="iq4"),
+    21: BlockFormat("IQ3_S", 256, 110, turn=_values(codebooks.iq3_s), rows="iq3_s"),
+    22: BlockFormat("IQ2_S", 256, 82, turn=_values(codebooks.iq2_s), rows="iq2_s"),
+    23: BlockFormat("IQ4_XS", 256, 136, split=_iq4_xs, scaled=("int8", ""), blocks=True, table="iq4"),
     29: BlockFormat("IQ1_M", 256, 56, turn=_values(codebooks.iq1_m)),
     30: BlockFormat("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
     34: BlockFormat("TQ1_0", 256, 54, bits=4, split=_one_scale(codebooks.tq1_0, 52)),

@@ -17,14 +17,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.kernels.base import BLOCK, GROUP, Quantized
+from cairn.kernels.base import BLOCK, GROUP, Packed, Quantized
+from cairn.kernels.codebooks import RowBlocks
 from cairn.models.packing.dequant import SLICE, BlockFormat, Blocks, Codes, dequantize
 
 Floats = NDArray[np.float32]
 Rows = Callable[[int, int], NDArray[Any]]
 """Rows [begin, end) of a matrix, in any float type."""
 
-VERSION = "groups-2"
+VERSION = "groups-3"
 """The version of how values become codes; a change that can move a bit of a weight gets a new one."""
 
 _SLICE = 1 << 16
@@ -36,9 +37,12 @@ _CODES = (-8.0, -7.6, -7.2, -8.4, -8.9)
 """What the value of the largest magnitude may become, before it is rounded and cut to [-8, 7]."""
 
 
-def unpack(kind: BlockFormat, blocks: Blocks, shape: tuple[int, ...]) -> tuple[Quantized, float]:
-    """A matrix of a GGUF file as codes, and its error: 0.0 but for kinds without a `split`, which are rounded."""
+def unpack(kind: BlockFormat, blocks: Blocks, shape: tuple[int, ...]) -> tuple[Packed, float]:
+    """A matrix of a GGUF file as codes, and its error: 0.0 but for kinds that are not `exact`, which are rounded."""
     out, inner = shape
+    if kind.rows:
+        # Copied: a mapped file that shrinks while the engine runs would kill the process.
+        return RowBlocks(kind.rows, np.array(blocks).reshape(out, -1)), 0.0
     if kind.split is None:
         width = inner // kind.values
 

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.kernels.base import GROUP, Quantized
+from cairn.kernels.base import GROUP, Packed
 from cairn.models.hub.digests import tell
 from cairn.models.packing.dequant import SLICE
 from cairn.models.packing.quantize import rounded
@@ -60,7 +60,7 @@ class _Packed(Protocol):
         """What `packed` would give; None for a tensor that is not stored as codes."""
         ...
 
-    def packed(self, name: str) -> tuple[Quantized, float]:
+    def packed(self, name: str) -> tuple[Packed, float]:
         """A tensor as codes, and its relative error."""
         ...
 
@@ -80,7 +80,7 @@ class HeldWeights(Mapping[str, Any]):
         """Relative error of each tensor that was rounded when it was asked for."""
         self._made = 0
 
-    def __getitem__(self, name: str) -> NDArray[Any] | Quantized:
+    def __getitem__(self, name: str) -> NDArray[Any] | Packed:
         tell("packing the weights", self._made, len(self.source))
         self._made += 1
         if _is_exact(name):
@@ -162,7 +162,7 @@ class HeldWeights(Mapping[str, Any]):
     def _packed(self, name: str) -> TensorMeta | None:
         return None if self._codes is None else self._codes.packed_outline(name)
 
-    def _as_stored(self, name: str) -> NDArray[Any] | Quantized:
+    def _as_stored(self, name: str) -> NDArray[Any] | Packed:
         if self._codes is None or self._codes.packed_outline(name) is None:
             return self.source[name]
         held, error = self._codes.packed(name)

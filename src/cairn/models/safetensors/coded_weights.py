@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.kernels.base import Quantized
+from cairn.kernels.base import Packed
 from cairn.models.safetensors import tensor_meta as known
 from cairn.models.safetensors.tensor_meta import TensorMeta
 
@@ -42,7 +42,7 @@ class Coded(Protocol):
         """What `packed` gives; None for a matrix that the groups of kernels do not fit."""
         ...
 
-    def packed(self) -> tuple[Quantized, float]:
+    def packed(self) -> tuple[Packed, float]:
         """The matrix as codes of kernels, and its relative error."""
         ...
 
@@ -67,7 +67,7 @@ class CodedWeights(Mapping[str, NDArray[Any]]):
         """What `packed` gives; None for a tensor that is not given as codes."""
         return self._coded[name].packed_outline() if name in self._coded else None
 
-    def packed(self, name: str) -> tuple[Quantized, float]:
+    def packed(self, name: str) -> tuple[Packed, float]:
         """A tensor that has a `packed_outline` as codes, and its relative error."""
         return self._coded[name].packed()
 

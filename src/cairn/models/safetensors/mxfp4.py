@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.kernels.base import GROUP, Quantized
+from cairn.kernels.base import GROUP, Packed
 from cairn.models.packing.dequant import KINDS, dequantize
 from cairn.models.packing.quantize import unpack
 from cairn.models.safetensors.coded_weights import Coded
@@ -61,7 +61,7 @@ class Mxfp4:
         """What `packed` gives."""
         return codes(self.shape, _KIND.bits, *_KIND.scaled, table=_KIND.table)
 
-    def packed(self) -> tuple[Quantized, float]:
+    def packed(self) -> tuple[Packed, float]:
         """The matrix as codes of kernels; no error."""
         return unpack(_KIND, self.rows(), self.shape)
 

@@ -16,6 +16,8 @@ from cairn.types.errors import ModelError
 Method = Literal["float8", "integers", "awq", "gptq"]
 
 FIELDS = ("quantization_config", "compression_config")
+_MLX = "quantization"
+"""Where MLX writes how it packed weights; newer releases write it in `quantization_config` too, without a method."""
 _MOST = 1 << 20
 """Outputs or inputs of a block."""
 SUPPORTED = (
@@ -45,10 +47,15 @@ def scheme_of(config: Fields, mxfp4: bool = False) -> Scheme | None:
 
     Raises `ModelError` naming what is not supported.
     """
-    name = next((one for one in FIELDS if config.has(one)), None)
+    name = next((one for one in (_MLX, *FIELDS) if config.has(one)), None)
     if name is None:
         return None
     fields = config.object(name)
+    if name == _MLX or (not fields.has("quant_method") and {"bits", "group_size"} <= fields.values.keys()):
+        raise ModelError(
+            f"{config.path}: {name}: weights as MLX packs them are not supported; take the model's own folder, a GGUF "
+            f"file of it, or another quantisation: supported are {SUPPORTED}"
+        )
     method = fields.text("quant_method", "compressed-tensors" if name == FIELDS[1] else "")
     if method == "mxfp4" and mxfp4:
         return None

@@ -258,12 +258,16 @@ class _Module:
     def _groups(self, name: str, inner: int, count: int) -> NDArray[np.intp] | None:
         """Which group each input belongs to, where that is not its neighbours'."""
         index = self.parts.get(name)
-        if index is None:
+        if index is None or (index.shape == (inner,) and (index == _NO_GROUP).all()):
             return None
         if index.shape != (inner,) or index.dtype.kind not in "iu" or not 0 <= index.min() <= index.max() < count:
             raise self._error(name, f"a group below {count} for each of {inner} inputs")
         plain = np.arange(inner) // (inner // count)
         return None if (index == plain).all() else index.astype(np.intp)
+
+
+_NO_GROUP = -1
+"""What compressed-tensors writes for inputs that are in the order of their groups."""
 
 
 def _unpacked(words: NDArray[np.uint32], bits: Literal[4, 8]) -> NDArray[np.int8]:

@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.kernels.base import GROUP, Quantized
+from cairn.kernels.base import GROUP, Packed, Quantized
 from cairn.models.packing.dequant import FP4, SLICE, Codes
 from cairn.models.packing.quantize import rounded
 from cairn.models.safetensors.tensor_meta import TensorMeta, codes
@@ -225,7 +225,7 @@ class Picked:
         passing = 4 * math.prod(self.shape) if self.turned else 0
         return self._exact() or codes(self.shape, 8, "float16", passing=passing)
 
-    def packed(self) -> tuple[Quantized, float]:
+    def packed(self) -> tuple[Packed, float]:
         """The matrix as codes of kernels, and its relative error."""
         if self._exact() is not None:
             return self.source.packed(self.rows), 0.0

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cairn.kernels.base import BLOCK, GROUP
+from cairn.kernels.codebooks import ROW_FORMATS
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """A tensor as reading it gives it: an array, or groups of codes (`kernels.base.Quantized`)."""
+    """A tensor as reading it gives it: an array, or codes (`kernels.base.Packed`)."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -26,11 +27,13 @@ class TensorMeta:
     block: Literal[0, 4, 5, 6] = 0
     """Bits of codes in super-blocks; 0 for everything else."""
     table: str = ""
-    """As `Quantized.table`."""
+    """As `Quantized.table`, or `RowBlocks.kind`."""
 
     @property
     def bits(self) -> int:
-        """Of a number: 4 to 8 for codes, 16 or 32."""
+        """Of a number: 2 to 8 for codes, 16 or 32."""
+        if self.table in ROW_FORMATS:
+            return ROW_FORMATS[self.table].bits
         return (
             4
             if self.table
@@ -42,8 +45,10 @@ class TensorMeta:
         """As `kernels.native.form_of` calls it."""
         if not self.scale:
             return self.dtype
+        if self.table in ROW_FORMATS:
+            return self.table
         if self.block:
-            return f"q{self.block}_k"
+            return "iq4_xs" if self.table else f"q{self.block}_k"
         half = self.scale == "float16" and self.minimum in ("", "float16")
         return f"{self.table or f'int{self.bits}'} {'half' if half else 'float'}{' minimum' * bool(self.minimum)}"
 
@@ -63,9 +68,16 @@ def outlines(weights: Mapping[str, Any]) -> dict[str, TensorMeta]:
     return {name: outline(weights, name) for name in weights}
 
 
-def blocks(shape: tuple[int, ...], bits: Literal[4, 5, 6]) -> TensorMeta:
+def row_blocks(shape: tuple[int, ...], kind: str) -> TensorMeta:
+    """The outline of rows of a codebook."""
+    return TensorMeta(shape, "uint8", math.prod(shape) // BLOCK * ROW_FORMATS[kind].bytes, "float16", table=kind)
+
+
+def blocks(shape: tuple[int, ...], bits: Literal[4, 5, 6], table: str = "") -> TensorMeta:
     """The outline of codes in super-blocks."""
     count = math.prod(shape)
+    if table:
+        return TensorMeta(shape, "int8", count + count // GROUP + 2 * (count // BLOCK), "int8", "", bits, table)
     scale, minimum = ("int8", "") if bits == 6 else ("uint8", "uint8")
     beside = count // 16 + (2 if bits == 6 else 4) * (count // BLOCK)
     return TensorMeta(shape, "uint8", count + beside, scale, minimum, bits)

@@ -108,8 +108,16 @@ def _llama(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
         yield rest, array
 
 
-def turn_back(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
-    """Rows of q or k with rotary pairs as neighbours (0, D/2, 1, D/2 + 1, ...) -> in their heads' natural order."""
+def turn_back(rows: NDArray[Any], head_dim: int, turned: int | None = None) -> NDArray[Any]:
+    """Rows of q or k with rotary pairs as neighbours (0, D/2, 1, D/2 + 1, ...) -> in their heads' natural order.
+
+    `turned`: how many numbers of a head are turned, where it is not all of them; the others stay where they are.
+    """
+    if turned not in (None, head_dim):
+        parts = rows.reshape(-1, head_dim, *rows.shape[1:])
+        pairs = turn_back(parts[:, :turned].reshape(-1, *rows.shape[1:]), turned)
+        whole = np.concatenate([pairs.reshape(-1, turned, *rows.shape[1:]), parts[:, turned:]], axis=1)
+        return whole.reshape(rows.shape)
     heads = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
 
@@ -263,9 +271,25 @@ def _phi(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
         at += rows
 
 
+_GLM_NORMS = {
+    "post_self_attn_layernorm.weight": "post_attention_layernorm.weight",
+    "post_attention_layernorm.weight": "pre_feedforward_layernorm.weight",
+    "post_mlp_layernorm.weight": "post_feedforward_layernorm.weight",
+}
+
+
+def _glm_dense(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
+    """Heads whose turned part has its pairs as neighbours, gates and what they let through in one matrix."""
+    if re.fullmatch(r"self_attn\.[qk]_proj\.(weight|bias)", rest) and len(array) % spec.head_dim == 0:
+        yield rest, turn_back(array, spec.head_dim, spec.turned)
+    else:
+        yield from _phi(_GLM_NORMS.get(rest, rest), array, spec)
+
+
 _RULES: dict[str, Callable[[str, NDArray[Any], ModelSpec], Iterator[Tensor]]] = {
     "MixtralForCausalLM": _mixtral,
     "Glm4MoeForCausalLM": _glm,
+    "Glm4ForCausalLM": _glm_dense,
     "GptOssForCausalLM": _oss,
     "HunYuanDenseV1ForCausalLM": _hunyuan,
     "ApertusForCausalLM": _apertus,

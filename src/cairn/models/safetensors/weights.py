@@ -74,7 +74,7 @@ _HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|.*\.self_attn\.(bias|masked
 
 _PART = re.compile(r"(?:model\.language_model\.|language_model\.model\.|language_model\.(?=lm_head\.))(.*)")
 _OTHER_PARTS = re.compile(
-    r"(model\.)?(vision_tower|visual|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
+    r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
 )
 """Of a model that also sees or hears: only texts are served."""
 _AHEAD = re.compile(r"mtp\..*")
@@ -274,6 +274,33 @@ def _picked(path: Path, name: str, source: StoredMatrix, part: NDArray[Any], sha
             f"{path}: the tensor {name} has the shape {list(found.shape)}, expected {list(shape)} from config.json"
         )
     return found
+
+
+def has_own_head(folder: Path, spec: ModelSpec) -> bool:
+    """Whether a folder whose config ties the head to the embedding has another head all the same.
+
+    transformers then uses it. Raises `ModelFileError` for a broken file.
+    """
+    if not spec.tied or spec.encoder is not None:
+        return False
+    wanted = {"lm_head.weight", "model.embed_tokens.weight"}
+    found: dict[str, NDArray[Any]] = {}
+    for path in weight_files(folder):
+        for stored, array in _tensors(path):
+            if stored.endswith(("lm_head.weight", "embed_tokens.weight", "embeddings.weight")):
+                found |= {name: part for name, part in _parts(spec, stored, array) if name in wanted}
+    if found.keys() != wanted:
+        return False
+    head, table = (found[name] for name in sorted(wanted))
+    alike = head.dtype == table.dtype and head.shape == table.shape
+    return not (
+        alike
+        and all(np.array_equal(head[at : at + _ROWS], table[at : at + _ROWS]) for at in range(0, len(head), _ROWS))
+    )
+
+
+_ROWS = 1 << 10
+"""Rows of two tables that are compared at once."""
 
 
 def _parts(spec: ModelSpec, stored: str, array: NDArray[Any]) -> Iterator[tuple[str, NDArray[Any]]]:

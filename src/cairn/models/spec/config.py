@@ -15,22 +15,26 @@ from typing import Any, Literal
 import msgspec
 
 from cairn.kernels.elementary import power_of
-from cairn.models.files import Fields, is_gguf, read_json, read_optional_json, reading
+from cairn.models.files import Fields, is_gguf, read_json, reading
 from cairn.models.gguf.encoder import gguf_encoder_spec
 from cairn.models.gguf.encoder import is_encoder as is_gguf_encoder
 from cairn.models.gguf.reader import read_gguf
-from cairn.models.gguf.spec import SAMPLING, cache_groups, gguf_spec, suggested
+from cairn.models.gguf.spec import cache_groups, gguf_spec
 from cairn.models.hub.digests import file_digest
 from cairn.models.hub.hub import model_name
-from cairn.models.safetensors.weights import stored_scheme, weight_files
+from cairn.models.safetensors.weights import has_own_head, stored_scheme, weight_files
+from cairn.models.spec.config_keys import decoder_row, understood
 from cairn.models.spec.embedding_files import check_width, embedding_of, judge_of
 from cairn.models.spec.encoder_spec import encoder_spec, is_encoder
 from cairn.models.spec.families import family_of, sees_both, text_config
 from cairn.models.spec.family import Family
+from cairn.models.spec.generation_config import end_ids, sampling_defaults
 from cairn.models.spec.judge import with_judge
 from cairn.models.spec.latent_spec import latent_fields
-from cairn.models.spec.moe_spec import mixture
+from cairn.models.spec.makers_sampling import makers_sampling
+from cairn.models.spec.moe_spec import layer_count, mixture
 from cairn.models.spec.positions_spec import (
+    by_type,
     check_divisors,
     global_positions,
     local_positions,
@@ -70,6 +74,7 @@ def load_spec(folder: Path, *, identify: bool = True) -> ModelSpec:
     """
     with reading(folder):
         spec = with_judge(_load_gguf(folder) if is_gguf(folder) else _load(folder), folder)
+        spec = msgspec.structs.replace(spec, makers=makers_sampling(spec, folder))
         return identified(spec, folder) if identify else spec
 
 
@@ -104,19 +109,17 @@ def _load(folder: Path) -> ModelSpec:
     judge = judge_of(folder)
     kind: Kind = "rerank" if judge is not None else "chat" if modules is None else "embed"
     architecture, family = family_of(config, bare=modules is not None)
-    config = text_config(config, family)
+    config = understood(text_config(config, family), architecture, decoder_row(architecture))
     heads = config.integer("num_attention_heads", 1, 1 << 14)
     hidden = config.integer("hidden_size", 1, 1 << 20)
-    layers = config.integer("num_hidden_layers", 1, 1 << 12)
+    layers = layer_count(config, family)
     vocab = config.integer("vocab_size", 1, MAX_VOCAB)
-    if family.mixture and family.window == "none" and config.flag("use_sliding_window", False):
-        raise ModelError(f"{config.path}: use_sliding_window is true, which is not supported for {architecture}")
     scaled = family.sinks or family.activation == "xielu"  # whose usual scaling is none of the plain ones
     if scaled and not (config.has("rope_scaling") or config.has("rope_parameters")):
         raise ModelError(f"{config.path}: rope_scaling is missing")
-    if config.has("swiglu_limit") and config.number("swiglu_limit", 0.0, 1e6) != 7:
-        raise ModelError(f"{config.path}: swiglu_limit other than 7 is not supported")
     rope, theta, context = _positions(config, family)
+    if rope.kind == "yarn" and _bias(config, family.plain_norm):  # a norm behind the turn takes away its factor
+        rope = msgspec.structs.replace(rope, attention_factor=1.0)
     if family.local_rope:
         context = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # which states the scaled length
     head_dim = 2 if family.latent else config.integer("head_dim", 2, MAX_HEAD_DIM, family.head_dim or hidden // heads)
@@ -164,9 +167,9 @@ def _load(folder: Path) -> ModelSpec:
         mlp_layers=alone,
         mlp_gated=family.mlp_gated,
         output_gate=family.output_gate,
-        eos_ids=_eos(config, folder, vocab),
+        eos_ids=end_ids(config, folder, vocab),
         bos_id=next(iter(config.ids("bos_token_id", vocab, absent=True)), None),
-        defaults=_defaults(folder),
+        defaults=sampling_defaults(folder, vocab),
         kind=kind,
         embedding=modules or Embedding(),
         judge=judge,
@@ -175,6 +178,8 @@ def _load(folder: Path) -> ModelSpec:
     if own and kind != "chat":
         raise ModelError(f"{config.path}: a {architecture} that makes embeddings is not supported")
     spec = msgspec.structs.replace(spec, **own)
+    if kind != "embed" and has_own_head(folder, spec):
+        spec = msgspec.structs.replace(spec, tied=False)
     check_width(spec.embedding, hidden, folder)
     if family.long_rope:
         check_divisors(config, (rope, spec.long_rope), spec.turned)
@@ -189,7 +194,7 @@ def _positions(config: Fields, family: Family) -> tuple[RopeScaling, float, int]
     """Rope scaling, theta and context of the layers without a window."""
     if family.uneven:
         return proportional(config, family)
-    return rope_scaling(global_positions(config) if family.local_rope else config, family)
+    return rope_scaling(global_positions(config) if family.local_rope or family.unscaled else config, family)
 
 
 def _eps(config: Fields) -> str:
@@ -231,6 +236,9 @@ def _unturned(config: Fields, family: Family, layers: int) -> tuple[int, ...]:
         if named not in ("nope", "rope"):
             raise config.error(family.positions, "rope or nope")
         return tuple(range(layers)) if named == "nope" else ()
+    if family.unturned == "by window":
+        limited = _window_layers(config, family, layers) if _by_layer(config, family) else range(layers)
+        return tuple(layer for layer in range(layers) if layer not in limited)
     return unturned(config, layers) if family.unturned else ()
 
 
@@ -297,8 +305,9 @@ def _groups(
             window = window // 2 + 1
         limited = _window_layers(config, family, layers)
     own = local_positions(config, family) if family.local_rope else None
-    if family.unscaled and positions.scaling.kind != "none":
-        own = RotaryPositions(theta=positions.theta)
+    if family.unscaled:
+        own = local_positions(config, family) if by_type(config) else RotaryPositions(theta=positions.theta)
+        own = None if own == positions else own
     pieces = family.window == "unturned"
     return cache_groups(layers, limited, min(window, context), context, own, pieces=pieces)
 
@@ -320,7 +329,8 @@ def _pieces(config: Fields, layers: int, context: int) -> tuple[int, list[int]]:
 def _by_layer(config: Fields, family: Family) -> bool:
     """Whether some layers are limited."""
     if family.window == "by type":
-        return True
+        kinds = config.values.get("layer_types")
+        return not _no_window(config) or not isinstance(kinds, list) or "sliding_attention" in kinds
     return family.window == "by layer" and config.flag("use_sliding_window", False) and not _no_window(config)
 
 
@@ -346,58 +356,6 @@ def _window_layers(config: Fields, family: Family, layers: int) -> list[int]:
     if family.uneven and not family.streams and kinds[-1] != "full_attention":
         raise config.error("layer_types", "a list whose last entry is full_attention")
     return [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
-
-
-class _Added(msgspec.Struct):
-    """The part of tokenizer.json that lists its added tokens."""
-
-    added_tokens: list[dict[str, Any]] = []
-
-
-def _eos(config: Fields, folder: Path, vocab: int) -> tuple[int, ...]:
-    """Ids that end a generation: of generation_config.json, config.json and the tokenizer's eos_token together.
-
-    What the texts of a tokenizer and the chat template say beyond that is known to the front (`text.tokenizer`).
-    """
-    path = folder / "generation_config.json"
-    first = Fields(read_optional_json(path), path).ids("eos_token_id", vocab)
-    second = config.ids("eos_token_id", vocab)
-    added = _added(folder) if first and not set(second) <= set(first) else None
-    if added:  # a config.json that came from another model would end answers at ordinary words
-        second = tuple(i for i in second if i in added)
-    return tuple(dict.fromkeys((*first, *second, *_named_eos(folder, vocab))))
-
-
-def _named_eos(folder: Path, vocab: int) -> tuple[int, ...]:
-    """The tokenizer's eos_token, where its configuration says which id that is."""
-    path = folder / "tokenizer_config.json"
-    tokenizer = Fields(read_optional_json(path), path)
-    token = tokenizer.values.get("eos_token")
-    content = token.get("content") if isinstance(token, dict) else token
-    for number, added in tokenizer.object("added_tokens_decoder").values.items():
-        is_eos = isinstance(added, dict) and content is not None and added.get("content") == content
-        if is_eos and number.isdecimal() and int(number[:12]) < vocab:
-            return (int(number[:12]),)
-    return ()
-
-
-def _added(folder: Path) -> set[int]:
-    """The ids of the added tokens; none where tokenizer.json does not say."""
-    try:
-        listed = msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_Added).added_tokens
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return set()  # who loads the tokenizer says what is wrong with it
-    return {one["id"] for one in listed if isinstance(one.get("id"), int)}
-
-
-def _defaults(folder: Path) -> dict[str, float]:
-    """Sampling defaults of generation_config.json. An explicit `do_sample: false` is temperature 0."""
-    path = folder / "generation_config.json"
-    fields = Fields(read_optional_json(path), path)
-    found = suggested(fields, {name: name for name in SAMPLING})
-    if fields.has("do_sample") and not fields.flag("do_sample", True):
-        found["temperature"] = 0.0
-    return found
 
 
 _LATER: dict[str, Any] = {
@@ -430,7 +388,7 @@ def _facts(spec: ModelSpec) -> dict[str, Any]:
     for name, plain in _LATER.items():
         if found[name] == plain:
             del found[name]
-    del found["long"], found["kind"], found["embedding"], found["judge"]
+    del found["long"], found["kind"], found["embedding"], found["judge"], found["makers"], found["asked"]
     if found.get("experts"):
         for name, plain in _LATER_OF_EXPERTS.items():
             if found["experts"][name] == plain:

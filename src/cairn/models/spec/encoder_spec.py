@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from cairn.models.files import Fields
 from cairn.models.hub.hub import model_name
+from cairn.models.spec.config_keys import ENCODER_ROWS, understood
 from cairn.models.spec.embedding_files import check_width, embedding_of
 from cairn.models.spec.families import ENCODERS, named_architecture
 from cairn.types.errors import ModelError
@@ -161,6 +162,9 @@ def _nomic(config: Fields) -> dict[str, Any]:
             raise ModelError(f"{config.path}: {name} is not supported")
     if config.number("rotary_emb_fraction", 0.0, 1.0, 1.0) != 1:
         raise ModelError(f"{config.path}: rotary_emb_fraction other than 1 is not supported")
+    heads = config.integer("num_attention_heads", 1, 1 << 14)
+    if config.has("head_dim") and heads * config.integer("head_dim", 1, MAX_HEAD_DIM) != config.values["hidden_size"]:
+        raise ModelError(f"{config.path}: head_dim other than hidden_size / num_attention_heads is not supported")
     if config.has("moe_every_n_layers") and config.integer("moe_every_n_layers", 0, 1 << 12):
         raise ModelError(f"{config.path}: experts (moe_every_n_layers) are not supported")
     return {
@@ -194,6 +198,7 @@ _FAMILIES = {
     "NomicBert": EncoderFamily(_NOMIC, {}, r"pooler\..*|cls\..*", _nomic),
 }
 _PART = re.compile(r"(?:bert|roberta|model)\.(?=embeddings\.|encoder\.|layers\.|final_norm|pooler\.)")
+_HEAD = re.compile(r"(Model|ForMaskedLM|ForSequenceClassification)\Z")
 _BUFFERS = re.compile(r".*\.(position_ids|token_type_ids|inv_freq)")
 _OLD = {"gamma": "weight", "beta": "bias"}
 _SYNONYMS = {
@@ -212,8 +217,7 @@ def is_encoder(config: Fields) -> bool:
 
 def encoder_family(architecture: str) -> EncoderFamily:
     """Of an architecture that is in `ENCODERS`."""
-    stem = re.sub(r"(Model|ForMaskedLM|ForSequenceClassification)\Z", "", architecture)
-    return _FAMILIES[stem]
+    return _FAMILIES[_HEAD.sub("", architecture)]
 
 
 def encoder_spec(config: Fields, folder: Path) -> ModelSpec:
@@ -221,6 +225,8 @@ def encoder_spec(config: Fields, folder: Path) -> ModelSpec:
     architecture = named_architecture(config)
     if config.has("quantization_config"):
         raise ModelError(f"{config.path}: quantised safetensors (quantization_config) are not supported")
+    row = ENCODER_ROWS[_HEAD.sub("", architecture)]
+    config = understood(config, architecture, row)
     known = {ours: config.values[theirs] for theirs, ours in _SYNONYMS.items() if config.has(theirs)}
     config = Fields({**known, **config.values}, config.path)
     read = encoder_family(architecture).read(config)

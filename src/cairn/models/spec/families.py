@@ -220,6 +220,24 @@ FAMILIES = {
         unscaled=True,
         defaults={"rope_theta": 5e5, "rms_norm_eps": 1e-5, "sliding_window": 4096},
     ),
+    "Exaone4ForCausalLM": Family(
+        qk_norm=True,
+        kv_heads=32,
+        pre_norms=False,
+        post_norms=True,
+        window="by type",
+        period=4,
+        unturned="by window",
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
+    ),
+    "Glm4ForCausalLM": Family(
+        qkv_bias="attention_bias",
+        post_norms=True,
+        head_dim=128,
+        kv_heads=2,
+        rotary=True,
+        defaults={"attention_bias": True, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7},
+    ),
     "SeedOssForCausalLM": Family(
         qkv_bias="attention_bias", out_bias="attention_out_bias", mlp_bias="mlp_bias", defaults={"attention_bias": True}
     ),

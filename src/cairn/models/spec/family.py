@@ -48,8 +48,9 @@ class Family:
     """The MLP's, where no config says it."""
     rotary: bool = False
     """Whether `partial_rotary_factor` counts."""
-    unturned: bool = False
-    """Whether `no_rope_layers` says which layers have no positions (0), or else every `no_rope_layer_interval`-th."""
+    unturned: bool | Literal["by window"] = False
+    """Whether `no_rope_layers` says which layers have no positions (0), or else every `no_rope_layer_interval`-th; "by
+    window": those without one, where others have one."""
     unscaled: bool = False
     """Whether layers with a window turn their heads without the scaling of the others."""
     query_scaling: bool = False

@@ -200,6 +200,23 @@ def mixture(config: Fields, family: Family, layers: int) -> Experts | None:
     )
 
 
+MAX_LAYERS = 1 << 12
+
+
+def layer_count(config: Fields, family: Family) -> int:
+    """Return how many layers a config describes: where it lists the kind of each, as many as it lists."""
+    if family.alone and family.mixture:
+        listed = config.values.get(_kinds_key(config))
+        if isinstance(listed, list | str) and 1 <= len(listed) <= MAX_LAYERS:
+            return len(listed)
+    return config.integer("num_hidden_layers", 1, MAX_LAYERS)
+
+
+def _kinds_key(config: Fields) -> str:
+    """Return the name of the field that lists what each layer is."""
+    return next((name for name in ("layers_block_type", "layer_types") if config.has(name)), "hybrid_override_pattern")
+
+
 _PATTERN = {"M": "mamba", "-": "mlp", "*": "attention", "E": "moe"}
 _KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
 """Other names of layers' kinds."""
@@ -207,7 +224,7 @@ _KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
 
 def layer_kinds(config: Fields, layers: int) -> list[str]:
     """What each layer is, where it is one thing: mamba, attention, mlp or moe."""
-    key = next((name for name in ("layers_block_type", "layer_types") if config.has(name)), "hybrid_override_pattern")
+    key = _kinds_key(config)
     said = config.values.get(key)
     kinds = [_PATTERN.get(one) for one in said] if isinstance(said, str) else said
     if isinstance(kinds, list):

@@ -116,19 +116,32 @@ def rotary(config: Fields, head_dim: int) -> int | None:
     return None if turned == head_dim else turned
 
 
+_BY_TYPE = ("full_attention", "sliding_attention")
+
+
+def by_type(config: Fields) -> bool:
+    """Return whether `rope_parameters` has settings for each type of layer."""
+    return any(kind in config.object("rope_parameters").values for kind in _BY_TYPE)
+
+
 def global_positions(config: Fields) -> Fields:
-    """The rotary settings of layers without a window, where a config has two."""
-    kinds = config.object("rope_parameters").values
-    if "full_attention" not in kinds and "sliding_attention" not in kinds:
+    """Return a config whose rotary settings are those of layers without a window, where it has two."""
+    if not by_type(config):
         return config
+    if config.object("rope_scaling").values:
+        raise ModelError(
+            f"{config.path}: rope_scaling stands beside rope_parameters by type of layer; keep one of them"
+        )
+    kinds = config.object("rope_parameters").values
     own = {"rope_parameters": kinds.get("full_attention"), "rope_scaling": None}
     return Fields({**config.values, **own}, config.path, config.prefix)
 
 
 def local_positions(config: Fields, family: Family) -> RotaryPositions:
     """The rotary positions of layers with a window, where they have their own."""
-    own = {"rope_parameters": config.object("rope_parameters").values.get("sliding_attention"), "rope_scaling": None}
-    own["rope_theta"] = config.values.get("rope_local_base_freq")
+    theta = config.values.get("rope_local_base_freq") if family.local_rope else family.defaults["rope_theta"]
+    settings = config.object("rope_parameters").values.get("sliding_attention")
+    own = {"rope_parameters": settings, "rope_scaling": None, "rope_theta": theta}
     scaling, theta, _ = rope_scaling(Fields({**config.values, **own}, config.path, config.prefix), family)
     return RotaryPositions(theta=theta, scaling=scaling)
 

@@ -106,7 +106,7 @@ def _nemotron(config: Fields, layers: int, hidden: int) -> Recurrence | None:
         key_size=config.integer("ssm_state_size", 1, MAX_HEAD_DIM, 128),
         conv_bias=config.flag("use_conv_bias", True),
         bias=bias,
-        step_limits=_limits(config),
+        step_limits=(config.number("time_step_min", 0.0, 1e6, 0.001), math.inf),
     )
 
 

@@ -26,6 +26,39 @@ INPUTS_PROJECTION = "model.per_layer_model_projection.weight"
 INPUTS_NORM = "model.per_layer_projection_norm.weight"
 
 
+MAX_HEADS = 1 << 14
+_OVERRIDES = frozenset({"head_dim", "num_key_value_heads"})
+"""What `per_layer_config` may say of a layer."""
+
+
+def global_heads(config: Fields) -> tuple[int, int]:
+    """Return size and number of key-value heads of the layers without a window.
+
+    Newer configs say it in `per_layer_config`, for each such layer; older ones in fields of their own.
+    """
+    if "per_layer_config" in config.values:
+        listed = config.object("per_layer_config").values
+        said: Any = next(iter(listed.values()), {})
+        if any(one != said for one in listed.values()) or not isinstance(said, dict) or not said.keys() <= _OVERRIDES:
+            raise config.error(
+                "per_layer_config", "head_dim and num_key_value_heads alone, the same for all layers of full_attention"
+            )
+        own = Fields({**config.values, **said}, config.path, config.prefix)
+        return own.integer("head_dim", 2, MAX_HEAD_DIM, 256), own.integer("num_key_value_heads", 1, MAX_HEADS, 4)
+    heads = "num_key_value_heads"
+    if config.flag("attention_k_eq_v", False) and config.has("num_global_key_value_heads"):
+        heads = "num_global_key_value_heads"
+    return config.integer("global_head_dim", 2, MAX_HEAD_DIM, 512), config.integer(heads, 1, MAX_HEADS, 4)
+
+
+def _check_overrides(config: Fields, whole: Sequence[int]) -> None:
+    """Raise `ModelFileError` where `per_layer_config` is about other layers than those without a window."""
+    listed = config.object("per_layer_config").values
+    if listed and set(listed) != set(map(str, whole)):
+        layers = ", ".join(map(str, whole))[:80]
+        raise config.error("per_layer_config", f"about the layers of full_attention ({layers}) and no others")
+
+
 def proportional(config: Fields, family: Family) -> tuple[RopeScaling, float, int]:
     """Rope scaling, theta and context of the layers without a window: the first pairs of a head are turned, with the
     frequencies that they have among all."""
@@ -36,7 +69,7 @@ def proportional(config: Fields, family: Family) -> tuple[RopeScaling, float, in
         raise ModelError(f"{config.path}: rope_scaling is set, which is not supported")
     if named not in known:
         raise ModelError(f"{config.path}: rope scaling {named[:80]!r} is not supported; supported is proportional")
-    size = config.integer("global_head_dim", 2, MAX_HEAD_DIM, 512)
+    size, _ = global_heads(config)
     pairs = size // 2
     part = rope.number("partial_rotary_factor", 0.0, 1.0, 1.0) if named == "proportional" else 1.0
     factor = rope.number("factor", 1e-3, 1e6, 1.0) if named == "proportional" else 1.0
@@ -69,11 +102,12 @@ def uneven_fields(config: Fields, family: Family, groups: tuple[CacheGroup, ...]
         input_rows=rows,
         streams=_streams(config, layers) if family.streams else None,
     )
-    heads = config.integer("num_key_value_heads", 1, 1 << 14, 4)
-    if same and config.has("num_global_key_value_heads"):
-        heads = config.integer("num_global_key_value_heads", 1, 1 << 14)
-    size = config.integer("head_dim" if family.streams else "global_head_dim", 2, MAX_HEAD_DIM, 512)
-    if size % 2 or config.integer("num_attention_heads", 1, 1 << 14) % heads:
+    if family.streams:
+        size, heads = config.integer("head_dim", 2, MAX_HEAD_DIM), config.integer("num_key_value_heads", 1, MAX_HEADS)
+    else:
+        size, heads = global_heads(config)
+        _check_overrides(config, whole)
+    if size % 2 or config.integer("num_attention_heads", 1, MAX_HEADS) % heads:
         raise ModelError(f"{config.path}: {heads} key-value heads of {size} numbers do not fit the query heads")
     return {
         "uneven": uneven,

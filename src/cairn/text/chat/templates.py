@@ -56,8 +56,12 @@ def load_templates(folder: Path, parsed: Gguf | None = None) -> dict[str, str]:
         templates = gguf.load_templates(parsed or read_gguf(folder))
     else:
         templates = _templates_of(folder)
+    if len(templates) == 1:  # whatever it is called
+        templates["default"] = next(iter(templates.values()))
     if templates and "default" not in templates:
-        raise ModelFileError(f"{folder}: has chat templates {sorted(templates)} but none named 'default'")
+        raise ModelFileError(
+            f"{folder}: has chat templates {sorted(templates)} but none named 'default'; name one with --chat-template"
+        )
     return templates
 
 

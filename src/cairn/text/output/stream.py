@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from cairn.text.output.output_parser import all_markers, markers, splitter
 from cairn.text.output.pieces import Piece
+from cairn.text.output.repetition import RepetitionWatch
 from cairn.text.output.token_kinds import Run, TokenKinds
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.outputs import Delta, FinishReason, TokenKind, ToolCallDelta, joined_calls
@@ -117,9 +118,10 @@ class TextStream:
         """The end of all text so far, control tokens included, in which a stop string may begin."""
         self._in_content = not output.reasoning_open
         self._unstoppable = request.sampling.min_tokens
+        self._watch = RepetitionWatch() if request.repetition_stop and request.grammar is None else None
         self._skip = skip
         self._scored = request.sampling.logprobs
-        split = self._splitter is not None or self._stops is not None
+        split = self._splitter is not None or self._stops is not None or self._watch is not None
         self._kinds = TokenKinds() if split and (output.reasoning or self._scored) else None
         """Where it is told what each token is a part of."""
         self.tokens: list[int] = []
@@ -133,7 +135,17 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """A stop string was hit, or the only call is complete: the generation is over, further tokens are ignored."""
+        """A stop string was hit, the only call is complete, or the answer loops: further tokens are ignored."""
+        return self.looped or self._ended
+
+    @property
+    def looped(self) -> bool:
+        """The answer only repeats itself, and was to end there."""
+        return self._watch is not None and self._watch.looped
+
+    @property
+    def _ended(self) -> bool:
+        """It came to an end of its own."""
         return (self._stops is not None and self._stops.hit) or (self._splitter is not None and self._splitter.over)
 
     @property
@@ -157,7 +169,7 @@ class TextStream:
 
         The first delta carries the tokens, also where their text is held back or dropped.
         """
-        if self._splitter is None and self._stops is None:
+        if self._splitter is None and self._stops is None and self._watch is None:
             self.tokens += tokens
             kinds = bytes(map(self._kind, tokens)) if self._scored else b""
             return [Delta(text=self._detokenizer.push(tokens), tokens=tuple(tokens), kinds=kinds)]
@@ -179,7 +191,9 @@ class TextStream:
             pieces += visible
             if self._kinds is not None:
                 self._kinds.add(len(said), hidden=token in self._skip)
-                pieces.append(self._kinds.settle(self._runs(said), _content(visible), cut=self.stopped))
+                pieces.append(self._kinds.settle(self._runs(said), _content(visible), cut=self._ended))
+            if self._watch is not None and not self._ended:
+                self._look_for_loop(self._watch, token)
         counted = len(self.tokens) - counted
         return _deltas(pieces, tuple(tokens[:counted]))
 
@@ -190,14 +204,14 @@ class TextStream:
         """
         pieces: list[Piece] = []
         rest = ""
-        if not self.stopped:
+        if not self._ended:
             pieces = self._split(rest := self._detokenizer.flush())
             if self._splitter is not None:
                 pieces += self._splitter.finish(by_model=reason is FinishReason.STOP)
             pieces = self._visible(pieces)
             if self._stops is not None and (held := self._stops.release()):
                 pieces.append(("text", held))
-        if self.stopped and reason is FinishReason.LENGTH:
+        if self._ended and reason is FinishReason.LENGTH:
             reason = FinishReason.STOP
         if reason is FinishReason.STOP and self._splitter is not None and self._splitter.complete_calls:
             reason = FinishReason.TOOL_CALLS
@@ -213,6 +227,13 @@ class TextStream:
         if self._splitter is None:
             return [(TokenKind.CONTENT, len(said))] if said else []
         return self._splitter.decided()
+
+    def _look_for_loop(self, watch: RepetitionWatch, token: int) -> None:
+        """Note a token, unless it is one of a call: rows of numbers there are no loop."""
+        if self._splitter is not None and self._splitter.may_call:
+            watch.forget()
+        else:
+            watch.push(token)
 
     @staticmethod
     def _is_content(pieces: list[Piece]) -> bool:

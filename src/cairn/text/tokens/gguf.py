@@ -91,6 +91,7 @@ _DIGITS = [{"type": "Digits", "individual_digits": True}, _byte_level(regex=True
 
 SPLITS: dict[str, list[dict[str, Any]]] = {
     "gpt-2": [_byte_level(regex=True)],
+    "exaone4": [_byte_level(regex=True)],
     "modern-bert": [_byte_level(regex=True)],
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,

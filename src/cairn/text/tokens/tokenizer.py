@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
+from tokenizers.models import BPE
 
 from cairn.models.files import (
     MAX_JSON_VALUES,
@@ -88,6 +89,8 @@ class Tokenizer:
         """
         library.no_truncation()
         library.no_padding()
+        if isinstance(library.model, BPE):
+            library.model.dropout = None  # by which, in training, the same text becomes other tokens each time
         self._full = library
         self._config = config
         self.special_tokens = {name: text for name in SPECIAL_NAMES if (text := _content(config.get(name)))}
@@ -133,7 +136,9 @@ class Tokenizer:
             return cls(*gguf.load_tokenizer(read), begins_chats=True, middle=gguf.named_middle(read))
         path = folder / "tokenizer.json"
         if not path.exists():
-            raise ModelFileError(f"{path}: the file is missing; a model folder must hold a tokenizer.json")
+            raise ModelFileError(
+                f"{path}: the file is missing; a model folder must hold a tokenizer.json{_other(folder)}"
+            )
         return cls._read(path, folder)
 
     @classmethod
@@ -181,7 +186,11 @@ class Tokenizer:
                     **read_optional_json(folder / "special_tokens_map.json"),
                     **read_optional_json(folder / "tokenizer_config.json"),
                 }
-                _add_missing(library, config.get("added_tokens_decoder"), folder / "tokenizer_config.json")
+                if "added_tokens_decoder" in config:
+                    _add_missing(library, config["added_tokens_decoder"], folder / "tokenizer_config.json")
+                else:
+                    path = folder / "added_tokens.json"
+                    _add_missing(library, _as_decoder(path, config), path)
             _add_named(library, config)
             return cls(library, file.decoder, config, begins_chats=begins_chats)
 
@@ -420,8 +429,44 @@ def _content(token: object) -> str:
     return token if isinstance(token, str) else ""
 
 
+_OTHER_FILES = {
+    "tekken.json": "a vocabulary of Mistral's own",
+    "tokenizer.model": "a SentencePiece vocabulary",
+    "spiece.model": "a SentencePiece vocabulary",
+    "vocab.json": "a vocabulary of an older form",
+    "vocab.txt": "a vocabulary of an older form",
+}
+
+
+def _other(folder: Path) -> str:
+    """Return what a message says of a folder's vocabularies that are not read, "" where it has none."""
+    found = next((name for name in _OTHER_FILES if (folder / name).is_file()), None)
+    if found is None:
+        return ""
+    return (
+        f", and {found} ({_OTHER_FILES[found]}) is not read; give another folder's with --tokenizer, or write one: "
+        "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+    )
+
+
+def _as_decoder(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tokens of added_tokens.json (text -> id) as tokenizer_config.json lists them (id -> token).
+
+    Special are those that the configuration names, as in transformers. Raises ModelFileError for an id that is none.
+    """
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    named = [*(config.get(name) for name in SPECIAL_NAMES), *(extra if isinstance(extra, list) else ())]
+    special = {_content(one) for one in named}
+    found = {}
+    for text, number in read_optional_json(path).items():
+        if type(number) is not int or number < 0:
+            raise ModelFileError(f"{path}: must give each token a whole number from 0, found {number!r:.80}")
+        found[str(number)] = {"content": text, "special": text in special, "normalized": text not in special}
+    return found
+
+
 def _add_missing(library: Library, decoder: object, path: Path) -> None:
-    """Add the tokens that only tokenizer_config.json lists (`added_tokens_decoder`: id -> token).
+    """Add the tokens that only tokenizer_config.json lists (`added_tokens_decoder`: id -> token), or added_tokens.json.
 
     One that is in the model's vocabulary keeps its id there; it is added if it is special, because as a piece of the
     vocabulary it is ordinary text.

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import base64
 import zlib
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -160,6 +162,83 @@ def iq3_s(b: Blocks) -> Grouped:
     """Groups of 32, odd numbers from -15 to 15."""
     scale = _scale(b, 0) * (1 + 2 * _halves(b[:, 106:110]))
     return _signed(_IQ3_S[_with_high(b[:, 2:66], b[:, 66:74], 1)], _SIGNED[b[:, 74:106]]), scale
+
+
+class RowFormat(NamedTuple):
+    """A format whose blocks are held as they are in the file."""
+
+    bytes: int
+    """Of a block of 256 weights."""
+    bits: int
+    """Of a weight, about."""
+    group: int
+    """Weights that share a scale."""
+    rows: Bytes
+    """The codebook: magnitudes of four or eight numbers by row."""
+    meaning: Callable[[Blocks], Grouped]
+
+
+ROW_FORMATS = {
+    "iq2_xxs": RowFormat(66, 2, 32, _IQ2_XXS, iq2_xxs),
+    "iq2_xs": RowFormat(74, 2, 16, _IQ2_XS, iq2_xs),
+    "iq2_s": RowFormat(82, 2, 16, _IQ2_S, iq2_s),
+    "iq3_xxs": RowFormat(98, 3, 32, _IQ3_XXS, iq3_xxs),
+    "iq3_s": RowFormat(110, 3, 32, _IQ3_S, iq3_s),
+}
+_WEIGHTS = 256
+"""In a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlocks:
+    """A weight matrix [out, in] as blocks of a `RowFormat`, `in` a multiple of 256: nothing of it is rounded.
+
+    Where these weights are multiplied, activations are rounded to 8 bits in groups of 32: see `kernels.quantized`.
+    """
+
+    kind: str
+    """Which of `ROW_FORMATS`."""
+    blocks: Blocks
+    """[out, in / 256 * bytes of a block]"""
+
+    def __post_init__(self) -> None:
+        size = ROW_FORMATS[self.kind].bytes
+        if self.blocks.dtype != np.uint8 or self.blocks.ndim != 2 or self.blocks.shape[1] % size:
+            raise ValueError(f"blocks of {self.kind} are bytes [out, in / {_WEIGHTS} * {size}]")
+
+    @property
+    def bits(self) -> int:
+        """Of a weight, about."""
+        return ROW_FORMATS[self.kind].bits
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)"""
+        return len(self.blocks), self.blocks.shape[1] // ROW_FORMATS[self.kind].bytes * _WEIGHTS
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its blocks."""
+        return self.blocks.nbytes
+
+    def rows(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> RowBlocks:
+        """This matrix with its outputs in another order, as `change` puts rows of an array in it."""
+        return RowBlocks(self.kind, change(self.blocks))
+
+    def codes(self) -> Grouped:
+        """Codes [out, in] and scales [out, in / group]."""
+        found = ROW_FORMATS[self.kind]
+        codes, scale = found.meaning(self.blocks.reshape(-1, found.bytes))
+        return codes.reshape(self.shape), scale.reshape(len(self.blocks), -1)
+
+    def values(self) -> Floats:
+        """The weights [out, in] in float32."""
+        codes, scale = self.codes()
+        values = codes.astype(np.float32).reshape(*scale.shape, -1) * scale[:, :, None]
+        return values.reshape(self.shape)
 
 
 def iq1_s(b: Blocks) -> Grouped:

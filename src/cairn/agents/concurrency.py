@@ -1,4 +1,4 @@
-"""Several pieces of work at once."""
+"""Several coroutines at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all, in their order; the first failure ends the others, and is raised as it is."""
+    """Run all and return their results in order. The first failure cancels the others and is raised itself."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]
@@ -22,9 +22,9 @@ async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 async def as_places_free(
     places: asyncio.Semaphore, work: Iterable[tuple[bool, Callable[[], Coroutine[Any, Any, T]]]]
 ) -> list[T]:
-    """Return the results of all, in their order, as `together` does, but begin each only when there is a place for it.
+    """Run all and return their results in order, as `together` does, but limit how many run at once.
 
-    Each comes with whether it needs a place; one that does has it until it is done.
+    Each comes with whether it needs one of the `places`; if so, it starts when one is free and holds it to its end.
     """
     tasks: list[asyncio.Task[T]] = []
     try:
@@ -41,50 +41,50 @@ async def as_places_free(
     return [task.result() for task in tasks]
 
 
-class StartingLine:
-    """Lets several begin together: who is ready waits until all others are, or have left."""
+class StartBarrier:
+    """A barrier that opens once every runner has arrived or left."""
 
     def __init__(self, runners: int) -> None:
         self._away = runners
         self._off = asyncio.Event()
 
     def runner(self) -> Runner:
-        """One of them."""
+        """Return one of the runners."""
         return Runner(self)
 
     def arrive(self) -> None:
-        """One less is away."""
+        """Count one runner as arrived."""
         self._away -= 1
-        if self._away <= 0:  # soon, so that whoever came last waits as the others do and goes after them
+        if self._away <= 0:  # not at once, so that the last to arrive also waits, and continues after the others
             asyncio.get_running_loop().call_soon(self._off.set)
 
     async def wait(self) -> None:
-        """Until nobody is away."""
+        """Wait until all runners have arrived."""
         await self._off.wait()
 
 
 class Runner:
-    """One of those at a starting line. It arrives once, however often it is ready."""
+    """One of the runners at a barrier. It arrives once, however often it is ready."""
 
-    def __init__(self, line: StartingLine) -> None:
+    def __init__(self, line: StartBarrier) -> None:
         self._line = line
         self._there = False
 
     async def ready(self) -> None:
-        """Wait for the others."""
+        """Arrive, and wait for the others."""
         self.leave()
         await self._line.wait()
 
     def leave(self) -> None:
-        """Nobody need wait for this one any more."""
+        """Arrive without waiting."""
         if not self._there:
             self._there = True
             self._line.arrive()
 
 
 async def in_step(work: Sequence[Callable[[Runner], Coroutine[Any, Any, T]]]) -> list[T]:
-    """As `together`, from one starting line: whoever ends without being ready holds nobody up."""
-    line = StartingLine(len(work))
+    """Run all as `together` does, from one barrier. One that ends without being ready delays nobody."""
+    line = StartBarrier(len(work))
 
     async def run(one: Callable[[Runner], Coroutine[Any, Any, T]]) -> T:
         runner = line.runner()

@@ -8,7 +8,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from cairn.cli.agents import path
-from cairn.cli.chat import Conversation
+from cairn.cli.conversation.commands import Command, CommandTable
+from cairn.cli.conversation.conversation import Conversation, Setting
 from cairn.types.errors import CairnError, Conflict, NotFound
 
 if TYPE_CHECKING:
@@ -17,14 +18,6 @@ if TYPE_CHECKING:
 
 _WAITS = (0.05, 0.1, 0.2, 0.5)
 """Seconds until a turn that was cancelled has ended."""
-HELP = """\
-/help          this list
-/resume        go on with an answer that was interrupted
-/undo          go back before the last question
-/save FILE     write what was said here as JSON
-/exit          leave; Ctrl-D does too. The agent stays
-
-Ctrl-C stops an answer and takes the question back. A line that ends in \\ goes on in the next."""
 
 
 class Told:
@@ -47,11 +40,20 @@ class Told:
 class AgentConversation(Conversation):
     """A conversation whose messages the server has."""
 
-    def __init__(self, client: Client, id: str, sampling: dict[str, Any], system: str | None = None) -> None:
+    _makes_room = False
+
+    def __init__(
+        self,
+        client: Client,
+        id: str,
+        sampling: dict[str, Any],
+        system: str | None = None,
+        setting: Setting | None = None,
+    ) -> None:
         """Find the agent, or make it if there is none of that id."""
         self._client, self._path = client, path(id)
         self._told = Told(client, id)
-        super().__init__(self._told, sampling)
+        super().__init__(self._told, sampling, setting=setting)
         try:
             agent = client.get(self._path)
         except NotFound:
@@ -63,12 +65,19 @@ class AgentConversation(Conversation):
             self._say(f"agent {id} goes on behind turn {agent['head']}, {agent['tokens']} tokens")
         if agent["state"] == "interrupted":
             self._say("(its last answer was interrupted: /resume goes on with it, /undo takes the question back)")
-        self._commands = {
-            "/help": lambda _: self._say(HELP),
-            "/save": self._save,
-            "/undo": self._undo,
-            "/resume": self._resume,
-        }
+
+    def _make_commands(self) -> CommandTable:
+        return CommandTable(
+            (
+                Command(("/help", "/?"), "", "this list", self._help),
+                Command(("/set",), "NAME VALUE", "sampling and more; alone: what can be set", self._set),
+                Command(("/show",), "", "the model, and what is set", self._show_facts),
+                Command(("/resume",), "", "go on with an answer that was interrupted", self._resume),
+                Command(("/undo",), "", "go back before the last question", self._undo),
+                Command(("/save",), "FILE", "write what was said here as JSON", self._save),
+                Command(("/exit", "/bye", "/quit"), "", "leave; Ctrl-D does too. The agent stays", self._leave),
+            )
+        )
 
     def ask(self, question: str) -> None:
         """Answer one question; one that was stopped or failed half-way is taken back on the server too."""

@@ -1,0 +1,449 @@
+"""A conversation: its messages, the loop that reads questions and answers them, and its commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cairn.cli.conversation.commands import Command, CommandTable, is_command
+from cairn.cli.conversation.full_context import OFFER, Messages, older_half, summary_of
+from cairn.cli.conversation.line_reader import LineReader, PipeReader, TerminalReader, mark_pastes, no_echo
+from cairn.cli.conversation.markdown_view import WrappedView, view_of_terminal
+from cairn.cli.conversation.quoted_lines import question_of, unquoted
+from cairn.cli.conversation.saved_chats import SavedChat, SavedChats
+from cairn.cli.conversation.settings import Settings, help_of_set
+from cairn.cli.output import printable, talk
+from cairn.cli.sampling import FLAGS
+from cairn.config.paths import expanded
+from cairn.types.errors import CairnError, ContextTooLong
+from cairn.types.outputs import REPETITION
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+    from cairn.cli.sampling import Answering, AnswerSource
+    from cairn.entrypoints.answer import Answer
+
+KEYS = '''
+Ctrl-C stops an answer; what was said of it stays. The Up key brings earlier questions back.
+Several lines: paste them, put """ around them, press Alt-Enter, or end a line with \\.'''
+LISTED = 20
+"""Chats that `/chats` lists."""
+
+
+def _no_rows() -> list[tuple[str, str]]:
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a conversation is started with beside its model."""
+
+    name: str = ""
+    """What the model is called where the chat is kept."""
+    context: int | None = None
+    """Tokens that fit, if that is known."""
+    describe: Callable[[], list[tuple[str, str]]] = _no_rows
+    """Facts about the model, for `/show`."""
+    chats: SavedChats | None = None
+    """Where chats are kept; None keeps none."""
+    markdown: bool = True
+    verbose: bool = False
+
+
+class Conversation:
+    """The messages so far, and the loop that reads lines and answers them."""
+
+    _makes_room = True
+    """Whether turns can be dropped: not from an agent, whose history the server keeps."""
+
+    def __init__(
+        self,
+        model: AnswerSource,
+        sampling: dict[str, Any],
+        system: str | None = None,
+        setting: Setting | None = None,
+    ) -> None:
+        self.messages: Messages = []
+        self.system = system
+        self._model = model
+        self._setting = setting or Setting()
+        self._settings = Settings(sampling, markdown=self._setting.markdown, verbose=self._setting.verbose)
+        self._talk = talk()
+        self._commands = self._make_commands()
+        self._chat_id = SavedChats.new_id()
+        self._listed: list[SavedChat] = []
+        self._reader: LineReader = PipeReader()
+
+    def _make_commands(self) -> CommandTable:
+        return CommandTable(
+            (
+                Command(("/help", "/?"), "", "this list", self._help),
+                Command(("/system",), "TEXT", "what the model is told before everything; alone: show it", self._system),
+                Command(("/set",), "NAME VALUE", "sampling and more; alone: what can be set", self._set),
+                Command(("/show",), "", "the model, and what is set", self._show_facts),
+                Command(("/undo",), "", "take back the last question and its answer", self._undo),
+                Command(("/clear", "/new"), "", "a new chat (the system text stays)", self._clear),
+                Command(("/drop",), "", "drop the older half of this chat, to make room", self._drop),
+                Command(("/summarise", "/summarize"), "", "put a summary in its place", self._summarise),
+                Command(("/save",), "FILE", "write the conversation as JSON", self._save),
+                Command(("/chats",), "", "the chats that are kept", self._list_chats),
+                Command(("/resume",), "N", "go on with one of them", self._resume_chat),
+                Command(("/forget",), "", "remove this chat from those that are kept", self._forget),
+                Command(("/exit", "/bye", "/quit"), "", "leave; Ctrl-D does too", self._leave),
+            )
+        )
+
+    def resume(self, chat: SavedChat) -> None:
+        """Go on with a chat that was kept."""
+        self.messages = list(chat.messages)
+        self.system = chat.system if self.system is None else self.system
+        self._chat_id = chat.id
+        turns = sum(one["role"] == "user" for one in self.messages)
+        self._say(f"(going on with: {chat.title}; {turns} questions so far)")
+        if self.messages and self.messages[-1]["role"] == "assistant":
+            self._view_text(str(self.messages[-1].get("content") or ""))
+
+    def run(self) -> None:
+        """Read and answer until /exit or the end of input."""
+        interactive = sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        if interactive:
+            folder = self._setting.chats.folder / "history" if self._setting.chats is not None else None
+            self._reader = TerminalReader(folder, self._commands.words)
+        with no_echo() if interactive else nullcontext():
+            try:
+                while True:
+                    self._turn()
+            except EOFError:
+                return
+
+    def _turn(self) -> None:
+        """Read one line and do what it says. EOFError where the conversation is over."""
+        if sys.stdin.isatty():
+            self._say("")
+        try:
+            line = self._reader.read()
+        except KeyboardInterrupt:
+            self._say("(Ctrl-D or /exit leaves)")
+            return
+        mark_pastes()
+        try:
+            if is_command(line):
+                word, _, rest = line.strip().partition(" ")
+                self._command(word, unquoted(rest.strip()))
+            elif line.strip():
+                self.ask(question_of(line))
+        except KeyboardInterrupt:  # not in the middle of an answer, or once more
+            self._say("(stopped)")
+
+    def ask(self, question: str) -> None:
+        """Answer one question on the terminal and remember both; a failed one is forgotten.
+
+        Where the conversation no longer fits the context, room is offered and the question asked again.
+        """
+        while True:
+            try:
+                self._answer(question)
+            except ContextTooLong as error:
+                if not self._offer_room(error):
+                    self._say("(your question was taken back)")
+                    return
+            else:
+                return
+
+    def _answer(self, question: str) -> None:
+        """Answer one question. ContextTooLong where it does not fit."""
+        asked = {"role": "user", "content": question.encode("utf-8", "replace").decode()}
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        started = time.monotonic()
+        answering: Answering | None = None
+        waiting = self._thinking()
+        try:
+            answering = self._model.chat([*first, *self.messages, asked], **self._settings.sampling)
+            waiting.stop()
+            stopped, first_at = self._show(answering)
+        except KeyboardInterrupt:
+            stopped, first_at = True, None
+        except ContextTooLong as error:
+            if not self._makes_room:
+                self._lost(error)
+                return
+            raise
+        except CairnError as error:
+            self._lost(error)
+            return
+        finally:
+            waiting.stop()
+            if answering is not None:
+                answering.close()
+        answer = answering.answer if answering is not None else None
+        if answer is None or not (answer.text or answer.reasoning or answer.tool_calls):
+            self._say("(nothing was said; your question was taken back)")
+            return
+        self.messages += [asked, answer.message]
+        self._keep()
+        self._tell(answer, started, first_at, stopped)
+
+    def _tell(self, answer: Answer, started: float, first_at: float | None, stopped: bool) -> None:
+        """Say what an answer cost, and where the context is full."""
+        if not self._settings.quiet:
+            self._say(summary(answer, time.monotonic() - started, stopped))
+        if self._settings.verbose:
+            self._say(figures(answer, started, first_at, time.monotonic()))
+        usage, context = answer.usage, self._setting.context
+        if usage and context and usage.prompt_tokens + usage.completion_tokens >= context and self._makes_room:
+            self._say(f"(the context of {context} tokens is full: /drop, /summarise or /clear make room)")
+
+    def _lost(self, error: CairnError) -> None:
+        """No answer, or half of one: the question is not remembered."""
+        self._say(f"{error}\n(your question was taken back)")
+
+    def _show(self, answering: Answering) -> tuple[bool, float | None]:
+        """Write the pieces as they come. Return whether Ctrl-C ended that, and when the first came."""
+        view = view_of_terminal(self._settings.markdown)
+        thoughts = WrappedView(
+            lambda text: self._talk.print(text, end="", style="dim italic", markup=False), self._talk.width
+        )
+        thought, first_at = False, None
+        waiting = self._thinking()
+        try:
+            for piece in answering:
+                first_at = first_at or time.monotonic()
+                waiting.stop()
+                if piece.reasoning:
+                    thoughts.push(printable(piece.reasoning))
+                    thought = True
+                if piece.text:
+                    if thought:
+                        thoughts.close()
+                        self._say("")
+                    view.push(printable(piece.text))
+                    thought = False
+        except KeyboardInterrupt:
+            return True, first_at
+        finally:
+            waiting.stop()
+            thoughts.close()
+            view.close()
+        for call in answering.answer.tool_calls:
+            print(printable(f"{call.name}({call.arguments})"))
+        return False, first_at
+
+    def _thinking(self) -> Status:
+        """A sign that the answer is on its way, where somebody sees it."""
+        waiting = self._talk.status("thinking")
+        if self._talk.is_terminal:
+            waiting.start()
+        return waiting
+
+    def _view_text(self, text: str) -> None:
+        view = view_of_terminal(self._settings.markdown)
+        view.push(printable(text))
+        view.close()
+
+    # ------------------------------------------------------------------------------------------------------ commands
+
+    def _command(self, word: str, text: str) -> None:
+        command = self._commands.find(word)
+        if command is None:
+            self._say(f"unknown command {word}{self._commands.near(word)}; /? lists them")
+            return
+        try:
+            command.run(text)
+        except CairnError as error:
+            self._say(str(error))
+
+    def _help(self, text: str) -> None:
+        self._say(help_of_set() if text.endswith("set") else f"{self._commands.help()}\n{KEYS}")
+
+    def _leave(self, _: str) -> None:
+        raise EOFError
+
+    def _clear(self, _: str) -> None:
+        self.messages.clear()
+        self._chat_id = SavedChats.new_id()
+        self._say("(a new conversation)")
+
+    def _system(self, text: str) -> None:
+        if text:
+            self.system = text
+        self._say(f"system: {self.system or '(none)'}")
+
+    def _set(self, text: str) -> None:
+        if not text:
+            self._say(help_of_set())
+            return
+        word, _, rest = text.partition(" ")
+        if word == "system":
+            self._system(unquoted(rest.strip()))
+            return
+        self._say(self._settings.change(text))
+        self._reader.keep_history(self._settings.history)
+
+    def _show_facts(self, text: str) -> None:
+        rows = [] if text in ("system", "parameters") else self._setting.describe()
+        if text in ("", "info", "system"):
+            rows.append(("system", self.system or "(none)"))
+        if text in ("", "info", "parameters"):
+            rows += [
+                (name, str(value))
+                for name, value in self._settings.sampling.items()
+                if name in FLAGS or name == "response_format"
+            ]
+        width = max((len(name) for name, _ in rows), default=0) + 2
+        self._say("\n".join(f"{name:<{width}}{value}" for name, value in rows) or "(nothing is set)")
+
+    def _undo(self, _: str) -> None:
+        if not self.messages:
+            self._say("(there is nothing to take back)")
+            return
+        taken = self.messages[-2]["content"]
+        del self.messages[-2:]
+        self._keep()
+        self._say(f"(took back: {taken})")
+
+    def _save(self, name: str) -> None:
+        if not name:
+            self._say("/save needs the name of a file")
+            return
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        text = json.dumps([*first, *self.messages], ensure_ascii=False, indent=2) + "\n"
+        try:
+            with expanded(name).open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            self._say(f"{name} exists already; give another name")
+        except (OSError, ValueError) as error:
+            self._say(f"{name} cannot be written: {getattr(error, 'strerror', None) or error}")
+        else:
+            self._say(f"(saved {len(self.messages)} messages to {name})")
+
+    # ---------------------------------------------------------------------------------------------- a full context
+
+    def _offer_room(self, error: ContextTooLong) -> bool:
+        """Make room as the person wishes. Return whether the question is to be asked again."""
+        self._say(str(error))
+        if not self.messages:
+            self._say("(the question alone is too long for this context)")
+            return False
+        if not isinstance(self._reader, TerminalReader):
+            self._say("(/drop, /summarise or /clear make room)")
+            return False
+        self._say(OFFER)
+        ways: dict[str, Callable[[str], None]] = {"d": self._drop, "s": self._summarise, "n": self._clear}
+        try:
+            way = ways.get(self._reader.choose("d, s or n: ").strip().lower()[:1])
+        except (KeyboardInterrupt, EOFError):
+            return False
+        if way is None:
+            return False
+        try:
+            way("")
+        except CairnError as failed:
+            self._say(str(failed))
+            return False
+        return True
+
+    def _drop(self, _: str) -> None:
+        count = older_half(self.messages)
+        self._replace(count, [])
+        self._say(f"(dropped the oldest {count} messages)" if count else "(there is nothing to drop)")
+
+    def _summarise(self, _: str) -> None:
+        count = older_half(self.messages)
+        if not count:
+            self._say("(there is nothing to summarise)")
+            return
+        with self._talk.status("summarising"):
+            short = summary_of(self._model, self.messages[:count], self.system)
+        self._replace(count, short)
+        self._say(f"(the oldest {count} messages are now: {short[1]['content']})")
+
+    def _replace(self, count: int, messages: Sequence[dict[str, Any]]) -> None:
+        """Put others in the place of the oldest messages. What is kept of the chat so far stays whole."""
+        if count and self._setting.chats is not None:
+            self._chat_id = SavedChats.new_id()
+        self.messages[:count] = messages
+        self._keep()
+
+    # -------------------------------------------------------------------------------------------------- kept chats
+
+    def _keep(self) -> None:
+        """Write the chat, where chats are kept; one that cannot be written is said once and goes on."""
+        chats = self._setting.chats
+        if chats is None or not self._settings.history or not self.messages:
+            return
+        try:
+            chats.save(SavedChat(self._chat_id, self._setting.name, self.system, self.messages))
+        except CairnError as error:
+            self._settings.history = False
+            self._say(str(error))
+
+    def _list_chats(self, _: str) -> None:
+        self._listed = self._setting.chats.newest(LISTED) if self._setting.chats is not None else []
+        lines = [
+            f"{number:>3}  {chat.day}  {chat.title}" + ("  (this one)" if chat.id == self._chat_id else "")
+            for number, chat in enumerate(self._listed, 1)
+        ]
+        self._say("\n".join(lines) or "(no chats are kept)")
+
+    def _resume_chat(self, text: str) -> None:
+        if not self._listed and self._setting.chats is not None:
+            self._listed = self._setting.chats.newest(LISTED)
+        if not text.isdecimal() or not 1 <= int(text) <= len(self._listed):
+            self._say("/resume needs a number of the list that /chats shows")
+            return
+        self.system = None
+        self.resume(self._listed[int(text) - 1])
+
+    def _forget(self, _: str) -> None:
+        if self._setting.chats is not None:
+            self._setting.chats.delete(self._chat_id)
+        self.messages.clear()
+        self._say("(this chat is removed)")
+
+    def _say(self, text: str) -> None:
+        # A terminal breaks lines between words; elsewhere a line stays one.
+        self._talk.print(printable(text), style="dim", markup=False, soft_wrap=not self._talk.is_terminal)
+
+
+def summary(answer: Answer, seconds: float, stopped: bool) -> str:
+    """Return what an answer cost, in a line."""
+    parts = ["stopped"] if stopped else []
+    if answer.finish_reason == "length":
+        parts.append("ended, since it repeated itself" if answer.detail == REPETITION else "cut at the token limit")
+    usage = answer.usage
+    if usage is not None:
+        parts.append(f"{usage.completion_tokens} tokens in {seconds:.1f} s")
+        read = f", {answer.cache.disk} read from disk" if answer.cache is not None and answer.cache.disk else ""
+        parts.append(f"prompt {usage.prompt_tokens} tokens, {usage.cached_tokens} of them already computed{read}")
+    return f"({'; '.join(parts)})" if parts else ""
+
+
+def figures(answer: Answer, started: float, first_at: float | None, ended: float) -> str:
+    """Return the times of an answer, one a line, for `--verbose`."""
+    usage = answer.usage
+    first = (first_at or ended) - started
+    rows = [("total", f"{ended - started:.2f} s"), ("first token after", f"{first:.2f} s")]
+    if usage is not None:
+        computed = usage.prompt_tokens - usage.cached_tokens
+        rows.append(("prompt", f"{usage.prompt_tokens} tokens, {computed} computed: {_rate(computed, first)}"))
+        made = ended - started - first
+        rows.append(("answer", f"{usage.completion_tokens} tokens: {_rate(usage.completion_tokens - 1, made)}"))
+    return "\n".join(f"  {name:<18}{value}" for name, value in rows)
+
+
+def _rate(count: int, seconds: float) -> str:
+    return f"{count / seconds:.1f} tokens/s" if seconds > 0.001 and count > 0 else "no time to speak of"
+
+
+def chats_of_terminal(folder: Path) -> SavedChats | None:
+    """Return where chats are kept, or None where nobody types: what a script says is its own."""
+    return SavedChats(folder) if sys.stdin.isatty() else None

@@ -1,0 +1,196 @@
+"""Answers as they come: in a terminal rendered as Markdown with its words wrapped, elsewhere as plain text."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from markdown_it import MarkdownIt  # which rich brings
+from rich.cells import cell_len
+from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
+
+if TYPE_CHECKING:
+    from rich.console import ConsoleOptions, RenderResult
+
+_EVERY = 0.08
+"""Seconds between two drawings of the block that is still growing."""
+_CODE = "ansi_dark"
+"""Colours of code: those of the terminal, so they can be read on light and on dark."""
+
+
+class TextView(Protocol):
+    """What shows the text of an answer."""
+
+    def push(self, text: str) -> None:
+        """Show more of it."""
+        ...
+
+    def close(self) -> None:
+        """Show what is left, and end the line."""
+        ...
+
+
+class PlainView:
+    """The text as it is, and a line end behind it."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._last = ""
+
+    def push(self, text: str) -> None:
+        """Write it at once."""
+        self._out.write(text)
+        self._out.flush()
+        self._last = text or self._last
+
+    def close(self) -> None:
+        """End the line, unless it is ended."""
+        if self._last and not self._last.endswith("\n"):
+            self._out.write("\n")
+            self._out.flush()
+
+
+class WrappedView:
+    """Plain text whose lines end between words, within the width of the terminal."""
+
+    def __init__(self, write: Callable[[str], None], width: int) -> None:
+        self._write, self._width = write, max(width, 2)
+        self._column = 0
+        self._word = ""
+
+    def push(self, text: str) -> None:
+        """Write the words that are complete."""
+        for character in text:
+            if character.isspace():
+                self._put_word()
+                self._put_space(character)
+            else:
+                self._word += character
+                if cell_len(self._word) >= self._width:  # longer than a line: it has to break somewhere
+                    self._put_word()
+
+    def close(self) -> None:
+        """Write the last word and end the line."""
+        self._put_word()
+        if self._column:
+            self._write("\n")
+        self._column = 0
+
+    def _put_word(self) -> None:
+        if not self._word:
+            return
+        size = cell_len(self._word)
+        if self._column and self._column + size > self._width:
+            self._write("\n")
+            self._column = 0
+        self._write(self._word)
+        self._column += size
+        self._word = ""
+
+    def _put_space(self, character: str) -> None:
+        if character == "\n" or self._column + 1 >= self._width:
+            self._write("\n")
+            self._column = 0
+        else:
+            self._write(" " if character != "\t" else "    ")
+            self._column += 1 if character != "\t" else 4
+
+
+class ModelMarkdown(Markdown):
+    """Markdown as models write it: line ends are kept, and HTML is text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("", code_theme=_CODE, hyperlinks=False)
+        self.markup = text
+        self.parsed = _parser().parse(text)
+        for token in self.parsed:
+            for child in token.children or ():
+                if child.type == "softbreak":
+                    child.type = "hardbreak"
+
+
+class MarkdownView:
+    """Blocks are printed once they are complete; the one that grows is drawn again and again below them."""
+
+    def __init__(self, console: Console, now: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._now = console, now
+        self._text = ""
+        self._printed = False
+        self._next = 0.0
+        """When it is drawn again."""
+        self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
+
+    def push(self, text: str) -> None:
+        """Take more of the text; it is drawn at most every 80 ms."""
+        self._text += text
+        if (began := self._now()) < self._next:
+            return
+        done, self._text = _complete(self._text)
+        if not self._live.is_started:
+            self._live.start()
+        self._print(done)
+        self._live.update(_LastLines(self._text), refresh=True)
+        ended = self._now()
+        self._next = ended + max(_EVERY, 2 * (ended - began))  # a long block takes a third of the time, not all of it
+
+    def close(self) -> None:
+        """Print what is left."""
+        self._live.stop()
+        self._print(self._text)
+        self._text = ""
+
+    def _print(self, text: str) -> None:
+        if not text.strip():
+            return
+        if self._printed:
+            self._console.print()
+        self._console.print(ModelMarkdown(text))
+        self._printed = True
+
+
+class _LastLines:
+    """The end of a growing block, as much as the screen holds: what has scrolled out cannot be drawn again."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.segment import Segment
+
+        lines = console.render_lines(ModelMarkdown(self._text), options, pad=False)
+        room = max(console.size.height - 2, 1)
+        for line in lines[-room:]:
+            yield from line
+            yield Segment.line()
+
+
+def _parser() -> MarkdownIt:
+    return MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+
+
+def _complete(text: str) -> tuple[str, str]:
+    """Split a text into the blocks that more text cannot change, and the last one, which may still grow."""
+    starts = [token.map[0] for token in _parser().parse(text) if token.level == 0 and token.map]
+    if not starts or starts[-1] == 0:
+        return "", text
+    lines = text.split("\n")
+    return "\n".join(lines[: starts[-1]]) + "\n", "\n".join(lines[starts[-1] :])
+
+
+def view_of_terminal(markdown: bool) -> TextView:
+    """Return what shows an answer on stdout."""
+    if not sys.stdout.isatty():
+        return PlainView(sys.stdout)
+    console = Console(highlight=False, emoji=False)
+    if markdown and not console.is_dumb_terminal:
+        return MarkdownView(console)
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    return WrappedView(write, console.width)

@@ -1,0 +1,132 @@
+"""What `/set` changes in a conversation, by the names of Cairn and of Ollama."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cairn.cli.sampling import FLAGS
+from cairn.config.option import closest
+from cairn.types.errors import ConfigError, InvalidRequest
+from cairn.types.sampling_params import SAMPLING_RANGES
+
+_OTHER_NAMES: Mapping[str, str] = {
+    "num_predict": "max_tokens",
+    "n_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+}
+_OF_THE_SERVER = {
+    "num_ctx": "the context is set where the model is loaded: --context N",
+    "num_gpu": "Cairn runs on the CPU",
+    "num_thread": "threads are set where the model is loaded: --threads N",
+}
+HELP = """\
+/set system TEXT              what the model is told before everything
+/set NAME VALUE               sampling: {names}
+/set format json | FILE       answers that are JSON, or fit the JSON schema of a file; /set noformat ends that
+/set verbose, /set quiet      more figures behind each answer, or none
+/set markdown, nomarkdown     whether answers are rendered
+/set history, nohistory       whether questions are kept for the Up key"""
+
+
+@dataclass(slots=True)
+class Settings:
+    """How answers are made and shown."""
+
+    sampling: dict[str, Any]
+    verbose: bool = False
+    quiet: bool = False
+    """No figures at all."""
+    markdown: bool = True
+    history: bool = True
+    words: dict[str, Callable[[Settings], None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.words = {
+            "verbose": lambda one: one._show(verbose=True),
+            "quiet": lambda one: one._show(quiet=True),
+            "noverbose": lambda one: one._show(),
+            "markdown": lambda one: setattr(one, "markdown", True),
+            "nomarkdown": lambda one: setattr(one, "markdown", False),
+            "wordwrap": lambda one: setattr(one, "markdown", True),
+            "nowordwrap": lambda one: setattr(one, "markdown", False),
+            "history": lambda one: setattr(one, "history", True),
+            "nohistory": lambda one: setattr(one, "history", False),
+            "noformat": lambda one: one.sampling.pop("response_format", None) and None,
+        }
+
+    def _show(self, verbose: bool = False, quiet: bool = False) -> None:
+        self.verbose, self.quiet = verbose, quiet
+
+    def change(self, text: str) -> str:
+        """Change what `/set` was given and return what is said of it. ConfigError names what can be set."""
+        name, _, value = text.partition(" ")
+        value = value.strip()
+        if name == "parameter":  # as Ollama has it: /set parameter NAME VALUE
+            name, _, value = value.partition(" ")
+            value = value.strip()
+        if name in self.words and not value:
+            self.words[name](self)
+            return f"({name})"
+        if name == "format":
+            self.sampling["response_format"] = response_format(value)
+            return f"(answers are {value or 'json'})"
+        name = _OTHER_NAMES.get(name, name)
+        if name in _OF_THE_SERVER:
+            raise ConfigError(f"{name} cannot be set in a conversation: {_OF_THE_SERVER[name]}")
+        if name not in FLAGS:
+            known = [*FLAGS, *self.words, "system", "format"]
+            raise ConfigError(f"there is nothing called {name} to set{closest(name, known)}; /set alone lists what is")
+        if not value:
+            raise ConfigError(f"/set {name} needs a value: {FLAGS[name][2]}")
+        self.sampling[name] = _value(name, value)
+        return f"({name}: {value})"
+
+
+def _value(name: str, text: str) -> Any:
+    """A value of sampling. ConfigError for one that is no number, or out of range."""
+    kind = FLAGS[name][0]
+    if kind not in (int, float):
+        return [text]
+    try:
+        number = kind(text)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r} but must be {'a whole number' if kind is int else 'a number'}") from None
+    least, most = SAMPLING_RANGES.get(name, (-(1 << 63), 1 << 63))
+    if not least <= number <= most:
+        raise ConfigError(f"{name} is {text} but must be from {least:g} to {most:g}")
+    return number
+
+
+def response_format(asked: str) -> dict[str, Any]:
+    """Return the form of an answer for `json`, a JSON schema, or a file with one. InvalidRequest for anything else."""
+    if asked in ("", "json"):
+        return {"type": "json_object"}
+    if asked.lstrip().startswith("{"):
+        return _schema(asked, "answer", "--format")
+    return schema_in(Path(asked), "--format")
+
+
+def schema_in(path: Path, option: str) -> dict[str, Any]:
+    """Return the form of an answer from a file with a JSON schema. InvalidRequest names the option."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"{option} {path}: cannot be read as JSON ({error})", field="json_schema") from None
+    return _schema(text, path.stem[:64] or "answer", f"{option} {path}")
+
+
+def _schema(text: str, name: str, where: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{where}: cannot be read as JSON ({error})", field="json_schema") from None
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
+
+
+def help_of_set() -> str:
+    """Return what can be set, one a line."""
+    return HELP.format(names=", ".join(FLAGS))

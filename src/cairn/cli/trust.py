@@ -1,0 +1,92 @@
+"""Whom the command line trusts over https: the configured certificate itself, a file of `--cacert`, or the system's."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import ssl
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from cairn.types.errors import ConfigError
+
+_PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+
+
+class TrustFlags(NamedTuple):
+    """What the flags of a command say."""
+
+    cacert: Path | None = None
+    insecure: bool = False
+
+
+chosen: ContextVar[TrustFlags] = ContextVar("chosen", default=TrustFlags())  # noqa: B039  (it cannot be changed)
+"""The flags of the command that runs: every connection it makes heeds them."""
+
+_Cacert = Annotated[
+    Path | None,
+    typer.Option("--cacert", metavar="FILE", help="Over https: the certificate to trust, or that of its authority."),
+]
+_Insecure = Annotated[bool, typer.Option("--insecure", help="Over https: trust whoever answers.")]
+TRUST_PARAMETERS = (
+    inspect.Parameter("cacert", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_Cacert),
+    inspect.Parameter("insecure", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=_Insecure),
+)
+"""The flags as parameters of a command."""
+
+
+def tls_context(url: str, own_certificate: str | None = None) -> ssl.SSLContext:
+    """Return whom to trust at an address.
+
+    `own_certificate`: the file with the certificate of the server of this machine's configuration, where the address
+    is that server's. Then exactly that certificate is trusted, whatever names are in it. Otherwise it is who `--cacert`
+    names, or SSL_CERT_FILE or SSL_CERT_DIR, or the usual authorities. ConfigError for files that cannot be used.
+    """
+    flags = chosen.get()
+    if not url.startswith("https:"):
+        if flags != TrustFlags():
+            flag = "--insecure" if flags.insecure else "--cacert"
+            raise ConfigError(f"{flag} is for https, and the server is at {url}; give --host https://...")
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # to read all authorities takes longer than a short command
+    if flags.insecure:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        return context
+    if flags.cacert is not None:
+        return _trusting(flags.cacert.expanduser(), "--cacert", whole=True)
+    if own_certificate is not None:
+        context = _trusting(Path(own_certificate).expanduser(), "tls_cert", whole=False)
+        context.check_hostname = False  # it is known by itself, not by the names that it holds
+        return context
+    import httpx
+
+    try:
+        return httpx.create_ssl_context(trust_env=True)
+    except (ImportError, ValueError, OSError) as error:
+        raise ConfigError(f"the certificates that the environment names cannot be used: {error}") from error
+
+
+def _trusting(path: Path, name: str, *, whole: bool) -> ssl.SSLContext:
+    """Trust the certificates in a file, or only the first of them: the server's own, before those that vouch for it."""
+    try:
+        found = _PEM.findall(path.read_text("ascii"))
+        if not found:
+            raise ConfigError(f"{name}: {path} holds no certificate in PEM form")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # one that is in the file need not be an authority
+        context.load_verify_locations(cadata="\n".join(found if whole else found[:1]))
+        return context
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError, UnicodeDecodeError a ValueError
+        raise ConfigError(f"{name}: the certificate in {path} cannot be used: {error}") from None
+
+
+def certificate_file(own_certificate: str | None) -> Path | None:
+    """Return the file that another program has to trust to reach the server too, if there is one."""
+    flags = chosen.get()
+    if flags.cacert is not None:
+        return flags.cacert.expanduser().absolute()
+    return None if own_certificate is None else Path(own_certificate).expanduser().absolute()

@@ -1,0 +1,58 @@
+"""Short names of models on the hub: the table in short_names.toml."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from datetime import date
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+LATEST = ":latest"
+"""What other programs put behind a name without a size."""
+_TABLE = Path(__file__).with_name("short_names.toml")
+
+
+class ShortName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One model of the table."""
+
+    names: tuple[str, ...]
+    """The first is the one that is listed."""
+    hub: str
+    """org/name, or org/name:TAG for GGUF."""
+    file: str
+    """The file that holds its weights."""
+    gb: float
+    """About how large that is."""
+    noted: date
+    """When the entry was written."""
+    experts: bool = False
+    """A model of experts, which may be larger than the memory."""
+
+    @property
+    def page(self) -> str:
+        """Where people read about the file."""
+        return f"https://huggingface.co/{self.hub.partition(':')[0]}/blob/main/{self.file}"
+
+
+class _Table(msgspec.Struct, frozen=True):
+    model: tuple[ShortName, ...]
+
+
+@cache
+def table() -> tuple[ShortName, ...]:
+    """Return every model of the table."""
+    return msgspec.convert(tomllib.loads(_TABLE.read_text("utf-8")), _Table).model
+
+
+@cache
+def by_name() -> Mapping[str, ShortName]:
+    """Return the models by each of their names."""
+    return {name: one for one in table() for name in one.names}
+
+
+def meant_by(model: str) -> ShortName | None:
+    """Return the model that a short name means, with or without `:latest`; None for any other name."""
+    return by_name().get(model.removesuffix(LATEST))

@@ -1,0 +1,145 @@
+"""The parts of a conversation in the terminal: joined lines, wrapped words, blocks of Markdown, files of chats."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cairn.cli.conversation.commands import is_command
+from cairn.cli.conversation.full_context import older_half
+from cairn.cli.conversation.line_reader import MAX_HISTORY, _shorten
+from cairn.cli.conversation.markdown_view import MarkdownView, WrappedView
+from cairn.cli.conversation.quoted_lines import question_of, unfinished, unquoted
+from cairn.cli.conversation.saved_chats import SavedChat, SavedChats
+from cairn.types.errors import CairnError, NotFound
+
+
+@pytest.mark.parametrize(
+    ("typed", "goes_on", "question"),
+    [
+        ("plain", False, "plain"),
+        ("a\\", True, None),
+        ("a\\\nb", False, "a\nb"),
+        ('"""a', True, None),
+        ('"""a\nb"""', False, "a\nb"),
+        ('"""\na\n"""', False, "a"),
+        ('say """ to me', False, 'say """ to me'),
+        ('"""Doc."""\nimport os', False, '"""Doc."""\nimport os'),
+        ('/set system """be', True, None),
+    ],
+)
+def test_lines_that_belong_together(typed: str, goes_on: bool, question: str | None) -> None:
+    assert unfinished(typed) == goes_on
+    if question is not None:
+        assert question_of(typed) == question
+
+
+def test_arguments_and_commands() -> None:
+    assert [unquoted(one) for one in ('"a b"', "'x'", '"""y"""', '"', "z")] == ["a b", "x", "y", '"', "z"]
+    assert is_command("/set x 1") and is_command(" /bye") and not is_command("/etc/hosts") and not is_command("")
+
+
+def test_words_are_wrapped_whatever_the_pieces() -> None:
+    rng = random.Random(1)
+    text = "".join(rng.choice(["word ", "longer ", "a", "\n", "  ", "x" * 30, "日本 "]) for _ in range(300))
+    for _ in range(5):
+        out: list[str] = []
+        view = WrappedView(out.append, 20)
+        at = 0
+        while at < len(text):
+            size = rng.choice((1, 2, 5, 40))
+            view.push(text[at : at + size])
+            at += size
+        view.close()
+        lines = "".join(out).split("\n")
+        assert all(len(line.rstrip()) <= 20 for line in lines)
+        assert "".join("".join(out).split()) == "".join(text.split()), "nothing is lost"
+
+
+def test_blocks_are_the_same_whatever_the_pieces() -> None:
+    blocks = (
+        "# Title",
+        "One *two*\nthree.",
+        "- a\n- b",
+        "```sh\nls\n\nls -l\n```",
+        "| a | b |\n|---|---|\n| 1 | 2 |",
+        "end <b>",
+    )
+    text = "\n\n".join(blocks)
+
+    def shown(size: int) -> str:
+        console = Console(file=io.StringIO(), width=60, force_terminal=False)
+        view = MarkdownView(console, now=lambda: next(ticks))
+        ticks = iter(range(1_000_000))
+        for at in range(0, len(text), size):
+            view.push(text[at : at + size])
+        view.close()
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    whole = shown(len(text))
+    for words in ("Title", "One two ", "three.", " • a", "ls -l", "end <b>"):
+        assert words in whole, words
+    strip = [" ".join(shown(size).split()) for size in (1, 3, 17)]
+    assert strip == [" ".join(whole.split())] * 3
+
+
+def test_a_block_longer_than_the_screen_shows_its_end() -> None:
+    console = Console(file=io.StringIO(), width=40, height=10, force_terminal=True, color_system=None)
+    view = MarkdownView(console, now=lambda: 0.0)
+    view._next = -1.0
+    view.push("```\n" + "".join(f"line {number}\n" for number in range(100)))
+    assert isinstance(console.file, io.StringIO)
+    drawn = console.file.getvalue()
+    assert "line 99" in drawn and "line 5\n" not in drawn
+    view.close()
+    assert console.file.getvalue().count("line 42") == 1, "all of it is there in the end"
+
+
+def test_the_older_half_is_whole_turns() -> None:
+    def messages(*sizes: int) -> list[dict[str, str]]:
+        return [{"role": role, "content": "x" * size} for size in sizes for role in ("user", "assistant")]
+
+    assert older_half(messages(10, 10, 10, 10)) == 4
+    assert older_half(messages(100, 1, 1)) == 2
+    assert older_half(messages(1, 1, 100)) == 4
+    assert older_half(messages(5)) == 2 and older_half([]) == 0
+
+
+def test_chats_of_files(tmp_path: Path) -> None:
+    chats = SavedChats(tmp_path / "chats")
+    assert chats.newest(5) == []
+    for number in range(3):
+        chats.save(SavedChat(f"2026112{number}-x", "m", None, [{"role": "user", "content": f"hello {number} " * 30}]))
+    assert [one.id for one in chats.newest(2)] == ["20261122-x", "20261121-x"]
+    assert len(chats.newest(1)[0].title) == 60 and chats.newest(1)[0].day == "2026-11-22"
+    with pytest.raises(NotFound):
+        chats.load("gone")
+    with pytest.raises(NotFound):
+        chats.load("../chats/20261122-x")
+    for text, words in (("{", "no chat that can be read"), (json.dumps({"version": 9}), "of version 9")):
+        (tmp_path / "chats" / "bad.json").write_text(text)
+        with pytest.raises(CairnError, match=words):
+            chats.load("bad")
+    assert len(chats.newest(9)) == 3, "a file that is broken hides no other"
+    chats.delete("20261122-x")
+    chats.delete("20261122-x")
+    assert len(chats.newest(9)) == 2
+    (tmp_path / "file").touch()
+    with pytest.raises(CairnError, match="cannot be kept"):
+        SavedChats(tmp_path / "file").save(SavedChat("a", "m"))
+
+
+def test_a_long_history_keeps_its_newer_half(tmp_path: Path) -> None:
+    path = tmp_path / "history"
+    entry = "\n# 2026-11-28 10:00:00\n+question {}\n"
+    path.write_text("".join(entry.format(number) for number in range(40_000)))
+    assert path.stat().st_size > MAX_HISTORY
+    _shorten(path)
+    text = path.read_text()
+    assert len(text) < MAX_HISTORY and text.endswith("+question 39999\n") and text.startswith("\n# 2026")

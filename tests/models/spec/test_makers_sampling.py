@@ -1,0 +1,65 @@
+"""Which models are sampled as their makers' cards say: those alone whose exact hub id or file is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cairn.models.hub.addresses import KNOWN
+from cairn.models.hub.digests import file_digest
+from cairn.models.spec import makers_sampling as table
+from cairn.models.spec.config import identity_of, load_spec
+from tests.gguf_files import write_gguf
+from tests.tiny_models import write_model
+
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def cached(cache: Path, hub_id: str) -> Path:
+    """Write a tiny model where the download cache keeps one of that id."""
+    return write_model(cache / f"models--{hub_id.replace('/', '--')}" / "snapshots" / "abc", "LlamaForCausalLM")
+
+
+@pytest.mark.parametrize("other", ["someone/SmolLM2-135M-Instruct", f"{HUB_ID}-tuned", "HuggingFaceTB/SmolLM2-135M"])
+def test_a_model_is_known_by_its_exact_hub_id(other: str, tmp_path: Path) -> None:
+    """A model that was tuned further, or is only called so, has none."""
+    found = load_spec(cached(tmp_path, HUB_ID)).makers
+    assert found is not None
+    assert found.values == {"temperature": 0.2, "top_p": 0.9}
+    assert load_spec(cached(tmp_path, other)).makers is None
+    assert load_spec(write_model(tmp_path / "SmolLM2-135M-Instruct", "LlamaForCausalLM")).makers is None
+
+
+def test_a_file_is_known_by_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(write_model(tmp_path / "model", "LlamaForCausalLM"), tmp_path / "any name.gguf")
+    assert load_spec(path).makers is None
+    row = table.BY_DIGEST[KNOWN["smollm2"].size, KNOWN["smollm2"].sha256]
+    size = path.stat().st_size
+    monkeypatch.setattr(table, "BY_DIGEST", {(size, "0" * 64): row})
+    assert load_spec(path).makers is None, "of the same size, and another file"
+    monkeypatch.setattr(table, "BY_DIGEST", {(size, file_digest(path).hex()): row})
+    assert load_spec(path).makers == row
+
+
+def test_a_file_of_another_size_is_not_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(write_model(tmp_path / "model", "LlamaForCausalLM"), tmp_path / "m.gguf")
+
+    def refused(_: Path) -> bytes:
+        raise AssertionError("hashed")
+
+    monkeypatch.setattr(table, "file_digest", refused)
+    assert load_spec(path, identify=False).makers is None
+
+
+def test_what_makers_say_changes_no_key_of_kv(tmp_path: Path) -> None:
+    folder = cached(tmp_path, HUB_ID)
+    spec = load_spec(folder)
+    assert identity_of(spec, folder) == identity_of(msgspec.structs.replace(spec, makers=None), folder)
+
+
+def test_every_row_says_from_where_and_when() -> None:
+    for row in (*table.BY_HUB_ID.values(), *table.BY_DIGEST.values()):
+        assert row.source.startswith("https://")
+        assert len(row.read.split("-")) == 3
