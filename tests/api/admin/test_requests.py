@@ -19,7 +19,8 @@ async def test_models() -> None:
         listed = (await http.get("/v1/models")).json()
         assert [model["id"] for model in listed["data"]] == ["org/name"]
         assert listed["object"] == "list" and listed["data"][0]["object"] == "model"
-        assert (await http.get("/v1/models/org/name")).json() == listed["data"][0]
+        one = (await http.get("/v1/models/org/name")).json()
+        assert one == listed["data"][0] and one["device"] == {"name": "cpu", "description": "the CPU: kernels"}
         unknown = await http.get("/v1/models/gpt-4")
         assert unknown.status_code == 404 and "org/name" in unknown.json()["error"]["message"]
 
