@@ -97,7 +97,7 @@ def test_tensors_of_different_types_in_one_file(
     save_file(mixed, path)
     found = []
     for options in ({"kernels": "reference"}, {"device": device}):
-        driver = Driver(load(folder, kv_dtype="f32", **options), monkeypatch)
+        driver = Driver(load(folder, kv_dtype="f32", weights="stored", **options), monkeypatch)
         found.append(driver.logits(tokens, [LENGTH], driver.tables(LENGTH)))
         driver.engine.close()
     assert close(found[1], found[0]) <= BOUND
