@@ -861,7 +861,7 @@ async def test_a_budget_of_reasoning_by_any_of_its_names(name: str) -> None:
             refused = (await post(at, chat(**{name: value}))).json()["error"]
             assert refused["param"] == "reasoning_budget" and "reasoning_budget" in refused["message"]
         refused = (await post(at, complete(**{name: 5}), "/v1/completions")).json()["error"]
-        assert refused["param"] == "reasoning_budget" and "belongs to chats" in refused["message"]
+        assert refused["param"] == "reasoning_budget" and "works only in chats" in refused["message"]
 
 
 @pytest.mark.parametrize(
