@@ -160,7 +160,14 @@ class ScriptedService:
         self.leaving = ""
         self.spec = SPEC
         identity = b"\x11\x12\x13\x14\x15\x16\x17"
-        self.info = SimpleNamespace(context=SPEC.context, vocab=SPEC.vocab, max_rows=4096, identity=identity)
+        self.info = SimpleNamespace(
+            context=SPEC.context,
+            vocab=SPEC.vocab,
+            max_rows=4096,
+            identity=identity,
+            device="cpu",
+            device_text="the CPU: kernels",
+        )
         self.tokenizer = Bytes()
         self.controls: dict[str, int] = {}
         self.chat = self

@@ -72,6 +72,7 @@ class EncoderEngine:
             max_tokens=tokens,
             identity=identity,
             device=devices.resolved(config.device),
+            device_text=devices.report(config.device, config.kernels).sentence,
             generates=False,
         )
 

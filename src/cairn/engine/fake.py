@@ -114,6 +114,7 @@ class FakeEngine:
                 b"fake engine 2" + spec.identity + repr((spec.vocab, spec.groups)).encode()
             ).digest(),
             device="fake",
+            device_text="no device: tokens are made up",
         )
         # A generator for each, so that neither the pools nor the context change what the identity stands for.
         kinds = ("kv", "seeds", "salt", "weights", "noise")

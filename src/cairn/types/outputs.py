@@ -158,6 +158,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     """More on the reason: REPETITION if LENGTH ended an answer that only repeated itself."""
     unread_call: bool = False
     """Whether the text holds the beginning of a tool call that is malformed or incomplete."""
+    moved: str = ""
+    """A sentence if the device failed and another computed the rest of the choice; else empty."""
 
 
 Event = Delta | Done

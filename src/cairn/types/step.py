@@ -162,6 +162,9 @@ class EngineInfo:
     identity: bytes
     """Root of every KV key: changes with anything that could change a number (weights, dtype, kernels, layout)."""
     device: str
+    """The device's name, as `--device` takes it."""
+    device_text: str = ""
+    """What it is and what computes on it, for a person."""
     note: str = ""
     """How loading changed the model's numbers, if at all: a sentence for the log."""
     kv_dtype: str = "float32"

@@ -119,6 +119,10 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     """Changes with everything that could change a number: weights, tokenizer, kernels, how KV is stored."""
     note: str = ""
     """How loading changed the model's numbers, if at all: a sentence for the log."""
+    device: str = ""
+    """Name of the device that computes."""
+    device_text: str = ""
+    """What it is and what computes on it, for a person."""
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):

@@ -430,6 +430,8 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
         blocks=known.blocks,
         identity=known.identity,
         note=known.note,
+        device=known.device,
+        device_text=known.device_text,
     )
     vocabulary = partial(read_vocabulary, Path(load.folder), config.tokenizer, known.vocab, spec.eos_ids)
     grammars = Grammars(vocabulary, channel.wake, clock)
