@@ -20,9 +20,15 @@ from cairn.models.gguf.spec import vocab_rows
 from cairn.models.hub.hub import model_name
 from cairn.models.spec.encoder_spec import ACTIVATIONS
 from cairn.types.errors import ModelError, ModelFileError
-from cairn.types.layer_spec import RotaryPositions
-from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, ModelSpec
-from cairn.types.pooling_spec import Embedding, EncoderSpec, Pooling
+from cairn.types.model_spec import (
+    MAX_CONTEXT,
+    MAX_HEAD_DIM,
+    Embedding,
+    EncoderSpec,
+    ModelSpec,
+    Pooling,
+    RotaryPositions,
+)
 
 
 @dataclass(frozen=True, slots=True)

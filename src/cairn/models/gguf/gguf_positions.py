@@ -10,8 +10,7 @@ import numpy as np
 from cairn.models.files import Fields
 from cairn.models.gguf.reader import Gguf
 from cairn.types.errors import ModelFileError
-from cairn.types.layer_spec import NEVER, RopeScaling
-from cairn.types.model_spec import MAX_CONTEXT
+from cairn.types.model_spec import MAX_CONTEXT, NEVER, RopeScaling
 
 FACTORS = "rope_freqs.weight"
 """The tensor that divides the rotary frequencies, as models with llama3's scaling have it."""

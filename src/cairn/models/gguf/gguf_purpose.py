@@ -10,7 +10,7 @@ from typing import Any
 from cairn.models.files import Fields
 from cairn.models.gguf.reader import Gguf
 from cairn.types.errors import ModelError, ModelFileError
-from cairn.types.pooling_spec import Dense, Embedding, JudgeSpec, Pooling
+from cairn.types.model_spec import Dense, Embedding, JudgeSpec, Pooling
 
 ENCODERS = ("bert", "modern-bert", "nomic-bert")
 """`general.architecture` of encoders; what each means is in `encoder`."""

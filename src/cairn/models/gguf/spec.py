@@ -32,9 +32,17 @@ from cairn.models.spec.end_tokens import ENDS, is_spelt_as_control, known_ends
 from cairn.models.spec.latent_spec import spec_fields
 from cairn.models.spec.recurrent_spec import with_state
 from cairn.types.errors import ModelError, ModelFileError
-from cairn.types.layer_spec import CacheGroup, Latent, RopeScaling, RotaryPositions
-from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, ModelSpec
-from cairn.types.sampling_params import SAMPLING_RANGES
+from cairn.types.model_spec import (
+    MAX_CONTEXT,
+    MAX_HEAD_DIM,
+    MAX_VOCAB,
+    CacheGroup,
+    Latent,
+    ModelSpec,
+    RopeScaling,
+    RotaryPositions,
+)
+from cairn.types.request import SAMPLING_RANGES
 
 _KEYS = frozenset(
     (

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cairn.kernels.elementary import exp
 from cairn.models.spec.recurrent_spec import MIXER
-from cairn.types.layer_spec import Recurrence
+from cairn.types.model_spec import Recurrence
 
 _PREFIXES = {"delta": "linear_attn.", "mamba2": "mamba.", "conv": "conv."}
 
