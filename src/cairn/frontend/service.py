@@ -28,7 +28,7 @@ from cairn.frontend.supervisor import Supervisor
 from cairn.frontend.watchdog import Patience
 from cairn.kv.tiers.reuse_hints import Standing
 from cairn.models.hub.hub import locate
-from cairn.models.spec.tokenizer_files import check_fits
+from cairn.models.spec.config import check_fits
 from cairn.router.services import RequestIds
 from cairn.system.deadline import left
 from cairn.system.interfaces import Clock

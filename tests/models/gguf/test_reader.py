@@ -137,7 +137,7 @@ FILES: dict[str, tuple[bytes, str]] = {
         header([entry("k", ARRAY, struct.pack("<IQ", STRING, (1 << 20) + 1) + bytes(8 << 20))], []),
         "the array 'k' has 1048577 texts, more than 1048576",
     ),
-    "key twice": (header([ALIGNED, ALIGNED], []), r"the metadata key 'general\.alignment' stands twice"),
+    "key twice": (header([ALIGNED, ALIGNED], []), r"the metadata key 'general\.alignment' appears twice"),
     "alignment": (
         header([entry("general.alignment", U32, struct.pack("<I", 12))], []),
         "must be a multiple of 8, found 12",
@@ -164,7 +164,7 @@ FILES: dict[str, tuple[bytes, str]] = {
         header([], [A, described("b", (32,), 0, 32)]) + bytes(999),
         "the tensor 'b' starts at byte 32, where another one ends at 128",
     ),
-    "twice": (header([], [A, described("a", (32,), 0, 128)]) + bytes(999), "the tensor 'a' stands twice"),
+    "twice": (header([], [A, described("a", (32,), 0, 128)]) + bytes(999), "the tensor 'a' appears twice"),
 }
 
 

@@ -12,8 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from cairn.models.safetensors.weights import open_tensors, open_weights
-from cairn.models.spec.config import identity_of, load_spec
-from cairn.models.spec.facts import bytes_by_format
+from cairn.models.spec.config import bytes_by_format, identity_of, load_spec
 from cairn.types.errors import ModelError, ModelFileError
 from tests.models.test_file_fuzz import bend
 from tests.quantized_models import awq, compressed, eight, float8, four, gptq, write_quantized

@@ -8,11 +8,11 @@ from typing import Any
 
 from cairn.kernels.base import Kernels
 from cairn.kernels.program import Size, Slot
+from cairn.models.forward.gemma3n import StreamBuffers, allocate_streams, stream_numbers
+from cairn.models.forward.gemma4 import UnevenBuffers, allocate_uneven, uneven_numbers
 from cairn.models.forward.latent import LatentBuffers, allocate_latent, latent_numbers
 from cairn.models.forward.moe import MixtureBuffers, allocate_mixture, mixture_numbers
 from cairn.models.forward.recurrent import RecurrentBuffers, allocate_recurrent, recurrent_numbers
-from cairn.models.forward.streams import StreamBuffers, allocate_streams, stream_numbers
-from cairn.models.forward.uneven import UnevenBuffers, allocate_uneven, uneven_numbers
 from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.model_spec import ModelSpec
 

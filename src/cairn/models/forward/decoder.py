@@ -22,11 +22,7 @@ from typing import Any
 from cairn.kernels.base import Array, Kernels, Matrix, Rope
 from cairn.kernels.program import Program
 from cairn.models.forward.buffers import Buffers, with_slots
-from cairn.models.forward.latent import LatentAttention, build_latent, run_latent
-from cairn.models.forward.moe import Beside, Mixture, build_beside, build_mixture, run_beside, run_mixture
-from cairn.models.forward.recorder import Recorder
-from cairn.models.forward.recurrent import Recurrent, build_recurrent, run_recurrent
-from cairn.models.forward.streams import (
+from cairn.models.forward.gemma3n import (
     StreamBuffers,
     StreamEnds,
     StreamLayer,
@@ -38,8 +34,8 @@ from cairn.models.forward.streams import (
     run_predict,
     run_start,
 )
-from cairn.models.forward.streams import run_beside as run_beside_attention
-from cairn.models.forward.uneven import (
+from cairn.models.forward.gemma3n import run_beside as run_beside_attention
+from cairn.models.forward.gemma4 import (
     GroupAttention,
     Inputs,
     LayerInput,
@@ -50,6 +46,10 @@ from cairn.models.forward.uneven import (
     run_input,
     run_inputs,
 )
+from cairn.models.forward.latent import LatentAttention, build_latent, run_latent
+from cairn.models.forward.moe import Beside, Mixture, build_beside, build_mixture, run_beside, run_mixture
+from cairn.models.forward.recorder import Recorder
+from cairn.models.forward.recurrent import Recurrent, build_recurrent, run_recurrent
 from cairn.models.safetensors.tensor_names import XIELU
 from cairn.types.model_spec import ModelSpec
 

@@ -33,15 +33,13 @@ from cairn.models.files import (
 from cairn.models.gguf.reader import read_gguf
 from cairn.models.gguf.weights import GgufWeights
 from cairn.models.safetensors.coded_weights import Coded, CodedWeights
-from cairn.models.safetensors.mxfp4 import PARTS, joined
 from cairn.models.safetensors.quantized_config import Scheme, scheme_of
 from cairn.models.safetensors.quantized_files import ENDS, Stored, modules
-from cairn.models.safetensors.stored_codes import Picked, StoredMatrix, picked
+from cairn.models.safetensors.stored_codes import PARTS, Picked, StoredMatrix, joined, picked
 from cairn.models.safetensors.tensor_names import XIELU, own_tensors
 from cairn.models.spec.encoder_spec import encoder_tensors
 from cairn.models.spec.encoder_spec import own_name as encoder_name
-from cairn.models.spec.families import AHEAD, FAMILIES
-from cairn.models.spec.family import Family
+from cairn.models.spec.families import AHEAD, FAMILIES, Family
 from cairn.models.spec.latent_spec import latent_tensors
 from cairn.models.spec.moe_spec import mixture_tensors
 from cairn.models.spec.recurrent_spec import MIXER, recurrent_tensors

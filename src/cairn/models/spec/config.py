@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from cairn.config.paths import expanded
 from cairn.kernels.elementary import power_of
 from cairn.models.files import Fields, is_gguf, read_json, reading
 from cairn.models.gguf.encoder import gguf_encoder_spec
@@ -22,12 +24,12 @@ from cairn.models.gguf.reader import read_gguf
 from cairn.models.gguf.spec import cache_groups, gguf_spec
 from cairn.models.hub.digests import file_digest
 from cairn.models.hub.hub import model_name
-from cairn.models.safetensors.weights import has_own_head, stored_scheme, weight_files
+from cairn.models.safetensors.coded_weights import CodedWeights
+from cairn.models.safetensors.weights import has_own_head, open_weights, stored_scheme, weight_files
 from cairn.models.spec.config_keys import decoder_row, understood
 from cairn.models.spec.embedding_files import check_width, embedding_of, judge_of
 from cairn.models.spec.encoder_spec import encoder_spec, is_encoder
-from cairn.models.spec.families import family_of, sees_both, text_config
-from cairn.models.spec.family import Family
+from cairn.models.spec.families import Family, family_of, sees_both, text_config
 from cairn.models.spec.generation_config import end_ids, sampling_defaults
 from cairn.models.spec.judge import with_judge
 from cairn.models.spec.latent_spec import latent_fields
@@ -418,3 +420,65 @@ def identity_of(spec: ModelSpec, folder: Path) -> bytes:
     if (scheme := stored_scheme(folder, spec)) is not None:  # what the same bytes mean
         digest.update(repr(scheme).encode())
     return digest.digest()
+
+
+NAME = "tokenizer.json"
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
+"""What belongs to a tokenizer.json that lies beside them."""
+
+
+def given_file(given: str) -> Path:
+    """The tokenizer.json that was named, or that is in the folder that was. Raises ModelFileError."""
+    path = expanded(given)
+    path = path / NAME if path.is_dir() else path
+    if not path.is_file():
+        raise ModelFileError(f"{path}: there is no such file; --tokenizer is a tokenizer.json, or a folder with one")
+    return path
+
+
+def companions(path: Path) -> list[Path]:
+    """What lies beside a tokenizer.json and belongs to it."""
+    return [path.with_name(name) for name in COMPANIONS if path.with_name(name).is_file()]
+
+
+def with_tokenizer(spec: ModelSpec, given: str | None) -> ModelSpec:
+    """The spec under the identity that it has with another tokenizer: the same ids are other texts then.
+
+    KV depends on ids alone, so an engine keeps the model's own.
+    """
+    if given is None:
+        return spec
+    path = given_file(given)
+    digest = hashlib.sha256(b"cairn-tokenizer-1\0" + spec.identity)
+    for one in (path, *companions(path)):
+        digest.update(one.name.encode() + b"\0" + file_digest(one))
+    return msgspec.structs.replace(spec, identity=digest.digest())
+
+
+def check_fits(spec: ModelSpec, given: str, largest: int) -> None:
+    """Raise ModelFileError for a tokenizer with an id that the model has no row for."""
+    if largest >= spec.vocab:
+        raise ModelFileError(
+            f"{given_file(given)}: has the token id {largest}, but {spec.name} has {spec.vocab} tokens, "
+            f"0 to {spec.vocab - 1}; this is the tokenizer of another model"
+        )
+
+
+_KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def bytes_by_format(place: Path, spec: ModelSpec) -> Counter[str]:
+    """Bytes of the tensors by number format. Raises CairnError where they cannot be read."""
+    found: Counter[str] = Counter()
+    if is_gguf(place):
+        for tensor in read_gguf(place).tensors.values():
+            found[tensor.kind.name] += tensor.size
+    else:
+        weights = open_weights(place, spec)
+        if isinstance(weights, CodedWeights):
+            for kind, size in map(weights.stored, weights):
+                found[kind] += size
+            return found
+        for array in weights.values():
+            found[_KINDS.get(array.dtype.name, array.dtype.name)] += array.nbytes
+    return found

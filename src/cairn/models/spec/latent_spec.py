@@ -10,7 +10,7 @@ from typing import Any
 
 from cairn.kernels.elementary import log_of
 from cairn.models.files import Fields
-from cairn.models.spec.family import Family
+from cairn.models.spec.families import Family
 from cairn.types.errors import ModelError
 from cairn.types.layer_spec import CacheGroup, Latent, RopeScaling
 from cairn.types.model_spec import MAX_HEAD_DIM, ModelSpec

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cairn.models.files import Fields
-from cairn.models.spec.family import Family
+from cairn.models.spec.families import Family
 from cairn.types.errors import ModelError
 from cairn.types.layer_spec import Experts
 from cairn.types.model_spec import ModelSpec

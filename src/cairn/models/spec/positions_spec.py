@@ -11,7 +11,7 @@ from typing import Literal
 
 from cairn.kernels.elementary import log_of
 from cairn.models.files import Fields
-from cairn.models.spec.family import Family
+from cairn.models.spec.families import Family
 from cairn.types.errors import ModelError, ModelFileError
 from cairn.types.layer_spec import RopeScaling, RotaryPositions
 from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM

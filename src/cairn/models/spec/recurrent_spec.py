@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from cairn.models.files import Fields
-from cairn.models.spec.family import Family
+from cairn.models.spec.families import Family
 from cairn.models.spec.moe_spec import layer_kinds
 from cairn.types.errors import ModelError
 from cairn.types.layer_spec import CacheGroup, Recurrence

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from cairn.models.files import Fields
-from cairn.models.spec.family import Family
+from cairn.models.spec.families import Family
 from cairn.models.spec.moe_spec import mixture_tensors
 from cairn.types.errors import ModelError
 from cairn.types.layer_spec import NEVER, CacheGroup, RopeScaling, Streams, Uneven
