@@ -1,4 +1,4 @@
-"""What a pull gets: the files of a model or of one of its quantisations, fetched, verified, and only then put in place.
+"""Installs the files of a pull: fetched, verified, and only then put in place.
 
 Only data: safetensors, JSON and the chat template, or GGUF. Never pickles (.bin, .pt), never code.
 """
@@ -36,14 +36,14 @@ USEFUL = (
     "config_sentence_transformers.json",
 )
 _MODULE = re.compile(r"\d_[A-Za-z]{1,32}/(config\.json|model\.safetensors)")
-"""What the modules behind a transformer have: 1_Pooling, 2_Dense."""
+"""Files of the modules after a transformer: 1_Pooling, 2_Dense."""
 
 Allow = Callable[[int], None]
 """Gets the bytes of a model before any of them is fetched, and may raise."""
 
 
 def install(hub: Hub, model: str, repository: Path, progress: Callable[[Progress], None], allow: Allow) -> Path:
-    """Get org/name; returns its snapshot. Raises as `hub.pull` does."""
+    """Download org/name and return its snapshot. Raise as `hub.pull` does."""
     listed = hub.listing()
     commit, listing = listed.commit, listed.files
     found = variants(listed.names)
@@ -68,7 +68,7 @@ def install(hub: Hub, model: str, repository: Path, progress: Callable[[Progress
 
 
 def install_gguf(hub: Hub, model: str, repository: Path, progress: Callable[[Progress], None], allow: Allow) -> Path:
-    """Get org/name:TAG; returns its file in the snapshot, or the first of them. Raises as `hub.pull` does."""
+    """Download org/name:TAG and return its file in the snapshot, or the first part. Raise as `hub.pull` does."""
     listed = hub.listing()
     commit, listing = listed.commit, listed.files
     chosen = choose_one(model, variants(listed.names), "on the hub")
@@ -91,7 +91,7 @@ def _fetch(
     progress: Callable[[Progress], None],
     allow: Allow,
 ) -> Path:
-    """Fetch and verify all files, then put them into the commit's snapshot, which comes back."""
+    """Fetch and verify all files, then link them into the commit's snapshot; return the snapshot."""
     blobs = repository / "blobs"
     _check_room(hub.model, blobs, files)
     total = sum(file.size for file in files)
@@ -112,7 +112,7 @@ def _fetch(
 
 
 def _refer(repository: Path, commit: str) -> None:
-    """Make a commit the current one. This comes last: until then nobody finds its snapshot."""
+    """Make a commit the current one. This comes last: until then its snapshot is not found."""
     (repository / "refs").mkdir(exist_ok=True)
     fresh = repository / "refs" / "main.new"
     fresh.write_text(commit)
@@ -120,7 +120,7 @@ def _refer(repository: Path, commit: str) -> None:
 
 
 def _weights(hub: Hub, listed: Listing, blobs: Path) -> list[RemoteFile]:
-    """The files that hold the weights: the index's shards, or one file."""
+    """Return the files of the weights: the index's shards, or one file."""
     model, listing = hub.model, listed.files
     if INDEX not in listing:
         if WEIGHTS in listing:
@@ -150,12 +150,12 @@ def _check_room(model: str, blobs: Path, files: list[RemoteFile]) -> None:
 
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
-"""What file systems say that have no locks, such as some that are reached over a network."""
+"""Errors of file systems without locks, such as some network file systems."""
 
 
 @contextmanager
 def locked(repository: Path, model: str) -> Iterator[None]:
-    """One pull of a model at a time, where the file system has locks; the lock goes with the process."""
+    """Allow one pull of a model at a time, if the file system has locks; the lock ends with the process."""
     with (repository / ".cairn.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -168,7 +168,7 @@ def locked(repository: Path, model: str) -> Iterator[None]:
 
 
 def _link(blob: Path, name: Path) -> None:
-    """Make `name` the blob, in one step."""
+    """Make `name` a link to the blob, atomically."""
     fresh = name.with_name(name.name + ".new")
     fresh.unlink(missing_ok=True)
     try:
@@ -176,14 +176,14 @@ def _link(blob: Path, name: Path) -> None:
     except OSError:  # a file system without symbolic links
         try:
             os.link(blob, fresh)
-        except OSError:  # and without others, such as exFAT
+        except OSError:  # nor hard links, such as exFAT
             _copy(blob, fresh)
     fresh.replace(name)
-    fresh.unlink(missing_ok=True)  # of two hard links to one file none is replaced
+    fresh.unlink(missing_ok=True)  # replace() does nothing if both are hard links to the same file
 
 
 def _copy(blob: Path, fresh: Path) -> None:
-    """A second copy, so that the next pull finds the blob. One that does not fit is not left half."""
+    """Copy the blob, so that the next pull still finds it; an incomplete copy is removed."""
     try:
         shutil.copyfile(blob, fresh)
     except BaseException:

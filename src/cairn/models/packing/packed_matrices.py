@@ -1,7 +1,6 @@
-"""What a model is built of where its packed matrices go into a file, or come from one.
+"""Stand-ins for kernels and weights that write packed matrices to a file, or read them from one.
 
-Each of these stands in for the kernels while `decoder.build` runs over the names of tensors, so that only what is
-needed is made.
+`decoder.build` runs with them over tensor names, so that only what is needed is built.
 """
 
 # The methods are documented where their meaning is declared, in kernels.base.
@@ -28,7 +27,7 @@ from cairn.models.safetensors.tensor_meta import TensorMeta
 
 MAGIC = b"CAIRNPK1"
 START = 4096
-"""Where matrices begin: at the start of a page."""
+"""Offset of the first matrix, on a page boundary."""
 _READ = 64 << 20
 _PIECE = 4 << 20
 
@@ -43,7 +42,7 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 class Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the file holds, in the order that `decoder.build` asks for it."""
+    """Description of the file, in the order in which `decoder.build` asks for matrices."""
 
     key: str
     errors: dict[str, float]
@@ -51,11 +50,11 @@ class Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DamagedMatrices(Exception):
-    """The file is not what its description or its key says."""
+    """The file does not match its description or its key."""
 
 
 class Names(Mapping[str, str]):
-    """Stands in for the weights: a tensor is its name, so that only what is needed is made."""
+    """Stand-in for the weights that returns each tensor's name."""
 
     def __init__(self, weights: HeldWeights) -> None:
         self._weights = weights
@@ -73,7 +72,7 @@ class Names(Mapping[str, str]):
 
 
 class Through(ABC):
-    """Stands in for the kernels while a model is built from names; what is no matrix is made from the weights."""
+    """Stand-in for the kernels that builds from names; everything but matrices is built from the weights."""
 
     def __init__(self, kernels: NativeKernels, weights: HeldWeights) -> None:
         self._kernels, self._weights = kernels, weights
@@ -91,7 +90,7 @@ class Through(ABC):
 
     @abstractmethod
     def matrix(self, names: Sequence[str], biases: Sequence[str | None]) -> Any:
-        """The matrix as the kernels would make it."""
+        """Return the matrix as the kernels would build it."""
 
     def _array(self, name: str) -> Any:
         return self._weights[name]
@@ -106,7 +105,7 @@ class Writing(Through):
     def __init__(self, kernels: NativeKernels, weights: HeldWeights, file: Any) -> None:
         super().__init__(kernels, weights)
         self.whole = True
-        """Whether everything could be written."""
+        """Whether everything was written."""
         self._file = file
         self._matrices: list[Kept] = []
         self._write(MAGIC + bytes(START - len(MAGIC)))
@@ -121,7 +120,7 @@ class Writing(Through):
         return made
 
     def finish(self, key: str) -> None:
-        """Describe what was written."""
+        """Append the description."""
         text = msgspec.json.encode(Described(key, self._weights.errors, self._matrices))
         self._write(text + hashlib.sha256(text).digest() + len(text).to_bytes(4, "little"))
 
@@ -131,11 +130,11 @@ class Writing(Through):
             while self.whole and view.nbytes:
                 view = view[self._file.write(view) :]
         except OSError:
-            self.whole = False  # a full disk: the model is loaded all the same
+            self.whole = False  # e.g. a full disk: the model is loaded nevertheless
 
 
 class Passing(Writing):
-    """Packs each matrix and appends its memory to a file, and holds none of them."""
+    """Packs each matrix, appends its memory to a file and discards it."""
 
     def vector(self, name: str) -> Any:
         return None
@@ -159,7 +158,10 @@ class Reading(Through):
         mapped: NDArray[np.uint8] | None = None,
         checked: bool = False,
     ) -> None:
-        """`mapped`: the whole file, of which experts are used where they lie; `checked`: as they are."""
+        """Read matrices from `file`.
+
+        `mapped`: the whole file, mapped; experts are then used in place. `checked`: without a checksum test of experts.
+        """
         super().__init__(kernels, weights)
         self._file, self._matrices, self._mapped, self._checked = file, iter(matrices), mapped, checked
         self._done, self._total = 0, sum(one.bytes for one in matrices)
@@ -187,7 +189,7 @@ class Reading(Through):
         return made
 
     def _expert(self, kept: Kept, biases: list[NDArray[Any] | None], mapped: NDArray[np.uint8]) -> Any:
-        """A matrix that stays in the file."""
+        """Return a matrix that stays in the mapped file."""
         if packed_bytes(kept.parts) != kept.bytes:
             raise DamagedMatrices
         at = START + self._done
@@ -212,7 +214,7 @@ class Reading(Through):
 
 
 def fits(parts: Sequence[tuple[int, int, str]], wanted: Sequence[TensorMeta]) -> bool:
-    """Whether the parts are what the model has; whether scales are halves is known only when they are made."""
+    """Return whether the parts match the model; whether scales are half precision is known only once they are built."""
     return len(parts) == len(wanted) and all(
         (out, inner) == one.shape and form.split()[0] == one.form.split()[0]
         for (out, inner, form), one in zip(parts, wanted, strict=True)
@@ -220,10 +222,10 @@ def fits(parts: Sequence[tuple[int, int, str]], wanted: Sequence[TensorMeta]) ->
 
 
 def as_kernels(through: Through) -> Any:
-    """What stands in for kernels, as `decoder.build` takes them."""
+    """Return the stand-in typed as kernels, for `decoder.build`."""
     return through
 
 
 def as_weights(weights: HeldWeights) -> Any:
-    """What stands in for the weights."""
+    """Return a stand-in for the weights."""
     return Names(weights)
