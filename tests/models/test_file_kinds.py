@@ -87,9 +87,9 @@ def test_weights_in_a_pipe_are_refused_at_once(tmp_path: Path, read) -> None:  #
 @pytest.mark.parametrize(
     ("name", "limit", "what"),
     [
-        ("config.json", files.MAX_JSON_BYTES, "32 MiB, which no model's JSON file is"),
-        ("tokenizer.json", files.MAX_TOKENIZER_BYTES, "128 MiB, which no model's tokenizer.json is"),
-        ("chat_template.jinja", files.MAX_TEMPLATE_BYTES, "4 MiB, which no model's chat template is"),
+        ("config.json", files.MAX_JSON_BYTES, "32 MiB, the limit for a JSON file"),
+        ("tokenizer.json", files.MAX_TOKENIZER_BYTES, "128 MiB, the limit for a tokenizer.json"),
+        ("chat_template.jinja", files.MAX_TEMPLATE_BYTES, "4 MiB, the limit for a chat template"),
     ],
 )
 def test_a_file_beyond_every_models_is_not_read(model: Path, name: str, limit: int, what: str) -> None:
@@ -129,7 +129,7 @@ def test_all_texts_and_the_whole_header_of_a_gguf_file_are_bounded(
     monkeypatch.undo()
     monkeypatch.setattr(reader, "MAX_HEADER_BYTES", 300)
     monkeypatch.setattr(reader, "_READ", 1)
-    with pytest.raises(ModelFileError, match="that of no model has more than 300 bytes"):
+    with pytest.raises(ModelFileError, match="the header has more than 300 bytes"):
         read_gguf(path)
 
 

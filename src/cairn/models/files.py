@@ -98,7 +98,7 @@ def opened(path: Path) -> Iterator[BufferedReader]:
     Opening a pipe would block, and a device may have no end.
     """
     with reading(path):
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without it, opening a pipe waits too
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # O_NONBLOCK: opening a pipe must not block
         with open(handle, "rb") as file:
             mode = os.fstat(handle).st_mode
             if stat.S_ISDIR(mode):
@@ -113,7 +113,7 @@ def read_small(path: Path, limit: int, what: str) -> bytes:
     with opened(path) as file:
         data = file.read(limit + 1) if os.fstat(file.fileno()).st_size <= limit else None
     if data is None or len(data) > limit:
-        raise ModelFileError(f"{path}: larger than {limit >> 20} MiB, which no model's {what} is")
+        raise ModelFileError(f"{path}: larger than {limit >> 20} MiB, the limit for a {what}")
     return data
 
 
@@ -130,7 +130,7 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 def parse_object(text: bytes, path: Path, unique: bool = False) -> dict[str, Any]:
     """Return the JSON object in `text`; `path` is for the message only. `unique`: duplicate keys are an error."""
     if most_values(text) > MAX_JSON_VALUES:
-        raise ModelFileError(f"{path}: holds more than {MAX_JSON_VALUES} values, which no model's JSON does")
+        raise ModelFileError(f"{path}: holds more than {MAX_JSON_VALUES} values, the limit for a JSON file")
     try:
         value = json.loads(text, object_pairs_hook=_unique) if unique else json.loads(text, object_hook=_with_floats)
     except (ValueError, RecursionError) as error:

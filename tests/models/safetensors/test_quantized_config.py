@@ -69,7 +69,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, np.ndarray | None], str]] 
         {},
         r"weight_scale_inv must be scales of a matrix \[\d+, \d+\] in blocks of 16 x 16, of outputs, or one, found",
     ),
-    "no shape": (compressed(4, 32), PACKED, {"weight_shape": None}, "weight_shape must be there, found nothing"),
+    "no shape": (compressed(4, 32), PACKED, {"weight_shape": None}, "weight_shape must be present, found nothing"),
     "another shape": (
         compressed(4, 32),
         PACKED,
@@ -122,7 +122,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, np.ndarray | None], str]] 
         awq(32),
         {"quant_method": "awq", "bits": 4},
         {"weight": np.zeros((128, 64), np.float32)},
-        "is there under two names",
+        "is stored under two names",
     ),
 }
 

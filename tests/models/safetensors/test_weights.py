@@ -166,7 +166,7 @@ def rewrite_header(folder: Path, edit: Any) -> None:
         (lambda h: h.pop("model.embed_tokens.weight") and None, ["starts at byte"]),
         (lambda h: "[" * 50_000, ["not valid JSON"]),
         (lambda h: "[]", ["expected a JSON object"]),
-        (lambda h: '{"a": {}, "a": {}}', ["a key stands twice"]),
+        (lambda h: '{"a": {}, "a": {}}', ["a key appears twice"]),
     ],
 )
 def test_a_header_that_lies(edit: Any, words: list[str], tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_what_is_wrong_is_named(name: str, fields: dict[str, Any], said: str, fo
                 {"type": "a.Normalize", "path": "2_Normalize"},
                 {"type": "a.Pooling", "path": "1_Pooling"},
             ],
-            "must stand in the order Transformer, Pooling, Dense, Normalize",
+            "must be in the order Transformer, Pooling, Dense, Normalize",
         ),
         ([{"type": "a.Pooling", "path": "../other"}], "path must be the name of a folder"),
         ({"a": 1}, "a list of at most 16 modules"),

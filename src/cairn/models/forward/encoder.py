@@ -230,15 +230,15 @@ def body(k: Kernels, model: Encoder, kv: Array, b: EncoderBuffers) -> None:
     for rope, angles in zip(model.ropes, b.angles, strict=False):
         k.rope_angles(rope, b.positions, angles)
     for layer in model.layers:
-        given = _before(k, model, layer.attention_norm, b)
-        k.project(given, layer.qkv, b.qkv)
+        x = _before(k, model, layer.attention_norm, b)
+        k.project(x, layer.qkv, b.qkv)
         k.rope_write(b.qkv, b.angles[layer.angles], None, None, model.eps, kv, 0, b.slots, b.query)
         k.attention(b.query, kv, 0, b.rows, b.tables, layer.window, model.scale, b.attended, 0.0, True, None, b.members)
         k.project(b.attended, layer.out, b.projected)
         k.add(b.projected, b.hidden)
         _behind(k, model, layer.attention_norm, b)
-        given = _before(k, model, layer.mlp_norm, b)
-        k.project(given, layer.up, b.wide)
+        x = _before(k, model, layer.mlp_norm, b)
+        k.project(x, layer.up, b.wide)
         if model.gated:
             k.gate(b.wide, model.activation, b.gated)
         else:

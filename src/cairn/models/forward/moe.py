@@ -187,11 +187,11 @@ def run_mixture(k: Kernels, layer: Mixture, activation: str, x: Any, b: MixtureB
     rule = (how.scores, how.normed, how.scale, how.groups, how.chosen_groups)
     k.project(x, layer.router, b.scores)
     k.route(b.scores, layer.correction, *rule, b.chosen, b.shares)
-    taken = x
+    inputs = x
     if how.weighs_input:
-        taken = b.shared  # free until the shared expert writes it below
-        k.scale_tokens(x, b.shares, taken)
-    k.experts(taken, b.chosen, b.shares, layer.gate_up, activation, layer.down, out)
+        inputs = b.shared  # free until the shared expert writes it below
+        k.scale_tokens(x, b.shares, inputs)
+    k.experts(inputs, b.chosen, b.shares, layer.gate_up, activation, layer.down, out)
     if layer.shared is None:
         return
     if how.gated:

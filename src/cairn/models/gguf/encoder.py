@@ -72,17 +72,17 @@ def _judge(keys: Fields, gguf: Gguf, hidden: int) -> JudgeSpec:
 
 
 def _dense(gguf: Gguf, hidden: int) -> tuple[Dense, ...]:
-    found, given = list[Dense](), hidden
+    found, width = list[Dense](), hidden
     for name in DENSE:
         tensor = gguf.tensors.get(f"{name}.weight")
         if tensor is None:
             continue
-        if len(tensor.shape) != 2 or tensor.shape[1] != given:
+        if len(tensor.shape) != 2 or tensor.shape[1] != width:
             raise ModelFileError(
-                f"{tensor.path}: the tensor {tensor.name} must be [out, {given}], found the shape {list(tensor.shape)}"
+                f"{tensor.path}: the tensor {tensor.name} must be [out, {width}], found the shape {list(tensor.shape)}"
             )
-        given = tensor.shape[0]
-        found.append(Dense(place=name, inputs=tensor.shape[1], outputs=given, bias=False, inside=True))
+        width = tensor.shape[0]
+        found.append(Dense(place=name, inputs=tensor.shape[1], outputs=width, bias=False, inside=True))
     return tuple(found)
 
 
@@ -158,7 +158,9 @@ def gguf_encoder_spec(gguf: Gguf) -> ModelSpec:
     family, keys = _FAMILIES[named], _keys(gguf, named)
     hidden, heads = keys.integer("embedding_length", 1, 1 << 20), keys.integer("attention.head_count", 1, 1 << 14)
     if hidden % (2 * heads) or hidden // heads > MAX_HEAD_DIM:
-        raise keys.error("attention.head_count", f"such that embedding_length ({hidden}) gives heads of an even size")
+        raise keys.error(
+            "attention.head_count", f"such that embedding_length ({hidden}) divides into heads of an even size"
+        )
     for name, only in (("attention.head_count_kv", heads), ("rope.dimension_count", hidden // heads)):
         if keys.integer(name, 0, 1 << 20, only) != only:
             raise ModelError(f"{keys.path}: {keys.prefix}{name} other than {only} is not supported")

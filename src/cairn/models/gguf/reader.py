@@ -104,11 +104,11 @@ class Cursor:
         """Read ahead until the buffer holds the bytes before `end`."""
         if end <= self._size:
             if end > MAX_HEADER_BYTES:
-                raise self.error(f"the header goes on, and that of no model has more than {MAX_HEADER_BYTES} bytes")
+                raise self.error(f"the header has more than {MAX_HEADER_BYTES} bytes, the limit")
             self._data += self._file.read(max(end - len(self._data), _READ))
         if end > len(self._data):
             raise ModelFileError(
-                f"{self.path}: truncated: what begins at byte {self.at} of the header ends at byte {end}, and the file "
+                f"{self.path}: truncated: a value from byte {self.at} of the header ends at byte {end}, but the file "
                 f"has only {self._size} bytes"
             )
 
@@ -158,12 +158,12 @@ def _array(cursor: Cursor, key: str) -> Any:
         values = np.frombuffer(cursor.take(count * dtype.itemsize), dtype)
         return values.astype(bool) if kind == _BOOL else values
     if kind != _STRING:
-        raise cursor.error(f"{what} has elements of the type {kind}, expected numbers, truth values or texts")
+        raise cursor.error(f"{what} has elements of the type {kind}, expected numbers, booleans or strings")
     if count > MAX_TEXTS:
-        raise cursor.error(f"{what} has {count} texts, more than {MAX_TEXTS}")
+        raise cursor.error(f"{what} has {count} strings, more than {MAX_TEXTS}")
     cursor.strings += count
     if cursor.strings > MAX_ALL_TEXTS:
-        raise cursor.error(f"{what} has {count} texts; all arrays together may have {MAX_ALL_TEXTS}")
+        raise cursor.error(f"{what} has {count} strings; all arrays together may have {MAX_ALL_TEXTS}")
     return cursor.texts(count, MAX_STRING_BYTES, f"an element of {key[:120]!r}")
 
 

@@ -106,7 +106,10 @@ def recurrence(
     key_heads = keys.integer("ssm.group_count", 1, MAX_HEADS)
     inner = keys.integer("ssm.inner_size", 1, MAX_HEADS * MAX_HEAD_DIM)
     if inner % heads or heads % key_heads:
-        raise ModelError(f"{keys.path}: {heads} recurrent heads cannot share {inner} values and {key_heads} keys")
+        raise ModelError(
+            f"{keys.path}: {heads} recurrent heads do not divide {inner} values, or are no multiple of "
+            f"{key_heads} key heads"
+        )
     return Recurrence(
         kind=rule,
         layers=tuple(limited),

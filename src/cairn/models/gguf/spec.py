@@ -198,7 +198,7 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
     if spec.heads % spec.kv_heads:
         raise keys.error("attention.head_count_kv", f"a divisor of the head count ({heads})")
     if spec.head_dim % 2 or turned % 2:
-        raise keys.error("attention.key_length", "an even number, because rotary positions turn pairs")
+        raise keys.error("attention.key_length", "an even number, because rotary positions rotate pairs")
     for name, expected in (("attention.value_length", head_dim), ("rope.dimension_count", turned)):
         if keys.integer(name, 0, 1 << 20, expected) != expected:
             raise ModelError(f"{keys.path}: {keys.prefix}{name} other than the head size {expected} is not supported")
@@ -330,8 +330,8 @@ def _rope(keys: Fields, gguf: Gguf, head_dim: int, family: Architecture) -> tupl
     weight = keys.number("rope.scaling.attn_factor", 1e-6, 1e6, 1.0)
     if weight != 1 and (kind != "yarn" or factor <= 1):
         raise ModelError(
-            f"{keys.path}: {keys.prefix}rope.scaling.attn_factor is {weight:g}, which without yarn's scaling by more "
-            "than 1 is not supported"
+            f"{keys.path}: {keys.prefix}rope.scaling.attn_factor is {weight:g}, which is supported only "
+            "with yarn scaling by more than 1"
         )
     divisors = factors(gguf, head_dim)
     if kind == "none":

@@ -91,7 +91,12 @@ def uneven_spec(keys: Fields, gguf: Gguf, spec: ModelSpec, kind: Literal["gemma4
     return msgspec.structs.replace(
         spec,
         uneven=Uneven(
-            kv_from=sources(spec.groups, first, layers, keys.error("attention.shared_kv_layers", "less")),
+            kv_from=sources(
+                spec.groups,
+                first,
+                layers,
+                keys.error("attention.shared_kv_layers", "so small that a layer of each kind has keys and values"),
+            ),
             keys_as_values=tuple(layer for layer in range(first) if f"blk.{layer}.attn_v.weight" not in gguf.tensors)
             if values - gguf.tensors.keys()
             else (),

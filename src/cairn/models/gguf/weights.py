@@ -27,7 +27,7 @@ from cairn.models.packing.dequant import BlockFormat, dequantize
 from cairn.models.packing.quantize import unpack
 from cairn.models.safetensors.tensor_meta import TensorMeta, codes, row_blocks
 from cairn.models.safetensors.tensor_meta import blocks as super_blocks
-from cairn.models.safetensors.tensor_names import XIELU, turn_back
+from cairn.models.safetensors.tensor_names import XIELU, unpermute
 from cairn.models.spec.moe_spec import CORRECTION, MAX_EXPERTS
 from cairn.models.spec.uneven_spec import INPUTS, INPUTS_NORM, INPUTS_PROJECTION, MERGES, STREAMS
 from cairn.types.errors import ModelError, ModelFileError
@@ -200,7 +200,9 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         start = 0
         for own in every:
             if own in self._found:
-                raise ModelFileError(f"{tensor.path}: the tensors {self._found[own].name} and {tensor.name} are one")
+                raise ModelFileError(
+                    f"{tensor.path}: the tensors {self._found[own].name} and {tensor.name} both hold {own}"
+                )
             self._found[own] = _Part(tensor, expected[own], start)
             start += math.prod(expected[own])
 
@@ -227,7 +229,7 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
             flat.reshape(tensor.shape) if tensor.change is None else tensor.change(flat.reshape(tensor.tensor.shape))
         )
         if self._turned(name):
-            array = turn_back(array, self._head_dim, self._turned_part)
+            array = unpermute(array, self._head_dim, self._turned_part)
         array.flags.writeable = False
         return array
 
@@ -262,7 +264,7 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         tensor = self._found[name]
         held, error = unpack(tensor.kind, tensor.blocks(self._gguf), (tensor.shape[0], tensor.shape[1]))
         if self._turned(name):
-            held = held.rows(lambda rows: turn_back(rows, self._head_dim, self._turned_part))
+            held = held.rows(lambda rows: unpermute(rows, self._head_dim, self._turned_part))
         return held, error
 
     def kind(self, name: str) -> tuple[str, bool]:

@@ -25,7 +25,7 @@ from cairn.models.gguf.reader import Gguf, Tensor, read_gguf
 from cairn.models.gguf.spec import FACTORS, SAMPLING
 from cairn.models.gguf.weights import gguf_name
 from cairn.models.packing.dequant import KINDS, BlockFormat, dequantize
-from cairn.models.safetensors.tensor_names import turn
+from cairn.models.safetensors.tensor_names import permute
 from cairn.models.safetensors.weights import expected_tensors, open_weights
 from cairn.types.errors import ModelError, ModelFileError
 from cairn.types.layer_spec import RopeScaling
@@ -260,7 +260,7 @@ def _packed(library: Any, one: _Source, to: BlockFormat) -> tuple[NDArray[np.uin
                 data = library.quants.quantize(values, library.GGMLQuantizationType(_KIND[to.name][0]))
                 back = dequantize(to, data.reshape(-1, to.bytes)).reshape(values.shape)
         if not np.isfinite(back).all():
-            raise ModelError(f"the tensor {one.name} holds numbers that {to.name} cannot hold; take BF16")
+            raise ModelError(f"the tensor {one.name} holds numbers that {to.name} cannot hold; use BF16")
         out[at : at + step] = data.reshape(len(values), -1)
         gap = (back - values).astype(np.float64)
         squares += float(np.square(values, dtype=np.float64).sum())
@@ -299,7 +299,7 @@ def _plain_tensors(folder: Path, spec: ModelSpec, name: str) -> Iterator[_Source
         def rows(begin: int, end: int, known: str = known) -> NDArray[Any]:
             array = weights[known]
             if ARCHITECTURES[name].interleaved and re.search(r"self_attn\.[qk]_proj", known):
-                array = turn(array, spec.head_dim)
+                array = permute(array, spec.head_dim)
             return array.reshape(-1, array.shape[-1])[begin:end]
 
         yield _Source(gguf_name(known), weights[known].shape, "", rows)

@@ -146,7 +146,7 @@ def _host(env: Mapping[str, str]) -> str:
 def _split(address: str) -> SplitResult:
     try:
         return urlsplit(address)
-    except ValueError:  # half of an IPv6 address
+    except ValueError:  # such as an incomplete IPv6 address
         raise ModelError(f"{address} is not an address") from None
 
 
@@ -168,7 +168,7 @@ def _named(model: str, path: str) -> str:
         return name
     gguf = PurePosixPath(*file)
     if gguf.suffix.lower() != ".gguf":
-        raise ModelError(f"{model} is one file of a model; give the whole of it: {name}")
+        raise ModelError(f"{model} is one file of a model; give the model instead: {name}")
     return f"{name}:{stem(gguf)}"
 
 

@@ -49,33 +49,33 @@ class Pauses:
         """Wait a moment before a retry."""
         self._sleep(seconds)
 
-    def asked(self, status: int, headers: Mapping[str, str], attempt: int, host: str) -> bool:
+    def wait_if_asked(self, status: int, headers: Mapping[str, str], attempt: int, host: str) -> bool:
         """Wait if the response to attempt `attempt` (from 0) asks for it; return whether to retry.
 
         Raise ModelError if the wait would be too long.
         """
         if status not in (429, 503):
             return False
-        seconds = self._told(headers)
+        seconds = self._seconds_asked(headers)
         if seconds is None and status == 429:
             seconds = _UNSAID[attempt] if attempt < len(_UNSAID) else None
         if seconds is None:
             return False
         why = f"({status} {HTTPStatus(status).phrase})"
         if seconds > min(MOST_AT_ONCE, self._left):
-            raise ModelError(f"{host} asks to wait {seconds:,.0f} s {why}; run the same command again after that")
+            raise ModelError(f"{host} asks to wait {seconds:,.0f} s {why}; run the same command again afterwards")
         self._left -= seconds
         self._say(f"{host} asks to wait {seconds:.0f} s {why} ...")
         self._sleep(seconds)
         return True
 
-    def _told(self, headers: Mapping[str, str]) -> float | None:
+    def _seconds_asked(self, headers: Mapping[str, str]) -> float | None:
         """Return the seconds that the headers ask for, at least 1; None if they do not say."""
-        said = headers.get("retry-after", "").strip()
-        if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", said):
-            return max(1.0, float(said))
+        retry_after = headers.get("retry-after", "").strip()
+        if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", retry_after):
+            return max(1.0, float(retry_after))
         with contextlib.suppress(ValueError, TypeError, OverflowError):
-            until = parsedate_to_datetime(said)
+            until = parsedate_to_datetime(retry_after)
             try:  # the server's clock: this machine's may be wrong
                 now = parsedate_to_datetime(headers.get("date", "")).timestamp()
             except (ValueError, TypeError):
@@ -138,7 +138,9 @@ class Hub:
         self.endpoint = (env.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
         token = env.get("HF_TOKEN", "").strip() or _token(home / "token")
         if token and not is_key(token):  # httpx would quote an invalid header value in its error
-            raise ModelError("the token of the hub (HF_TOKEN, or the file `token`) has characters that no token has")
+            raise ModelError(
+                "the token of the hub (HF_TOKEN, or the file `token`) has characters that a token cannot have"
+            )
         self._token = f"the token (HF_TOKEN, or {home / 'token'})" if token else ""
         headers = {"user-agent": "cairn", "accept-encoding": "identity"}
         if token:
@@ -232,7 +234,7 @@ class Hub:
             except httpx.HTTPError as error:
                 failures = 0 if have > before else failures + 1
                 if failures >= _TRIES:
-                    raise self._unreachable(error, "; run the same command again to go on") from error
+                    raise self._unreachable(error, "; run the same command again to continue") from error
                 self._pauses.short(min(0.1 * 2**failures, 5))
                 continue
             if have < file.size:
@@ -251,8 +253,8 @@ class Hub:
         headers = {"range": f"bytes={start}-"} if start else {}
         with self._stream(url, headers) as response:
             if response.status_code in _BROKEN:  # retried like a broken connection
-                said = f"it answered {response.status_code}"
-                raise httpx.HTTPStatusError(said, request=response.request, response=response)
+                reason = f"it answered {response.status_code}"
+                raise httpx.HTTPStatusError(reason, request=response.request, response=response)
             if start and response.status_code == 416:
                 yield None
                 return
@@ -267,17 +269,17 @@ class Hub:
         try:
             for attempt in itertools.count():
                 with self._client.stream("GET", url, headers=headers) as response:
-                    status, said, host = response.status_code, response.headers, response.url.netloc.decode()
-                    asks = status == 429 or (status == 503 and "retry-after" in said)
+                    status, answered, host = response.status_code, response.headers, response.url.netloc.decode()
+                    asks = status == 429 or (status == 503 and "retry-after" in answered)
                     broken = status in _BROKEN and not asks and attempt < tries - 1
                     if not asks and not broken:
                         yield response
                         return
                 if broken:
                     self._pauses.short(0.1 * 2**attempt)
-                elif not self._pauses.asked(status, said, attempt, host):
+                elif not self._pauses.wait_if_asked(status, answered, attempt, host):
                     raise ModelError(f"{host} asks to wait ({status}); try again later")
-        except (httpx.InvalidURL, UnicodeError) as error:  # of the endpoint, or of where it sends us
+        except (httpx.InvalidURL, UnicodeError) as error:  # of the endpoint or of a redirect
             raise self._unreachable(error) from error
 
     def _check(self, response: httpx.Response, file: str = "") -> None:

@@ -69,7 +69,7 @@ def model_name(folder: Path) -> str:
     """
     if is_gguf(folder):
         own = stem(folder)
-        # A repository may keep the parts of a split model in a folder of their own.
+        # A repository may keep the parts of a split model in a subfolder.
         places = (model_name(above) for above in folder.absolute().parents[: MAX_FOLDERS + 1])
         return next((f"{place}:{own}" for place in places if is_hub_id(place)), own)
     folder = folder.resolve()
@@ -95,7 +95,7 @@ def locate(model: str, env: Mapping[str, str] | None = None) -> Path:
         place = _locate(model, env)
         names = str(place), model_name(place)
     except OSError as error:
-        raise ModelError(f"{model}: cannot be looked for ({error.strerror or error})") from None
+        raise ModelError(f"{model}: cannot be searched for ({error.strerror or error})") from None
     for name in names:  # they are sent to other processes, clients and metrics as UTF-8
         if not _is_utf8(name):
             shown = os.fsencode(name).decode(errors="replace")

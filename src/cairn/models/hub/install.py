@@ -22,7 +22,11 @@ from cairn.models.spec.families import MODULES
 from cairn.types.errors import ModelError, ModelFileError
 
 if TYPE_CHECKING:
-    from cairn.models.hub.download import Hub, Listing, RemoteFile  # brings httpx, which a server has no other use for
+    from cairn.models.hub.download import (
+        Hub,
+        Listing,
+        RemoteFile,
+    )  # imports httpx, which a server does not need otherwise
 
 USEFUL = (
     "generation_config.json",
@@ -56,7 +60,7 @@ def install(hub: Hub, model: str, repository: Path, progress: Callable[[Progress
     for name in ("config.json", INDEX):
         if name in listing and listing[name].size > MAX_JSON_BYTES:
             most = MAX_JSON_BYTES >> 20
-            raise ModelFileError(f"{name} of {model}: larger than {most} MiB, which no model's JSON file is")
+            raise ModelFileError(f"{name} of {model}: larger than {most} MiB, the limit for a JSON file")
     blobs = repository / "blobs"
     small = [listing[name] for name in (*NEEDED, *USEFUL, INDEX) if name in listing]
     small += [file for name, file in listing.items() if _MODULE.fullmatch(name)]

@@ -105,7 +105,7 @@ def _unnamed(blobs: Path, links: tuple[Path, ...], rest: list[Path]) -> Iterator
 def _inode(path: Path) -> tuple[int, int]:
     try:
         found = path.stat()
-    except OSError:  # a link to nothing
+    except OSError:  # a dangling link
         return (0, 0)
     return found.st_dev, found.st_ino
 

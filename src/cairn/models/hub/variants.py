@@ -84,15 +84,17 @@ def _is_aid(name: str) -> bool:
 
 def choose(found: Sequence[Variant], tag: str) -> list[Variant]:
     """Return the variants that a tag names: a whole name or a quantisation, ignoring case. Several are ambiguous."""
-    said = _folded(tag[: -len(".gguf")] if tag.lower().endswith(".gguf") else tag)
-    named = [one for one in found if _folded(one.path) == said] or [one for one in found if _folded(one.stem) == said]
+    folded = _folded(tag[: -len(".gguf")] if tag.lower().endswith(".gguf") else tag)
+    named = [one for one in found if _folded(one.path) == folded] or [
+        one for one in found if _folded(one.stem) == folded
+    ]
     wanted = tag.upper()
     chosen = (
         named or [one for one in found if one.type == wanted] or [one for one in found if one.type == _DYNAMIC + wanted]
     )
     if len({(one.stem, one.type) if one.type else (one.path, "") for one in chosen}) > 1:
         return chosen
-    # The same model in one file and in parts: the one file.
+    # The same model in one file and in parts: prefer the one file.
     return sorted(chosen, key=lambda one: len(one.files))[:1]
 
 

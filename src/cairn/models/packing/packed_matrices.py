@@ -3,7 +3,7 @@
 `decoder.build` runs with them over tensor names, so that only what is needed is built.
 """
 
-# The methods are documented where their meaning is declared, in kernels.base.
+# The methods are documented in kernels.base.
 # ruff: noqa: D102
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _READ = 64 << 20
 _PIECE = 4 << 20
 
 
-class Kept(msgspec.Struct, frozen=True):
+class KeptMatrix(msgspec.Struct, frozen=True):
     """One matrix in the file."""
 
     parts: tuple[tuple[int, int, str], ...]
@@ -41,19 +41,19 @@ class Kept(msgspec.Struct, frozen=True):
     check: int
 
 
-class Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FileDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Description of the file, in the order in which `decoder.build` asks for matrices."""
 
     key: str
     errors: dict[str, float]
-    matrices: list[Kept]
+    matrices: list[KeptMatrix]
 
 
 class DamagedMatrices(Exception):
     """The file does not match its description or its key."""
 
 
-class Names(Mapping[str, str]):
+class WeightsView(Mapping[str, str]):
     """Stand-in for the weights that returns each tensor's name."""
 
     def __init__(self, weights: HeldWeights) -> None:
@@ -71,7 +71,7 @@ class Names(Mapping[str, str]):
         return len(self._weights)
 
 
-class Through(ABC):
+class PackingKernels(ABC):
     """Stand-in for the kernels that builds from names; everything but matrices is built from the weights."""
 
     def __init__(self, kernels: NativeKernels, weights: HeldWeights) -> None:
@@ -99,7 +99,7 @@ class Through(ABC):
         return [None if name is None else self._array(name) for name in names]
 
 
-class Writing(Through):
+class WritingKernels(PackingKernels):
     """Packs each matrix and appends its memory to a file."""
 
     def __init__(self, kernels: NativeKernels, weights: HeldWeights, file: Any) -> None:
@@ -107,7 +107,7 @@ class Writing(Through):
         self.whole = True
         """Whether everything was written."""
         self._file = file
-        self._matrices: list[Kept] = []
+        self._matrices: list[KeptMatrix] = []
         self._write(MAGIC + bytes(START - len(MAGIC)))
 
     def matrix(self, names: Sequence[str], biases: Sequence[str | None]) -> Any:
@@ -115,13 +115,13 @@ class Writing(Through):
         made = self._kernels.matrix(parts, self._biases(biases))
         shapes = tuple((one.shape[0], one.shape[1], form_of(one)) for one in parts)
         memory = made.memory()
-        self._matrices.append(Kept(shapes, memory.nbytes, xxhash.xxh3_64_intdigest(memory)))
+        self._matrices.append(KeptMatrix(shapes, memory.nbytes, xxhash.xxh3_64_intdigest(memory)))
         self._write(memory)
         return made
 
     def finish(self, key: str) -> None:
         """Append the description."""
-        text = msgspec.json.encode(Described(key, self._weights.errors, self._matrices))
+        text = msgspec.json.encode(FileDescription(key, self._weights.errors, self._matrices))
         self._write(text + hashlib.sha256(text).digest() + len(text).to_bytes(4, "little"))
 
     def _write(self, data: Any) -> None:
@@ -133,7 +133,7 @@ class Writing(Through):
             self.whole = False  # e.g. a full disk: the model is loaded nevertheless
 
 
-class Passing(Writing):
+class DiscardingKernels(WritingKernels):
     """Packs each matrix, appends its memory to a file and discards it."""
 
     def vector(self, name: str) -> Any:
@@ -146,7 +146,7 @@ class Passing(Writing):
         super().matrix(names, [None] * len(names))
 
 
-class Reading(Through):
+class ReadingKernels(PackingKernels):
     """Fills each matrix from a file."""
 
     def __init__(
@@ -154,7 +154,7 @@ class Reading(Through):
         kernels: NativeKernels,
         weights: HeldWeights,
         file: Any,
-        matrices: list[Kept],
+        matrices: list[KeptMatrix],
         mapped: NDArray[np.uint8] | None = None,
         checked: bool = False,
     ) -> None:
@@ -188,7 +188,7 @@ class Reading(Through):
             raise DamagedMatrices
         return made
 
-    def _expert(self, kept: Kept, biases: list[NDArray[Any] | None], mapped: NDArray[np.uint8]) -> Any:
+    def _expert(self, kept: KeptMatrix, biases: list[NDArray[Any] | None], mapped: NDArray[np.uint8]) -> Any:
         """Return a matrix that stays in the mapped file."""
         if packed_bytes(kept.parts) != kept.bytes:
             raise DamagedMatrices
@@ -200,7 +200,7 @@ class Reading(Through):
         self._done += kept.bytes
         return self._kernels.mapped(kept.parts, biases, mapped[at : at + kept.bytes])
 
-    def _check(self, kept: Kept) -> None:
+    def _check(self, kept: KeptMatrix) -> None:
         hasher, left = xxhash.xxh3_64(), kept.bytes
         while left:
             tell("checking the experts", self._done + kept.bytes - left, self._total)
@@ -221,11 +221,11 @@ def fits(parts: Sequence[tuple[int, int, str]], wanted: Sequence[TensorMeta]) ->
     )
 
 
-def as_kernels(through: Through) -> Any:
+def as_kernels(through: PackingKernels) -> Any:
     """Return the stand-in typed as kernels, for `decoder.build`."""
     return through
 
 
 def as_weights(weights: HeldWeights) -> Any:
     """Return a stand-in for the weights."""
-    return Names(weights)
+    return WeightsView(weights)

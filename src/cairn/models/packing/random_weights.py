@@ -82,7 +82,7 @@ def shape_spec(name: str) -> ModelSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class _Mold:
+class _Storage:
     """Storage of a tensor: plain numbers, codes with scales and minima, or codes in super-blocks."""
 
     dtype: str = "float32"
@@ -92,22 +92,22 @@ class _Mold:
     block: Literal[0, 4, 5, 6] = 0
 
 
-_SIX = _Mold(block=6)
-_ODD = _Mold(bits=8, scale="float16")
+_SIX = _Storage(block=6)
+_ODD = _Storage(bits=8, scale="float16")
 """Used instead of super-blocks for rows that are no multiple of 256, where llama.cpp writes Q5_0 or Q8_0."""
-_MOLDS = {
-    "f32": _Mold("float32"),
-    "bf16": _Mold("bfloat16"),
-    "f16": _Mold("float16"),
-    "q4_0": _Mold(bits=4, scale="float16"),
-    "q4_1": _Mold(bits=4, scale="float16", minimum="float16"),
-    "q4_k": _Mold(block=4),
-    "q4_k_m": _Mold(block=4),
-    "q5_k": _Mold(block=5),
+_STORAGES = {
+    "f32": _Storage("float32"),
+    "bf16": _Storage("bfloat16"),
+    "f16": _Storage("float16"),
+    "q4_0": _Storage(bits=4, scale="float16"),
+    "q4_1": _Storage(bits=4, scale="float16", minimum="float16"),
+    "q4_k": _Storage(block=4),
+    "q4_k_m": _Storage(block=4),
+    "q5_k": _Storage(block=5),
     "q6_k": _SIX,
-    "q8_0": _Mold(bits=8, scale="float16"),
+    "q8_0": _Storage(bits=8, scale="float16"),
 }
-TYPES = tuple(_MOLDS)
+TYPES = tuple(_STORAGES)
 """Types of the matrices: floats, or packed types of GGUF. q4_k_m mixes types as files of that name do: some matrices of
 attention and MLP, and the output, are Q6_K."""
 
@@ -127,37 +127,37 @@ class RandomWeights(Mapping[str, Any]):
 
     def outline(self, name: str) -> TensorMeta:
         """Return the meta of `[name]`, with the bytes of memory that it takes."""
-        shape, mold = self._shapes[name], self._mold(name)
-        if mold.block:
-            return blocks(shape, mold.block)
-        if mold.bits:
-            return codes(shape, mold.bits, mold.scale, mold.minimum)
-        return TensorMeta(shape, mold.dtype, math.prod(shape) * _DTYPES[mold.dtype].itemsize)
+        shape, storage = self._shapes[name], self._storage(name)
+        if storage.block:
+            return blocks(shape, storage.block)
+        if storage.bits:
+            return codes(shape, storage.bits, storage.scale, storage.minimum)
+        return TensorMeta(shape, storage.dtype, math.prod(shape) * _DTYPES[storage.dtype].itemsize)
 
     def __getitem__(self, name: str) -> NDArray[Any] | Quantized:
-        shape, mold = self._shapes[name], self._mold(name)
+        shape, storage = self._shapes[name], self._storage(name)
         rng = np.random.default_rng(zlib.crc32(name.encode()))
-        if mold.block:
-            return _drawn_blocks(rng, mold.block, shape[0], shape[1])
-        if mold.bits:
-            return _drawn(rng, mold, shape[0], shape[1])
+        if storage.block:
+            return _draw_blocks(rng, storage.block, shape[0], shape[1])
+        if storage.bits:
+            return _draw_codes(rng, storage, shape[0], shape[1])
         size = math.prod(shape)
         drawn = rng.standard_normal(min(size, _PERIOD), dtype=np.float32)
         if name.endswith(f"{MIXER}decay"):
             drawn = -exp(drawn)
         else:
             drawn = 1 + 0.1 * drawn if "norm" in name else drawn / math.sqrt(shape[-1])
-        return np.resize(drawn.astype(_DTYPES[mold.dtype]), size).reshape(shape)
+        return np.resize(drawn.astype(_DTYPES[storage.dtype]), size).reshape(shape)
 
-    def _mold(self, name: str) -> _Mold:
-        shape, mold = self._shapes[name], _MOLDS[self.form]
+    def _storage(self, name: str) -> _Storage:
+        shape, storage = self._shapes[name], _STORAGES[self.form]
         if len(shape) == 1 or is_router(name) or is_step(name):
-            return _Mold()
+            return _Storage()
         if self.form == "q4_k_m":
             found = _LAYER.fullmatch(name)
             if not name.startswith("model.layers.") or (found and _more_bits(int(found[1]), self._layers)):
-                mold = _SIX
-        return _ODD if mold.block and shape[1] % BLOCK else mold
+                storage = _SIX
+        return _ODD if storage.block and shape[1] % BLOCK else storage
 
     def __contains__(self, name: object) -> bool:
         return name in self._shapes  # Mapping's default would build the tensor
@@ -175,7 +175,7 @@ def _more_bits(layer: int, layers: int) -> bool:
     return layer < first or layer >= last or (layer - first) % 3 == 2
 
 
-def _drawn_blocks(rng: np.random.Generator, bits: Literal[4, 5, 6], out: int, inner: int) -> Quantized:
+def _draw_blocks(rng: np.random.Generator, bits: Literal[4, 5, 6], out: int, inner: int) -> Quantized:
     """Draw codes in super-blocks whose integer scales are all 1."""
     most = 1 << bits
     some: NDArray[Any] = rng.integers(1, most, min(out * inner, _PERIOD), dtype=np.uint8)
@@ -189,15 +189,15 @@ def _drawn_blocks(rng: np.random.Generator, bits: Literal[4, 5, 6], out: int, in
     return Quantized(bits, codes, one, one.copy(), scale, middle)
 
 
-def _drawn(rng: np.random.Generator, mold: _Mold, out: int, inner: int) -> Quantized:
+def _draw_codes(rng: np.random.Generator, storage: _Storage, out: int, inner: int) -> Quantized:
     """Draw codes, with scales that give the weights a standard deviation of 1 / sqrt(inner)."""
-    low, high = (1, 16) if mold.bits == 4 else (-127, 128)  # symmetric about the middle
-    dtype: Any = np.uint8 if mold.bits == 4 else np.int8
+    low, high = (1, 16) if storage.bits == 4 else (-127, 128)  # symmetric about the middle
+    dtype: Any = np.uint8 if storage.bits == 4 else np.int8
     some: NDArray[Any] = rng.integers(low, high, min(out * inner, _PERIOD), dtype=dtype)
     step = math.sqrt(12) / (high - low) / math.sqrt(inner)
     groups = (out, inner // GROUP)
-    scale = np.full(groups, step, mold.scale)
-    middle = 8 if mold.bits == 4 else 0
-    minimum = np.full(groups, -middle * step, mold.minimum) if mold.minimum else None
-    assert mold.bits
-    return Quantized(mold.bits, np.resize(some, out * inner).reshape(out, inner), scale, minimum)
+    scale = np.full(groups, step, storage.scale)
+    middle = 8 if storage.bits == 4 else 0
+    minimum = np.full(groups, -middle * step, storage.minimum) if storage.minimum else None
+    assert storage.bits
+    return Quantized(storage.bits, np.resize(some, out * inner).reshape(out, inner), scale, minimum)

@@ -27,12 +27,12 @@ from cairn.models.safetensors.quantized_config import Scheme
 from cairn.models.safetensors.stored_codes import (
     FLOAT8,
     FLOAT_E8,
+    Float4,
     Float8,
-    Four,
     IntegerCodes,
     Rows,
     StoredMatrix,
-    marked,
+    row_numbers,
 )
 from cairn.types.errors import ModelFileError
 
@@ -66,7 +66,7 @@ _AWQ = np.array((0, 4, 1, 5, 2, 6, 3, 7), np.uint32)
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of a file; if it has a `source`, `array` is `stored_codes.marked` of it."""
+    """A tensor of a file; if it has a `source`, `array` is `stored_codes.row_numbers` of it."""
 
     path: Path
     name: str
@@ -99,12 +99,12 @@ def modules(scheme: Scheme, tensors: Iterable[Stored]) -> Iterator[Stored]:
             continue
         found = parts.setdefault(module, {})
         if "weight" in found or "weight_packed" in found or "qweight" in found:
-            raise ModelFileError(f"{weight.path}: the tensor {weight.name[:120]!r} is there under two names")
+            raise ModelFileError(f"{weight.path}: the tensor {weight.name[:120]!r} is stored under two names")
         found["weight"] = weight.array
         homes[module] = weight.path
     for module, own in parts.items():
         source = _Module(homes[module], module, own).source(scheme)
-        yield Stored(homes[module], f"{module}.weight", marked(source.shape), source)
+        yield Stored(homes[module], f"{module}.weight", row_numbers(source.shape), source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +131,15 @@ class _Module:
     def _part(self, name: str, axes: int, *dtypes: np.dtype[Any]) -> Array:
         found = self.parts.get(name)
         if found is None:
-            raise self._error(name, "there")
+            raise self._error(name, "present")
         if found.ndim != axes or (dtypes and found.dtype not in dtypes):
             raise self._error(name, f"of {axes} dimensions in {' or '.join(map(str, dtypes)) or 'numbers'}")
         return found
 
     def _error(self, name: str, wanted: str) -> ModelFileError:
         found = self.parts.get(name)
-        said = "nothing" if found is None else f"{found.dtype} of shape {list(found.shape)}"
-        return ModelFileError(f"{self.path}: the tensor {self.name[:120]}.{name} must be {wanted}, found {said}")
+        actual = "nothing" if found is None else f"{found.dtype} of shape {list(found.shape)}"
+        return ModelFileError(f"{self.path}: the tensor {self.name[:120]}.{name} must be {wanted}, found {actual}")
 
     def _bytes(self) -> int:
         return sum(one.nbytes for one in self.parts.values())
@@ -178,7 +178,7 @@ class _Module:
             if one is not None and (one.size != 1 or one.dtype != np.float32):
                 raise self._error(name, "one number in float32")
         whole = [np.float32(1) if one is None else one.reshape(-1)[0] for one in (factor, divisor)]
-        return Four(packed, scales, whole[0], whole[1], self._bytes())
+        return Float4(packed, scales, whole[0], whole[1], self._bytes())
 
     def _eight(self, weight: Array) -> StoredMatrix:
         """Read one int8 number from each byte."""

@@ -78,7 +78,7 @@ class Mxfp4:
         return unpack(_KIND, self.rows(), self.shape)
 
 
-def joined(
+def join_mxfp4(
     path: Path, found: Mapping[str, Any], parts: Mapping[str, NDArray[Any]], expected: Mapping[str, Any]
 ) -> dict[str, Coded]:
     """Return the tensors stored in two parts, whose names end in `PARTS`; raise `ModelFileError` for wrong parts."""
@@ -89,10 +89,10 @@ def joined(
         for end, shape in wanted.items():
             one = parts.get(name + end)
             if one is None or one.dtype != np.uint8 or one.shape != shape or inner % GROUP:
-                said = "nothing" if one is None else f"{one.dtype} of shape {list(one.shape)}"
-                raise ModelFileError(f"{path}: {name}{end} must be U8 of shape {list(shape)}, found {said}")
+                actual = "nothing" if one is None else f"{one.dtype} of shape {list(one.shape)}"
+                raise ModelFileError(f"{path}: {name}{end} must be U8 of shape {list(shape)}, found {actual}")
         if name in found:
-            raise ModelFileError(f"{path}: the tensor {name[:120]!r} is there under two names")
+            raise ModelFileError(f"{path}: the tensor {name[:120]!r} is stored under two names")
         packed[name] = Mxfp4(parts[f"{name}.blocks"], parts[f"{name}.scales"])
     return packed
 
@@ -153,7 +153,7 @@ class Float8(StoredMatrix):
         return found
 
 
-class Four(StoredMatrix):
+class Float4(StoredMatrix):
     """Numbers of 4 bits, two in a byte, the first in its low half; scales are multiplied by a factor and divided."""
 
     def __init__(
@@ -258,7 +258,7 @@ class IntegerCodes(StoredMatrix):
 
 
 @dataclass(frozen=True, slots=True)
-class Picked:
+class SelectedRows:
     """A `coded_weights.Coded` of some outputs of a stored matrix, transposed if `turned`."""
 
     source: StoredMatrix
@@ -310,24 +310,24 @@ class Picked:
         return None if self.turned else self.source.outline(len(self.rows))
 
 
-def marked(shape: tuple[int, ...]) -> NDArray[np.int64]:
+def row_numbers(shape: tuple[int, ...]) -> NDArray[np.int64]:
     """Return an array of a stored matrix's shape whose rows hold their own row number.
 
     The rules of a family that split, transpose or reorder stored tensors are applied to it instead of the matrix;
-    `picked` then reads from the result what was done.
+    `selected_rows` then reads from the result what was done.
     """
     rows = np.arange(math.prod(shape[:-1])).reshape(*shape[:-1], 1)
     return np.broadcast_to(rows, shape)
 
 
-def picked(source: StoredMatrix, part: NDArray[np.int64]) -> Picked | None:
+def selected_rows(source: StoredMatrix, part: NDArray[np.int64]) -> SelectedRows | None:
     """Return which rows of the stored matrix `part` selects, and whether it is transposed.
 
-    None if it does not select whole rows. `part` is a `marked` array after a family's rules.
+    None if it does not select whole rows. `part` is a `row_numbers` array after a family's rules.
     """
     if part.ndim != 2:
         return None
     for turned, one in ((False, part), (True, part.T)):
         if one.shape[1] == source.shape[1] and (one.strides[1] == 0 or bool((one == one[:, :1]).all())):
-            return Picked(source, np.array(one[:, 0]), turned)
+            return SelectedRows(source, np.array(one[:, 0]), turned)
     return None

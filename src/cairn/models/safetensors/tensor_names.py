@@ -140,29 +140,29 @@ def _llama(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
     for theirs, ours in _LLAMA_4.items():
         rest = rest.replace(theirs, ours, 1)
     if re.fullmatch(r"self_attn\.[qk]_proj\.(weight|bias)", rest) and array.ndim <= 2:
-        yield rest, turn_back(array, spec.head_dim)
+        yield rest, unpermute(array, spec.head_dim)
     elif rest in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj") and array.ndim == 3:
         yield from _fused(rest, array.swapaxes(1, 2), spec)
     else:
         yield rest, array
 
 
-def turn_back(rows: NDArray[Any], head_dim: int, turned: int | None = None) -> NDArray[Any]:
+def unpermute(rows: NDArray[Any], head_dim: int, turned: int | None = None) -> NDArray[Any]:
     """Reorder q or k rows from interleaved rotary pairs (0, D/2, 1, D/2 + 1, ...) to natural order.
 
     `turned`: rotary numbers of a head if not all; the others keep their places.
     """
     if turned not in (None, head_dim):
         parts = rows.reshape(-1, head_dim, *rows.shape[1:])
-        pairs = turn_back(parts[:, :turned].reshape(-1, *rows.shape[1:]), turned)
+        pairs = unpermute(parts[:, :turned].reshape(-1, *rows.shape[1:]), turned)
         whole = np.concatenate([pairs.reshape(-1, turned, *rows.shape[1:]), parts[:, turned:]], axis=1)
         return whole.reshape(rows.shape)
     heads = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def turn(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
-    """Invert `turn_back`."""
+def permute(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
+    """Invert `unpermute`."""
     heads = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
 
@@ -320,7 +320,7 @@ _GLM_NORMS = {
 def _glm_dense(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
     """Reorder the rotary part of heads, whose pairs are interleaved, and split gate_up."""
     if re.fullmatch(r"self_attn\.[qk]_proj\.(weight|bias)", rest) and len(array) % spec.head_dim == 0:
-        yield rest, turn_back(array, spec.head_dim, spec.turned)
+        yield rest, unpermute(array, spec.head_dim, spec.turned)
     else:
         yield from _phi(_GLM_NORMS.get(rest, rest), array, spec)
 

@@ -35,7 +35,7 @@ from cairn.models.gguf.weights import GgufWeights
 from cairn.models.safetensors.coded_weights import Coded, CodedWeights
 from cairn.models.safetensors.quantized_config import Scheme, scheme_of
 from cairn.models.safetensors.quantized_files import ENDS, Stored, modules
-from cairn.models.safetensors.stored_codes import PARTS, Picked, StoredMatrix, joined, picked
+from cairn.models.safetensors.stored_codes import PARTS, SelectedRows, StoredMatrix, join_mxfp4, selected_rows
 from cairn.models.safetensors.tensor_names import XIELU, own_tensors
 from cairn.models.spec.encoder_spec import encoder_tensors
 from cairn.models.spec.encoder_spec import own_name as encoder_name
@@ -145,7 +145,7 @@ def _with_biases(matrices: Mapping[str, tuple[int, int, bool]]) -> dict[str, tup
 def _norms(spec: ModelSpec) -> dict[str, int]:
     """Return name and size of a layer's norms."""
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    # A layer that is one thing has one norm.
+    # A layer that is only a mixer or only an MLP has one norm.
     norms = {"post_attention_layernorm": spec.hidden} if spec.mlp_layers is None else {}
     if spec.pre_norms:
         norms["input_layernorm"] = spec.hidden
@@ -218,7 +218,7 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
         path = one.path
         for name, part in _parts(spec, one.name, one.array):
             if name in found or name in coded:
-                raise ModelFileError(f"{path}: the tensor {name[:120]!r} is there under two names")
+                raise ModelFileError(f"{path}: the tensor {name[:120]!r} is stored under two names")
             if name in expected and one.source is not None:
                 coded[name] = _picked(path, name, one.source, part, expected[name])
             elif name in expected:
@@ -228,7 +228,7 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
                 halves[name] = part
             elif not (_HARMLESS.fullmatch(name) or (spec.tied and name == "lm_head.weight") or not name):
                 raise _unknown(path, name, spec, scheme)
-    coded |= joined(folder, found, halves, expected)
+    coded |= join_mxfp4(folder, found, halves, expected)
     whole: Mapping[str, Any] = CodedWeights(found, coded) if coded else found
     missing = next((name for name in expected if name not in whole), None)
     if missing is not None:
@@ -241,7 +241,8 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
 def _unknown(path: Path, name: str, spec: ModelSpec, scheme: Scheme | None) -> ModelFileError:
     if scheme is None and name.rpartition(".")[2] in ENDS:
         return ModelFileError(
-            f"{path}: the tensor {name[:120]!r} is of quantised weights, of which config.json does not say how"
+            f"{path}: the tensor {name[:120]!r} belongs to quantised weights, but config.json does not say how "
+            "they are quantised"
         )
     return ModelFileError(f"{path}: the tensor {name[:120]!r} is not part of a {spec.architecture}")
 
@@ -264,9 +265,9 @@ def _stored(files: Sequence[Path], homes: Mapping[str, str] | None) -> Iterator[
             yield Stored(path, name, array)
 
 
-def _picked(path: Path, name: str, source: StoredMatrix, part: NDArray[Any], shape: tuple[int, ...]) -> Picked:
+def _picked(path: Path, name: str, source: StoredMatrix, part: NDArray[Any], shape: tuple[int, ...]) -> SelectedRows:
     """Return a part of a quantised module as a tensor of ours."""
-    found = picked(source, part)
+    found = selected_rows(source, part)
     if found is None:
         raise ModelFileError(f"{path}: the tensor {name} is quantised, where only plain numbers are supported")
     if found.shape != shape:
@@ -423,7 +424,7 @@ _Entry = tuple[np.dtype[Any], tuple[int, ...], int, int]
 
 def _entries(path: Path, text: bytes, size: int) -> dict[str, _Entry]:
     """Return the header's entries, which must cover the `size` bytes of data exactly, without holes or overlap."""
-    if text.count(b"{") > MAX_BRACES:  # before it is parsed, which would take seconds and ten times its size
+    if text.count(b"{") > MAX_BRACES:  # checked first: parsing would take seconds and ten times its size
         raise ModelFileError(f"{path}: its header describes more than {MAX_TENSORS} tensors")
     header = parse_object(text, path, unique=True)
     header.pop("__metadata__", None)
@@ -451,8 +452,8 @@ def _entry(path: Path, name: str, entry: object) -> _Entry:
         raise _wrong_type(where, dtype)
     if not _counts(shape) or len(shape) > 8 or not _counts(offsets) or len(offsets) != 2:
         raise ModelFileError(f"{where} needs a shape and two data_offsets of whole numbers")
-    if 0 in shape:  # no model has such a tensor, and its other dimensions may be more than numpy has room for.
-        raise ModelFileError(f"{where} has the shape {shape}, which holds no numbers")
+    if 0 in shape:  # no model has one, and numpy may reject its other dimensions
+        raise ModelFileError(f"{where} has the shape {shape}, which is empty")
     begin, end = offsets
     if end - begin != math.prod(shape) * kind.itemsize:
         raise ModelFileError(f"{where} has {end - begin} bytes, expected {dtype} of shape {shape}")

@@ -186,7 +186,7 @@ def _load(folder: Path) -> ModelSpec:
     if spec.heads % spec.kv_heads:
         raise config.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     if spec.head_dim % 2:
-        raise config.error("head_dim", "an even number, because rotary positions turn pairs")
+        raise config.error("head_dim", "an even number, because rotary positions rotate pairs")
     return spec
 
 

@@ -38,7 +38,7 @@ COMMON = frozenset(
 """Fields read for every decoder that has them."""
 HARMLESS = frozenset(
     (
-        # Training alone: dropout, first values, losses.
+        # Training only: dropout, initial values, losses.
         *(
             "attention_dropout",
             "hidden_dropout",

@@ -46,7 +46,7 @@ def embedding_of(folder: Path) -> Embedding | None:
     if kinds.count("Pooling") != 1:
         raise ModelError(f"{path}: names no Pooling: vectors of single tokens are not supported")
     if kinds != sorted(kinds, key=_KNOWN.index) or kinds.count("Transformer") != 1:
-        raise ModelError(f"{path}: the modules {', '.join(kinds)[:200]} must stand in the order {', '.join(_KNOWN)}")
+        raise ModelError(f"{path}: the modules {', '.join(kinds)[:200]} must be in the order {', '.join(_KNOWN)}")
     where = folder / "sentence_bert_config.json"
     fields = Fields(read_optional_json(where), where)
     longest = fields.integer("max_seq_length", 1, MAX_CONTEXT) if fields.has("max_seq_length") else None

@@ -232,7 +232,9 @@ def encoder_spec(config: Fields, folder: Path) -> ModelSpec:
     read = encoder_family(architecture).read(config)
     hidden, heads = config.integer("hidden_size", 1, 1 << 20), config.integer("num_attention_heads", 1, 1 << 14)
     if hidden % (2 * heads) or hidden // heads > MAX_HEAD_DIM:
-        raise config.error("num_attention_heads", f"such that hidden_size ({hidden}) gives heads of an even size")
+        raise config.error(
+            "num_attention_heads", f"such that hidden_size ({hidden}) divides into heads of an even size"
+        )
     activation = config.text("hidden_act", "gelu")
     if activation not in ACTIVATIONS:
         known_ones = ", ".join(sorted(ACTIVATIONS))

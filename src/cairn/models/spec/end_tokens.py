@@ -13,7 +13,7 @@ from typing import NamedTuple
 _BARS = (
     *("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_turn|>"),
     *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<|endofturn|>", "<|eos|>", "<turn|>"),
-    "<|tool_response>",  # which Gemma 4 writes behind its calls, for their results to follow
+    "<|tool_response>",  # Gemma 4 writes it after its calls; the results follow
     *("<\uff5cend\u2581of\u2581sentence\uff5c>", "<|end\u2581of\u2581sentence|>"),
     *("<|fim_pad|>", "<|fim_repo|>", "<|repo_name|>", "<|file_sep|>"),
 )

@@ -388,7 +388,7 @@ FAMILIES = {
     "Mamba2ForCausalLM": Family(
         recurrence="mamba",
         alone=True,
-        # Nothing limits its context, and no config says one.
+        # Its context is unlimited, and no config states one.
         defaults={
             **{"num_attention_heads": 1, "intermediate_size": 1, "max_position_embeddings": 1 << 17, "head_dim": 64},
             **{"num_heads": 128, "layer_norm_epsilon": 1e-5, "hidden_size": 4096},
@@ -470,7 +470,7 @@ def family_of(config: Fields, *, bare: bool = False) -> tuple[str, Family]:
     if name not in FAMILIES:
         known = ", ".join(
             sorted({_HEAD.sub("", one.partition(" (")[0]) for one in (*FAMILIES, *ENCODERS)})
-        )  # a line, not a page
+        )  # families only, so that the message stays short
         raise ModelError(f"{config.path}: the architecture {name[:80]!r} is not supported; supported are {known}")
     scheme_of(config, FAMILIES[name].packed)
     if sees_both(config) and not bare:

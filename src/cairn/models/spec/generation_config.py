@@ -31,7 +31,7 @@ def end_ids(config: Fields, folder: Path, vocab: int) -> tuple[int, ...]:
     first = _generation(folder, vocab).ids("eos_token_id", vocab)
     second = config.ids("eos_token_id", vocab)
     added = _added(folder) if first and not set(second) <= set(first) else None
-    if added:  # a config.json that came from another model would end answers at ordinary words
+    if added:  # a config.json copied from another model would otherwise end answers at ordinary words
         second = tuple(i for i in second if i in added)
     return tuple(dict.fromkeys((*first, *second, *_named_eos(folder, vocab))))
 

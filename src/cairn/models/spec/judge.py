@@ -46,7 +46,10 @@ def with_judge(spec: ModelSpec, folder: Path, kind: str = "auto") -> ModelSpec:
         raise ModelError(f"kind is rerank, but {spec.name} is no model that can judge; a decoder must be {FAMILY}")
     yes, no = _ids(folder)
     if max(yes, no) >= spec.vocab:
-        raise ModelFileError(f"{folder}: the tokens {_YES!r} and {_NO!r} are {yes} and {no} of {spec.vocab}")
+        raise ModelFileError(
+            f"{folder}: the tokens {_YES!r} and {_NO!r} have the ids {yes} and {no}, but the model has "
+            f"{spec.vocab} tokens"
+        )
     return msgspec.structs.replace(spec, kind="rerank", judge=JudgeSpec(yes=yes, no=no))
 
 
@@ -63,5 +66,5 @@ def _ids(folder: Path) -> tuple[int, int]:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ModelFileError(f"{path}: not a tokenizer.json of the tokenizers library ({error})") from error
     if _YES not in known or _NO not in known:
-        raise ModelError(f"{folder}: its tokenizer has no tokens {_YES!r} and {_NO!r}, by which a decoder judges")
+        raise ModelError(f"{folder}: its tokenizer lacks the tokens {_YES!r} and {_NO!r}, which a decoder judges with")
     return known[_YES], known[_NO]

@@ -34,7 +34,7 @@ def latent_fields(config: Fields, family: Family, layers: int, rope: RopeScaling
         bias=config.flag("attention_bias", False),
     )
     if turned % 2:
-        raise config.error("qk_rope_head_dim", "an even number, because rotary positions turn pairs")
+        raise config.error("qk_rope_head_dim", "an even number, because rotary positions rotate pairs")
     return spec_fields(config, latent, turned, layers, rope)
 
 

@@ -225,8 +225,8 @@ _KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
 def layer_kinds(config: Fields, layers: int) -> list[str]:
     """Return each layer's kind, in models whose layers have one part: mamba, attention, mlp or moe."""
     key = _kinds_key(config)
-    said = config.values.get(key)
-    kinds = [_PATTERN.get(one) for one in said] if isinstance(said, str) else said
+    listed = config.values.get(key)
+    kinds = [_PATTERN.get(one) for one in listed] if isinstance(listed, str) else listed
     if isinstance(kinds, list):
         kinds = [_KINDS.get(one, one) if isinstance(one, str) else None for one in kinds]
     if not isinstance(kinds, list) or len(kinds) != layers or any(one not in _PATTERN.values() for one in kinds):
@@ -237,9 +237,12 @@ def layer_kinds(config: Fields, layers: int) -> list[str]:
 def checked(config: Fields, experts: Experts) -> Experts:
     """Return the experts; raise `ModelError` if their groups are impossible."""
     if experts.count % experts.groups or experts.chosen_groups > experts.groups:
-        raise ModelError(f"{config.path}: {experts.count} experts cannot be {experts.groups} groups to choose from")
+        raise ModelError(
+            f"{config.path}: {experts.count} experts cannot be divided into {experts.groups} groups to "
+            f"choose {experts.chosen_groups} from"
+        )
     if experts.chosen > experts.count // experts.groups * experts.chosen_groups:
-        raise ModelError(f"{config.path}: {experts.chosen} experts are more than the chosen groups have")
+        raise ModelError(f"{config.path}: {experts.chosen} chosen experts are more than the chosen groups have")
     return experts
 
 

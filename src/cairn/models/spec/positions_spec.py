@@ -79,13 +79,13 @@ def stretched(config: Fields, family: Family) -> float:
 
 def unturned(config: Fields, layers: int) -> tuple[int, ...]:
     """Return the layers without positions: those listed with 0, or every n-th."""
-    said = config.values.get("no_rope_layers")
-    if said is None:
+    flags = config.values.get("no_rope_layers")
+    if flags is None:
         interval = config.integer("no_rope_layer_interval", 1, 1 << 12, 4)
-        said = [int((layer + 1) % interval != 0) for layer in range(layers)]
-    if not isinstance(said, list) or len(said) != layers or any(one not in (0, 1) for one in said):
+        flags = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if not isinstance(flags, list) or len(flags) != layers or any(one not in (0, 1) for one in flags):
         raise config.error("no_rope_layers", f"a list of {layers} entries, each 0 or 1")
-    return tuple(layer for layer, turned in enumerate(said) if not turned)
+    return tuple(layer for layer, turned in enumerate(flags) if not turned)
 
 
 def query_scaling(config: Fields) -> tuple[float, float] | None:
@@ -130,7 +130,7 @@ def global_positions(config: Fields) -> Fields:
         return config
     if config.object("rope_scaling").values:
         raise ModelError(
-            f"{config.path}: rope_scaling stands beside rope_parameters by type of layer; keep one of them"
+            f"{config.path}: rope_scaling is set beside rope_parameters for each layer type; keep one of them"
         )
     kinds = config.object("rope_parameters").values
     own = {"rope_parameters": kinds.get("full_attention"), "rope_scaling": None}

@@ -28,7 +28,7 @@ def recurrence(config: Fields, family: Family, layers: int, hidden: int) -> Recu
         return None
     found = _RULES[family.recurrence](config, layers, hidden)
     if found is not None and found.key_heads and found.heads % found.key_heads:
-        raise ModelError(f"{config.path}: {found.heads} recurrent heads cannot share {found.key_heads} of keys")
+        raise ModelError(f"{config.path}: {found.heads} recurrent heads are no multiple of {found.key_heads} key heads")
     return found
 
 

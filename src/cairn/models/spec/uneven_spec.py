@@ -38,12 +38,16 @@ def global_heads(config: Fields) -> tuple[int, int]:
     """
     if "per_layer_config" in config.values:
         listed = config.object("per_layer_config").values
-        said: Any = next(iter(listed.values()), {})
-        if any(one != said for one in listed.values()) or not isinstance(said, dict) or not said.keys() <= _OVERRIDES:
+        overrides: Any = next(iter(listed.values()), {})
+        if (
+            any(one != overrides for one in listed.values())
+            or not isinstance(overrides, dict)
+            or not overrides.keys() <= _OVERRIDES
+        ):
             raise config.error(
                 "per_layer_config", "head_dim and num_key_value_heads alone, the same for all layers of full_attention"
             )
-        own = Fields({**config.values, **said}, config.path, config.prefix)
+        own = Fields({**config.values, **overrides}, config.path, config.prefix)
         return own.integer("head_dim", 2, MAX_HEAD_DIM, 256), own.integer("num_key_value_heads", 1, MAX_HEADS, 4)
     heads = "num_key_value_heads"
     if config.flag("attention_k_eq_v", False) and config.has("num_global_key_value_heads"):
@@ -95,7 +99,7 @@ def uneven_fields(config: Fields, family: Family, groups: tuple[CacheGroup, ...]
     rows = config.integer("vocab_size_per_layer_input", 1, 1 << 22, 262_144) if inputs else 0
     if inputs and rows < vocab and not family.streams:  # with streams, ids beyond the table read its first row
         raise config.error("vocab_size_per_layer_input", f"at least vocab_size ({vocab})")
-    none_writes = config.error("num_kv_shared_layers", "so few that a layer of each kind has keys and values")
+    none_writes = config.error("num_kv_shared_layers", "so small that a layer of each kind has keys and values")
     uneven = Uneven(
         kv_from=sources(groups, layers - shared, layers, none_writes),
         keys_as_values=whole if same else (),
