@@ -13,14 +13,14 @@ from openai.types.chat import completion_create_params as chat_params
 from pydantic import ValidationError
 
 from cairn.api.anthropic.schemas import MessagesBody
-from cairn.api.chat.checks import check_chat
 from cairn.api.chat.fields import ACCEPTED, ROWS, FieldRow
+from cairn.api.chat.generation import check_chat
 from cairn.api.chat.message_schemas import TextPart
 from cairn.api.chat.parse import parse
 from cairn.api.chat.schemas import ChatBody, CompletionBody, TokenizeBody
 from cairn.api.http.body import Body
 from cairn.api.native import agent_schemas
-from cairn.api.openai.embedding_schemas import EmbeddingBody, RerankBody
+from cairn.api.openai.embeddings import EmbeddingBody, RerankBody
 from cairn.api.openai.responses_schemas import ResponseBody
 from cairn.config.config import Config
 from cairn.types.errors import InvalidRequest, Unsupported
@@ -539,7 +539,7 @@ SENTENCES = [
     ),
     (
         {"response_format": {"type": "yaml"}},
-        "response_format.type must be text, json_object, json_schema, grammar or regex; other forms are not built",
+        "response_format.type must be text, json_object, json_schema, grammar or regex",
     ),
     ({"web_search_options": {}}, "web_search_options can only be absent: this server does not search the web"),
     ({"reasoning_effort": 3}, "reasoning_effort must be a text; it is a whole number"),

@@ -40,7 +40,7 @@ OSS = MODELS["gpt-oss"]
         (QWEN | {"mlp_only_layers": ["1"]}, "mlp_only_layers must be a list of whole numbers"),
         (QWEN | {"use_sliding_window": True}, "use_sliding_window other than False is not supported"),
         (QWEN | {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
-        (GLM | {"n_group": 3}, "8 experts cannot be 3 groups"),
+        (GLM | {"n_group": 3}, "8 experts cannot be divided into 3 groups"),
         (GLM | {"topk_group": 5}, "cannot be divided into 4 groups to choose 5 from"),
         (GLM | {"num_experts_per_tok": 5}, "5 chosen experts are more than the chosen groups have"),
         (OSS | {"swiglu_limit": 5.0}, "swiglu_limit other than 7"),

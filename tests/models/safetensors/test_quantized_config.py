@@ -195,7 +195,7 @@ def test_numbers_of_8_bits_without_a_config_that_says_so_are_refused(tmp_path: P
     _, folder = write_quantized(tmp_path, float8(32, 32), {"quant_method": "fp8", "weight_block_size": [32, 32]})
     text = (folder / "config.json").read_text().replace("quantization_config", "other")
     (folder / "config.json").write_text(text)
-    with pytest.raises(ModelFileError, match=r"scale_inv' is of quantised weights, of which config\.json does not"):
+    with pytest.raises(ModelFileError, match=r"scale_inv' belongs to quantised weights, but config\.json does not"):
         open_weights(folder, load_spec(folder))
 
 
