@@ -290,7 +290,7 @@ def test_sighup_reads_the_file_again_and_the_owner_has_a_listener(folder: Path, 
         assert server.wait() == 0
     said = [json.loads(line) for line in server.errors.decode().splitlines()]  # each line, from the first on
     assert any("unknown key 'nonsense'" in one["message"] for one in said)
-    assert any(one["message"].startswith("Cairn serves tiny at http") for one in said)
+    assert any(one["message"].startswith("serves tiny at http") for one in said)
 
 
 def test_options_can_be_resolved_again(tmp_path: Path) -> None:
