@@ -24,7 +24,7 @@ from cairn.models.safetensors.tensor_names import permute
 from cairn.models.safetensors.weights import expected_tensors
 from cairn.models.spec.config import load_spec
 from cairn.types.model_spec import ModelSpec
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import SamplingParams
 from cairn.types.step import Row, RowResult
 from tests.recurrent_models import RECURRENT, as_stored
 

@@ -512,6 +512,7 @@ class Service:
 
     def _on_ready(self, ready: wire.ModelReady) -> None:
         self.spec, self.info, self._trouble = self._with_ends(ready.spec), ready.info, ready.trouble
+        log.info("%s computes on %s (%s)", ready.spec.name, ready.info.device, ready.info.device_text)
         if ready.info.note:
             log.info("%s", ready.info.note)
         if ready.trouble:

@@ -15,7 +15,7 @@ from cairn.models.forward.projection import open_projection
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import check_decodes, load_spec
 from cairn.types.errors import ModelError, ModelFileError
-from cairn.types.pooling_spec import Embedding
+from cairn.types.model_spec import Embedding
 from cairn.types.step import Row
 from tests.encoders import write_encoder, write_modules
 from tests.tiny_models import GREEDY, load, prompt, random_tensors, write_config

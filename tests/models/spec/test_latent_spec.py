@@ -54,7 +54,7 @@ def test_nothing_that_is_kept_passes_its_reach(tmp_path: Path) -> None:
     spec = load_spec(write_model(tmp_path, **TINY))
     bound = reach(spec, open_weights(tmp_path, spec))
     engine = load(tmp_path, kernels="reference")
-    from cairn.types.sampling_params import SamplingParams
+    from cairn.types.request import SamplingParams
     from cairn.types.step import Row
 
     tokens = list(range(60))

@@ -13,8 +13,7 @@ from cairn.models.forward.gemma4 import UnevenBuffers, allocate_uneven, uneven_n
 from cairn.models.forward.latent import LatentBuffers, allocate_latent, latent_numbers
 from cairn.models.forward.moe import MixtureBuffers, allocate_mixture, mixture_numbers
 from cairn.models.forward.recurrent import RecurrentBuffers, allocate_recurrent, recurrent_numbers
-from cairn.types.block_size import BLOCK_TOKENS
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import BLOCK_TOKENS, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

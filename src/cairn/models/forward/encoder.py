@@ -21,10 +21,7 @@ from cairn.kernels.base import Array, Kernels, Matrix, Rope
 from cairn.kernels.program import Program, Size, Slot
 from cairn.models.forward.recorder import Recorder
 from cairn.models.spec.encoder_spec import mlp_names, qkv_names
-from cairn.types.block_size import BLOCK_TOKENS
-from cairn.types.layer_spec import RotaryPositions
-from cairn.types.model_spec import ModelSpec
-from cairn.types.pooling_spec import EncoderSpec
+from cairn.types.model_spec import BLOCK_TOKENS, EncoderSpec, ModelSpec, RotaryPositions
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix
 from cairn.models.spec.uneven_spec import INPUTS_NORM, INPUTS_PROJECTION
-from cairn.types.layer_spec import Uneven
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import ModelSpec, Uneven
 
 Pack = Callable[..., Matrix]
 """Packs the matrices of these names (below a layer), with their biases."""

@@ -17,8 +17,7 @@ from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix
 from cairn.models.spec.latent_spec import KEYS, VALUES
-from cairn.types.layer_spec import Latent
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import Latent, ModelSpec
 
 Pack = Callable[..., Matrix]
 """Packs the matrices of these names (below a layer), with their biases."""

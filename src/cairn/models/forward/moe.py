@@ -25,7 +25,7 @@ from cairn.models.spec.moe_spec import (
     ROUTER_SCALE,
     SHARE_SCALE,
 )
-from cairn.types.layer_spec import Experts
+from cairn.types.model_spec import Experts
 
 Pack = Callable[..., Matrix]
 """Packs the matrices of these names (below a layer), with their biases."""

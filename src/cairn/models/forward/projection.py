@@ -20,8 +20,7 @@ from cairn.models.files import WEIGHTS
 from cairn.models.forward.recorder import Recorder
 from cairn.models.safetensors.weights import open_tensors
 from cairn.types.errors import ModelFileError
-from cairn.types.model_spec import ModelSpec
-from cairn.types.pooling_spec import Dense
+from cairn.types.model_spec import Dense, ModelSpec
 
 Floats = NDArray[np.float32]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix
 from cairn.models.spec.recurrent_spec import MIXER
-from cairn.types.layer_spec import Recurrence
+from cairn.types.model_spec import Recurrence
 
 
 @dataclass(frozen=True, slots=True)

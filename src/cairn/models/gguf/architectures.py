@@ -11,7 +11,7 @@ from cairn.models.gguf.recurrent import CONV, DELTA, MAMBA2, Rule, mlp_layers
 from cairn.models.spec.latent_spec import KEYS, VALUES
 from cairn.models.spec.moe_spec import MAX_EXPERTS, checked
 from cairn.types.errors import ModelError
-from cairn.types.layer_spec import Experts
+from cairn.types.model_spec import Experts
 
 EXPERT_KEYS = frozenset(
     (

@@ -19,9 +19,17 @@ from cairn.models.gguf.reader import Gguf, vocab_rows
 from cairn.models.hub.hub import model_name
 from cairn.models.spec.encoder_spec import ACTIVATIONS
 from cairn.types.errors import ModelError, ModelFileError
-from cairn.types.layer_spec import RotaryPositions
-from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, ModelSpec
-from cairn.types.pooling_spec import Dense, Embedding, EncoderSpec, JudgeSpec, Pooling
+from cairn.types.model_spec import (
+    MAX_CONTEXT,
+    MAX_HEAD_DIM,
+    Dense,
+    Embedding,
+    EncoderSpec,
+    JudgeSpec,
+    ModelSpec,
+    Pooling,
+    RotaryPositions,
+)
 
 ENCODERS = ("bert", "modern-bert", "nomic-bert")
 """`general.architecture` of encoders."""

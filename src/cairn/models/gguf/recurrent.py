@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from cairn.models.files import Fields
 from cairn.models.spec.recurrent_spec import MAX_HEADS, MIXER, MOST_REACH
 from cairn.types.errors import ModelError
-from cairn.types.layer_spec import Recurrence
-from cairn.types.model_spec import MAX_HEAD_DIM
+from cairn.types.model_spec import MAX_HEAD_DIM, Recurrence
 
 Change = Callable[[NDArray[Any]], NDArray[Any]]
 Rule = Literal["", "delta", "mamba2", "conv"]

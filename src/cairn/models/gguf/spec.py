@@ -31,9 +31,17 @@ from cairn.models.spec.end_tokens import ENDS, is_spelt_as_control, known_ends
 from cairn.models.spec.latent_spec import spec_fields
 from cairn.models.spec.recurrent_spec import with_state
 from cairn.types.errors import ModelError, ModelFileError
-from cairn.types.layer_spec import NEVER, CacheGroup, Latent, RopeScaling, RotaryPositions
-from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, ModelSpec
-from cairn.types.sampling_params import SAMPLING_RANGES
+from cairn.types.model_spec import (
+    MAX_CONTEXT,
+    MAX_HEAD_DIM,
+    NEVER,
+    CacheGroup,
+    Latent,
+    ModelSpec,
+    RopeScaling,
+    RotaryPositions,
+)
+from cairn.types.request import SAMPLING_RANGES
 
 FACTORS = "rope_freqs.weight"
 """Tensor that divides the rotary frequencies, in models with llama3's rope scaling."""

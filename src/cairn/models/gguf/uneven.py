@@ -14,8 +14,7 @@ from cairn.models.gguf.reader import Gguf
 from cairn.models.spec.moe_spec import BESIDE_NORM, BESIDE_POST_NORM, MLP_POST_NORM, ROUTER_SCALE, SHARE_SCALE
 from cairn.models.spec.uneven_spec import shared_groups, sources
 from cairn.types.errors import ModelError
-from cairn.types.layer_spec import Streams, Uneven
-from cairn.types.model_spec import MAX_HEAD_DIM, ModelSpec
+from cairn.types.model_spec import MAX_HEAD_DIM, ModelSpec, Streams, Uneven
 
 KEYS = (
     *("attention.shared_kv_layers", "embedding_length_per_layer_input", "attention.key_length_swa"),

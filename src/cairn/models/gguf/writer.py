@@ -28,8 +28,7 @@ from cairn.models.packing.dequant import KINDS, BlockFormat, dequantize
 from cairn.models.safetensors.tensor_names import permute
 from cairn.models.safetensors.weights import expected_tensors, open_weights
 from cairn.types.errors import ModelError, ModelFileError
-from cairn.types.layer_spec import RopeScaling
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import ModelSpec, RopeScaling
 
 TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q5_1": 9, "Q5_0": 8, "Q4_1": 3, "Q4_0": 2}
 """Number formats that can be written -> their `general.file_type`."""

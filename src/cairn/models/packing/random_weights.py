@@ -19,8 +19,7 @@ from cairn.models.safetensors.tensor_meta import TensorMeta, blocks, codes
 from cairn.models.safetensors.weights import DTYPES, expected_tensors
 from cairn.models.spec.moe_spec import is_router
 from cairn.models.spec.recurrent_spec import MIXER, is_step, with_state
-from cairn.types.layer_spec import CacheGroup, Experts, Recurrence, RotaryPositions
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import CacheGroup, Experts, ModelSpec, Recurrence, RotaryPositions
 
 _SIZES: dict[str, dict[str, Any]] = {
     "demo": {"layers": 8, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 608, "vocab": 2048},

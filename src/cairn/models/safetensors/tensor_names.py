@@ -16,8 +16,7 @@ from cairn.kernels.elementary import exp
 from cairn.models.spec.families import without_part
 from cairn.models.spec.latent_spec import KEYS, VALUES
 from cairn.models.spec.recurrent_spec import MIXER
-from cairn.types.layer_spec import Recurrence
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import ModelSpec, Recurrence
 
 _PREFIXES = {"delta": "linear_attn.", "mamba2": "mamba.", "conv": "conv."}
 

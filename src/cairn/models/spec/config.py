@@ -51,9 +51,18 @@ from cairn.models.spec.positions_spec import (
 from cairn.models.spec.recurrent_spec import mlp_layers, recurrence, with_state
 from cairn.models.spec.uneven_spec import one_width, proportional, uneven_fields
 from cairn.types.errors import ModelError, ModelFileError
-from cairn.types.layer_spec import CacheGroup, Experts, RopeScaling, RotaryPositions
-from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, Kind, ModelSpec
-from cairn.types.pooling_spec import Embedding
+from cairn.types.model_spec import (
+    MAX_CONTEXT,
+    MAX_HEAD_DIM,
+    MAX_VOCAB,
+    CacheGroup,
+    Embedding,
+    Experts,
+    Kind,
+    ModelSpec,
+    RopeScaling,
+    RotaryPositions,
+)
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",

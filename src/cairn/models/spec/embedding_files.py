@@ -13,8 +13,7 @@ from typing import Any, Literal
 from cairn.models.files import MAX_JSON_BYTES, Fields, read_json, read_optional_json, read_small
 from cairn.models.spec.families import MODULES
 from cairn.types.errors import ModelError, ModelFileError
-from cairn.types.model_spec import MAX_CONTEXT, MAX_VOCAB
-from cairn.types.pooling_spec import Dense, Embedding, JudgeSpec, Pooling
+from cairn.types.model_spec import MAX_CONTEXT, MAX_VOCAB, Dense, Embedding, JudgeSpec, Pooling
 
 MAX_PROMPTS = 64
 _MODES: dict[str, Pooling] = {

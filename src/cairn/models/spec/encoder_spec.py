@@ -18,9 +18,17 @@ from cairn.models.spec.config_keys import ENCODER_ROWS, understood
 from cairn.models.spec.embedding_files import check_width, embedding_of
 from cairn.models.spec.families import ENCODERS, named_architecture
 from cairn.types.errors import ModelError
-from cairn.types.layer_spec import RopeScaling, RotaryPositions
-from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, ModelSpec
-from cairn.types.pooling_spec import Embedding, EncoderSpec, Pooling
+from cairn.types.model_spec import (
+    MAX_CONTEXT,
+    MAX_HEAD_DIM,
+    MAX_VOCAB,
+    Embedding,
+    EncoderSpec,
+    ModelSpec,
+    Pooling,
+    RopeScaling,
+    RotaryPositions,
+)
 
 JUDGES = "ForSequenceClassification"
 """Suffix of architectures that judge texts or pairs of texts."""

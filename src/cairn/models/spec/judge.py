@@ -14,8 +14,7 @@ import msgspec
 from cairn.models.files import MAX_TOKENIZER_BYTES, is_gguf, read_small
 from cairn.models.gguf.reader import read_gguf
 from cairn.types.errors import ModelError, ModelFileError
-from cairn.types.model_spec import ModelSpec
-from cairn.types.pooling_spec import JudgeSpec
+from cairn.types.model_spec import JudgeSpec, ModelSpec
 
 FAMILY = "Qwen3ForCausalLM"
 _NAME = "qwen3-reranker"

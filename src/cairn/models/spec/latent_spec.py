@@ -12,8 +12,7 @@ from cairn.kernels.elementary import log_of
 from cairn.models.files import Fields
 from cairn.models.spec.families import Family
 from cairn.types.errors import ModelError
-from cairn.types.layer_spec import CacheGroup, Latent, RopeScaling
-from cairn.types.model_spec import MAX_HEAD_DIM, ModelSpec
+from cairn.types.model_spec import MAX_HEAD_DIM, CacheGroup, Latent, ModelSpec, RopeScaling
 
 KEYS, VALUES = "self_attn.k_b_proj", "self_attn.v_b_proj"
 """Matrices that make a head's keys and values of a latent, one for each head. Keys are [rank, plain], the transpose of

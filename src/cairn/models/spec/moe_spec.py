@@ -8,8 +8,7 @@ from typing import Literal
 from cairn.models.files import Fields
 from cairn.models.spec.families import Family
 from cairn.types.errors import ModelError
-from cairn.types.layer_spec import Experts
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import Experts, ModelSpec
 
 MAX_EXPERTS = 1 << 12
 ROUTER = "mlp.gate.weight"

@@ -13,8 +13,7 @@ from cairn.kernels.elementary import log_of
 from cairn.models.files import Fields
 from cairn.models.spec.families import Family
 from cairn.types.errors import ModelError, ModelFileError
-from cairn.types.layer_spec import RopeScaling, RotaryPositions
-from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM
+from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, RopeScaling, RotaryPositions
 
 ROPE_SCALINGS: dict[str, Literal["none", "linear", "llama3", "yarn"]] = {
     "default": "none",

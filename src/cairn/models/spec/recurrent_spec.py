@@ -11,8 +11,7 @@ from cairn.models.files import Fields
 from cairn.models.spec.families import Family
 from cairn.models.spec.moe_spec import layer_kinds
 from cairn.types.errors import ModelError
-from cairn.types.layer_spec import CacheGroup, Recurrence
-from cairn.types.model_spec import MAX_HEAD_DIM, ModelSpec
+from cairn.types.model_spec import MAX_HEAD_DIM, CacheGroup, ModelSpec, Recurrence
 
 MOST_REACH = 16
 MAX_HEADS = 1 << 12

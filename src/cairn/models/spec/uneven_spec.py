@@ -18,8 +18,7 @@ from cairn.models.files import Fields
 from cairn.models.spec.families import Family
 from cairn.models.spec.moe_spec import mixture_tensors
 from cairn.types.errors import ModelError
-from cairn.types.layer_spec import NEVER, CacheGroup, RopeScaling, Streams, Uneven
-from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, ModelSpec
+from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, NEVER, CacheGroup, ModelSpec, RopeScaling, Streams, Uneven
 
 INPUTS = "model.embed_tokens_per_layer.weight"
 INPUTS_PROJECTION = "model.per_layer_model_projection.weight"

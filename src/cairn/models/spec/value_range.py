@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.rope import Floats, frequencies
-from cairn.types.layer_spec import Latent
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import Latent, ModelSpec
 
 HALF = 65_504.0
 """The largest float16."""
