@@ -27,7 +27,7 @@ from cairn.kv.pool.cache import Cache
 from cairn.kv.tiers.tiers import Tiers
 from cairn.kv.tiers.write_behind import WriteLimits
 from cairn.models.hub.digests import watched
-from cairn.models.spec.tokenizer_files import with_tokenizer
+from cairn.models.spec.config import with_tokenizer
 from cairn.scheduler.encoder_queue import TextQueue
 from cairn.scheduler.plan import Limits, Plan, Planner
 from cairn.scheduler.scheduler import Scheduler
