@@ -24,7 +24,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cairn.cli import app, main
-from cairn.cli.client import Client
+from cairn.cli.connection.client import Client
 from cairn.cli.conversation.conversation import Conversation
 from cairn.cli.conversation.line_reader import PipeReader
 from cairn.cli.generate import write

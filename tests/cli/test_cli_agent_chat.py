@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from cairn.cli import main
-from cairn.cli.client import Client
+from cairn.cli.connection.client import Client
 from cairn.cli.conversation import agent_conversation
 from cairn.cli.conversation.agent_conversation import AgentConversation
 from cairn.cli.output import printable

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from cairn.cli import main
 from cairn.cli.agents import tree
-from cairn.cli.client import Client
+from cairn.cli.connection.client import Client
 from cairn.types.errors import CairnError
 from tests.api.process import Served, served
 

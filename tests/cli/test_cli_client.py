@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 from cairn.api.chat.wire import usage_object
-from cairn.cli import client as client_module
 from cairn.cli import main
-from cairn.cli.client import Client, connect
-from cairn.cli.http_stream import HttpStream
+from cairn.cli.connection import client as client_module
+from cairn.cli.connection.client import Client, connect
+from cairn.cli.connection.http_stream import HttpStream
 from cairn.config.resolve import resolve
 from cairn.types.errors import (
     CairnError,

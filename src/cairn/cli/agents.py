@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.text import Text
     from rich.tree import Tree
 
-    from cairn.cli.client import Client
+    from cairn.cli.connection.client import Client
 
 _SERVER = ("api_key",)
 _Id = Annotated[str, typer.Argument(metavar="ID", help="The agent.")]

@@ -16,7 +16,7 @@ from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError
 
 if TYPE_CHECKING:
-    from cairn.cli.client import Client
+    from cairn.cli.connection.client import Client
 
 _LOOK = 2.0
 """Seconds in which a server on this machine says that it is there; what does not is none of ours."""
@@ -122,7 +122,7 @@ def _flags(resolved: Resolved) -> list[str]:
 
 def _running(resolved: Resolved) -> _Server | None:
     """The server at the configured port, where there is one that has the model; which it is, or is not, is said."""
-    from cairn.cli.client import address
+    from cairn.cli.connection.client import address
 
     url = address(resolved.config)
     if not resolved.config.port or not (state := state_of(url, resolved.config.tls_cert)):
@@ -150,7 +150,7 @@ def state_of(url: str, certificate: str | None = None) -> str:
     """`ready`, `loading`, or "" where no Cairn server answers. `certificate`: the file of the one it has over https."""
     import httpx
 
-    from cairn.cli.trust import tls_context
+    from cairn.cli.connection.trust import tls_context
 
     verify = tls_context(url, certificate)
     try:
@@ -163,7 +163,7 @@ def state_of(url: str, certificate: str | None = None) -> str:
 
 def _names(client: Client) -> list[str]:
     """The models of a server, the one to talk to first."""
-    from cairn.cli.client import first_chat
+    from cairn.cli.connection.client import first_chat
 
     models = client.get("/v1/models")["data"]
     first = str(first_chat(models)["id"]) if models else ""

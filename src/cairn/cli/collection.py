@@ -15,7 +15,7 @@ from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError
 
 if TYPE_CHECKING:
-    from cairn.cli.client import Client
+    from cairn.cli.connection.client import Client
 
 _SERVER = ("api_key",)
 _Id = Annotated[str, typer.Argument(metavar="ID", help="The collection.")]

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 from typer.core import TyperOption
 
-from cairn.cli.trust import TRUST_PARAMETERS, TrustFlags
-from cairn.cli.trust import chosen as chosen_trust
+from cairn.cli.connection.trust import TRUST_PARAMETERS, TrustFlags
+from cairn.cli.connection.trust import chosen as chosen_trust
 from cairn.config.config import Config
 from cairn.config.option import Option, local_options, options
 from cairn.config.resolve import Resolved, resolve
 from cairn.types.errors import CairnError
 
 if TYPE_CHECKING:
-    from cairn.cli.client import Client
+    from cairn.cli.connection.client import Client
 
 ALL = tuple(option.name for option in options() if option.name != "models")
 """Every option but those models that are arguments."""
@@ -58,7 +58,7 @@ Command = Callable[..., None]
 
 def server(resolved: Resolved, host: str | None, model: str = "") -> Client:
     """The server that `--host` or the configuration names, for a `with`; `model` as of `connect`."""
-    from cairn.cli.client import connect
+    from cairn.cli.connection.client import connect
 
     return connect(resolved, host, model)
 

@@ -13,7 +13,7 @@ from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError
 
 if TYPE_CHECKING:
-    from cairn.cli.client import Client
+    from cairn.cli.connection.client import Client
 
 _SERVER = ("api_key", "admin_key")
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model of the server, by a name of it.")]

@@ -13,8 +13,8 @@ from cairn.cli.conversation.conversation import Conversation, Setting
 from cairn.types.errors import CairnError, Conflict, NotFound
 
 if TYPE_CHECKING:
-    from cairn.cli.client import Client
-    from cairn.cli.http_stream import HttpStream
+    from cairn.cli.connection.client import Client
+    from cairn.cli.connection.http_stream import HttpStream
 
 _WAITS = (0.05, 0.1, 0.2, 0.5)
 """Seconds until a turn that was cancelled has ended."""

@@ -18,10 +18,10 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from cairn.cli.launch_table import AGENTS, AgentProgram
+from cairn.cli.connection.trust import certificate_file
+from cairn.cli.launch.launch_table import AGENTS, AgentProgram
 from cairn.cli.options import Host, configured, server
 from cairn.cli.output import talk
-from cairn.cli.trust import certificate_file
 from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError, Unavailable
 
@@ -187,7 +187,7 @@ Fits = Callable[[str, int], None]
 def _place(resolved: Resolved, host: str | None, model: str | None, fits: Fits) -> Iterator[tuple[ServerAddress, bool]]:
     """The server that runs, or one that is started and ended; which of both."""
     from cairn.cli.answer_source import LOADING, state_of
-    from cairn.cli.client import address
+    from cairn.cli.connection.client import address
 
     try:
         place = _found(resolved, host)
@@ -214,7 +214,7 @@ def _place(resolved: Resolved, host: str | None, model: str | None, fits: Fits) 
 
 def _found(resolved: Resolved, host: str | None) -> ServerAddress:
     """The server that runs. Unavailable where none does."""
-    from cairn.cli.client import first_chat, own_certificate
+    from cairn.cli.connection.client import first_chat, own_certificate
 
     with server(resolved, host) as client:
         first = first_chat(client.get("/v1/models")["data"])

@@ -16,7 +16,7 @@ from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError
 
 if TYPE_CHECKING:
-    from cairn.cli.client import Client
+    from cairn.cli.connection.client import Client
     from cairn.teams.scenario import Outcome
 
 _SERVER = ("api_key",)
@@ -45,7 +45,7 @@ def _register_scenarios(team: typer.Typer) -> None:
         host: Host = None,
     ) -> None:
         """Play a scenario and watch it; the exit code is 1 where an expectation is not met."""
-        from cairn.cli.team_view import team_view
+        from cairn.cli.team.team_view import team_view
         from cairn.cli.yaml_files import checking, load_yaml
         from cairn.teams.scenario import play, scenario_of
 
@@ -76,7 +76,7 @@ def _register_scenarios(team: typer.Typer) -> None:
         host: Host = None,
     ) -> None:
         """Watch again what a team has said. Nothing is computed."""
-        from cairn.cli.team_view import team_view
+        from cairn.cli.team.team_view import team_view
 
         if Path(what).is_file():
             transcript = _read(Path(what))
@@ -130,7 +130,7 @@ def _register_changes(team: typer.Typer) -> None:
         host: Host = None,
     ) -> None:
         """Let a team speak for some rounds; one that was cut off goes on."""
-        from cairn.cli.team_view import team_view
+        from cairn.cli.team.team_view import team_view
 
         with server(resolved, host) as client, team_view() as show:
             for event in client.events(path(id, "rounds"), {"rounds": many, "stream": True}):

@@ -10,8 +10,8 @@ from urllib.parse import quote
 
 import httpx
 
-from cairn.cli.http_stream import HttpStream, read_events, why
-from cairn.cli.trust import tls_context
+from cairn.cli.connection.http_stream import HttpStream, read_events, why
+from cairn.cli.connection.trust import tls_context
 from cairn.config.config import Config
 from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError, InvalidRequest, Unavailable, by_code
