@@ -24,7 +24,7 @@ from cairn.config.config import Config
 from cairn.config.option import OTHER_NAMES, local_options, options
 from cairn.config.resolve import resolve
 from cairn.entrypoints.answer import ToolCall
-from cairn.entrypoints.asked import conversations, form_of, offered_tools
+from cairn.entrypoints.inputs import conversations, form_of, offered_tools
 from cairn.entrypoints.keywords import ModelKeywords, SamplingKeywords
 from cairn.entrypoints.progress import BatchProgress
 from cairn.frontend.requests import SamplingOptions
