@@ -648,7 +648,7 @@ def test_another_server_that_answers_everything_is_no_cairn_server(canned, comma
     said = '{"ok": true, "status": "ready", "reasons": null, "data": 5}'
     for path in ("health/ready", "v1/requests/x/cancel", "v1/cache", "v1/cache/flush", "v1/cache/scrub"):
         canned.answers["/" + path] = (200, said)
-    assert "is no Cairn server" in sentence(run(*command.split(), "--host", canned.url), 1)
+    assert "is not a Cairn server" in sentence(run(*command.split(), "--host", canned.url), 1)
 
 
 REPORT = {

@@ -57,7 +57,7 @@ def test_what_cannot_be_added_is_told_and_the_rest_is(server: Served, tmp_path: 
     bad.write_bytes(b"no pdf")
     code, out, err = run(server, "collection", "add", "some", str(bad), str(good), str(tmp_path / "none.txt"))
     assert code == 1 and str(good) in out
-    assert f"{bad}: file: the PDF cannot be read" in err and "none.txt: it cannot be read" in err
+    assert f"{bad}: file: the PDF cannot be read" in err and "none.txt: the file cannot be read" in err
     assert "2 of 3 documents were not added" in err
     for arguments, said in (
         (("add", "nowhere", str(good)), "no collection nowhere"),

@@ -123,7 +123,7 @@ class AsyncStream:
     @property
     def answer(self) -> Answer:
         """The answer so far; complete once the iteration has ended."""
-        parts, built = self._parts, MessageBuilder()
+        parts, built, form = self._parts, MessageBuilder(), self._form
         for part in parts:
             built.add(part)
         end = self._end
@@ -138,9 +138,7 @@ class AsyncStream:
             cache=end.cache if end else None,
             logprobs=tuple(entry for part in parts for entry in part.logprobs),
             prompt_logprobs=tuple(entry for part in parts for entry in part.prompt_logprobs),
-            read=None
-            if self._form is None or end is None or built.calls
-            else _parse(self._form, built.text, end.reason),
+            read=None if form is None or end is None or built.calls else _parse(form, built.text, end.reason),
         )
 
     def __aiter__(self) -> AsyncStream:
