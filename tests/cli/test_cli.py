@@ -267,7 +267,7 @@ def test_a_model_without_a_chat_template_can_continue_text(elsewhere):
     (plain / "tokenizer_config.json").write_text(json.dumps(settings))
     small = ("--kv-gb", "0.1", "--max-tokens", "2")
     said = sentence(run("generate", "plain", "-p", "x", *small), 1)
-    assert "no chat template" in said and said.endswith("with --raw the text is continued as it is")
+    assert "no chat template" in said and said.endswith("--raw continues the text without one")
     assert run("generate", "plain", "-p", "x", "--raw", *small).returncode == 0
 
 
@@ -569,7 +569,7 @@ def test_control_tokens_in_a_raw_text_may_be_text(canned):
     assert (done.returncode, done.stdout) == (0, "x\n")
     assert [body["parse_special"] for path, _, body in canned.seen if path != "/v1/models"] == [False, False]
     said = sentence(run("generate", "-p", "x", "--no-parse-special", "--host", canned.url), 1)
-    assert said.startswith("--no-parse-special is for --raw")
+    assert said.startswith("--no-parse-special needs --raw")
 
 
 def test_errors_of_a_server_are_its_own_sentences(canned):

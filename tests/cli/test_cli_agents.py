@@ -151,9 +151,9 @@ def test_what_is_no_id_is_never_sent(server: Served, id: str, tmp_path: Path) ->
         ("export", id, str(tmp_path / "new")),
     ):
         code, out, err = run(server, "agents", *arguments)
-        assert (code, out) == (2, "") and f"{id!r} is no agent: an agent's id has 1 to 64" in err
+        assert (code, out) == (2, "") and f"{id!r} is not an agent's id: an agent's id has 1 to 64" in err
     code, _, err = run(server, "chat", "--agent", id)
-    assert code == 2 and "is no agent" in err
+    assert code == 2 and "is not an agent's id" in err
     assert not list(tmp_path.iterdir())
 
 

@@ -57,7 +57,7 @@ def test_a_file_is_replaced_only_by_force_and_only_by_a_whole_one(
 ) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(b"precious")
-    with pytest.raises(ConfigError, match="is there already; --force replaces it"):
+    with pytest.raises(ConfigError, match="exists already; --force replaces it"):
         quantize.write(str(folder), path, "Q8_0")
 
     def crash(*_: Any) -> None:
