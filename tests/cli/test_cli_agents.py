@@ -191,7 +191,7 @@ def test_a_chat_with_an_agent_goes_on_where_it_was_left(server: Served) -> None:
     code, first, err = run(server, "chat", *options, "--system", "Be brief.", given="My name is Mona.\n")
     assert code == 0 and first.strip() and "agent mona is new" in err
     code, second, err = run(server, "chat", *options, given="And now?\n/undo\nAnd now?\n/nonsense\n")
-    assert code == 0 and "goes on behind turn 1" in err and "took back: And now?" in err and "unknown command" in err
+    assert code == 0 and "continues after turn 1" in err and "took back: And now?" in err and "unknown command" in err
     answers = second.split("\n")
     assert answers[0] == answers[1] != "", "the same question behind the same turn"
     turns = [row for row in rows(server, "agents", "show", "mona") if row[0] == "turn"]

@@ -275,7 +275,7 @@ def test_near_misses_of_commands_and_options_are_hinted_at():
 def test_help_names_completion_and_the_usual_short_flag_works():
     shown = run("-h").stdout
     assert "--install-completion" in shown and "--show-completion" in shown
-    assert "The shell completes commands and options after: cairn --install-completion" in " ".join(shown.split())
+    assert "For completion of commands and options in your shell: cairn --install-completion" in " ".join(shown.split())
     assert "--kv-gb" in run("serve", "-h").stdout
 
 

@@ -169,8 +169,8 @@ async def test_the_workflow() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: [", "is no YAML"),
-        ("a: !!python/object/apply:os.system ['true']", "is no YAML"),
+        ("a: [", "cannot be read as YAML"),
+        ("a: !!python/object/apply:os.system ['true']", "cannot be read as YAML"),
         ("name: x\nteam: {}\nrouds: 1", "is no scenario: Object contains unknown field `rouds`"),
         ("name: x\nteam: {documents: [{file: nowhere.md}]}", "cannot be read"),
     ],
